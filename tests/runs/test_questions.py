@@ -201,6 +201,17 @@ def test_the_start_that_wrote_a_row_is_told_by_its_part(run):
     assert found.to_pydict() == {"step": [1, 2, 3], "attempt": [3, 3, 12]}
 
 
+@pytest.mark.parametrize("steps", [(7, 999_999), (999_999, 1_000_000)])
+def test_a_row_has_the_step_of_its_folder_whatever_the_lengths_of_names(tmp_path, steps):
+    url = str(tmp_path / "step=9" / "run")
+    for attempt, step in zip((1, 12_345), steps, strict=True):
+        save(url, {step: [row(step, 0, 1.0, 4)]}, attempt=attempt)
+    with open_rollouts(url) as rollouts:
+        found = rollouts.table("SELECT step, attempt FROM rollouts ORDER BY 1").to_pydict()
+        assert found == {"step": [*steps], "attempt": [1, 12_345]}
+        assert rollouts.table(f"SELECT step FROM rollouts WHERE step = {steps[1]}").num_rows == 1
+
+
 def test_a_step_that_is_not_asked_for_is_not_read(run):
     for path in open_parts(run, 1):
         path.write_bytes(b"no parquet".ljust(path.stat().st_size))
