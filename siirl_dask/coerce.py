@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,8 @@ from siirl_dask.errors import UserError, did_you_mean
 
 Bind = Callable[[str, Any, str], Callable[..., Any]]
 """``(name, options, where) -> function``: the function called ``name`` with ``options`` bound."""
+field_types = cache(get_type_hints)
+"""``get_type_hints`` of a dataclass, which evaluates the text of each annotation; it is asked for with every value."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _CALL = ("run", "with")
 
@@ -79,7 +82,7 @@ class Coercer:
         required = (f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING)
         if missing := [name for name in required if name not in value]:
             raise self.error(f"{where} lacks {missing}, which {kind.__name__} needs")
-        hints = get_type_hints(kind)
+        hints = field_types(kind)
         return kind(**{key: self(item, hints[key], f"{where}.{key}") for key, item in value.items()})
 
     def _choice(self, value: Any, choices: Mapping[Any, Any], where: str) -> Any:

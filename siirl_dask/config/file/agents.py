@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
+from siirl_dask.coerce import field_types
 from siirl_dask.config.agents import AgentConfig
 from siirl_dask.config.file.layers import merged
 
 OWN: Mapping[str, type[Any]] = {
-    key: kind for key, kind in get_type_hints(AgentConfig).items() if is_dataclass(cast("object", kind))
+    key: kind for key, kind in field_types(AgentConfig).items() if is_dataclass(cast("object", kind))
 }
 """Groups that an agent has of its own, by name."""
 

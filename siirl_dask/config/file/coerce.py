@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from siirl_dask.coerce import Coercer
+from siirl_dask.coerce import Coercer, field_types
 from siirl_dask.config import Config
 from siirl_dask.config.file.layers import AGENTS, GROUPS, first_line, key_hint
 from siirl_dask.errors import ConfigError
@@ -31,11 +31,11 @@ def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, st
         raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
     groups = {}
     for group, kind in GROUPS.items():
-        hints, values = get_type_hints(kind), resolved(tree, group, path)
+        hints, values = field_types(kind), resolved(tree, group, path)
         where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
         typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
         groups[group] = _checked(kind, typed, path)
-    hint = get_type_hints(Config)[AGENTS]
+    hint = field_types(Config)[AGENTS]
     groups[AGENTS] = _coerce(resolved(tree, AGENTS, path), hint, f"{path}: {AGENTS}")
     config: Config = _checked(Config, groups, path)
     return config
