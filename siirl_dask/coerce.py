@@ -23,7 +23,7 @@ from siirl_dask.errors import UserError, did_you_mean
 
 Bind = Callable[[str, Any, str], Callable[..., Any]]
 """``(name, options, where) -> function``: the function called ``name`` with ``options`` bound."""
-field_types = cache(get_type_hints)
+field_types: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """``get_type_hints`` of a dataclass, which evaluates the text of each annotation; it is asked for with every value."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _CALL = ("run", "with")
