@@ -17,6 +17,7 @@ from siirl_dask.driver.device_memory import cards_of, check_devices, device_memo
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
+from siirl_dask.driver.prompt_rows import check_rows
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
@@ -41,6 +42,8 @@ class Checked:
     """Folders that the workers of each role read."""
     footprints: Mapping[str, Footprint]
     """Memory of each role on an accelerator, as far as it is known."""
+    row_notes: list[str]
+    """Those of the notes that are about rows of the datasets."""
 
 
 def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
@@ -71,12 +74,24 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
+    notes = [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)]
+    row_notes = _notes_on_rows(phases)
     return Checked(
         memory,
-        [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)],
+        [*notes, *row_notes],
         {name: cost.reads for name, cost in costs.items()},
         footprints,
+        row_notes,
     )
+
+
+def _notes_on_rows(phases: Phases) -> list[str]:
+    """Return sentences on rows of the datasets that are there. DataError for a prompt that is null."""
+    notes = []
+    for _, dataset in phases.values():
+        if all(source.table or exists(source.url) for source in dataset.sources):
+            notes += check_rows(dataset)
+    return list(dict.fromkeys(notes))
 
 
 def _check_lone_samples(dag: DAG) -> None:
