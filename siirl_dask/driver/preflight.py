@@ -43,7 +43,7 @@ class Checked:
     footprints: Mapping[str, Footprint]
     """Memory of each role on an accelerator, as far as it is known."""
     row_notes: list[str]
-    """Those of the notes that are about rows of the datasets."""
+    """Sentences among the notes that are about rows of the datasets."""
 
 
 def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
