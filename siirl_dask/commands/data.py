@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich import progress as bars
+from rich.text import Text
 
 from siirl_dask.commands.script import EXIT_CODES
 from siirl_dask.config import parse_bytes
-from siirl_dask.errors import ConfigError, Interrupted
+from siirl_dask.errors import ConfigError, DataError, Interrupted
 from siirl_dask.models.cache import folder_here
 from siirl_dask.observe.console import PipeConsole
 
 if TYPE_CHECKING:
+    from siirl_dask.datasets.summary import DatasetSummary
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 
 _TOKENIZER = "Hugging Face folder of the model whose tokens are counted, or its URL"
@@ -29,6 +31,7 @@ def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     show = actions.add_parser("show", help="show columns, parts, lengths and samples of a dataset", epilog=EXIT_CODES)
     show.add_argument("url", metavar="URL", help="a table, or anything that can be imported")
     show.add_argument("--tokenizer", metavar="PATH", help=f"{_TOKENIZER}; default: characters are")
+    show.add_argument("--model", metavar="PATH", help="as --tokenizer, and print the first prompt as the model sees it")
     show.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
     show.add_argument("--prompt", metavar="COLUMN", help="column whose lengths are counted; default: prompt")
     show.add_argument("--rows", type=int, default=100_000, metavar="N", help="rows to look at; 0: all; default: 100000")
@@ -124,9 +127,13 @@ def _show(chosen: argparse.Namespace) -> None:
     for option in ("rows", "samples"):
         if getattr(chosen, option) < 0:
             raise ConfigError(f"--{option} {getattr(chosen, option)}: expected 0 or more")
-    if chosen.max_prompt_length is not None and chosen.tokenizer is None:
+    if chosen.model is not None and chosen.tokenizer is not None:
+        raise ConfigError("--model and --tokenizer: expected one of them, both name the model whose tokens are counted")
+    path = chosen.model or chosen.tokenizer
+    if chosen.max_prompt_length is not None and path is None:
         raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer")
-    measure = characters if chosen.tokenizer is None else _tokenizer(chosen.tokenizer).lengths
+    tokenizer = None if path is None else _tokenizer(path, "--model" if chosen.model else "--tokenizer")
+    measure = characters if tokenizer is None else tokenizer.lengths
     console = PipeConsole()
     with row_progress(console, "reading") as progress:
         found = summarise(
@@ -137,7 +144,25 @@ def _show(chosen: argparse.Namespace) -> None:
             samples=chosen.samples,
             progress=lambda rows: progress(rows, 0, chosen.rows or None),
         )
-    print_summary(console, found, "characters" if chosen.tokenizer is None else "tokens", chosen.max_prompt_length)
+    print_summary(console, found, "characters" if tokenizer is None else "tokens", chosen.max_prompt_length)
+    if chosen.model is not None and tokenizer is not None:
+        _show_first_prompt(console, found, tokenizer)
+
+
+def _show_first_prompt(console: PipeConsole, found: DatasetSummary, tokenizer: HuggingFaceTokenizer) -> None:
+    """Print the first prompt as the model sees it, or why it cannot be shown."""
+    from siirl_dask.driver.prompt_rows import rendered
+
+    if found.first_prompt is None:
+        console.print(Text("\nThere is no first prompt to show: it is null, or there is no column of prompts"))
+        return
+    try:
+        prompt = rendered(tokenizer, found.first_prompt, "it is refused")
+    except DataError as error:
+        console.print(Text(f"\nFirst prompt: {error}"), soft_wrap=True)
+        return
+    console.print(Text(f"\nFirst prompt as the model sees it, {prompt.tokens:,} tokens", style="bold"))
+    console.print(Text(prompt.text), soft_wrap=True)
 
 
 @contextmanager
@@ -161,10 +186,10 @@ def row_progress(console: PipeConsole, text: str) -> Iterator[Callable[[int, int
         yield show
 
 
-def _tokenizer(path: str) -> HuggingFaceTokenizer:
+def _tokenizer(path: str, option: str = "--tokenizer") -> HuggingFaceTokenizer:
     from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
 
-    return load_tokenizer(folder_here(path, weights=False), f"--tokenizer {path!r}")
+    return load_tokenizer(folder_here(path, weights=False), f"{option} {path!r}")
 
 
 def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, w
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
+from siirl_dask.driver.prompt_rows import first_prompt
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
@@ -65,16 +66,18 @@ def describe_run(
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
     seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
     places = find_places(config.cluster, workers) if placed is None else None
+    there = all(exists(url) for url in config.data.urls)
+    prompt = first_prompt(config, *phases[Phase.TRAIN]) if there else None
     match form:
         case "json":
             plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
+            shows = {} if prompt is None else {"first_prompt": {"text": prompt.text, "tokens": prompt.tokens}}
             where = {} if places is None else {"topology": places_as_data(places, phases[Phase.TRAIN][0])}
-            return json.dumps(
-                {"version": 1, "notes": notes, "phases": plans, "memory": memory, **device, **time, **where}, indent=1
-            )
+            parts = {"version": 1, "notes": notes, "phases": plans, "memory": memory}
+            return json.dumps({**parts, **device, **time, **where, **shows}, indent=1)
         case "svg":
             return draw(shown)
     texts = [f"note: {note}" for note in notes]
@@ -84,6 +87,8 @@ def describe_run(
     texts.append(_memory(config, checked.memory, workers, on_cpu=accelerator is None))
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
+    if prompt is not None:
+        texts.append(f"== first prompt ==\n\n{prompt.tokens:,} tokens, as the model sees them\n{prompt.text}")
     if places is not None:
         texts.append(f"== topology ==\n\n{describe_places(places, phases[Phase.TRAIN][0])}")
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])

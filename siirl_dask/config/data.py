@@ -89,6 +89,9 @@ class DataConfig:
     """Column of the prompt; a dot leads into a struct."""
     answer: str = "answer"
     """Column of the answer; a dot leads into a struct, as in ``reward_model.ground_truth``."""
+    continue_answers: bool = False
+    """Let the model go on with a prompt's last message where that is the assistant's. False: such a prompt is refused.
+    """
     max_prompt_length: int = 1024
     """Longest prompt in tokens. A longer one is dropped from its step, and counted."""
     transport: TransportMode = TransportMode.auto

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Literal
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
 from siirl_dask.errors import ConfigError
+
+_OF_RENDERING = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template, and those that each prompt gives."""
 
 
 class Dtype(StrEnum):
@@ -54,8 +62,20 @@ class ModelConfig:
     """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes bfloat16 where the workers
     have accelerators that all compute in it, and float32 elsewhere; a run that goes on keeps the type it began with."""
 
+    template: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the chat template, such as ``{enable_thinking: false}``, wherever it is rendered."""
+    add_special_tokens: Literal["auto", True, False] = "auto"
+    """Put the tokenizer's special tokens, such as a BOS, around prompts that are texts. ``auto``: those that it puts by
+    itself, but no second BOS before a text that begins with one. Chats have what their template writes."""
+
     def __post_init__(self) -> None:
         self.path = absolute(self.path)
+        for name in self.template:
+            if name in _OF_RENDERING:
+                raise ConfigError(
+                    f"model.template={self.template}: {name} is given for each prompt; expected keyword arguments that "
+                    "the chat template itself reads, as in {enable_thinking: false}"
+                )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from siirl_storage import Conflict, Snapshot, StorageError, TableNotFound, open_table
 
+from siirl_dask.datasets.column_paths import extract, steps_of
 from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
-from siirl_dask.datasets.mapping import ColumnMapping, extract, unify
+from siirl_dask.datasets.mapping import ColumnMapping, unify
 from siirl_dask.datasets.table_writer import TableWriter
 from siirl_dask.datasets.token_lengths import TokenLengths, extended
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
@@ -137,7 +138,8 @@ class _Mapped:
 
 def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
     """Raise DataError unless the column of prompts holds texts or lists of chat messages."""
-    kind = extract(schema.empty_table(), prompt).type if prompt.split(".")[0] in schema.names else None
+    is_there = prompt in schema.names or steps_of(prompt)[0] in schema.names
+    kind = extract(schema.empty_table(), prompt).type if is_there else None
     if kind is None:
         known = schema.names
         raise DataError(

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.schema import IDENTITY
 
@@ -24,8 +24,7 @@ class ColumnMapping:
     """The columns of a table, given those of a source: all of them, and new ones; less what is dropped."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """New columns by name, each with its path in the source: a dot leads into a struct, also in each item of a list.
-    """
+    """New columns by name, each with its path in the source: see column_paths.py."""
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
     """Types of columns by name; others keep theirs."""
     select: Sequence[str] | None = None
@@ -42,7 +41,7 @@ class ColumnMapping:
         if twice:
             raise DataError(f"{name!r} has more than one column {twice[0]!r}")
         paths = self._paths(source, name)
-        kinds = {column: self.types.get(column, _plain(_type_at(source, path, name))) for column, path in paths.items()}
+        kinds = {column: self.types.get(column, _plain(type_at(source, path, name))) for column, path in paths.items()}
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
@@ -91,16 +90,6 @@ def parse_type(text: str) -> pa.DataType:
     return pa.type_for_alias(text.strip())
 
 
-def extract(table: pa.Table, path: str) -> pa.ChunkedArray:
-    """Return the values at a dotted path: a column, a struct's field, or that of each item of a list."""
-    if path in table.column_names:  # a name may have dots itself
-        return table[path]
-    first, *rest = path.split(".")
-    column = table[first]
-    chunks = [_field(chunk, rest) for chunk in column.chunks]
-    return pa.chunked_array(chunks, _field_type(column.type, rest))
-
-
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return the schema that all, given with their names, fit into: wider numbers, and any type instead of nulls.
 
@@ -130,49 +119,6 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:
     return f"{name!r} has no column {column!r} (there is: {', '.join(known)}){did_you_mean(column, known)}"
-
-
-def _type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
-    if path in schema.names:
-        return schema.field(path).type
-    kind: pa.DataType = pa.struct(list(schema))
-    for step in path.split("."):
-        while _is_list(kind):
-            kind = kind.value_type
-        known = [one.name for one in kind] if pa.types.is_struct(kind) else []
-        if step not in known:
-            raise DataError(
-                f"{name!r} has no column {path!r}: no {step!r} (there is: {', '.join(known) or kind})"
-                f"{did_you_mean(step, known)}"
-            )
-        kind = kind.field(step).type
-    return _field_type(schema.field(path.split(".")[0]).type, path.split(".")[1:])
-
-
-def _field_type(kind: pa.DataType, path: Sequence[str]) -> pa.DataType:
-    if not path:
-        return kind
-    if _is_list(kind):
-        make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        return make(_field_type(kind.value_type, path))
-    return _field_type(kind.field(path[0]).type, path[1:])
-
-
-def _field(array: pa.Array, path: Sequence[str]) -> pa.Array:
-    if not path:
-        return array
-    if not _is_list(array.type):
-        return _field(pc.struct_field(array, path[0]), path[1:])
-    lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
-    ends = pc.cumulative_sum(lengths)
-    large = pa.types.is_large_list(array.type)
-    offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends]).cast(pa.int64() if large else pa.int32())
-    make = pa.LargeListArray if large else pa.ListArray
-    return make.from_arrays(offsets, _field(array.flatten(), path), mask=array.is_null())
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:

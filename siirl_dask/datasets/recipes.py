@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from siirl_storage import join
 
 from siirl_dask.config import Config
+from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import ROW_GROUP_BYTES, ImportRequest, import_data
 from siirl_dask.datasets.inputs import exists
-from siirl_dask.datasets.mapping import extract
 from siirl_dask.errors import DataError
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import Part
 
+from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import check_prompts
 from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
-from siirl_dask.datasets.mapping import extract, unify
+from siirl_dask.datasets.mapping import unify
 from siirl_dask.errors import DataError
 from siirl_dask.images import normalised
 
@@ -56,6 +57,8 @@ class DatasetSummary:
     pieces: int = 0
     """Parts or files that these rows are from."""
     samples: list[dict[str, Any]] = field(default_factory=list)
+    first_prompt: Any = None
+    """The prompt of the first row that was read; None where it is null."""
 
 
 def summarise(
@@ -110,7 +113,6 @@ def summarise(
 
 def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int) -> int:
     """Add rows to the summary, up to ``wanted`` of them as samples; return how many those are."""
-    found.read += table.num_rows
     for name, summary in found.columns.items():
         column = table[name]
         summary.nulls += column.null_count
@@ -119,7 +121,11 @@ def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int)
             summary.size += pc.sum(sizes).as_py()
             summary.longest = max(summary.longest, pc.max(sizes).as_py())
     if found.prompt is not None:
-        found.lengths.add(measure_column(extract(table, found.prompt), measure))
+        prompts = extract(table, found.prompt)
+        if not found.read and len(prompts):
+            found.first_prompt = prompts[0].as_py()
+        found.lengths.add(measure_column(prompts, measure))
+    found.read += table.num_rows
     taken = table.slice(0, wanted).to_pylist()
     found.samples += taken
     return len(taken)

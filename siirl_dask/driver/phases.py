@@ -256,6 +256,11 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
             f"images.column={config.images.column!r} and no node reads that column: give the node that runs "
             "siirl_dask.nodes:encode_prompts the images as well, as in with: {images: ${images}, ...}"
         )
+    if config.data.continue_answers and not any(node.options.get("continue_answers") for node in dag.nodes):
+        raise ConfigError(
+            "data.continue_answers=true and no node reads it: give the node that runs siirl_dask.nodes:encode_prompts "
+            "the key as well, as in with: {continue_answers: ${data.continue_answers}, ...}"
+        )
     if config.images.observations and OBSERVED_IMAGES not in written:
         raise ConfigError(
             "images.observations=true and no node plays with images: give the node that runs siirl_dask.nodes:play the "

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 from siirl_storage import StorageError
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, RolloutConfig
 from siirl_dask.coordinator.source import Source, open_source
 from siirl_dask.driver.device_memory import cards_of, check_devices, device_memory, footprints_of
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
+from siirl_dask.driver.prompt_rows import check_rows
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
 from siirl_dask.observe.backends import check_backends
-from siirl_dask.planner import DAG, Footprint, Plan, Role, RoleCost
-from siirl_dask.planner.contract import options_of
+from siirl_dask.planner import DAG, Footprint, Node, Plan, Role, RoleCost
+from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.explain.tables import short_name, worker_ranges
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.planner.role_contract import preflight_of, provides_of
@@ -41,6 +42,8 @@ class Checked:
     """Folders that the workers of each role read."""
     footprints: Mapping[str, Footprint]
     """Memory of each role on an accelerator, as far as it is known."""
+    row_notes: list[str]
+    """Sentences among the notes that are about rows of the datasets."""
 
 
 def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
@@ -59,6 +62,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     for dag in (phase_plan.dag for phase_plan, _ in phases.values()):
         for node in dag.nodes:
             node.try_options()
+        _check_lone_samples(dag)
     check_weight_sync(config, plan)
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
@@ -70,12 +74,56 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
+    notes = [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)]
+    row_notes = _notes_on_rows(phases)
     return Checked(
         memory,
-        [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)],
+        [*notes, *row_notes],
         {name: cost.reads for name, cost in costs.items()},
         footprints,
+        row_notes,
     )
+
+
+def _notes_on_rows(phases: Phases) -> list[str]:
+    """Return sentences on rows of the datasets that are there. DataError for a prompt that is null."""
+    notes = []
+    for _, dataset in phases.values():
+        if all(source.table or exists(source.url) for source in dataset.sources):
+            notes += check_rows(dataset)
+    return list(dict.fromkeys(notes))
+
+
+def _check_lone_samples(dag: DAG) -> None:
+    """Raise ConfigError for a node that compares the samples of a prompt where each prompt has one."""
+    for node in dag.nodes:
+        learns_alone = node.contract.learns_alone
+        if learns_alone is None or _samples(dag, node) != 1 or learns_alone(**node.options):
+            continue
+        advantage = node.options.get("advantage")
+        raise ConfigError(
+            f"rollout.n=1: node {node.name!r} compares the samples of a prompt ({short_name(bare(advantage))}), and "
+            "each prompt has one, so that no answer is better or worse than another and nothing is learned; expected "
+            "rollout.n of at least 2, or an advantage that compares with something else, as remax, gae and "
+            "reinforce_plus_plus do (docs/algorithms.md)"
+        )
+
+
+def _samples(dag: DAG, node: Node) -> int | None:
+    """Return how many samples of a prompt reach a node; None where a node before it makes rows otherwise."""
+    before = set(node.after)
+    samples = 1
+    for other in reversed(dag.ordered()):
+        if other.name not in before:
+            continue
+        before.update(other.after)
+        if other.contract.expand is None:
+            continue
+        rollout = other.options.get("rollout")
+        if not isinstance(rollout, RolloutConfig) or "validation" in other.options:
+            return None
+        samples *= rollout.n
+    return samples
 
 
 def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:

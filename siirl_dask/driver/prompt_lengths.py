@@ -10,12 +10,14 @@ from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
-from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source
+from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source, source_schema
 from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
+from siirl_dask.driver.prompt_rows import named, tokenizer_here
 from siirl_dask.errors import ConfigError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
@@ -23,10 +25,10 @@ from siirl_dask.models.cache import folder_here
 from siirl_dask.nodes import encode_prompts
 from siirl_dask.planner import Plan
 from siirl_dask.planner.contract import bare
+from siirl_dask.schema import PROMPT
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
-    from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 
 _GROUPS, _ROWS = 16, 32  # row groups that are looked into, and prompts of each
 _HEAD = 2**14  # rows of a row group among which they are chosen: to reach a later one is to decode those before it
@@ -77,28 +79,36 @@ class TooLong:
 def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[str]:
     """Return a sentence for each source of an open dataset, none where its prompts cannot be measured here.
 
-    That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this machine.
+    That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this machine. Another
+    sentence says which special tokens texts get. DataError for a prompt that the model cannot be shown.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
-    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that a plan need not wait for
-
-    try:
-        folder = folder_here(config.model.path, weights=False)
-        tokenizer = load_tokenizer(folder, f"model.path={config.model.path!r}")
-        processor = None if config.images.column is None else load_processor(folder, config.images)
-    except ConfigError:
-        return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
+    tokenizer = tokenizer_here(config)
+    if tokenizer is None:
+        return []
+    processor = None
+    if config.images.column is not None:
+        try:
+            processor = load_processor(folder_here(config.model.path, weights=False), config.images)
+        except ConfigError:
+            return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
     names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
     notes = []
+    if tokenizer.special_tokens_note and any(_holds_texts(source) for source in dataset.sources):
+        notes.append(tokenizer.special_tokens_note)
+
+    def encode(prompt: Any) -> Sequence[int]:
+        return tokenizer.encode(prompt, continue_answer=config.data.continue_answers)
+
     for name, source in zip(names, dataset.sources, strict=True):
         limit = config.data.max_prompt_length
         if processor is None:
             sample = counted_lengths(source, tokenizer.identity, limit)
-            sample = sample or sample_lengths(source, tokenizer.encode, limit, _TEXT // len(names))
+            sample = sample or sample_lengths(source, encode, limit, _TEXT // len(names))
         else:
-            encode = partial(_encode_with_images, tokenizer, processor)
-            sample = sample_lengths(source, encode, limit, _TEXT // len(names), images=config.images.column)
+            with_images = partial(_encode_with_images, encode, processor)
+            sample = sample_lengths(source, with_images, limit, _TEXT // len(names), images=config.images.column)
         if sample.looked_at:
             dropped = "; they are dropped from their steps" if sample.found else ""
             notes.append(f"{name}{sample.text(limit)}{dropped}")
@@ -117,15 +127,18 @@ def counted_lengths(source: Source, tokenizer: str | None, limit: int) -> TooLon
         return None  # a worker tells of a part that cannot be read
 
 
-def _encode_with_images(
-    tokenizer: HuggingFaceTokenizer, processor: ImageProcessor, row: tuple[Any, Any]
-) -> Sequence[int]:
+def _holds_texts(source: Source) -> bool:
+    kind = source_schema(open_source(source).schema, source).field(PROMPT).type
+    return bool(pa.types.is_large_string(kind))
+
+
+def _encode_with_images(encode: Encode, processor: ImageProcessor, row: tuple[Any, Any]) -> Sequence[int]:
     """Return the ids of a prompt with its images, from their headers. ImageError also for one that is at a URL."""
     prompt, value = row
     images = images_of(value)
     if any(image.data is None for image in images):
         raise ImageError("it is not fetched to be counted")
-    return processor.expand(tokenizer.encode(marked(prompt, processor.family.placeholder)), images)
+    return processor.expand(encode(marked(prompt, processor.family.placeholder)), images)
 
 
 def sample_lengths(
@@ -144,7 +157,7 @@ def sample_lengths(
         for row in rows:
             prompt = row if images is None else row[0]
             characters -= len(prompt) if isinstance(prompt, str) else sum(len(str(turn)) for turn in prompt)
-            with suppress(ImageError):
+            with suppress(ImageError), named(f"dataset {source.url!r}: one of its prompts"):
                 found, looked = found + (len(encode(row)) > limit), looked + 1
             if characters <= 0:
                 break

@@ -87,7 +87,7 @@ def prepare_try(
     if job.open_types is not None and not again:
         notes.append(job.open_types.expected.note)
     if config.observe.progress and not again:
-        notes += [*host_notes(train[0]), *notes_on_long_prompts(config, *train)]
+        notes += [*host_notes(train[0]), *notes_on_long_prompts(config, *train), *job.checked.row_notes]
     return Try(driver, group, groups, phases, partial(_prepare_folder, job, log), commits, notes)
 
 

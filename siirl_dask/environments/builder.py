@@ -183,7 +183,8 @@ def build_environments(
     options = {"environments": environments, "environment": environment, "by_name": by_name, "tools": tools}
     world = _world(options)
     with device.stage("the start of environments"):
-        return WorkerEnvironments(world, environments, device, CallParser(_tokenizer(model, device)))
+        parser = CallParser(_tokenizer(model, device), None if model is None else model.template)
+        return WorkerEnvironments(world, environments, device, parser)
 
 
 def _tokenizer(model: ModelConfig | None, device: Device) -> Any:

@@ -92,8 +92,12 @@ def schemas_by_name(tools: Sequence[Schema]) -> dict[str, Schema]:
 class CallParser:
     """Finds the calls of tools in a turn. ``tokenizer`` is the model's; without one, only Hermes's form is known."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, template: Mapping[str, Any] | None = None
+    ) -> None:
+        """``template`` holds keyword arguments of the chat template."""
         self._tokenizer = tokenizer
+        self._arguments = dict(template or {})
         self._template = getattr(tokenizer, "response_template", None)
 
     def calls(self, action: Action, tools: Mapping[str, Schema]) -> list[Call | Malformed]:
@@ -116,7 +120,7 @@ class CallParser:
         assert self._tokenizer is not None
         return str(
             self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": ""}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": ""}], add_generation_prompt=True, tokenize=False, **self._arguments
             )
         )
 

@@ -60,6 +60,43 @@ def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten
     _check_count(estimated.returns, "returns")
 
 
+def _learns_alone(*, advantage: Callable[[Outcomes], Tensor]) -> bool:
+    """Return False for an advantage that compares a prompt's samples: beside none, a sample of reward 0 has 0."""
+    prompts = torch.arange(2)
+    apart = advantage(_two_samples(prompts))
+    together = advantage(_two_samples(torch.zeros_like(prompts)))
+    return torch.equal(apart, together) or bool(apart[0] != 0)
+
+
+def _two_samples(group_ids: Tensor) -> Outcomes:
+    return Outcomes(
+        rewards=torch.tensor([0.0, 1.0]),
+        group_ids=group_ids,
+        lengths=torch.ones(2, dtype=torch.int64),
+        baselines=torch.full((2,), 0.5),
+    )
+
+
+def _tokens_learn_alone(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> bool:
+    """Return whether the same holds for samples of one token; with ``whiten`` the batch's mean is a baseline."""
+    if whiten:
+        return True
+    prompts = torch.arange(2)
+    apart = advantage(_two_tokens(prompts)).advantages
+    together = advantage(_two_tokens(torch.zeros_like(prompts))).advantages
+    return torch.equal(apart, together) or bool(apart[0] != 0)
+
+
+def _two_tokens(group_ids: Tensor) -> TokenOutcomes:
+    return TokenOutcomes(
+        rewards=torch.tensor([0.0, 1.0]),
+        group_ids=group_ids,
+        offsets=torch.arange(3),
+        mask=torch.ones(2, dtype=torch.bool),
+        values=torch.full((2,), 0.5),
+    )
+
+
 def _check_count(values: Tensor, name: str) -> None:
     if values.shape != (0,):
         raise ValueError(f"{name} have shape {list(values.shape)}: expected [0]")
@@ -70,6 +107,7 @@ def _check_count(values: Tensor, name: str) -> None:
     optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE],
     writes=fields(ADVANTAGE),
     trial=_try_rows,
+    learns_alone=_learns_alone,
 )
 def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor]) -> pa.Table:
     """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node asks for rows=GROUPED: groups are whole.
@@ -101,6 +139,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
     optional=[RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
     writes=fields(ADVANTAGES, RETURNS),
     trial=_try_tokens,
+    learns_alone=_tokens_learn_alone,
 )
 def estimate_token_advantages(
     ctx: Context, table: pa.Table, *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from siirl_dask.config import ImagesConfig, RolloutConfig
 from siirl_dask.context import Context
 from siirl_dask.coordinator.blobs import rows_at, rows_where
+from siirl_dask.errors import ConfigError
 from siirl_dask.nodes.generate import generate
 from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
 from siirl_dask.nodes.reward import begin_scores, score
@@ -54,12 +55,21 @@ def _changes(
     return replace(own, reads=(*own.reads, *columns), writes=writes, neighbour=scorer, draws=True)
 
 
+def _try(*, rollout: RolloutConfig, **options: object) -> None:
+    if rollout.n == 1:
+        raise ConfigError(
+            "rollout.n=1: no prompt has samples whose rewards differ, so that all of them would be left out; expected "
+            "rollout.n of at least 2"
+        )
+
+
 @declares(
     reads=[PROMPT, ANSWER],
     optional=[MAX_TOKENS],
     writes=_WRITES,
     expand="rollout.n",
     groups="new",
+    trial=_try,
     depends_on_options=_changes,
 )
 def sample_until_mixed(
@@ -73,6 +83,7 @@ def sample_until_mixed(
     scorer: str = "reward",
     columns: tuple[str, ...] = (),
     images: ImagesConfig | None = None,
+    continue_answers: bool = False,
 ) -> pa.Table:
     """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
 
@@ -83,7 +94,14 @@ def sample_until_mixed(
     parts: list[pa.Table] = []
     first, count = 0, batch_size
     for left in reversed(range(rounds)):
-        prompts = encode_prompts(ctx, table, max_prompt_length=max_prompt_length, rollout=rollout, images=images)
+        prompts = encode_prompts(
+            ctx,
+            table,
+            max_prompt_length=max_prompt_length,
+            rollout=rollout,
+            images=images,
+            continue_answers=continue_answers,
+        )
         rows = _sample_and_score(ctx, prompts, rollout, ctx.resources[scorer], columns)
         groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
         parts.append(rows)

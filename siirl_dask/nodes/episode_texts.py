@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from siirl_dask.environments import Message, Text
 from siirl_dask.environments.pictures import file_of
-from siirl_dask.errors import ImageError
+from siirl_dask.errors import DataError, ImageError
 from siirl_dask.images import Image
 from siirl_dask.images.features import image_places
 from siirl_dask.images.prompts import MARK, marked
@@ -81,14 +81,18 @@ class EpisodeTexts:
             )
         left = iter(self.images)
         shown = [(next(left), False) if image is None else (image, True) for image in given]
-        return Encoded(*self._expanded(self.tokenizer.encode(plain, tools), shown, plain))
+        try:
+            ids = self.tokenizer.encode(plain, tools)
+        except DataError as error:
+            raise Unusable(f"gave a prompt that no answer can follow: {error}") from error
+        return Encoded(*self._expanded(ids, shown, plain))
 
     def observation(self, began: Text, new: Text | None, tools: Sequence[Mapping[str, Any]], last: int) -> Encoded:
         """Return what an observation adds to a row that ``began`` so, and whose last sampled token is ``last``."""
         if isinstance(began, str):
             if new is not None and not isinstance(new, str):
                 raise Unusable("gave messages where the episode began with a string: expected a string")
-            return Encoded(*self._expanded(self.tokenizer.encode(new) if new else [], [], new or ""))
+            return Encoded(*self._expanded(self.tokenizer.encode_more(new) if new else [], [], new or ""))
         plain, given = self._taken(messages_of(new), marks=False)
         assert not isinstance(plain, str)
         if None in given:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -77,23 +77,26 @@ def encode_prompts(
     rollout: RolloutConfig | None = None,
     column: str = PROMPT,
     images: ImagesConfig | None = None,
+    continue_answers: bool = False,
 ) -> pa.Table:
     """Add each prompt's token ids, and as its size what sampling from it costs (``sampling_costs``).
 
     The prompt is what ``column`` holds: the dataset's, or what another agent has written (``hand_over``). With
-    ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens.
+    ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens. With
+    ``continue_answers`` the model goes on with a last message of the assistant's.
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
     leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens;
-    DataError, with the row, for one that is null or that the chat template cannot write; ImageError, with the row and
+    DataError, with the row, for one that is null, that the chat template cannot write, or whose last message is the
+    assistant's without ``continue_answers``; ImageError, with the row and
     the image, for an image that cannot be used.
     """
     engine: RolloutEngine = ctx.resource
     if images is None or images.column is None:
-        ids = shown = _encoded(ctx, table, column)
+        ids = shown = _encoded(ctx, table, column, continue_answers)
     else:
-        table, shown, ids = _with_images(ctx, table, column, images)
+        table, shown, ids = _with_images(ctx, table, column, images, continue_answers)
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
             raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
@@ -114,21 +117,28 @@ def encode_prompts(
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
-def _encoded(ctx: Context, table: pa.Table, column: str) -> list[list[int]]:
+def _encoded(ctx: Context, table: pa.Table, column: str, continue_answers: bool) -> list[list[int]]:
     """Return each prompt's token ids."""
-    engine: RolloutEngine = ctx.resource
-    encoded = []
-    for row, prompt in enumerate(table[column].to_pylist()):
-        if prompt is None:
-            raise _refused(ctx, table, row, _NULL)
-        try:
-            encoded.append(engine.tokenizer.encode(prompt))
-        except SiirlError:
-            raise
-        except Exception as error:  # a chat template raises what it likes
-            reason = f"the chat template fails on its prompt: {type(error).__name__}: {error}"
-            raise _refused(ctx, table, row, reason) from error
-    return encoded
+    return [_ids(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(table[column].to_pylist())]
+
+
+def _ids(ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool) -> list[int]:
+    """Return the token ids of a row's prompt. DataError, with the row, for one that cannot be used."""
+    if prompt is None:
+        raise _refused(ctx, table, row, _NULL)
+    tokenizer = ctx.resource.tokenizer
+    try:
+        ids: list[int] = (
+            tokenizer.encode(prompt, continue_answer=True) if continue_answers else tokenizer.encode(prompt)
+        )
+    except DataError as error:
+        raise _refused(ctx, table, row, str(error)) from error
+    except SiirlError:
+        raise
+    except Exception as error:  # a chat template raises what it likes
+        reason = f"the chat template fails on its prompt: {type(error).__name__}: {error}"
+        raise _refused(ctx, table, row, reason) from error
+    return ids
 
 
 def _refused(ctx: Context, table: pa.Table, row: int, reason: str) -> DataError:
@@ -152,7 +162,7 @@ def _column_of_images(images: ImagesConfig, column: str) -> str:
 
 
 def _with_images(
-    ctx: Context, table: pa.Table, column: str, images: ImagesConfig
+    ctx: Context, table: pa.Table, column: str, images: ImagesConfig, continue_answers: bool
 ) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
     """Return the table with its images in the column ``images``, and each prompt's ids with one placeholder an image,
     and with as many as each one has tokens, from the images' headers alone.
@@ -165,11 +175,10 @@ def _with_images(
     collapsed, expanded, seen = [], [], 0
     processor.bring(image for value in of_rows.to_pylist() for image in _readable(value))
     for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), of_rows.to_pylist(), strict=True)):
-        if prompt is None:
-            raise _refused(ctx, table, row, _NULL)
         with _of_row(ctx, table, row):
             shown = images_of(value)
-            collapsed.append(engine.tokenizer.encode(marked(prompt, processor.family.placeholder)))
+            text = None if prompt is None else marked(prompt, processor.family.placeholder)
+            collapsed.append(_ids(ctx, table, row, text, continue_answers))
             expanded.append(processor.expand(collapsed[-1], shown))
         seen += len(shown)
     ctx.log("data/images", seen, Reduce.SUM)

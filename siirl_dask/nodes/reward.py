@@ -20,6 +20,7 @@ from siirl_dask.schema import (
     ANSWER,
     PROMPT,
     PROMPT_IDS,
+    PROMPT_TEXT,
     RESPONSE,
     RESPONSE_IDS,
     REWARD,
@@ -35,23 +36,34 @@ _SHOWN = 200  # characters of a prompt or a response in an error
 
 def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
     """Begin the work of ``score``, with the same options, on rows that come while others are generated."""
-    return EarlyScores(scorer, arguments(columns))
+    return EarlyScores(scorer, _arguments(scorer, columns))
+
+
+def _arguments(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
+    """Return the names of the function's arguments, with the prompt's text as the model saw it where it names that."""
+    names = arguments(columns)
+    if scorer.reads_prompt_text and PROMPT_TEXT not in names:
+        names.append(PROMPT_TEXT)
+    return names
 
 
 @declares(
     reads=[PROMPT, RESPONSE, ANSWER],
     optional=EPISODE,
+    if_written=[PROMPT_TEXT],
     writes=fields(REWARD, REWARD_PARTS),
     by_row=begin_scores,
     depends_on_options=reads_option("columns"),
 )
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
-    """Add the scorer's reward of each row; its function also gets ``columns``, by name.
+    """Add the scorer's reward of each row; its function also gets ``columns``, by name, and where it has an argument
+    ``prompt_text`` the prompt as the model saw it.
 
     A row whose function fails gets a null reward and is left out of the loss, unless more rows of the step fail than
     ``rewards.max_failures`` allows: that stops the run with RewardError. A made-up score never trains.
     """
-    scores = _scores(ctx, table, table.select(arguments(columns)).to_pylist())
+    names = [name for name in _arguments(ctx.resource, columns) if name in columns or name in table.column_names]
+    scores = _scores(ctx, table, table.select(names).to_pylist())
     failed = [index for index, result in enumerate(scores) if result.failure is not None]
     _check_failures(ctx, table, scores, failed)
     assert len(failed) + sum(result.reward is not None for result in scores) == len(scores)

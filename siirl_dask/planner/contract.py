@@ -133,6 +133,9 @@ class Contract:
     """Functions that give or take a model's weights piece by piece, where the plan allows it."""
     trial: Callable[..., None] | None = None
     """Function of the node's options that raises if they cannot work; called before a run starts."""
+    learns_alone: Callable[..., bool] | None = None
+    """Function of the node's options: whether what it computes tells a good sample from a bad one where each prompt has
+    one sample alone; asked before a run starts. None: it does."""
     depends_on_options: Callable[..., Changes] | None = None
     """Function of the node's options, defaults included, that returns what they add to this contract."""
 
@@ -158,6 +161,7 @@ def columns(
     early: Iterable[str] = (),
     by_row: Callable[..., Any] | None = None,
     trial: Callable[..., None] | None = None,
+    learns_alone: Callable[..., bool] | None = None,
     stream: WeightSource | WeightSink | None = None,
     depends_on_options: Callable[..., Changes] | None = None,
 ) -> Callable[[_F], _F]:
@@ -189,6 +193,7 @@ def columns(
         by_row=by_row,
         stream=stream,
         trial=trial,
+        learns_alone=learns_alone,
         depends_on_options=depends_on_options,
     )
 

@@ -56,7 +56,12 @@ def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
 
 def prompt_options(config: Config) -> dict[str, Any]:
     """Return the options of ``encode_prompts``."""
-    return {"max_prompt_length": config.data.max_prompt_length, "rollout": config.rollout, "images": config.images}
+    return {
+        "max_prompt_length": config.data.max_prompt_length,
+        "rollout": config.rollout,
+        "images": config.images,
+        "continue_answers": config.data.continue_answers,
+    }
 
 
 def play_options(config: Config) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def dapo(
         "batch_size": config.data.batch_size,
         "rounds": rounds,
         "images": config.images,
+        "continue_answers": config.data.continue_answers,
     }
     penalty = {"max_length": config.rollout.max_response_length}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)

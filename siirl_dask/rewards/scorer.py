@@ -16,6 +16,7 @@ from siirl_dask.planner import RoleCost, builds
 from siirl_dask.rewards.child_process import Outcome
 from siirl_dask.rewards.event_loop import LoopCalls
 from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
+from siirl_dask.rewards.text_answers import reads_prompt_text
 
 RewardFn = Callable[..., Any]
 """``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra`` holds the columns that
@@ -56,6 +57,11 @@ class Scorer(HoldsNoGroups):
                 "a function in the worker itself cannot be stopped"
             )
         self._pool = Pool(reward, config.processes) if config.processes else None
+
+    @property
+    def reads_prompt_text(self) -> bool:
+        """Whether the function has an argument ``prompt_text``, the prompt as the model saw it."""
+        return reads_prompt_text(self._reward)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from siirl_dask.rewards.math_answers import last_boxed, text_of
 THINK_THEN_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 """Pattern of a response that is one thought, then one answer, and nothing else."""
 
+_OPENED = re.compile(r"<think>\s*\Z")
 _STATED_LETTER = re.compile(r"\b(?:answer|choice|option)\b[\s*_]*(?:is\b|:)?[\s*_:(\[]*([A-Z])\b", re.IGNORECASE)
 _LETTER_ALONE = re.compile(r"[*_(\[]*([A-Za-z])[)\].:*_]*")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{(.*)\}")
@@ -38,10 +40,23 @@ def multiple_choice(
 
 
 def matches_format(
-    prompt: object, response: str, answer: object, *, pattern: str = THINK_THEN_ANSWER, **extra: object
+    prompt: object,
+    response: str,
+    answer: object,
+    *,
+    pattern: str = THINK_THEN_ANSWER,
+    prompt_text: str | None = None,
+    **extra: object,
 ) -> float:
-    """Return 1.0 when the whole response matches the regular expression, in which a dot is any character; else 0.0."""
-    return float(re.fullmatch(pattern, response, re.DOTALL) is not None)
+    """Return 1.0 when the whole response matches the regular expression, in which a dot is any character; else 0.0.
+
+    A ``<think>`` with which the prompt ends, as some chat templates write it, counts as the response's own beginning.
+    ``prompt_text`` is the prompt as the model saw it; None: ``prompt``, where that is a text.
+    """
+    before = prompt if prompt_text is None else prompt_text
+    opened = _OPENED.search(before) if isinstance(before, str) else None
+    whole = response if opened is None else opened[0] + response
+    return float(re.fullmatch(pattern, whole, re.DOTALL) is not None)
 
 
 def brevity(prompt: object, response: str, answer: object, *, free: int, limit: int, **extra: object) -> float:
@@ -61,9 +76,12 @@ def weighted_sum(
     *,
     rewards: Mapping[str, Callable[..., Any]],
     weights: Mapping[str, float],
+    prompt_text: str | None = None,
     **extra: object,
 ) -> dict[str, float]:
     """Return several rewards by name, and as ``reward`` the sum of each times its weight.
+
+    Those that have an argument ``prompt_text`` get it, and all get ``extra``.
 
     The ``reward`` of a function that returns a dict counts in the sum; its other entries are named ``NAME/PART``.
     ValueError when rewards and weights have different names, or a reward is called ``reward``.
@@ -72,13 +90,22 @@ def weighted_sum(
         raise ValueError(f"rewards {[*rewards]}, weights {[*weights]}: expected the same names, none of them 'reward'")
     parts: dict[str, float] = {}
     for name, reward in rewards.items():
-        result = reward(prompt=prompt, response=response, answer=answer, **extra)
+        seen = {"prompt_text": prompt_text} if prompt_text is not None and reads_prompt_text(reward) else {}
+        result = reward(prompt=prompt, response=response, answer=answer, **seen, **extra)
         if not isinstance(result, Mapping):
             parts[name] = result
             continue
         parts[name] = result["reward"]
         parts |= {f"{name}/{part}": value for part, value in result.items() if part != "reward"}
     return {"reward": sum(weight * parts[name] for name, weight in weights.items()), **parts}
+
+
+def reads_prompt_text(reward: Callable[..., Any]) -> bool:
+    """Return whether a reward function names an argument ``prompt_text``, the prompt as the model saw it."""
+    try:
+        return "prompt_text" in inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        return False
 
 
 def _chosen_letter(response: str, letters: str) -> str | None:

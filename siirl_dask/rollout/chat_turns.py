@@ -42,8 +42,13 @@ def _unused(*given: Sequence[Mapping[str, Any]]) -> str:
 class ChatTurns:
     """Continues conversations of one tokenizer. ConfigError when made for a chat template that cannot be continued."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-        self._tokenizer, self._path = tokenizer, path
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, path: str, template: Mapping[str, Any] | None = None
+    ) -> None:
+        """``template`` holds keyword arguments of the chat template."""
+        self._tokenizer = tokenizer
+        self._path = path
+        self._template = dict(template or {})
         self._check()
 
     def after_turn(self, before: Messages, new: Messages, tools: Sequence[Mapping[str, Any]], last: int) -> list[int]:
@@ -68,7 +73,7 @@ class ChatTurns:
         given: list[Any] | None = [*map(dict, tools)] or None
         try:
             text: Any = self._tokenizer.apply_chat_template(
-                chat, tools=given, add_generation_prompt=True, tokenize=False
+                chat, tools=given, add_generation_prompt=True, tokenize=False, **self._template
             )
         except Exception as error:  # a template raises what it likes
             raise self._refused(f"fails on a conversation of several turns: {type(error).__name__}: {error}") from error

@@ -73,11 +73,22 @@ class Generation:
 class Tokenizer(Protocol):
     """The verbs that the data plane needs of a tokenizer."""
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the token ids of a string as it is, or of chat messages through the model's chat template.
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_answer: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a prompt: a string, or chat messages through the model's chat template.
 
-        ``tools`` are JSON schemas of what the model may call, for the template.
+        ``tools`` are JSON schemas of what the model may call, for the template. With ``continue_answer`` the model goes
+        on with a last message of the assistant's, which is a DataError otherwise.
         """
+        ...
+
+    def encode_more(self, text: str) -> list[int]:
+        """Return the token ids of a string that goes on with an earlier one."""
         ...
 
     def after_turn(
@@ -98,7 +109,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of token ids, with or without special tokens."""
+        """Return the text of token ids, with or without the tokens that end a text or fill a row."""
         ...
 
 

@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.config import ModelConfig
+from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.models.loading import refused_by_name
 from siirl_dask.rollout.chat_turns import ChatTurns, without_nulls
 
+_ENDS_WITH_ANSWER = (
+    "its last message is the assistant's, and a prompt ends where the assistant is to answer: data import --column "
+    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the messages, and "
+    "data.continue_answers=true lets the model go on with what the message begins"
+)
+_TURN = "siirlturn"
 _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
 
 class HuggingFaceTokenizer:
-    """A Tokenizer: strings are encoded as they are, chat messages through the model's chat template."""
+    """A Tokenizer: strings get the tokenizer's special tokens, chat messages go through the model's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str,
+        *,
+        template: Mapping[str, Any] | None = None,
+        add_special_tokens: Literal["auto", True, False] = "auto",
+        generation: GenerationConfig | None = None,
+    ) -> None:
+        """``template`` and ``add_special_tokens`` are those of ModelConfig. ConfigError for an argument that the chat
+        template does not read. ``generation`` has the model's end tokens.
+        """
         self._tokenizer = tokenizer
         self._path = path
+        self._template = dict(template or {})
+        self._add_special_tokens = add_special_tokens
+        self._generation = generation
+        self.end_tokens = end_tokens(generation, tokenizer.eos_token_id)
+        """Tokens that end a response: the generation config's and the tokenizer's."""
+        self._left_out: frozenset[int] | None = None
         self._turns: ChatTurns | None = None
+        self._check_template()
+
+    def with_options(self, model: ModelConfig) -> HuggingFaceTokenizer:
+        """Return the tokenizer with the options of ``model`` for prompts. ConfigError where these do not fit it."""
+        return HuggingFaceTokenizer(
+            self._tokenizer,
+            model.path,
+            template=model.template,
+            add_special_tokens=model.add_special_tokens,
+            generation=self._generation,
+        )
 
     @property
     def eos_token_id(self) -> int | None:
@@ -50,20 +88,62 @@ class HuggingFaceTokenizer:
         if backend is None:
             return None
         rules = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in _OF_BATCHES}
-        template, special = self._tokenizer.chat_template, self._tokenizer.special_tokens_map
-        text = json.dumps([rules, template, special], sort_keys=True, default=str)
+        parts = [rules, self._tokenizer.chat_template, self._tokenizer.special_tokens_map]
+        if self._template:
+            parts.append(self._template)
+        if any(self._around()):
+            parts.append(str(self._add_special_tokens))
+        text = json.dumps(parts, sort_keys=True, default=str)
         return sha256(text.encode()).hexdigest()
 
-    def encode(self, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    @property
+    def special_tokens_note(self) -> str:
+        """Return a sentence on the special tokens around prompts that are texts; empty where there are none."""
+        before, after = self._around()
+        shown = []
+        if before:
+            shown.append(f"{self.decode(before, skip_special=False)} before")
+        if after:
+            shown.append(f"{self.decode(after, skip_special=False)} after")
+        if not shown:
+            return ""
+        verb = "do not get" if self._add_special_tokens is False else "get"
+        own = "the tokenizer's own special tokens"
+        return (
+            f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are texts {verb} {own}, "
+            f"{' and '.join(shown)} each"
+        )
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that the tokenizer puts before and after a text."""
+        plain = self.encode_more("x")
+        whole = list(self._tokenizer("x", add_special_tokens=True)["input_ids"])
+        for begin in range(len(whole) - len(plain) + 1):
+            if whole[begin : begin + len(plain)] == plain:
+                return whole[:begin], whole[begin + len(plain) :]
+        return whole[: len(whole) - len(plain)], []
+
+    def encode(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_answer: bool = False,
+    ) -> list[int]:
         """Return the token ids of a string, or of chat messages up to where the assistant answers.
 
         ``tools`` are JSON schemas for the chat template. A field that is null is as one that is not there: Arrow gives
-        each message every field that any message of the table has. ConfigError for messages where the model has no
-        template.
+        each message every field that any message of the table has. With ``continue_answer`` a last message of the
+        assistant's is left open, for the model to go on with; without it such a message is a DataError. ConfigError for
+        messages where the model has no template.
         """
         if isinstance(prompt, str):
-            return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        return self._encode_chats([prompt], tools)[0]
+            return self._encode_texts([prompt])[0]
+        return self._encode_chats([prompt], tools, continue_answer)[0]
+
+    def encode_more(self, text: str) -> list[int]:
+        """Return the token ids of a string that goes on with an earlier one: no special tokens are put around it."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def after_turn(
         self,
@@ -83,48 +163,123 @@ class HuggingFaceTokenizer:
     def check_turns(self) -> None:
         """Raise ConfigError for a chat template whose conversations cannot be continued token by token."""
         if self._turns is None:
-            self._turns = ChatTurns(self._tokenizer, self._path)
+            self._turns = ChatTurns(self._tokenizer, self._path, self._template)
 
     def lengths(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[int]:
-        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time. ConfigError alike."""
+        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time; a last message of the
+        assistant's counts as it is. ConfigError alike.
+        """
         if not prompts:
             return []
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if len(texts) < len(prompts):
-            return [len(ids) for ids in self._encode_chats(prompts)]
-        return [len(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+            return [len(ids) for ids in self._encode_chats(prompts, continue_answer=True)]
+        return [len(ids) for ids in self._encode_texts(texts)]
 
-    def _encode_chats(self, chats: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        adds = self._add_special_tokens is not False
+        encoded = [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=adds)["input_ids"]]
+        first = self._tokenizer.bos_token
+        if self._add_special_tokens == "auto" and first:
+            for place, text in enumerate(texts):
+                if text.startswith(first) and encoded[place][:2] == [self._tokenizer.bos_token_id] * 2:
+                    del encoded[place][0]
+        return encoded
+
+    def _encode_chats(
+        self, chats: Sequence[Any], tools: Sequence[Mapping[str, Any]] = (), continue_answer: bool = False
+    ) -> list[list[int]]:
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a list of messages; "
                 "expected a chat model, or prompts that are strings"
             )
-        messages = [[without_nulls(message) for message in chat] for chat in chats]
-        given: list[Any] | None = [*map(dict, tools)] or None
-        encoded: Any = self._tokenizer.apply_chat_template(
-            messages, tools=given, add_generation_prompt=True, return_dict=False
-        )
-        return [list(ids) for ids in encoded]
+        answered = [_ends_with_answer(chat) for chat in chats]
+        if any(answered) and not continue_answer:
+            raise DataError(_ENDS_WITH_ANSWER)
+        schemas: list[Any] | None = [*map(dict, tools)] or None
+        encoded: list[list[int]] = [[]] * len(chats)
+        for goes_on in sorted(set(answered)):
+            places = [place for place, ends in enumerate(answered) if ends is goes_on]
+            ids: Any = self._tokenizer.apply_chat_template(
+                [[without_nulls(message) for message in chats[place]] for place in places],
+                tools=schemas,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                return_dict=False,
+                **self._template,
+            )
+            for place, own in zip(places, ids, strict=True):
+                encoded[place] = list(own)
+        return encoded
+
+    def _check_template(self) -> None:
+        """Raise ConfigError for arguments that no chat template reads: it would leave them out without a word."""
+        if not self._template:
+            return
+        template: Any = self._tokenizer.chat_template
+        if not template:
+            raise ConfigError(f"model.template={self._template}: the tokenizer of {self._path!r} has no chat template")
+        texts = [template] if isinstance(template, str) else [*template.values()]
+        words = {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
+        for name in self._template:
+            if name not in words:
+                raise ConfigError(
+                    f"model.template={self._template}: the chat template of {self._path!r} does not read "
+                    f"{name!r}{did_you_mean(name, words)}; leave it out"
+                )
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of token ids, with spaces as they are."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
+        """Return the text of token ids, with spaces as they are.
+
+        With ``skip_special`` tokens that end a text or a turn, and padding, are left out. Other special tokens stay in
+        the text: to many models ``<think>`` and ``<tool_call>`` are such.
+        """
+        shown = list(token_ids)
+        if skip_special:
+            if self._left_out is None:
+                self._left_out = self._ends()
+            shown = [token for token in shown if token not in self._left_out]
+        text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def _ends(self) -> frozenset[int]:
+        """Return the end tokens, that of padding, and the special token that the chat template ends a turn with."""
+        ends = set(self.end_tokens)
+        if self.pad_token_id is not None:
+            ends.add(self.pad_token_id)
+        if self._tokenizer.chat_template:
+            with suppress(Exception):  # a template that fails here fails on prompts too, and is named there
+                ends |= set(self._tokenizer.all_special_ids) & set(self._ids_after_turn()[:1])
+        return frozenset(ends)
+
+    def _ids_after_turn(self) -> list[int]:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _TURN}]
+        text: Any = self._tokenizer.apply_chat_template(chat, tokenize=False, **self._template)
+        return self.encode_more(str(text).partition(_TURN)[2].strip())
 
 
 def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
     """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if it cannot be loaded."""
     with refused_by_name(path, subject):
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), path)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        generation = read_generation_config(path)
+    return HuggingFaceTokenizer(tokenizer, path, generation=generation)
 
 
-def end_tokens(config: GenerationConfig | None, tokenizer: HuggingFaceTokenizer) -> frozenset[int]:
-    """Return the end tokens of the model's generation config and of its tokenizer."""
+def read_generation_config(path: str) -> GenerationConfig | None:
+    """Read the generation config in a model's folder; None where there is none."""
+    return GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").is_file() else None
+
+
+def end_tokens(config: GenerationConfig | None, own: int | None) -> frozenset[int]:
+    """Return the end tokens of the model's generation config, and its tokenizer's ``own``."""
     configured = config.eos_token_id if config is not None else None
     ends = [configured] if isinstance(configured, int) else list(configured or [])
-    if tokenizer.eos_token_id is not None:
-        ends.append(tokenizer.eos_token_id)
+    if own is not None:
+        ends.append(own)
     return frozenset(ends)
+
+
+def _ends_with_answer(chat: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(chat) and chat[-1].get("role") == "assistant"

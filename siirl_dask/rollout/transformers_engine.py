@@ -40,7 +40,7 @@ from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.plain_generate import generate
 from siirl_dask.rollout.route_recording import RouteRecorder
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
-from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, end_tokens
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.rollout.weight_loading import WeightLoader
 
 
@@ -66,7 +66,7 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self._base = BaseWeights(model.path, self._parameters)
         self._device = device
         self._max_rows, self._progress = max_rows, progress
-        self._end_tokens = end_tokens(self._model.generation_config, tokenizer)
+        self._end_tokens = tokenizer.end_tokens
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self._decodes = use_decoding(self._model)
@@ -179,4 +179,5 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
-    return network, HuggingFaceTokenizer(tokenizer, model.path)
+    own = HuggingFaceTokenizer(tokenizer, model.path, generation=network.generation_config)
+    return network, own.with_options(model)

@@ -102,6 +102,12 @@ def test_every_estimator_plans_with_and_without_a_reference(config_of, estimator
     assert bool(config.algorithm.kl_coefficient) == ("loss" in kl)
 
 
+def test_arguments_of_the_chat_template_are_the_models(config_of):
+    config, done = config_of("actor_rollout_ref.model.path=m", "+data.apply_chat_template_kwargs.enable_thinking=False")
+    assert config.model.template == {"enable_thinking": False}
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+
+
 def test_megatrons_layout_is_megatrons_here(config_of):
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     layout = [f"{actor}.megatron.tensor_model_parallel_size=2", f"{actor}.megatron.pipeline_model_parallel_size=4"]

@@ -474,7 +474,7 @@ def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_c
 
 def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
     given = json.loads(planned(capsys, "--format", "json", *digits))
-    assert set(given) == {"version", "notes", "phases", "memory"}
+    assert set(given) == {"version", "notes", "phases", "memory", "first_prompt"}
     train = given["phases"]["train"]
     assert set(train) == {"prompts", "workers", "placement", "dag", "contracts", "chains", "edges"}
     dag, _ = dags(load_config_file(KL, digits))
@@ -541,7 +541,7 @@ def test_shipped_weights_are_streamed_also_where_a_later_step_loads_them(capsys,
 
 def test_a_smaller_bucket_takes_less_memory(digits):
     whole, parts, buffers = (
-        memories([*digits, "data.batch_size=2", "rollout.n=1", *(f"rollout.weight_{key}" for key in how)])["policy",]
+        memories([*digits, "data.batch_size=2", "rollout.n=2", *(f"rollout.weight_{key}" for key in how)])["policy",]
         for how in (["bucket=1GiB"], ["bucket=8KiB"], ["bucket=8KiB", "sync=broadcast"])
     )
     assert whole.tables > 300_000  # 91k parameters in float32

@@ -66,3 +66,7 @@ async def fails_and_counts_async(prompt, response, answer):
     if prompt == "hang":
         await asyncio.sleep(600)
     raise RuntimeError("no")
+
+
+def length_of_prompt_text(prompt, response, answer, prompt_text="none"):
+    return float(len(prompt_text))

@@ -42,6 +42,8 @@ class Drawing:
         def encode(prompt, tools=()):
             return [*map(ord, prompt)]
 
+        encode_more = encode
+
         @staticmethod
         def decode(token_ids, *, skip_special):
             return "".join(chr(token) for token in token_ids if token != END)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,10 @@ from siirl_dask.errors import DataError
 from siirl_dask.nodes import encode_prompts, generate, sample_until_mixed
 from siirl_dask.nodes.prompts import sampling_costs
 from siirl_dask.planner.contract import contract_of
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.tasks.tiny_model import tiny_tokenizer
 from tests.nodes.letters import Letters, table
+from tests.rollout.test_tokenizer import CHAT
 
 LIMIT = st.one_of(st.none(), st.integers(1, 300))
 
@@ -98,3 +102,24 @@ def test_a_chat_template_that_fails_names_the_row(monkeypatch):
     monkeypatch.setattr(Letters.tokenizer, "encode", staticmethod(encode))
     with pytest.raises(DataError, match=r"row 0 of step 1: the chat template fails on its prompt: TypeError: object"):
         sampled(RolloutConfig(), prompt=["a"])
+
+
+CHATS = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "The sum"}]] * 2
+
+
+def encoded(chats, **options):
+    tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=CHAT), "model")
+    engine = SimpleNamespace(tokenizer=tokenizer, processor=None)
+    ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=engine)
+    rows = table(prompt=chats, data_part=[3] * len(chats), data_row=[*range(5, 5 + len(chats))])
+    return encode_prompts(ctx, rows, max_prompt_length=99, **options)["prompt_text"].to_pylist()
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused_with_its_row():
+    with pytest.raises(DataError, match=r"\(row 5 of part 3 of the dataset\): its last message is the assistant's"):
+        encoded(CHATS)
+
+
+def test_the_model_goes_on_with_an_answer_where_it_is_told_to():
+    texts = encoded([CHATS[0], CHATS[0][:1]], continue_answers=True)
+    assert texts == ["<|user|>2+2?<|stop|><|assistant|>The sum", "<|user|>2+2?<|stop|><|assistant|>"]

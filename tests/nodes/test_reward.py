@@ -22,6 +22,7 @@ from tests.nodes.rewards import (
     fails_and_counts,
     fails_and_counts_async,
     length,
+    length_of_prompt_text,
     parts,
     slow_and_async,
     tells_its_process,
@@ -72,6 +73,17 @@ def test_a_dict_becomes_a_column_and_metrics(scored, where):
     ]
     assert metrics["reward/format"].value == 1.0
     assert metrics["reward/empty"].weight == 1
+
+
+@pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
+def test_a_function_that_names_the_prompts_text_gets_it_where_there_is_one(scored, where):
+    seen = table(["x", "y"], prompt_text=pa.array(["<think>", "<|assistant|><think>"]))
+    output, _ = scored(length_of_prompt_text, seen, **where)
+    assert output["reward"].to_pylist() == [7, 20]
+    output, _ = scored(length_of_prompt_text, table(["x", "y"]), **where)
+    assert output["reward"].to_pylist() == [4, 4]
+    output, _ = scored(length, seen, **where)
+    assert output["reward"].to_pylist() == [1, 1]
 
 
 def test_the_function_gets_extra_columns_by_name(scored):

@@ -158,6 +158,30 @@ def test_matches_format_compares_the_whole_response(response, reward):
     assert matches_format("p", response, "4") == reward
 
 
+ANSWERED = "Two and two.</think><answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "response", "reward"),
+    [
+        ("2+2?<think>", {}, ANSWERED, 1.0),
+        ("2+2?<think>\n", {}, ANSWERED, 1.0),
+        ("2+2?<think>", {}, "<think>" + ANSWERED, 0.0),
+        ("2+2?", {}, ANSWERED, 0.0),
+        ("<think> of 2+2", {}, ANSWERED, 0.0),
+        ([{"role": "user", "content": "2+2?"}], {"prompt_text": "<|user|>2+2?<|assistant|><think>\n"}, ANSWERED, 1.0),
+        ([{"role": "user", "content": "2+2?"}], {"prompt_text": "<|user|>2+2?<|assistant|>"}, ANSWERED, 0.0),
+        ([{"role": "user", "content": "2+2?<think>"}], {}, ANSWERED, 0.0),
+    ],
+)
+def test_a_thought_that_the_template_opened_counts_once(prompt, given, response, reward):
+    assert matches_format(prompt, response, "4", **given) == reward
+    rewards = {"format": matches_format, "own": two_parts}
+    weights = {"format": 1.0, "own": 0.0}
+    parts = weighted_sum(prompt, response, "4", rewards=rewards, weights=weights, bonus=0.0, **given)
+    assert parts["format"] == reward
+
+
 def test_matches_format_takes_another_pattern():
     assert matches_format("p", "a\nb", "", pattern="a.b") == 1.0
     assert matches_format("p", "a\nbc", "", pattern="a.b") == 0.0

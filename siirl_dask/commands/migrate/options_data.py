@@ -16,6 +16,7 @@ DATA = (
     rule(f"{_R}.prompt_length", "data.max_prompt_length", "where data.max_prompt_length is not given"),
     rule("data.seed trainer.seed", "run.seed"),
     rule("data.image_key", "images.column", "where it is given; see images.md"),
+    rule("data.apply_chat_template_kwargs*", "model.template", "arguments of the model folder's chat template"),
     rule("data.filter_overlong_prompts data.filter_overlong_prompt", "", "true is how it is: a longer one is dropped"),
     rule("data.truncation", "", "longer prompts are dropped from their step, never truncated"),
     rule("data.shuffle", "", "true is how it is: prompts come in another order in each epoch"),
@@ -32,8 +33,7 @@ DATA = (
     none("data.train_max_samples data.val_max_samples", "give a dataset with these rows: siirl-dask data import"),
     none("data.validation_shuffle", "a validation reads every row once, in order"),
     none("data.custom_cls.*", "make the dataset beforehand, or in data.prepare: docs/data.md"),
-    none("data.apply_chat_template_kwargs* data.tool_config_path data.function_tool_path", "tools are functions of an "
-          "environment (environments.tools), and a template is the model folder's"),
+    none("data.tool_config_path data.function_tool_path", "tools are functions of an environment (environments.tools)"),
     none("data.video_key data.audio_key data.image_patch_size data.mm_processor_kwargs*", "prompts hold texts and "
           "images, which the model folder's own processor makes into pixels"),
     none("data.mix_strategy data.interleave_probs", "give data.sources weights by hand"),

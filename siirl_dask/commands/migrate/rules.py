@@ -125,6 +125,7 @@ def _set_model(draft: Draft) -> None:
     path = local(draft.text(f"{_MODEL}.path", "~/models/deepseek-llm-7b-chat"))
     hub = len(path.split("/")) == 2 and path[0] not in "./$" and "{" not in path and not Path(path).exists()
     draft.set("model.path", f"hf://{path}" if hub else path, f"{_MODEL}.path")
+    _set_template(draft)
     names = (
         f"{ACTOR}.fsdp_config.dtype",
         f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
@@ -135,6 +136,15 @@ def _set_model(draft: Draft) -> None:
     draft.set("model.dtype", dtype, *names)
     if given in ("fp16", "float16", "half"):
         draft.lose(draft.first(names, names[0]), "float16 is not computed in: bfloat16 or float32")
+
+
+def _set_template(draft: Draft) -> None:
+    """Set the arguments of the chat template, which are one mapping here."""
+    prefix = "data.apply_chat_template_kwargs."
+    names = [name for name in draft.given.values if name.startswith(prefix) and draft.has(name)]
+    if names:
+        arguments = {name.removeprefix(prefix): draft.value(name) for name in names}
+        draft.set("model.template", arguments, *names)
 
 
 def _set_reward(draft: Draft) -> None:

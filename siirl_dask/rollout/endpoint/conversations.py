@@ -180,7 +180,7 @@ class Conversation:
         """
         known = len(place.history)
         if not asked.chat:
-            return self._tokenizer.encode(asked.prompt[known:])
+            return self._tokenizer.encode_more(asked.prompt[known:])
         answered = known - 1  # the first digest is that of the tools
         new, last = asked.messages[answered:], place.segment.response[place.length - 1]
         if any(message["role"] == "assistant" for message in new):
@@ -194,6 +194,9 @@ class Conversation:
         """Return the ids of a request that leads back to no answer. Refusal where the chat template refuses it."""
         if not asked.chat:
             return self._tokenizer.encode(asked.prompt)
+        if asked.messages[-1]["role"] == "assistant":
+            reason = "the last message is the assistant's: expected one that the assistant is to answer"
+            raise Refusal(400, reason, field="messages", code="invalid_value")
         try:
             return self._tokenizer.encode(asked.messages, asked.tools)
         except Exception as error:  # a template raises what it likes

@@ -47,7 +47,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     processor = None
 
     def __init__(self, model: ModelConfig, rollout: RolloutConfig, device: Device) -> None:
-        folder = read_model_folder(model.path)
+        folder = read_model_folder(model)
         if folder.sees_images:
             raise ConfigError(
                 f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang does not take here; "

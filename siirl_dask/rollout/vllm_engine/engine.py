@@ -75,7 +75,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """``lora`` describes the adapters that ``load_adapters`` will get, or each of ``agents``; None: none. Without a
         ``processor`` requests with images are refused.
         """
-        folder = read_model_folder(model.path)
+        folder = read_model_folder(model)
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
         self.processor = processor

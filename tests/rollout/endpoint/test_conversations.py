@@ -258,3 +258,11 @@ def test_a_request_reads_its_fields():
         True,
         True,
     )
+
+
+def test_a_request_that_ends_with_an_answer_is_refused(tokenizer):
+    talk = conversation(tokenizer)
+    with pytest.raises(
+        Refusal, match="the last message is the assistant's: expected one that the assistant is to answer"
+    ):
+        talk.begin(chat(user("2+2"), assistant("The sum")))

@@ -1,0 +1,167 @@
+"""Looks at a dataset's rows before a run starts: nulls by their rows, and the first prompt as the model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from siirl_storage import FooterCache, StorageError
+
+from siirl_dask.config import Config
+from siirl_dask.coordinator.source import Dataset, Source, open_source
+from siirl_dask.errors import ConfigError, DataError, ImageError
+from siirl_dask.images import images_of, load_processor, normalised
+from siirl_dask.images.prompts import marked
+from siirl_dask.models.cache import folder_here
+from siirl_dask.nodes import encode_prompts
+from siirl_dask.planner import Plan
+from siirl_dask.planner.contract import bare
+
+if TYPE_CHECKING:
+    from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+
+_GROUPS, _ROWS = 16, 2**14  # row groups that are looked into, and the first rows of each
+_BYTES = 2**26  # of rows, once decoded
+_SHOWN = 2000  # characters of a prompt that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPrompt:
+    """A dataset's first prompt, as the model sees it."""
+
+    text: str
+    """Its tokens as text, special tokens as well."""
+    tokens: int
+
+
+def check_rows(dataset: Dataset) -> list[str]:
+    """Return a sentence for each source some of whose answers are null. DataError, with the row, for a null prompt.
+
+    The first 16,384 rows of up to 16 row groups are looked at, 64 MiB in all; a step names others that it draws.
+    """
+    notes = []
+    for source in dataset.sources:
+        nulls, looked = 0, 0
+        first: str | None = None
+        for place, prompts, answers in _rows(source):
+            if prompts.null_count:
+                row = pc.index(pc.is_null(prompts), True).as_py()
+                raise DataError(
+                    f"dataset {source.url!r}: the prompt of row {row} of {place} is null (data.prompt="
+                    f"{source.prompt}): remove such rows, or name another column"
+                )
+            looked += len(answers)
+            nulls += answers.null_count
+            if first is None and answers.null_count:
+                first = f"row {pc.index(pc.is_null(answers), True).as_py()} of {place}"
+        if first is not None:
+            notes.append(
+                f"dataset {source.url!r}: {nulls:,} of {looked:,} answers that were looked at are null (data.answer="
+                f"{source.answer}), such as that of {first}: a reward that needs an answer fails for them"
+            )
+    return notes
+
+
+def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArray]]:
+    """Yield a row group's place, prompts and answers; of none that cannot be read, which a worker will tell."""
+    snapshot = open_source(source)
+    footers = FooterCache()
+    left = _BYTES
+    names = list(dict.fromkeys([source.prompt.split(".")[0], source.answer.split(".")[0]]))
+    for group in snapshot.row_groups()[:_GROUPS]:
+        if left <= 0:
+            return
+        rows = range(min(group.rows, _ROWS))
+        try:
+            table = snapshot.read_row_group(group, names, rows=rows, max_bytes=source.read_limit, footers=footers)
+        except StorageError:
+            continue
+        left -= table.nbytes
+        place = f"{group.part}" if group.index == 0 else f"row group {group.index} of {group.part}"
+        yield place, _values(table, source.prompt), _values(table, source.answer)
+
+
+def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
+    column, *fields = path.split(".")
+    return pc.struct_field(table[column], fields) if fields else table[column]
+
+
+def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | None:
+    """Return the first prompt of an open dataset as the model sees it.
+
+    None where no node runs ``encode_prompts``, where the model's tokenizer is not on this machine, and where its images
+    are at a URL. DataError for a prompt that the model cannot be shown; ConfigError for options that do not fit the
+    tokenizer.
+    """
+    if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
+        return None
+    tokenizer = tokenizer_here(config)
+    if tokenizer is None:
+        return None
+    source = dataset.sources[0]
+    snapshot = open_source(source)
+    column, images = source.prompt.split(".")[0], config.images.column
+    names = [column] if images is None else [column, images]
+    group = next(group for group in snapshot.row_groups() if group.rows)
+    try:
+        table = snapshot.read_row_group(group, names, rows=[0], max_bytes=source.read_limit)
+    except StorageError:
+        return None
+    prompt = _values(table, source.prompt)[0].as_py()
+    if prompt is None:
+        raise DataError(f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})")
+    if images is not None:
+        shown = images_of(normalised(table[images], images)[0].as_py())
+        if any(image.data is None for image in shown):
+            return None
+        processor = load_processor(folder_here(config.model.path, weights=False), config.images)
+        assert processor is not None
+        prompt = marked(prompt, processor.family.placeholder)
+    return rendered(tokenizer, prompt, f"dataset {source.url!r}: its first prompt", config.data.continue_answers)
+
+
+def rendered(tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_answers: bool = False) -> FirstPrompt:
+    """Return a prompt as the model sees it, images as one placeholder each. DataError, with ``name``, if it cannot."""
+    with named(name):
+        ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
+    return FirstPrompt(shortened(tokenizer.decode(ids, skip_special=False)), len(ids))
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Turn what a chat template raises inside, and a DataError, into a DataError that begins with ``name``."""
+    try:
+        yield
+    except (ConfigError, ImageError):
+        raise
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from error
+    except Exception as error:  # a chat template raises what it likes
+        raise DataError(f"{name}: the chat template fails on it: {type(error).__name__}: {error}") from error
+
+
+def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
+    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, as the engine will say there.
+
+    ConfigError for options of ``model`` that do not fit it.
+    """
+    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
+
+    label = f"model.path={config.model.path!r}"
+    try:
+        tokenizer = load_tokenizer(folder_here(config.model.path, weights=False), label)
+    except ConfigError:
+        return None
+    return tokenizer.with_options(config.model)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning and the end of a long text, without what a terminal would take for a command."""
+    if len(text) > _SHOWN:
+        half = _SHOWN // 2
+        text = f"{text[:half]} [... {len(text) - _SHOWN:,} characters ...] {text[-half:]}"
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)

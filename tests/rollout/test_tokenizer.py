@@ -1,0 +1,152 @@
+"""A prompt reaches the model as its author meant it: special tokens, arguments of the template, an answer begun."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig
+
+from siirl_dask.config import ModelConfig
+from siirl_dask.errors import ConfigError, DataError
+from siirl_dask.rollout.chat_turns import ChatTurns
+from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
+from siirl_dask.tasks.tiny_model import tiny_tokenizer
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}{% endif %}"
+)
+THINKING = "{% if enable_thinking %}on{% else %}off{% endif %}:" + CHAT
+USER = {"role": "user", "content": "2+2?"}
+BEGUN = {"role": "assistant", "content": "The sum"}
+
+
+def with_bos(*, end=False):
+    """Return a tokenizer that puts <s> before a text by itself, and with ``end`` its end token after it."""
+    tokenizer = tiny_tokenizer(chat_template=CHAT)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<s> $A {tokenizer.eos_token}" if end else "<s> $A",
+        special_tokens=[("<s>", bos), (tokenizer.eos_token, eos)],
+    )
+    return tokenizer
+
+
+def wrapped(tokenizer, **options):
+    return HuggingFaceTokenizer(tokenizer, "model", **options)
+
+
+def shown(tokenizer, prompt, **options):
+    return tokenizer.decode(tokenizer.encode(prompt, **options), skip_special=False)
+
+
+@pytest.mark.parametrize(
+    ("adds", "text", "expected"),
+    [
+        ("auto", "ab", "<s>ab"),
+        ("auto", "<s>ab", "<s>ab"),
+        ("auto", "", "<s>"),
+        (True, "ab", "<s>ab"),
+        (True, "<s>ab", "<s><s>ab"),
+        (False, "ab", "ab"),
+        (False, "<s>ab", "<s>ab"),
+    ],
+)
+def test_a_text_has_the_special_tokens_of_its_tokenizer(adds, text, expected):
+    tokenizer = wrapped(with_bos(), add_special_tokens=adds)
+    assert shown(tokenizer, text) == expected
+    assert tokenizer.lengths([text, "x" * 5]) == [len(tokenizer.encode(text)), len(tokenizer.encode("x" * 5))]
+
+
+def test_what_goes_on_with_a_text_and_what_a_template_writes_has_none():
+    tokenizer = wrapped(with_bos())
+    assert tokenizer.decode(tokenizer.encode_more("ab"), skip_special=False) == "ab"
+    assert shown(tokenizer, [USER]) == "<|user|>2+2?<|stop|><|assistant|>"
+
+
+@pytest.mark.parametrize("adds", ["auto", True, False])
+def test_a_tokenizer_without_special_tokens_around_texts_encodes_as_before(adds):
+    plain = tiny_tokenizer(chat_template=CHAT)
+    tokenizer = wrapped(plain, add_special_tokens=adds)
+    assert tokenizer.encode("ab <x>") == plain("ab <x>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.special_tokens_note == ""
+    assert tokenizer.identity == wrapped(plain).identity
+
+
+def test_special_tokens_around_texts_are_said():
+    ends = with_bos(end=True)
+    own = f"the tokenizer's own special tokens, <s> before and {ends.eos_token} after each"
+    said = f"model.add_special_tokens=auto: prompts that are texts get {own}"
+    assert wrapped(ends).special_tokens_note == said
+    assert (
+        "false: prompts that are texts do not get" in wrapped(with_bos(), add_special_tokens=False).special_tokens_note
+    )
+
+
+def test_arguments_of_the_template_reach_prompts_turns_and_lengths():
+    plain = tiny_tokenizer(chat_template=THINKING)
+    on, off = wrapped(plain, template={"enable_thinking": True}), wrapped(plain, template={"enable_thinking": False})
+    assert shown(on, [USER]) == "on:<|user|>2+2?<|stop|><|assistant|>"
+    assert shown(off, [USER]) == "off:<|user|>2+2?<|stop|><|assistant|><think></think>"
+    assert off.lengths([[USER]]) == [len(off.encode([USER]))]
+    ids = off.after_turn([USER], [USER], (), off.encode_more("x")[0])
+    assert off.decode(ids, skip_special=False) == "<|stop|><|user|>2+2?<|stop|><|assistant|><think></think>"
+    ids = ChatTurns(plain, "model", {"enable_thinking": True}).after_turn([USER], [USER], (), 5)
+    assert "<think>" not in on.decode(ids, skip_special=False)
+    assert len({one.identity for one in (on, off, wrapped(plain))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "said"),
+    [
+        ({"enable_thinkin": True}, THINKING, "does not read 'enable_thinkin'; did you mean 'enable_thinking'?"),
+        ({"enable_thinking": True}, None, "the tokenizer of 'model' has no chat template"),
+    ],
+)
+def test_an_argument_that_no_template_reads_is_refused(template, chat, said):
+    with pytest.raises(ConfigError) as error:
+        wrapped(tiny_tokenizer(chat_template=chat), template=template)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "tokenize", "continue_final_message"])
+def test_an_argument_that_each_prompt_gives_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is given for each prompt"):
+        ModelConfig(path="m", template={name: True})
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused_with_its_cure():
+    tokenizer = wrapped(tiny_tokenizer(chat_template=CHAT))
+    with pytest.raises(DataError, match=r"prompt=messages\[:-1\] --column answer=.*data.continue"):
+        tokenizer.encode([USER, BEGUN])
+
+
+def test_the_model_goes_on_with_an_answer_that_is_begun():
+    tokenizer = wrapped(tiny_tokenizer(chat_template=CHAT))
+    assert shown(tokenizer, [USER, BEGUN], continue_answer=True) == "<|user|>2+2?<|stop|><|assistant|>The sum"
+    assert tokenizer.encode([USER], continue_answer=True) == tokenizer.encode([USER])
+    assert tokenizer.encode("ab", continue_answer=True) == tokenizer.encode("ab")
+    lengths = tokenizer.lengths([[USER], [USER, BEGUN], [USER]])
+    assert lengths == [len(tokenizer.encode(chat, continue_answer=True)) for chat in ([USER], [USER, BEGUN], [USER])]
+
+
+def test_tags_that_are_special_tokens_stay_in_a_response_and_its_end_does_not():
+    plain = tiny_tokenizer()
+    plain.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|eom|>"]})
+    eom = plain.convert_tokens_to_ids("<|eom|>")
+    tokenizer = wrapped(plain, generation=GenerationConfig(eos_token_id=[eom]))
+    ids = [*tokenizer.encode("<think>two</think>4"), eom, plain.eos_token_id]
+    assert tokenizer.decode(ids, skip_special=True) == "<think>two</think>4"
+    assert tokenizer.decode(ids, skip_special=False) == f"<think>two</think>4<|eom|>{plain.eos_token}"
+    assert tokenizer.end_tokens == {eom, plain.eos_token_id}
+
+
+def test_the_end_of_a_turn_of_the_chat_template_is_no_text_of_a_response():
+    plain = tiny_tokenizer(chat_template=CHAT)
+    plain.add_special_tokens({"additional_special_tokens": ["<|stop|>", "<|assistant|>", "<think>"]})
+    tokenizer = wrapped(plain)
+    ids = tokenizer.encode_more("<think>4<|stop|><|assistant|>")
+    assert tokenizer.decode(ids, skip_special=True) == "<think>4<|assistant|>"
+    assert wrapped(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")).decode([], skip_special=True) == ""
