@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from siirl_storage import (
     write_atomic,
     write_exclusive,
 )
+from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
@@ -34,11 +36,20 @@ from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
 from siirl_dask.planner.node import NONFINITE, STAGES
 from siirl_dask.runs import checkpoints
+from siirl_dask.runs.identity_file import FILE as IDENTITY
+from siirl_dask.runs.identity_file import (
+    RETENTION,
+    DataVersion,
+    DueTable,
+    IdentityFile,
+    read_identity_file,
+    remove_identity_file,
+)
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
 CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
-_FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
+_FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
 _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage"} | {
@@ -141,19 +152,35 @@ def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) 
     return load_recorded(text, file, overrides) if overrides else recorded
 
 
-def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
-    """Write ``config.yaml`` and ``dag.json``; with ``replace`` over existing ones.
+def write_identity(
+    config: Config,
+    dag: DAG,
+    *,
+    replace: bool,
+    data: Mapping[str, DataVersion] = MappingProxyType({}),
+    tables: Mapping[str, DueTable] = MappingProxyType({}),
+) -> None:
+    """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing ones.
 
-    ConfigError when another run has taken the folder in the meantime.
+    ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from here on: what it saved
+    before it has to have as well. ConfigError when another run has taken the folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
+    earlier = read_identity_file(config.run.url) if replace else None
+    if earlier is not None:
+        kept = {name: one for name, one in earlier.tables.items() if name in tables}
+        tables = {**tables, **kept}
+        remove_identity_file(config.run.url)
     # The token makes it differ from what another start of the same command writes: see write_exclusive.
     text = f"# start {uuid4().hex}\n{dump(config)}".encode()
     try:
         (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:
         raise ConfigError(f"run.url={config.run.url!r} was taken by another run in the meantime") from error
-    write_atomic(fs, f"{path}/{DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
+    spec = (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode()
+    write_atomic(fs, f"{path}/{DAG_FILE}", spec)
+    files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
+    IdentityFile(files=files, data=data, tables=tables).write(config.run.url)
 
 
 def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> None:
