@@ -31,6 +31,7 @@ from siirl_storage.digests import FileDigest
 from siirl_dask.config import Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
 from siirl_dask.config.file.layers import config_keys
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
@@ -90,7 +91,7 @@ _Spec = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The part of a run that decides its results: configuration and training DAG, as plain data."""
+    """The part of a run that decides its results: configuration and training DAG, as plain data without secrets."""
 
     values: Mapping[str, Any]
     """Configuration values by ``group.key``, without those that may change."""
@@ -100,7 +101,7 @@ class RunIdentity:
     @staticmethod
     def of(config: Config, dag: DAG) -> RunIdentity:
         """Return the identity of a run of ``dag`` under ``config``."""
-        return RunIdentity(_deciding(config), _deciding_nodes(dag_to_spec(dag)))
+        return RunIdentity(_deciding(config), redacted(_deciding_nodes(dag_to_spec(dag))))
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal for equal identities."""
@@ -129,7 +130,7 @@ def read_identity(url: str) -> RunIdentity | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    return RunIdentity(_deciding(recorded_config(text, url)), _deciding_nodes(dag))
+    return RunIdentity(_deciding(recorded_config(text, url)), redacted(_deciding_nodes(dag)))
 
 
 def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
@@ -172,12 +173,12 @@ def write_identity(
         tables = {**tables, **kept}
         remove_identity_file(config.run.url)
     # The token makes it differ from what another start of the same command writes: see write_exclusive.
-    text = f"# start {uuid4().hex}\n{dump(config)}".encode()
+    text = f"# start {uuid4().hex}\n{dump(config, secrets=False)}".encode()
     try:
         (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:
         raise ConfigError(f"run.url={config.run.url!r} was taken by another run in the meantime") from error
-    spec = (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode()
+    spec = (json.dumps(redacted(dag_to_spec(dag)), indent=2) + "\n").encode()
     write_atomic(fs, f"{path}/{DAG_FILE}", spec)
     files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
     IdentityFile(files=files, data=data, tables=tables).write(config.run.url)
@@ -297,7 +298,7 @@ def _deciding(config: Config) -> dict[str, Any]:
             value: Any = config
             for name in key.split("."):
                 value = getattr(value, name)
-            values[key] = canonical(value)
+            values[key] = redacted({key: canonical(value)})[key]
     return values
 
 
