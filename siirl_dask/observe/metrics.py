@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeGuard
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import join, open_fs, write_atomic
+from siirl_storage.files import full_disk_named
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.errors import DataError
@@ -128,7 +129,7 @@ class MetricsLog:
         """Append a record."""
         line = encode(record, self._attempt)
         if self._appends:
-            with self._fs.open(self._path, "ab") as file:
+            with full_disk_named(self._path, len(line)), self._fs.open(self._path, "ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())  # a checkpoint of this step survives a power cut, and so must its metrics
