@@ -28,9 +28,10 @@ class ThreadWorld:
         self.opened, self.closed, self.most_open = 0, 0, 0
 
     max_failed_calls = None
+    tool_calls = ToolCalls()
 
     def take_tool_calls(self):
-        return ToolCalls()
+        return self.tool_calls
 
     def session(self, on_answer):
         return ThreadSession(self, on_answer)
