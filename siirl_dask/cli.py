@@ -73,6 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             )
             command.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
             command.add_argument("--analyze", metavar="RUN", help="beside it, what this run of the plan has measured")
+            command.add_argument("--trust", action="store_true", help="with --analyze: import code that RUN names")
     _add_doctor(commands.add_parser("doctor", help="examine this machine, a store and a cluster", epilog=_DOCTOR_CODES))
     quick = commands.add_parser("quickstart", help="train a tiny model on this machine", epilog=EXIT_CODES)
     quick.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1")
@@ -242,8 +243,10 @@ def _plan(chosen: argparse.Namespace) -> None:
         given = [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]
         if given := [text for text in (chosen.config, *chosen.overrides) if text] + given:
             raise ConfigError(f"--analyze {chosen.analyze} reads that run's own configuration: leave out {given[0]}")
-        print(analyze_run(chosen.analyze, chosen.format, timing))
+        print(analyze_run(chosen.analyze, chosen.format, timing, trust=chosen.trust))
         return
+    if chosen.trust:
+        raise ConfigError("--trust is for --analyze RUN: the code that CONFIG names is yours")
     if chosen.config is None:
         raise ConfigError("plan needs CONFIG, a YAML file, or --analyze RUN")
     from siirl_dask.commands.hosts import read_hosts

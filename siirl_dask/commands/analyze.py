@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from textwrap import fill
 from typing import Any
@@ -28,6 +29,8 @@ _GAIN = 0.98  # of the measured step: a smaller gain is no news
 _SHOWN = 3  # splits
 _MARK = "!"
 _LINE = 120
+_FUNCTION = re.compile(r":\s*\w+\s*\Z")  # any option that is a function may be spelled by its name alone
+_OWN = re.compile(r"siirl_dask(\.\w+)*:\w+", re.ASCII)
 _MARKED = (
     "seconds and bytes that differ from their estimates by half as much again (bytes: above them alone, since rows "
     "that stay on their worker bring none), rows that differ by more than 1 %, and memory above its bound. '-': not "
@@ -35,14 +38,23 @@ _MARKED = (
 )
 
 
-def analyze_run(url: str, form: str, timing: Timing) -> str:
+def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> str:
     """Return the text, or the JSON, of a run's plan and measurements.
+
+    To plan a DAG its functions are imported: those of other packages and files only with ``trust``.
 
     ConfigError without a run or for a DAG that cannot be planned here, DataError without a trace of a training step.
     """
     if form == "svg":
         raise ConfigError("--format svg: expected text or json with --analyze; siirl-dask report draws a run's DAG")
     run = open_run(url)
+    if not trust and (named := sorted(_foreign(run.dag))):
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        raise ConfigError(
+            f"the DAG of run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
+            "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
+            "trace show what was measured without it"
+        )
     config, measured = run.config, _measured(url)
     notes = [_of_steps(measured)]
     if len(measured.workers) != config.cluster.workers:
@@ -65,6 +77,18 @@ def analyze_run(url: str, form: str, timing: Timing) -> str:
     if form == "json":
         return json.dumps({"version": 1, "run": url, "notes": notes, **_as_data(found)}, indent=1)
     return _text(config, found, notes, None if speed is None else speed.name)
+
+
+def _foreign(spec: object) -> set[str]:
+    """Return the texts in a recorded DAG that name functions, or may, which are not of siirl_dask."""
+    match spec:
+        case Mapping():
+            return {name for value in spec.values() for name in _foreign(value)}
+        case list():
+            return {name for value in spec for name in _foreign(value)}
+        case str() if _FUNCTION.search(spec) and not _OWN.fullmatch(spec):
+            return {spec}
+    return set()
 
 
 def _measured(url: str) -> Measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import io
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import load
@@ -92,6 +93,7 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     signal.signal(signal.SIGTERM, _as_interrupt)
     atexit.register(_end_soon)
     hide()
+    _take_any_text(sys.stdout)
     sys.path.insert(0, str(Path.cwd()))  # where functions named module:function in a config are looked for, too
     try:
         return _with_output_flushed(work)
@@ -102,6 +104,12 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     except SiirlError as error:
         error.announce()
         sys.exit(130 if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
+
+
+def _take_any_text(stream: TextIO) -> None:
+    """Have a stream that knows few characters, such as ASCII's, show others by their number instead of ending us."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _with_output_flushed(work: Callable[[], _T]) -> _T:

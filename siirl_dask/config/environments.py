@@ -47,6 +47,8 @@ class EnvironmentsConfig:
     engine generates at once."""
     max_failures: int = 0
     """Most episodes of a step, over all workers, that may fail; the loss leaves them out."""
+    max_failed_calls: float | None = None
+    """Largest share of a step's calls of tools, over all workers, that may fail, such as 0.5. None: any."""
     on_tool_error: OnToolError = OnToolError.text
     """Consequence of a tool that raises or takes too long: ``text`` for the model, or ``failure`` of the episode."""
     max_observation: str = "64KiB"
@@ -73,6 +75,9 @@ class EnvironmentsConfig:
         for name in ("max_open", "turn_tokens"):
             if (count := getattr(self, name)) is not None:
                 at_least("environments", 1, **{name: count})
+        if self.max_failed_calls is not None and not 0 <= self.max_failed_calls <= 1:
+            given = f"environments.max_failed_calls={self.max_failed_calls}"
+            raise ConfigError(f"{given}: expected a share from 0 to 1, or null for any")
         if self.timeout is not None:
             above("environments", 0, timeout=self.timeout)
         self._check_agents()

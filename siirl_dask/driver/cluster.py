@@ -18,7 +18,7 @@ from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
 from siirl_dask.devices.kinds import NO_ACCELERATORS
 from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
-from siirl_dask.driver.nanny import NamelessNanny
+from siirl_dask.driver.nanny import NamelessNanny, main_not_imported
 from siirl_dask.driver.scheduler_file import address_in, read_address
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.errors import ConfigError, RunError
@@ -53,10 +53,10 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             yield client
         return
     if cluster.spec:
-        with dask.config.set(_settings_of_any(config)), deployed(cluster, progress) as client:
+        with dask.config.set(_settings_of_any(config)), main_not_imported(), deployed(cluster, progress) as client:
             yield client
         return
-    with dask.config.set(_local_settings(config)), _local(config) as local:
+    with dask.config.set(_local_settings(config)), main_not_imported(), _local(config) as local:
         client = Client(local)
         try:
             wait_for_workers(client, cluster, progress)

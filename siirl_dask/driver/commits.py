@@ -52,6 +52,8 @@ class Commits:
             return
         spent = self.cuts[table].spent if table in self.cuts else None
         about = describe_stage(
+            step=step,
+            table=table,
             digest=self.digest,
             attempt=attempt.number,
             metrics=self.log.resume.metrics_before(staged.iteration) | staged.metrics,

@@ -12,6 +12,7 @@ from siirl_storage import join
 
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.ending import ending, failure_of
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
@@ -167,7 +168,7 @@ class RunLog:
         if self.begun and isinstance(error, SiirlError):
             self.announce(error)
         try:
-            self.end(Status.FAILED, f"{type(error).__name__}: {error}", failure_of(error, self.command))
+            self.end(Status.FAILED, redacted(f"{type(error).__name__}: {error}"), failure_of(error, self.command))
         except Exception as broken:  # each store has errors of its own; what ended the run must be seen
             print(f"  the summary is not written: {type(broken).__name__}: {broken}", file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):
@@ -216,7 +217,7 @@ class RunLog:
         if observe.backends:
             number = tracked_id(run.url, new=not self.resume.exists and not self.begun)
             tracked = TrackedRun(
-                id=number, name=run.name, url=run.url, project=observe.project, config=plain(self.config)
+                id=number, name=run.name, url=run.url, project=observe.project, config=redacted(plain(self.config))
             )
             self._tracker.begin(tracked, again_from)
 

@@ -1,14 +1,21 @@
-"""Starts worker processes as Dask does, and leaves nothing of that in ``/dev/shm`` when all are killed at once."""
+"""Starts worker processes as Dask does, without the user's script in them.
+
+It leaves nothing of that in ``/dev/shm`` when all are killed at once.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import spawn
 from multiprocessing.synchronize import SemLock
 from multiprocessing.util import Finalize
 from typing import Any
 
 from distributed import Nanny, Status
+
+_WORKER = "Dask Worker process (from Nanny)"  # as distributed.nanny names the processes that it starts
 
 
 class NamelessNanny(Nanny):
@@ -39,3 +46,27 @@ def _finalizers(queue: Any) -> Iterator[Finalize]:
             for reference in weakref.getweakrefs(part):
                 if isinstance(finalize := reference.__callback__, Finalize):
                     yield finalize
+
+
+@contextmanager
+def main_not_imported() -> Iterator[None]:
+    """Have Dask's worker processes start without importing this process's main module inside.
+
+    multiprocessing imports it in each process that it starts, so a script without ``if __name__ == "__main__":`` would
+    call ``run`` once more in each worker. Workers need nothing of it: what a DAG uses of it is sent by value. Other
+    processes are started as before.
+    """
+    before = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict[str, Any]:
+        data = before(name)
+        if name == _WORKER:
+            data.pop("init_main_from_name", None)
+            data.pop("init_main_from_path", None)
+        return data
+
+    spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = before

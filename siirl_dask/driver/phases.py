@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, training_dataset
 from siirl_dask.driver.unread_groups import check_read
@@ -22,6 +22,7 @@ from siirl_dask.images import check_layout
 from siirl_dask.planner import DAG, Hosts, Phase, Plan, compile_chains, dag_from_spec, resolve
 from siirl_dask.planner.spec import bind
 from siirl_dask.recipes import common
+from siirl_dask.runs.identity_file import DataVersion, DueTable
 from siirl_dask.schema import (
     IDENTITY,
     IMAGES,
@@ -74,6 +75,30 @@ def plan_phases(
         plan = compile_chains(graph, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
         phases[phase] = (plan, dataset)
     return phases
+
+
+def data_versions(phases: Phases) -> dict[str, DataVersion]:
+    """Return the state of each table to train on that is open, by the configuration's key that names it."""
+    dataset = phases[Phase.TRAIN][1]
+    if isinstance(dataset, Source):
+        named = {"data.url": dataset}
+    else:
+        named = {f"data.sources.{share.name}": share.source for share in dataset.shares}
+    return {key: DataVersion.of(source.table) for key, source in named.items() if source.table is not None}
+
+
+def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]:
+    """Return the tables of which a run that goes on after step ``done`` saves rows; none without durability."""
+    if config.storage.durability is Durability.none:
+        return {}
+    first = {Phase.TRAIN: done + 1, Phase.VALIDATION: done + 1 if done else 0, Phase.TEST: 0}
+    return {
+        node.save_as: DueTable(phase=phase, since=step)
+        for phase, step in first.items()
+        if phase in phases
+        for node in phases[phase][0].dag.nodes
+        if node.save_as and not node.lag  # the rows of a step come later otherwise, or never
+    }
 
 
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:

@@ -19,6 +19,7 @@ from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.folder import RunIdentity, read_identity
+from siirl_dask.runs.identity_file import DataVersion, read_identity_file
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import stored_steps
@@ -157,6 +158,31 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
         f"{join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to step "
         f"{resume.last}. Bring it back, or {_OTHERWISE}"
     )
+
+
+def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool) -> tuple[str, ...]:
+    """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was started last.
+
+    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps are done anew, and a
+    run of an earlier version has recorded nothing.
+    """
+    if not resume.last:
+        return ()
+    recorded = read_identity_file(url)
+    if recorded is None:
+        return ()
+    changes = []
+    for key, before in recorded.data.items():
+        now = data.get(key, before)
+        if now != before:
+            same = ", of other content" if str(now) == str(before) else ""
+            changes.append(f"the table of {key} was replaced or changed: it had {before}, and now has {now}{same}")
+    if changes and not force:
+        raise ConfigError(
+            f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it was started with, "
+            f"give --force to go on with what is there now, or {_OTHERWISE}"
+        )
+    return tuple(changes)
 
 
 def _logged(url: str) -> set[int]:

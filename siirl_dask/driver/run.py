@@ -19,13 +19,13 @@ from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
 from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
-from siirl_dask.driver.phases import Phases, prepare, validation_of, worker_names
+from siirl_dask.driver.phases import Phases, data_versions, prepare, validation_of, worker_names
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.processes import hosts_of, workers_needed
 from siirl_dask.driver.replacement import Fixed
 from siirl_dask.driver.restarts import Restarts
-from siirl_dask.driver.resume import ResumePoint, find_resume_point, recorded_dtype
+from siirl_dask.driver.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
@@ -73,6 +73,7 @@ def run(
     planned = plan_run(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
     check_observation(config, planned[Phase.TRAIN][0])
     checked = check(config, planned)
+    check_same_data(config.run.url, resume, data_versions(planned), force=force)
     check_writable(config.run.url)
     if prepare(config):
         checked = check(config, planned)  # again: now the dataset and the model exist

@@ -14,12 +14,12 @@ from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
 from siirl_dask.driver.number_type import OpenTypes
-from siirl_dask.driver.phases import Phases, plan_phases
+from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases
 from siirl_dask.driver.preflight import Checked, check
 from siirl_dask.driver.processes import hosts_of
 from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.reachable import check_reachable
-from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, weights_dag
+from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, check_same_data, weights_dag
 from siirl_dask.driver.stages import with_stages
 from siirl_dask.driver.verification import verified_resume_point
 from siirl_dask.driver.who_waits import node_timeout
@@ -75,6 +75,7 @@ def prepare_try(
     again = last is not None
     phases = plan_run(config, dag, job.validation, list(named), log.resume, hosts_of(named), again=again)
     train = phases[Phase.TRAIN]
+    changes = check_same_data(config.run.url, log.resume, data_versions(phases), force=job.force)
     check_reachable(client, named, phases, job.checked.reads, config.run.url)
     fetch_on_workers(client, config.cluster, named, train[0], job.checked.reads, job.models, log.progress)
     keep, best = config.checkpoint.keep, config.checkpoint.keep_best
@@ -83,12 +84,12 @@ def prepare_try(
     cuts = {cut.table: cut for cut in frontiers(dag, train[0].stages)[0]}
     kept = [node.kept_as for node in dag.nodes if node.kept_as]
     commits = Commits(checkpoints, log, RunIdentity.of(config, dag).digest(), cuts, kept)
-    notes: list[str] = []
+    notes = [f"data       {change}" for change in changes]
     if job.open_types is not None and not again:
         notes.append(job.open_types.expected.note)
     if config.observe.progress and not again:
         notes += [*host_notes(train[0]), *notes_on_long_prompts(config, *train), *job.checked.row_notes]
-    return Try(driver, group, groups, phases, partial(_prepare_folder, job, log), commits, notes)
+    return Try(driver, group, groups, phases, partial(_prepare_folder, job, log, phases), commits, notes)
 
 
 def _driver(
@@ -153,7 +154,7 @@ def plan_run(
     return phases
 
 
-def _prepare_folder(job: Job, log: RunLog) -> None:
+def _prepare_folder(job: Job, log: RunLog, phases: Phases) -> None:
     """Remove files of an earlier start that no longer count, and write the run's identity. Fenced if it is too late."""
     url, tables, resume = job.config.run.url, tables_of([job.dag, job.validation]), log.resume
     log.attempt.check()
@@ -164,4 +165,5 @@ def _prepare_folder(job: Job, log: RunLog) -> None:
         for step, table in resume.unusable:
             remove_step(log.attempt, table, step)
         remove_summary(url)
-    write_identity(job.config, job.dag, replace=resume.exists)
+    tables_due = due_tables(job.config, phases, resume.last)
+    write_identity(job.config, job.dag, replace=resume.exists, data=data_versions(phases), tables=tables_due)

@@ -13,7 +13,7 @@ from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.mcp_servers import McpServers, check_installed
 from siirl_dask.environments.places import InWorker, Place
 from siirl_dask.environments.processes import InProcesses
-from siirl_dask.environments.protocol import OnAnswer, Session
+from siirl_dask.environments.protocol import OnAnswer, Session, ToolCalls
 from siirl_dask.environments.room import ONLY, World, refuse_blocking
 from siirl_dask.environments.session import Rules, WorkerSession
 from siirl_dask.environments.shapes import UnknownShape, is_async, shape_of
@@ -62,6 +62,15 @@ class WorkerEnvironments(HoldsNoGroups):
     def max_failures(self) -> int:
         """Episodes of a step, over all workers, that may fail."""
         return self._config.max_failures
+
+    @property
+    def max_failed_calls(self) -> float | None:
+        """Share of a step's calls of tools, over all workers, that may fail; None: all."""
+        return self._config.max_failed_calls
+
+    def take_tool_calls(self) -> ToolCalls:
+        """Return the calls of tools on this worker since this was called last."""
+        return self._rules.tally.take()
 
     @property
     def columns(self) -> Sequence[str]:

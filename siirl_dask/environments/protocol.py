@@ -54,6 +54,20 @@ class Failure:
     """The cause, without addresses or times: ``took more than 30 s``, ``raised ValueError: ...``."""
 
 
+class Lost(Failure):
+    """A call whose connection went: nothing that the policy did, so it is never a text for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCalls:
+    """Well-formed calls of tools that were made, and those of them that failed."""
+
+    calls: int = 0
+    failed: int = 0
+    reason: str = ""
+    """The last failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One turn of the policy."""
@@ -108,6 +122,15 @@ class Environments(Protocol):
     @property
     def columns(self) -> Sequence[str]:
         """Columns of a row that ``reset`` gets."""
+        ...
+
+    @property
+    def max_failed_calls(self) -> float | None:
+        """Share of a step's calls of tools, over all workers, that may fail; None: all."""
+        ...
+
+    def take_tool_calls(self) -> ToolCalls:
+        """Return the calls of tools on this worker since this was called last."""
         ...
 
     def session(self, on_answer: OnAnswer) -> Session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Any
 from siirl_dask.environments.answers import cut, reason_of
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.places import Place
-from siirl_dask.environments.protocol import Action, Answer, Failure, OnAnswer, Opening, Step
+from siirl_dask.environments.protocol import Action, Answer, Failure, Lost, OnAnswer, Opening, Step, ToolCalls
 from siirl_dask.environments.room import ONLY, Opened
 from siirl_dask.environments.tools import Call, CallParser, Schema, observation_of, schemas_by_name
 from siirl_dask.errors import ConfigError
@@ -24,6 +25,30 @@ logger = logging.getLogger("siirl_dask.environments")
 
 PATIENCE = 5.0  # seconds for calls under way, and for close(), when a session is left
 _LEAST = 64  # bytes of a result for which no room is left: what the word takes that says that it was cut
+
+
+class Tally:
+    """Counts calls of tools: the event loop adds, and the thread of a step takes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counted = ToolCalls()
+
+    def add(self, result: str | Failure) -> None:
+        """Count a call by what it gave."""
+        with self._lock:
+            failed, reason = self._counted.failed, self._counted.reason
+            if isinstance(result, Failure):
+                failed += 1
+                reason = result.reason
+            self._counted = ToolCalls(self._counted.calls + 1, failed, reason)
+
+    def take(self) -> ToolCalls:
+        """Return what was counted since this was called last."""
+        with self._lock:
+            counted = self._counted
+            self._counted = ToolCalls()
+        return counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +72,7 @@ class Rules:
     most: int
     """Bytes of an observation."""
     progress: Callable[[], None]
+    tally: Tally = field(default_factory=Tally)
     keys: Iterator[int] = field(default_factory=count)
     """Numbers for the place, so that an environment that is still closing is never taken for another one."""
 
@@ -180,7 +206,8 @@ class WorkerSession:
             name, result = "error", f"error: {getattr(call, 'reason', '')}"
             if isinstance(call, Call):
                 name, given = call.name, await self._call(episode.key if call.name in own else None, call)
-                lost = name in own and not self._rules.place.holds(episode.key)
+                self._rules.tally.add(given)
+                lost = isinstance(given, Lost) or (name in own and not self._rules.place.holds(episode.key))
                 if isinstance(given, Failure) and (lost or not self._rules.errors_are_text):
                     return Failure(f"its tool {name} {given.reason}")
                 result = f"error: {name} {given.reason}" if isinstance(given, Failure) else given

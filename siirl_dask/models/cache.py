@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from filelock import FileLock
 from fsspec import AbstractFileSystem
 from siirl_storage import join, open_fs, remove_tree
+from siirl_storage.files import full_disk_named
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
@@ -153,7 +154,7 @@ def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
 def _bring(pool: ThreadPoolExecutor, url: str, file: RemoteFile, to: Path, progress: Progress) -> None:
     """Bring one file, in ranges; it is there when it is whole, and on the disk."""
     aside = to.with_name(f"{to.name}.part")
-    with aside.open("wb") as target:
+    with full_disk_named(aside, file.nbytes), aside.open("wb") as target:
         target.truncate(file.nbytes)
         starts = range(0, file.nbytes, _RANGE)
         for nbytes in pool.map(partial(_bring_range, url, file, target.fileno()), starts):

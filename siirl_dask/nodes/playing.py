@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from siirl_dask.nodes.sampling import shown_images
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import GROUP_ID, IMAGES, PROMPT, PROMPT_IDS, ROW_ID, TYPES
 
+logger = logging.getLogger(__name__)
 Answers = SimpleQueue[Heard]
 
 
@@ -123,7 +125,7 @@ def log_usage(ctx: Context, usage: Usage, rows: int) -> None:
 
 
 def check_episodes(ctx: Context, episodes: pa.Table, played: Sequence[Played], world: Environments) -> None:
-    """Raise EpisodeError on all workers when more episodes failed on all of them together than may."""
+    """Raise EpisodeError on all workers when more episodes, or calls of tools, failed on all of them than may."""
 
     def describe(at: int) -> tuple[str, int]:
         row: Mapping[str, Any] = episodes.select([ROW_ID, PROMPT]).slice(at, 1).to_pylist()[0]
@@ -144,3 +146,24 @@ def check_episodes(ctx: Context, episodes: pa.Table, played: Sequence[Played], w
         kind="episodes",
         error=EpisodeError,
     )
+    _check_tool_calls(ctx, world)
+
+
+def _check_tool_calls(ctx: Context, world: Environments) -> None:
+    """Log the calls of tools, and raise EpisodeError on all workers when a larger share of them failed than may."""
+    made = world.take_tool_calls()
+    if made.calls:
+        ctx.log("tools/calls", made.calls, Reduce.SUM)
+        ctx.log("tools/failed", made.failed, Reduce.SUM)
+    if made.failed and made.failed == made.calls:
+        logger.warning("step %d: each of %d calls of tools failed; the last one %s", ctx.step, made.calls, made.reason)
+    most = world.max_failed_calls
+    if most is None:
+        return
+    calls, failed = ctx.all_sum([made.calls, made.failed])
+    if failed > most * calls:
+        reason = f"; the last one here {made.reason}" if made.reason else ""
+        raise EpisodeError(
+            f"{failed:.0f} of {calls:.0f} calls of tools of step {ctx.step} failed (environments.max_failed_calls="
+            f"{most}){reason}"
+        )

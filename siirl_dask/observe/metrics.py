@@ -11,10 +11,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypedDict, TypeGuard
 
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import join, open_fs, write_atomic
+from siirl_storage.files import full_disk_named
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.errors import DataError
@@ -127,7 +129,7 @@ class MetricsLog:
         """Append a record."""
         line = encode(record, self._attempt)
         if self._appends:
-            with self._fs.open(self._path, "ab") as file:
+            with full_disk_named(self._path, len(line)), self._fs.open(self._path, "ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())  # a checkpoint of this step survives a power cut, and so must its metrics
@@ -178,6 +180,7 @@ def last_records(written: Iterable[tuple[Record, int]]) -> list[tuple[Record, in
 def damaged_lines(url: str) -> tuple[list[str], bool]:
     """Return what is wrong with each line of the run at ``url`` that is no record, and whether the last was cut short.
 
+    A line that is one, and not as it was written, has another digest than it says; readers do not compare that.
     FileNotFoundError without a file.
     """
     name = join(url, FILE)
@@ -188,7 +191,12 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
         try:
             decode(line, f"line {number}")
         except DataError as error:
-            wrong.append(str(error))
+            wrong.append(f"{error}; a resume refuses: remove the line")
+            continue
+        fields = json.loads(line)
+        digest = _digest(fields)
+        if fields.get("sha256", digest) != digest:  # earlier versions wrote none
+            wrong.append(f"line {number} was altered: its digest is another one; its numbers cannot be trusted")
     return wrong, whole != text
 
 
@@ -200,14 +208,21 @@ def whole_lines(text: bytes) -> bytes:
 def encode(record: Record, attempt: int) -> bytes:
     """Return the line of a record that the start ``attempt`` of the run writes."""
     finite = {name: _finite(value) for name, value in record["metrics"].items()}
-    line = {
+    line: dict[str, Any] = {
         "step": record["step"],
         "phase": str(record["phase"]),
         "seconds": _finite(record["seconds"]),
         "metrics": finite,
         "attempt": attempt,
     }
+    line["sha256"] = _digest(line)
     return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _digest(line: Mapping[str, Any]) -> str:
+    """Return the first digits of the SHA-256 of a line without its own."""
+    rest = {key: value for key, value in line.items() if key != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finite(value: float | None) -> float | None:

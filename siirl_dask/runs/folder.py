@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -25,20 +26,31 @@ from siirl_storage import (
     write_atomic,
     write_exclusive,
 )
+from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
 from siirl_dask.config.file.layers import config_keys
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
 from siirl_dask.planner.names import canonical
 from siirl_dask.planner.node import NONFINITE, STAGES
 from siirl_dask.runs import checkpoints
+from siirl_dask.runs.identity_file import FILE as IDENTITY
+from siirl_dask.runs.identity_file import (
+    RETENTION,
+    DataVersion,
+    DueTable,
+    IdentityFile,
+    read_identity_file,
+    remove_identity_file,
+)
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
 CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
 _SUMMARY = "summary.json"
-_FILES = (DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
+_FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
 _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage"} | {
@@ -79,7 +91,7 @@ _Spec = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The part of a run that decides its results: configuration and training DAG, as plain data."""
+    """The part of a run that decides its results: configuration and training DAG, as plain data without secrets."""
 
     values: Mapping[str, Any]
     """Configuration values by ``group.key``, without those that may change."""
@@ -89,7 +101,7 @@ class RunIdentity:
     @staticmethod
     def of(config: Config, dag: DAG) -> RunIdentity:
         """Return the identity of a run of ``dag`` under ``config``."""
-        return RunIdentity(_deciding(config), _deciding_nodes(dag_to_spec(dag)))
+        return RunIdentity(_deciding(config), redacted(_deciding_nodes(dag_to_spec(dag))))
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that are equal for equal identities."""
@@ -118,7 +130,7 @@ def read_identity(url: str) -> RunIdentity | None:
         text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
-    return RunIdentity(_deciding(recorded_config(text, url)), _deciding_nodes(dag))
+    return RunIdentity(_deciding(recorded_config(text, url)), redacted(_deciding_nodes(dag)))
 
 
 def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
@@ -141,19 +153,35 @@ def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) 
     return load_recorded(text, file, overrides) if overrides else recorded
 
 
-def write_identity(config: Config, dag: DAG, *, replace: bool) -> None:
-    """Write ``config.yaml`` and ``dag.json``; with ``replace`` over existing ones.
+def write_identity(
+    config: Config,
+    dag: DAG,
+    *,
+    replace: bool,
+    data: Mapping[str, DataVersion] = MappingProxyType({}),
+    tables: Mapping[str, DueTable] = MappingProxyType({}),
+) -> None:
+    """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing ones.
 
-    ConfigError when another run has taken the folder in the meantime.
+    ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from here on: what it saved
+    before it has to have as well. ConfigError when another run has taken the folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
+    earlier = read_identity_file(config.run.url) if replace else None
+    if earlier is not None:
+        kept = {name: one for name, one in earlier.tables.items() if name in tables}
+        tables = {**tables, **kept}
+        remove_identity_file(config.run.url)
     # The token makes it differ from what another start of the same command writes: see write_exclusive.
-    text = f"# start {uuid4().hex}\n{dump(config)}".encode()
+    text = f"# start {uuid4().hex}\n{dump(config, secrets=False)}".encode()
     try:
         (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:
         raise ConfigError(f"run.url={config.run.url!r} was taken by another run in the meantime") from error
-    write_atomic(fs, f"{path}/{DAG_FILE}", (json.dumps(dag_to_spec(dag), indent=2) + "\n").encode())
+    spec = (json.dumps(redacted(dag_to_spec(dag)), indent=2) + "\n").encode()
+    write_atomic(fs, f"{path}/{DAG_FILE}", spec)
+    files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
+    IdentityFile(files=files, data=data, tables=tables).write(config.run.url)
 
 
 def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> None:
@@ -270,7 +298,7 @@ def _deciding(config: Config) -> dict[str, Any]:
             value: Any = config
             for name in key.split("."):
                 value = getattr(value, name)
-            values[key] = canonical(value)
+            values[key] = redacted({key: canonical(value)})[key]
     return values
 
 

@@ -24,6 +24,7 @@ from siirl_dask.planner.node import STAGES, TRACE
 from siirl_dask.runs.attempt import is_held
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import committed, kept_folders
+from siirl_dask.runs.identity_file import note_retention
 from siirl_dask.runs.stages import spent_by
 from siirl_dask.runs.tables import REPLAY
 
@@ -84,8 +85,10 @@ def find_leftovers(
 
 
 def remove_leftovers(url: str, leftovers: Iterable[Leftover]) -> None:
-    """Delete the files. Records of tables go before the parts that they list."""
+    """Delete the files. Records of tables go before the parts that they list, and older steps are remembered."""
     fs, root = open_fs(url)
+    leftovers = list(leftovers)
+    note_retention(url, _removed_steps(leftovers))
     for leftover in sorted(leftovers, key=lambda one: not one.path.endswith(".json")):
         remove_file(fs, at(root, leftover.path))
 
@@ -186,6 +189,16 @@ def _table_and_step(folder: str) -> tuple[str, int | None]:
     """Return table and step of a folder below the run's; the step is None unless rows of a step are in it."""
     table, _, name = folder.rpartition("/")
     return table, step_of(name) if table and ("/" not in table or _is_stage(table)) else None
+
+
+def _removed_steps(leftovers: Iterable[Leftover]) -> dict[str, int]:
+    """Return the last of the older steps among the files, by table: nobody misses their rows."""
+    steps: dict[str, int] = {}
+    for leftover in leftovers:
+        table, step = _table_and_step(leftover.path.rpartition("/")[0])
+        if step is not None and leftover.reason is Reason.OLD:
+            steps[table] = max(step, steps.get(table, 0))
+    return steps
 
 
 def _is_stage(table: str) -> bool:

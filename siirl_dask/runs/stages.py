@@ -18,7 +18,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 from siirl_storage import Part, StorageError, open_fs
-from siirl_storage.committed import newest_record
+from siirl_storage.committed import PartsRecord, newest_record
 from siirl_storage.digests import FileDigest
 from siirl_storage.files import list_files
 
@@ -53,19 +53,37 @@ class Stage:
 
 def describe_stage(
     *,
+    step: int,
+    table: str,
     digest: str,
     attempt: int,
     metrics: Mapping[str, Metric],
     position: int | None,
     spent: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return what the record of a stage says beside its parts, for ``commit_parts``.
+    """Return what the record of ``table`` at ``step`` says beside its parts, for ``commit_parts``.
 
     ``digest`` is that of the run's identity. Metrics are a JSON text: some are not finite. ``spent`` are the tables of
     stages that the step does not need once it has this one; None for a table from which no step can go on.
     """
-    about = {"run": digest, "attempt": attempt, "position": position, "metrics": json.dumps(pack(metrics))}
+    about = {
+        "step": step,
+        "table": table,
+        "run": digest,
+        "attempt": attempt,
+        "position": position,
+        "metrics": json.dumps(pack(metrics)),
+    }
     return about if spent is None else about | {SPENT: list(spent)}
+
+
+def misplaced(record: PartsRecord, table: str, step: int) -> str:
+    """Return where the rows of a record belong, if that is not ``table`` at ``step``; else an empty text.
+
+    Records of earlier versions do not say it.
+    """
+    said = record.about.get("step", step), record.about.get("table", table)
+    return "" if said == (step, table) else f"its record says that these are the rows of {said[1]!r} at step {said[0]}"
 
 
 def find_stages(run_url: str, tables: Sequence[str], after: int, digest: str) -> list[Stage]:
@@ -110,6 +128,8 @@ def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | Non
         record = newest_record(fs, root, "", names)
         if record is None or record.about.get("run") != digest or not all(part.sha256 for part in record.parts):
             return None
+        if wrong := misplaced(record, table, step):
+            raise ValueError(wrong)
         position = record.about["position"]
         if position is not None and (type(position) is not int or position < 0):
             raise ValueError(f"position {position!r}")

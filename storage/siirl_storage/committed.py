@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 import pyarrow as pa
@@ -68,6 +69,7 @@ def commit_parts(url: str, writer: int, parts: Sequence[Part], about: Mapping[st
     document = {"kind": _KIND, "writer": writer, "parts": [part_entry(part) for part in parts]}
     if about:
         document["about"] = dict(about)
+    document["sha256"] = _digest(document)
     write_exclusive(fs, path, json.dumps(document, indent=1, allow_nan=False).encode())
 
 
@@ -163,6 +165,12 @@ def _records(names: Iterable[str]) -> list[int]:
     return [int(matched[1]) for name in names if (matched := _RECORD.fullmatch(name))]
 
 
+def _digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record without the one that it has."""
+    rest = {key: value for key, value in document.items() if key != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def _below(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
@@ -176,6 +184,9 @@ def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) ->
         parts, about = tuple(parse_part(entry) for entry in document["parts"]), document.get("about", {})
         if not isinstance(about, dict):
             raise StorageError('"about" is not an object')
+        digest = _digest(document)
+        if document.get("sha256", digest) != digest:  # earlier versions wrote none
+            raise StorageError("it was altered: its own SHA-256 is another one")
     except (KeyError, TypeError, ValueError, RecursionError, StorageError) as error:
         raise StorageError(f"{full_name(fs, path)} is not a usable record of parts: {error}") from error
     if outside := [part.path for part in parts if "/" in part.path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -239,13 +240,46 @@ def _link(aside: Path, path: Path) -> None:
 
 
 @contextmanager
+def full_disk_named(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
+    """Raise OSError that says how much is free, and how much ``nbytes`` is more, where a disk or a quota is full.
+
+    ``path`` is the local file that is written. Other errors pass as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise OSError(error.errno, _full(Path(path), error, nbytes), str(path)) from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error is that of a full disk, or of a quota that is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _full(path: Path, error: OSError, nbytes: int | None) -> str:
+    folder = next(place for place in path.absolute().parents if place.exists())
+    disk = shutil.disk_usage(folder)
+    what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    free = f"{disk.free:,} of its {disk.total:,} bytes are free"
+    if nbytes is None:
+        return f"{what}: {free}; make room and start again"
+    missing = max(0, nbytes - disk.free)
+    more = f", at least {missing:,} more than there are" if missing else ""
+    return f"{what}: {free}, and {nbytes:,} were to be written next{more}; make room and start again"
+
+
+@contextmanager
 def written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
     """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless it was renamed."""
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{Path(path).name}.{uuid4().hex}.tmp"
     try:
-        with aside.open("xb") as file:  # not mkstemp, whose mode 0600 would hide the data from other users
+        size = memoryview(data).nbytes
+        # not mkstemp, whose mode 0600 would hide the data from other users
+        with full_disk_named(path, size), aside.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

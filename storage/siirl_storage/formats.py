@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import sha256
 from typing import Any
 
 import pyarrow as pa
@@ -42,6 +43,8 @@ class Footer:
     schema: pa.Schema
     groups: tuple[int, ...]
     """Number of rows of each row group."""
+    digest: str = ""
+    """SHA-256 of what the footer says, where ``read_footer`` has read it: of Parquet also sizes and statistics."""
 
 
 def format_of(path: str) -> Format | None:
@@ -130,10 +133,20 @@ def decode_footer(buffer: pa.Buffer, kind: Format) -> Footer:
 def read_footer(fs: AbstractFileSystem, path: str) -> Footer:
     """Return schema and row groups of the part at ``path``, without data. CorruptPart if it is missing or damaged."""
     with damage(fs, path), open_input(fs, path) as file:
-        footer = footer_of(file, known_format(path))
+        match known_format(path):
+            case Format.PARQUET:
+                parquet = pq.ParquetFile(file)
+                footer = parquet_footer(parquet)
+                stored = pa.BufferOutputStream()
+                parquet.metadata.write_metadata_file(stored)
+                digest = sha256(stored.getvalue())
+            case Format.ARROW:
+                footer = footer_of(file, Format.ARROW)
+                digest = sha256(footer.schema.serialize())
+                digest.update(repr(footer.groups).encode())
         str(footer.schema)  # names are decoded only when they are looked at
     check_schema(footer.schema, full_name(fs, path))
-    return footer
+    return replace(footer, digest=digest.hexdigest())
 
 
 def known_format(path: str) -> Format:

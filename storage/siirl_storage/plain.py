@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -43,7 +45,9 @@ def open_plain(url: str) -> Snapshot:
         raise TableNotFound(_nothing_here(full_name(fs, root), list(files)))
     footers = read_footers(fs, root, names)
     parts = tuple(Part(name, files[name], footer.groups) for name, footer in zip(names, footers, strict=True))
-    return Snapshot(url, None, _common_schema(fs, root, names, footers), parts, base=base)
+    listed = [(part.path, part.nbytes, footer.digest) for part, footer in zip(parts, footers, strict=True)]
+    digest = sha256(json.dumps(listed).encode()).hexdigest()
+    return Snapshot(url, None, _common_schema(fs, root, names, footers), parts, base=base, digest=digest)
 
 
 def read_footers(fs: AbstractFileSystem, root: str, names: Sequence[str]) -> list[Footer]:

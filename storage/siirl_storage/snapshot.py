@@ -44,6 +44,9 @@ class Snapshot:
     properties: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
     """Folder that part paths are relative to: ``url``, or the folder of the one file that ``url`` names."""
+    digest: str = field(default="", compare=False)
+    """SHA-256 of what its manifest, or the footers of plain files, say: another one is another table, or was changed.
+    Values that change in place, with the same sizes and statistics, are not noticed: no data is read for it."""
 
     @property
     def num_rows(self) -> int:

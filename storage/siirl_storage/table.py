@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from itertools import chain
 from uuid import uuid4
 
@@ -227,7 +228,10 @@ def _latest(fs: AbstractFileSystem, root: str) -> Manifest | None:
 
 
 def _snapshot(url: str, manifest: Manifest) -> Snapshot:
-    return Snapshot(url, manifest.version, manifest.schema, manifest.parts, manifest.properties, base=url)
+    digest = sha256(manifest.to_json()).hexdigest()
+    return Snapshot(
+        url, manifest.version, manifest.schema, manifest.parts, manifest.properties, base=url, digest=digest
+    )
 
 
 def _pieces(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:

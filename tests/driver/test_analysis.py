@@ -164,3 +164,47 @@ def test_what_cannot_be_analyzed_is_refused(tmp_path, capsys, arguments, said):
         main([text.format(run=tmp_path / "run") for text in arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda dag, name: dag["nodes"][0].update(run=name),
+        lambda dag, name: next(iter(dag["roles"].values())).update(build=name),
+        lambda dag, name: dag["nodes"][-1]["with"].update(anything=name),
+        lambda dag, name: dag["nodes"][-1]["with"].update(anything=[{"run": name, "with": {}}]),
+    ],
+)
+@pytest.mark.parametrize("form", ["{file}:f", "siirl_dask./../{file}:f", "evil:f", "evil:f "])
+def test_code_that_a_run_s_folder_names_is_not_imported(tmp_path, monkeypatch, capsys, place, form):
+    """A run's folder may come from anyone; a file that it names may lie in it."""
+    url = whole_run(tmp_path / "run")
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(*given, **named): pass\n")
+    (tmp_path / "siirl_dask.").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    spec = json.loads((tmp_path / "run" / "dag.json").read_text())
+    place(spec, form.format(file="evil.py"))
+    (tmp_path / "run" / "dag.json").write_text(json.dumps(spec))
+    with pytest.raises(SystemExit):
+        main(["plan", "--analyze", url])
+    assert not ran.exists()
+    assert "names code that is not of siirl_dask: " in capsys.readouterr().err
+
+
+def test_code_of_one_s_own_is_imported_where_that_is_said(tmp_path, monkeypatch, capsys):
+    url = whole_run(tmp_path / "run")
+    ran = tmp_path / "ran"
+    (tmp_path / "mine.py").write_text(f"open({str(ran)!r}, 'w')\ndef build(device, rank): pass\n")
+    monkeypatch.chdir(tmp_path)
+    spec = json.loads((tmp_path / "run" / "dag.json").read_text())
+    next(iter(spec["roles"].values()))["build"] = "mine.py:build"
+    (tmp_path / "run" / "dag.json").write_text(json.dumps(spec))
+    with pytest.raises(SystemExit):  # such a role cannot be planned
+        main(["plan", "--analyze", url, "--trust"])
+    assert ran.exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["plan", "--trust", "x.yaml"])
+    assert "--trust is for --analyze RUN" in capsys.readouterr().err

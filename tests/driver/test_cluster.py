@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from multiprocessing import spawn
 
 import pytest
 from distributed import Nanny
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.nanny import main_not_imported
 from siirl_dask.observe import Progress
 
 
@@ -45,3 +47,17 @@ def test_a_worker_that_never_returns_is_ended_and_not_restarted(monkeypatch, tmp
     with pytest.raises(KeyboardInterrupt):
         _interrupt_a_blocked_worker(tmp_path / "entered")
     assert sorted(starts) == [0, 1]
+
+
+def _argument_of_main(name):
+    return {key for key in spawn.get_preparation_data(name) if key.startswith("init_main")}
+
+
+def test_only_workers_start_without_the_main_module_and_only_while_a_cluster_is_there():
+    """A process that a script starts by itself needs its main module."""
+    there = _argument_of_main("Dask Worker process (from Nanny)")
+    assert there
+    with main_not_imported():
+        assert not _argument_of_main("Dask Worker process (from Nanny)")
+        assert _argument_of_main("Process-1") == there
+    assert _argument_of_main("Dask Worker process (from Nanny)") == there

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from siirl_storage import open_fs, write_atomic, write_part
+from siirl_storage import append, create_table, open_fs, open_table, write_atomic, write_part
 
 from siirl_dask.cli import main
 from siirl_dask.commands import script
@@ -17,7 +17,13 @@ from siirl_dask.config import CheckpointConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.phases import dags
-from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, find_resume_point, weights_dag
+from siirl_dask.driver.resume import (
+    ResumePoint,
+    check_nothing_lost,
+    check_same_data,
+    find_resume_point,
+    weights_dag,
+)
 from siirl_dask.errors import CheckpointError, ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
@@ -25,6 +31,7 @@ from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
+from siirl_dask.runs.identity_file import DataVersion, note_retention, read_identity_file, read_retention
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
@@ -279,3 +286,93 @@ def test_the_command_line_takes_the_flags_anywhere(capsys, start, flag):
         start([str(shipped("quickstart")), "run.steps=3", flag, "run.stps=3"])
     assert ended.value.code == 2
     assert "did you mean 'steps'?" in capsys.readouterr().err
+
+
+ROWS = pa.table({"prompt": [f"{at} + 1 =" for at in range(20)], "answer": [str(at + 1) for at in range(20)]})
+CHANGES = {
+    "fewer rows": lambda rows: rows.slice(1),
+    "other values": lambda rows: rows.set_column(1, "answer", pa.array(["7"] * 20)),
+    "a column more": lambda rows: rows.append_column("source", pa.array(["x"] * 20)),
+    "other columns": lambda rows: rows.rename_columns(["prompt", "label"]),
+}
+
+
+def versions(url):
+    return {"data.url": DataVersion.of(open_table(str(url)))}
+
+
+def a_run_on(data, url, step=2):
+    """Return where it goes on: it has recorded what the table at ``data`` is."""
+    config, dag = config_and_dag(url)
+    write_identity(config, dag, replace=False, data=versions(data))
+    commit(url, step, config, dag)
+    return begin(url)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "snapshot"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, tmp_path):
+    def make(folder, rows):
+        if kind == "snapshot":
+            create_table(str(folder), [rows])
+        else:
+            write_part(str(folder), 0, 1, rows, format=kind)
+
+    make(tmp_path / "data", ROWS)
+    url = str(tmp_path / "run")
+    resume = a_run_on(tmp_path / "data", url)
+    assert check_same_data(url, resume, versions(tmp_path / "data"), force=False) == ()
+    make(tmp_path / "other", CHANGES[change](ROWS))
+    if kind == "arrow" and change == "other values":  # what an Arrow file says of itself has no statistics
+        changed = pa.concat_tables([ROWS, ROWS])
+        make(tmp_path / "longer", changed)
+        other = versions(tmp_path / "longer")
+    else:
+        other = versions(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"the table of data\.url was replaced.*20 rows.*--force to go on"):
+        check_same_data(url, resume, other, force=False)
+    (said,) = check_same_data(url, resume, other, force=True)
+    assert "data.url" in said
+    assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()  # all steps are done anew
+
+
+def test_a_table_that_was_copied_is_the_same_and_one_that_grew_is_not(tmp_path):
+    create_table(str(tmp_path / "data"), [ROWS])
+    write_part(str(tmp_path / "plain"), 0, 1, ROWS)
+    for name in ("data", "plain"):
+        copy = tmp_path / "elsewhere" / name
+        copy.parent.mkdir(exist_ok=True)
+        fs, path = open_fs(str(tmp_path / name))
+        fs.cp(path, str(copy), recursive=True)
+        assert versions(copy) == versions(tmp_path / name)
+    before = versions(tmp_path / "data")
+    append(str(tmp_path / "data"), [ROWS])
+    assert versions(tmp_path / "data")["data.url"] != before["data.url"]
+    assert str(versions(tmp_path / "data")["data.url"]).startswith("version 2, 40 rows")
+
+
+def test_a_run_of_an_earlier_version_resumes_on_any_data(tmp_path):
+    url = str(tmp_path / "run")
+    write_part(str(tmp_path / "data"), 0, 1, ROWS)
+    resume = a_run_on(tmp_path / "data", url)
+    (tmp_path / "run" / "identity.json").unlink()
+    write_part(str(tmp_path / "data"), 0, 1, ROWS.slice(3))
+    assert check_same_data(url, resume, versions(tmp_path / "data"), force=False) == ()
+
+
+@pytest.mark.parametrize("name", ["identity.json", "retention.json"])
+@given(text=st.binary(max_size=60) | st.sampled_from([b"{}", b"[]", b'{"version": 1, "files": 1, "data": 2}']))
+def test_whatever_stands_in_the_small_files_is_read_or_refused(name, text):
+    url = f"memory://{uuid4().hex}/run"
+    fs, path = open_fs(url)
+    fs.pipe_file(f"{path}/{name}", text)
+    with pytest.raises(ConfigError, match="is not what a run writes there"):
+        read_identity_file(url) if name == "identity.json" else read_retention(url)
+
+
+def test_steps_that_were_removed_on_purpose_are_remembered_and_never_forgotten():
+    url = f"memory://{uuid4().hex}/run"
+    assert read_retention(url) == {}
+    note_retention(url, {"rollouts": 5, "validation": 2})
+    note_retention(url, {"rollouts": 3})
+    assert read_retention(url) == {"rollouts": 5, "validation": 2}

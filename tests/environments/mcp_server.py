@@ -23,5 +23,22 @@ async def wait() -> str:
     return "never"
 
 
+@server.tool()
+def end() -> str:
+    """End the server."""
+    import os
+
+    os._exit(3)
+
+
+@server.tool()
+async def hang() -> str:
+    """Answer nobody any more."""
+    import time
+
+    time.sleep(1000)
+    return "never"
+
+
 if __name__ == "__main__":
     server.run()

@@ -99,6 +99,7 @@ def test_no_more_calls_are_under_way_than_may_be(concurrency):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"max_failed_calls": 1.5}, "environments.max_failed_calls=1.5: expected a share from 0 to 1"),
         ({"turns": 0}, "environments.turns=0: expected at least 1"),
         ({"max_open": 0}, "environments.max_open=0: expected at least 1"),
         ({"timeout": 0}, "environments.timeout=0: expected more than 0"),

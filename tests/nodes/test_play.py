@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from siirl_dask.config import EnvironmentsConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.environments import Failure, Opening, Step
+from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.errors import ConfigError, EpisodeError, PeerError, PlanError
 from siirl_dask.nodes import play, play_answers
 from siirl_dask.nodes.episode import digest
@@ -273,6 +274,22 @@ def test_after_too_many_failures_no_other_episode_begins():
     with pytest.raises(EpisodeError, match=r"is broken.*environments\.max_failures=1"):
         played(None, table(["1"] * 400), world=world, max_open=10)
     assert world.opened < 100
+
+
+@pytest.mark.parametrize(
+    ("calls", "failed", "most", "ends"),
+    [(4, 2, None, False), (4, 2, 0.5, False), (4, 3, 0.5, True), (4, 1, 0.0, True), (0, 0, 0.0, False)],
+)
+def test_calls_of_tools_are_logged_and_too_large_a_share_that_failed_ends_the_run(calls, failed, most, ends):
+    world = ThreadWorld(Echo)
+    world.tool_calls, world.max_failed_calls = ToolCalls(calls, failed, "raised OSError: down"), most
+    if ends:
+        with pytest.raises(EpisodeError, match=rf"{failed} of 4 calls .*max_failed_calls={most}.*raised OSError: down"):
+            played(Echo, table(["1"]), world=world)
+        return
+    _, ctx, _ = played(Echo, table(["1"]), world=world)
+    logged = {name: metric.value for name, metric in ctx.metrics.items() if name.startswith("tools/")}
+    assert logged == ({"tools/calls": calls, "tools/failed": failed} if calls else {})
 
 
 def test_an_engine_that_fails_closes_what_is_open():

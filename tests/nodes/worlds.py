@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from siirl_dask.environments import Failure, Opening, Step
+from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.planner import RoleCost, builds
 
 
@@ -25,6 +26,12 @@ class ThreadWorld:
             threads,
         )
         self.opened, self.closed, self.most_open = 0, 0, 0
+
+    max_failed_calls = None
+    tool_calls = ToolCalls()
+
+    def take_tool_calls(self):
+        return self.tool_calls
 
     def session(self, on_answer):
         return ThreadSession(self, on_answer)

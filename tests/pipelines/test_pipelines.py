@@ -120,6 +120,26 @@ def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_addre
     assert len(list((tmp_path / "run" / "rollouts" / "step=000001").glob("part-*"))) == 1
 
 
+@pytest.mark.parametrize("way", ["file", pytest.param("stdin", marks=pytest.mark.slow)])
+def test_the_snippet_of_the_readme_runs_without_a_guard_of_its_main_module(way, digits_task, tmp_path):
+    """Each worker called ``run`` once more, and the error after two minutes was about another thing."""
+    page = (DOCS.parent / "README.md").read_text()
+    text = re.search(r"```python\n(from siirl_dask import .*?)```", page, re.DOTALL)[1]
+    url = tmp_path / "runs" / "mine"
+    settings = [*digits_overrides(digits_task, url), "cluster.workers=1", "cluster.placement={}", "run.steps=1"]
+    text = text.replace("configs/quickstart.yaml", str(shipped("quickstart.yaml"))).replace("runs/mine", str(url))
+    text = text.replace('"run.name=mine"]', f'"run.name=mine", *{settings}]')
+    assert "__name__" not in text
+    assert text.count(str(url)) == 2
+    (tmp_path / "snippet.py").write_text(f"{text}print('one process ran this')\n")
+    command = [sys.executable, "snippet.py" if way == "file" else "-"]
+    given = None if way == "file" else (tmp_path / "snippet.py").read_text()
+    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("one process ran this") == 1
+    assert "step: [[1]]" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
     images = pa.array([[{"bytes": png(16, 16), "path": None}]] * 8)

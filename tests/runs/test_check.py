@@ -10,20 +10,23 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from siirl_storage import commit_parts, open_fs, stage_part, write_part
+from siirl_storage import StorageError, commit_parts, open_fs, read_record, stage_part, write_part
 from siirl_storage.digests import FileDigest
 
 from siirl_dask.cli import main
-from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.config.file import load_config_file, load_recorded, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.resume import find_resume_point
-from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
+from siirl_dask.errors import SiirlError
+from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.checkpoint_state import State as RunState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
+from siirl_dask.runs.identity_file import DueTable
+from siirl_dask.runs.retention import find_leftovers, remove_leftovers
 from siirl_dask.runs.stages import describe_stage
 from tests.conftest import digits_overrides
 
@@ -40,7 +43,8 @@ def whole(digits_task, tmp_path_factory):
     """The folder of a run with six steps and checkpoints of steps 2 and 4."""
     url = tmp_path_factory.mktemp("whole") / "run"
     file = config_of(digits_task, url)
-    write_identity(file.config, dags(file)[0], replace=False)
+    due = {"rollouts": DueTable(phase=Phase.TRAIN, since=1), "validation": DueTable(phase=Phase.VALIDATION, since=0)}
+    write_identity(file.config, dags(file)[0], replace=False, tables=due)
     log = MetricsLog(str(url), None, 1)
     with take(str(url), 30.0, print) as attempt:
         checkpoints = Checkpoints(attempt=attempt, keep=2)
@@ -69,7 +73,7 @@ def url(whole, tmp_path):
 def save(url, step, attempt, table="rollouts"):
     rows = pa.table({"row_id": range(64), "reward": [0.5] * 64, "text": [f"{step} {row}" * 9 for row in range(64)]})
     folder = f"{url}/{table}/step={step:06d}"
-    about = describe_stage(digest="d", attempt=attempt, metrics={}, position=None, spent=[])
+    about = describe_stage(step=step, table=table, digest="d", attempt=attempt, metrics={}, position=None, spent=[])
     commit_parts(folder, attempt, [stage_part(folder, attempt, part, rows) for part in range(2)], about)
 
 
@@ -241,3 +245,112 @@ def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
         else:
             path.unlink()
     assert "checkpoints" in check(url)[0][State.DAMAGED]
+
+
+def swap(one, other):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def rows_of(url, step, table="rollouts"):
+    return url / table / f"step={step:06d}"
+
+
+GONE = {
+    "a step": (lambda url: shutil.rmtree(rows_of(url, 2)), [2]),
+    "the record of a step": (lambda url: (rows_of(url, 2) / "_parts-0001.json").unlink(), [2]),
+    "all that was saved": (lambda url: shutil.rmtree(url / "rollouts"), [1, 2, 3, 4]),
+    "two steps are swapped": (lambda url: swap(rows_of(url, 1), rows_of(url, 3)), [1, 3]),
+    "a step after the last checkpoint": (lambda url: shutil.rmtree(rows_of(url, 5)), []),
+}
+
+
+@pytest.mark.parametrize("case", GONE)
+def test_rows_of_steps_that_were_committed_are_missed(url, case):
+    damage, steps = GONE[case]
+    damage(url)
+    assert check(url)[0][State.DAMAGED] == [f"rollouts/step={step:06d}" for step in steps]
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_a_complete_run_misses_every_step(url, step):
+    complete = Summary(run_id="it", status=Status.COMPLETE, steps=STEPS, workers=2, seconds=9.0, samples_per_second=1.0)
+    write_summary(str(url), complete)
+    shutil.rmtree(rows_of(url, step))
+    assert f"rollouts/step={step:06d}" in check(url)[0][State.DAMAGED]
+
+
+def test_rows_that_were_removed_on_purpose_are_not_missed(url):
+    remove_leftovers(str(url), find_leftovers(str(url), keep_stages=1))
+    assert not [*rows_of(url, 2).rglob("*.*")]
+    assert not check(url)[0][State.DAMAGED]
+    shutil.rmtree(rows_of(url, 3))
+    assert check(url)[0][State.DAMAGED] == ["rollouts/step=000003"]
+
+
+def test_of_a_run_of_an_earlier_version_nothing_is_missed(url):
+    (url / "identity.json").unlink()
+    shutil.rmtree(rows_of(url, 2))
+    for record in url.rglob("_parts-*.json"):
+        written = json.loads(record.read_text())
+        del written["sha256"], written["about"]["step"], written["about"]["table"]
+        record.write_text(json.dumps(written))
+    lines = [json.loads(line) for line in (url / "metrics.jsonl").read_text().splitlines()]
+    old = [{key: value for key, value in line.items() if key != "sha256"} for line in lines]
+    (url / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in old))
+    assert not check(url)[0][State.DAMAGED]
+
+
+def test_a_validation_without_rows_and_one_without_its_line_are_missed(url):
+    log = MetricsLog(str(url), None, 1)
+    for step in (0, 4):
+        save(url, step, 1, table="validation")
+        log.write(Record(step=step, phase=Phase.VALIDATION, seconds=1.0, metrics={"reward/mean": 0.5}))
+    assert not check(url)[0][State.DAMAGED]
+    lines = (url / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (url / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert check(url)[1] == ["it has no line of the validations after the steps 4; they are lost; their rows are there"]
+    (url / "metrics.jsonl").write_text("".join(lines))
+    shutil.rmtree(rows_of(url, 0, "validation"))
+    assert check(url)[0][State.DAMAGED] == ["validation/step=000000"]
+
+
+def test_a_run_that_failed_misses_all_its_checkpoints_but_not_one_that_was_begun(url):
+    shutil.rmtree(url / "checkpoints")
+    said = (url / "config.yaml").read_text()
+    every = load_recorded(said, "config.yaml").checkpoint.every
+    failed = Summary(run_id="it", status=Status.FAILED, steps=every + 1, workers=2, seconds=9.0, samples_per_second=1.0)
+    write_summary(str(url), failed)
+    assert "checkpoints" in check(url)[0][State.DAMAGED]
+    (url / "checkpoints" / "step=000050-0001").mkdir(parents=True)
+    (url / "checkpoints" / "step=000050-0001" / "BEGUN").write_bytes(b"")
+    assert "checkpoints" not in check(url)[0][State.DAMAGED]
+
+
+def read_all(url):
+    """Return what readers make of the small files."""
+    read = []
+    for reader in (read_metrics, lambda at: [read_record(str(one)) for one in sorted(Path(at).glob("rollouts/*"))]):
+        try:
+            read.append(reader(str(url)))
+        except (SiirlError, StorageError, ValueError):
+            read.append(None)
+    return read
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_byte_of_a_small_file_is_noticed_or_changes_nothing_that_is_read(url, data):
+    places = [url / "config.yaml", url / "dag.json", url / "metrics.jsonl", *url.rglob("_parts-*.json")]
+    file = data.draw(st.sampled_from(sorted(places)))
+    content, before = file.read_bytes(), read_all(url)
+    at = data.draw(st.integers(0, len(content) - 1))
+    file.write_bytes(content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :])
+    try:
+        by_state, _ = check(url)
+        harmless = file.name not in ("config.yaml", "dag.json") and read_all(url) == before
+        assert by_state[State.DAMAGED] or harmless
+    finally:
+        file.write_bytes(content)

@@ -27,7 +27,7 @@ def store(url, step, attempt=1, committed=True, table="rollouts"):
     part = stage_part(folder, attempt, 0, ROWS)
     if committed:
         spent = [STAGE] if table == "rollouts" else []
-        about = describe_stage(digest="d", attempt=1, metrics={}, position=None, spent=spent)
+        about = describe_stage(step=step, table=table, digest="d", attempt=1, metrics={}, position=None, spent=spent)
         commit_parts(folder, attempt, [part], about)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from siirl_dask.commands.report.gather import RunFacts
 from siirl_dask.config import Config
 from siirl_dask.config.file.layers import config_keys
+from siirl_dask.config.secrets import redacted
 from siirl_dask.planner.names import canonical
 from siirl_dask.runs.folder import RunIdentity
 
@@ -34,7 +35,7 @@ def settings(config: Config) -> dict[str, tuple[str, str]]:
 
 def dag_differences(one: RunFacts, other: RunFacts) -> list[str]:
     """Return the changes from one run's DAG to another's, as ``nodes.update.with.lr: 1 -> 2``."""
-    first, second = ({"roles": run.dag["roles"], "nodes": _named(run.dag)} for run in (one, other))
+    first, second = (redacted({"roles": run.dag["roles"], "nodes": _named(run.dag)}) for run in (one, other))
     changes = RunIdentity({}, first).differences(RunIdentity({}, second))
     return [change.removeprefix("DAG: ")[:_LONGEST] for change in changes]
 
@@ -51,7 +52,7 @@ def _values(config: Config | None) -> dict[str, Any]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name)
-        values[key] = canonical(value)
+        values[key] = redacted({key: canonical(value)})[key]  # earlier versions recorded secrets
     return values
 
 

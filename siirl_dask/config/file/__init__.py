@@ -39,6 +39,7 @@ from siirl_dask.config.file.layers import (
     text_layer,
 )
 from siirl_dask.config.file.node_edits import NodeList, merged_nodes
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 
 __all__ = [
@@ -154,9 +155,10 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
     )
 
 
-def dump(config: Config) -> str:
-    """Return YAML from which ``load`` makes an equal Config."""
-    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain(config))))
+def dump(config: Config, *, secrets: bool = True) -> str:
+    """Return YAML from which ``load`` makes an equal Config; without ``secrets`` these are ``[redacted]`` in it."""
+    values = plain(config) if secrets else redacted(plain(config))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(values)))
 
 
 def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList]:

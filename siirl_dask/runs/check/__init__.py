@@ -1,5 +1,6 @@
 """Verifies a run: reads every file that counts, compares it with what was written, and says what a resume makes of it.
 
+What ought to be there and is not is damage as well.
 Nothing is changed. A file that a run under way removes or has not committed yet is no damage.
 """
 
@@ -12,6 +13,7 @@ from siirl_storage.files import list_files
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.check.checkpoints import check_checkpoints, newest_whole
+from siirl_dask.runs.check.due import find_due
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.check.records import check_records
 from siirl_dask.runs.check.tables import check_tables
@@ -38,8 +40,9 @@ def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None
     if CONFIG_FILE not in files and not any(path.startswith(_OF_A_RUN) for path in files):
         raise ConfigError(f"{url!r} holds no run: expected a folder with a {CONFIG_FILE}")
     begin(sum(files.values()))
-    findings = check_records(url, files)
+    due = find_due(url, files)
+    findings = check_records(url, files, due.validations)
     checkpoints = check_checkpoints(url, files, read)
     resumed = newest_whole(url, checkpoints)
-    findings += check_tables(fs, root, files, resumed, read)
+    findings += check_tables(fs, root, files, resumed, due.folders, read)
     return findings + checkpoints

@@ -40,7 +40,10 @@ def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], 
 
 
 def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[Finding]:
-    """Return that the checkpoint with which a complete run ends is not among those of ``steps``, if it is not."""
+    """Return that the checkpoint with which a complete run ends is not among those of ``steps``, if it is not.
+
+    Of another run, that none is there, nor one that was begun, though steps after the first one that was due were done.
+    """
     if not {SUMMARY, CONFIG_FILE} <= files.keys():
         return []
     try:
@@ -48,6 +51,11 @@ def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[
         every = Run(url).config.checkpoint.every
     except (ConfigError, DataError, UnicodeDecodeError):
         return []  # that is a finding of its own
+    if summary.status is not Status.COMPLETE and 0 < every < summary.steps:
+        if steps or any(path.startswith(f"{FOLDER}/") for path in files):
+            return []
+        text = f"there is none, after {summary.steps} steps (checkpoint.every={every})"
+        return [Finding(FOLDER, State.DAMAGED, text, "bring it back: a resume refuses, or does all steps anew")]
     if summary.status is not Status.COMPLETE or not summary.steps or not every or summary.steps in steps:
         return []
     text = f"there is none of step {summary.steps}, with which the run ended (checkpoint.every={every})"

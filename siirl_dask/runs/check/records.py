@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from siirl_storage import join, open_fs
+from siirl_storage.digests import FileDigest
 
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
@@ -14,38 +15,79 @@ from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.holder import Holder
+from siirl_dask.runs.identity_file import FILE as IDENTITY
+from siirl_dask.runs.identity_file import RETENTION, IdentityFile, read_identity_file, read_retention
 from siirl_dask.runs.reader import Run
 
 _ATTEMPT = re.compile(rf"{ATTEMPTS}/(\d{{4,}})\.json", re.ASCII)
 _METRICS, _SUMMARY = "metrics.jsonl", "summary.json"
 
 
-def check_records(url: str, files: Mapping[str, int]) -> list[Finding]:
-    """Return what is found of the run's small files, given the sizes of all files by path."""
-    return [_config(url), _dag(url, files), *_attempts(url, files), *_metrics(url, files), _summary(url, files)]
+def check_records(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
+    """Return what is found of the run's small files, given the sizes of all files by path.
+
+    ``validations`` are steps after which one was recorded.
+    """
+    findings, written = _identity(url, files)
+    findings += [_config(url, written.get(CONFIG_FILE)), _dag(url, files, written.get(DAG_FILE))]
+    findings += [*_attempts(url, files), *_metrics(url, files, validations), _summary(url, files)]
+    return findings
 
 
-def _config(url: str) -> Finding:
+def _identity(url: str, files: Mapping[str, int]) -> tuple[list[Finding], Mapping[str, FileDigest]]:
+    """Return what is found of what the run recorded at its start, and the digests in it; a damaged one has none."""
+    found = []
+    written: Mapping[str, FileDigest] = {}
+    for name, reader in ((IDENTITY, read_identity_file), (RETENTION, read_retention)):
+        if name not in files:
+            continue
+        try:
+            content = reader(url)
+        except ConfigError as error:
+            found.append(Finding(name, State.DAMAGED, str(error), "nobody knows then which rows there ought to be"))
+            continue
+        found.append(Finding(name, State.WHOLE, ""))
+        if isinstance(content, IdentityFile):
+            written = content.files
+    return found, written
+
+
+def _altered(data: bytes, written: FileDigest | None) -> str:
+    """Return what is wrong with a file that was read; empty where it is what was written, or nobody knows."""
+    found = FileDigest.of(data)
+    if written is None or found == written:
+        return ""
+    return f"it was altered: it has the SHA-256 {found.sha256[:16]}..., and {written.sha256[:16]}... was written"
+
+
+def _config(url: str, written: FileDigest | None) -> Finding:
     fs, path = open_fs(join(url, CONFIG_FILE))
     remedy = "samples and metrics can be read; a resume, evaluation or export cannot"
     try:
-        recorded_config(fs.cat_file(path), url)
+        data = fs.cat_file(path)
+        recorded_config(data, url)
     except FileNotFoundError:
         return Finding(CONFIG_FILE, State.DAMAGED, "it is gone", remedy)
     except (ConfigError, UnicodeDecodeError) as error:
         return Finding(CONFIG_FILE, State.DAMAGED, str(error), remedy)
+    if altered := _altered(data, written):
+        return Finding(CONFIG_FILE, State.DAMAGED, altered, "restore it: it does not say what was trained")
     return Finding(CONFIG_FILE, State.WHOLE, "")
 
 
-def _dag(url: str, files: Mapping[str, int]) -> Finding:
+def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> Finding:
     if DAG_FILE not in files:
         if files.get(_METRICS):
             return Finding(DAG_FILE, State.DAMAGED, "it is gone", "a resume writes it anew")
         return Finding(DAG_FILE, State.UNFINISHED, "the start was stopped before it wrote one")
     try:
         nodes = len(Run(url).dag["nodes"])
+        fs, path = open_fs(join(url, DAG_FILE))
+        altered = _altered(fs.cat_file(path), written)
     except (ConfigError, UnicodeDecodeError) as error:
         return Finding(DAG_FILE, State.DAMAGED, str(error), "restore it, or start anew with --fresh")
+    if altered:
+        return Finding(DAG_FILE, State.DAMAGED, altered, "restore it: it does not say what was trained")
     return Finding(DAG_FILE, State.WHOLE, f"{nodes} nodes")
 
 
@@ -76,7 +118,7 @@ def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
         return 0
 
 
-def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
+def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
     counted = _steps_of_summary(url, files)
     if _METRICS not in files:
         if counted:
@@ -84,8 +126,10 @@ def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
             return [Finding(_METRICS, State.DAMAGED, text, "they are lost")]
         return [Finding(_METRICS, State.UNFINISHED, "there is none: no step was finished")]
     wrong, cut = damaged_lines(url)
-    remedy = "a resume refuses: remove the line"
-    findings = [Finding(_METRICS, State.DAMAGED, text, remedy) for text in wrong]
+    findings = []
+    for text in wrong:
+        what, _, remedy = text.rpartition("; ")
+        findings.append(Finding(_METRICS, State.DAMAGED, what, remedy))
     if cut:
         findings.append(Finding(_METRICS, State.UNFINISHED, "its last line was cut short", "a resume drops it"))
     if not wrong:
@@ -94,7 +138,11 @@ def _metrics(url: str, files: Mapping[str, int]) -> list[Finding]:
         if absent := sorted(set(range(1, max([counted, *trained]) + 1)) - trained):
             shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
             findings.append(Finding(_METRICS, State.DAMAGED, f"it has no line of the steps {shown}", "they are lost"))
-        elif not cut:
+        validated = {record["step"] for record in records if record["phase"] == Phase.VALIDATION}
+        if unknown := sorted(set(validations) - validated):
+            text = f"it has no line of the validations after the steps {', '.join(map(str, unknown[:10]))}"
+            findings.append(Finding(_METRICS, State.DAMAGED, text, "they are lost; their rows are there"))
+        if not findings and not cut:
             findings.append(Finding(_METRICS, State.WHOLE, f"{len(records)} records, {len(trained)} steps"))
     return findings
 

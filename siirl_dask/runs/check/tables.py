@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from siirl_storage.reading import read_rows
 from siirl_dask.coordinator.stored_rows import step_of
 from siirl_dask.planner.node import STAGES, TRACE
 from siirl_dask.runs.check.finding import Finding, State
-from siirl_dask.runs.stages import SPENT
+from siirl_dask.runs.stages import SPENT, misplaced
 
 _READERS = 4
 _ALWAYS_AGAIN = "test"  # a resume ends with a test of its own
@@ -33,21 +33,29 @@ class _Folder:
     """The parts that count."""
     others: int
     """Number of parts that no record lists."""
+    committed: bool = True
+    """False where no record says which parts count, nor their names."""
     frontier: bool = False
     """True if its record says that a step can go on from it."""
 
 
 def check_tables(
-    fs: AbstractFileSystem, root: str, files: Mapping[str, int], resumed: int, read: Callable[[int], None]
+    fs: AbstractFileSystem,
+    root: str,
+    files: Mapping[str, int],
+    resumed: int,
+    due: Collection[str],
+    read: Callable[[int], None],
 ) -> list[Finding]:
     """Return what is found of the tables below ``root``: one finding for each whole table, one for each other step.
 
-    ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``read`` is told the bytes of
-    each file that was read.
+    ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``due`` are the folders that
+    ought to be there. ``read`` is told the bytes of each file that was read.
     """
     findings: list[Finding] = []
     damaged: list[tuple[str, str]] = []
     tables: dict[str, list[_Folder]] = {}
+    present: set[str] = set()
     for path, names in sorted(by_folder(files).items()):
         if not any(is_numbered(name) or parse_part_name(name) for name in names):
             continue
@@ -60,8 +68,15 @@ def check_tables(
             continue
         if folder.parts:
             whole.append(folder)
+        if folder.committed:
+            present.add(path)
+        elif path in due:
+            damaged.append((path, "its record is gone, which lists the parts that count"))
+            continue
         if folder.others:
             findings.append(Finding(path, State.UNFINISHED, *_left_over(folder)))
+    known = present | {path for path, _ in damaged}
+    damaged += [(path, "it is gone: this step was committed") for path in sorted(set(due) - known)]
     frontiers: dict[str, str] = {}  # a whole table from which a step can go on, by the step's folder name
     for table, folders in tables.items():
         of_table = list(_damages(fs, root, files, folders, read))
@@ -86,11 +101,15 @@ def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, in
     record = newest_record(fs, root, path, names)
     there = [name for name in names if parse_part_name(name) or (is_numbered(name) and not name.endswith(".json"))]
     if record is not None:
+        table, _, name = path.rpartition("/")
+        step = step_of(name)
+        if step is not None and (wrong := misplaced(record, table, step)):
+            raise StorageError(wrong)
         listed = {part.path for part in record.parts}
-        return _Folder(path, record.parts, len(set(there) - listed), SPENT in record.about)
+        return _Folder(path, record.parts, len(set(there) - listed), frontier=SPENT in record.about)
     complete = newest_parts(there) if path.startswith(f"{TRACE}/") else complete_names(there) or []
     parts = [Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups) for name in complete]
-    return _Folder(path, tuple(parts), len(there) - len(parts))
+    return _Folder(path, tuple(parts), len(there) - len(parts), committed=bool(parts))
 
 
 def _damages(

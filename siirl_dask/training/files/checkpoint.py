@@ -23,6 +23,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import open_fs, retry
 from siirl_storage.digests import DigestingStream, FileDigest
+from siirl_storage.files import full_disk_named, is_full
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import filesystem, metadata
@@ -180,12 +181,19 @@ class _Writer(FsspecWriter):
 
 
 class _TellingStream(DigestingStream):
-    def __init__(self, stream: IO[bytes], progress: Progress) -> None:
+    def __init__(self, stream: IO[bytes], path: str | os.PathLike[str], progress: Progress) -> None:
         super().__init__(stream)
+        self.path = path
         self._progress = progress
+        self.full: OSError | None = None  # what torch says of it is that its file has another length than expected
 
     def write(self, data: Any) -> int:
-        written = super().write(data)
+        try:
+            with full_disk_named(self.path, memoryview(data).nbytes):
+                written = super().write(data)
+        except OSError as error:
+            self.full = error if is_full(error) else None
+            raise
         self._progress()
         return written
 
@@ -198,12 +206,19 @@ class _DigestingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
                 yield stream
-                return
-            digesting = _TellingStream(cast(IO[bytes], stream), self._progress)
-            yield digesting
+            return
+        digesting: _TellingStream | None = None
+        try:
+            with full_disk_named(path), super().create_stream(path, mode) as stream:
+                digesting = _TellingStream(cast(IO[bytes], stream), path, self._progress)
+                yield digesting
+        except Exception as error:
+            if digesting is not None and digesting.full is not None:
+                raise digesting.full from error
+            raise
         self.digests[Path(path).name] = digesting.digest
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

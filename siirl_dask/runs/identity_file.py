@@ -1,0 +1,161 @@
+"""``identity.json``: what a run's data was when it began, which rows it has to have, and digests of its small files.
+
+    {"version": 1,
+     "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
+     "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256}},
+     "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]}}
+
+Each start writes it, after the files that it has digests of. Runs of earlier versions have none: they are resumed and
+checked without. ``retention.json`` beside it says which rows were deleted on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
+from siirl_storage.digests import FileDigest
+
+from siirl_dask.errors import ConfigError
+from siirl_dask.planner import Phase
+
+FILE = "identity.json"
+RETENTION = "retention.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataVersion:
+    """The state of a table of prompts, as cheap to find as opening it."""
+
+    version: int | None
+    """Number of its snapshot; None for plain files."""
+    rows: int
+    bytes: int
+    digest: str
+    """``Snapshot.digest``."""
+
+    @staticmethod
+    def of(table: Snapshot) -> DataVersion:
+        """Return the state of a table that is open."""
+        nbytes = sum(part.nbytes for part in table.parts)
+        return DataVersion(version=table.version, rows=table.num_rows, bytes=nbytes, digest=table.digest)
+
+    def __str__(self) -> str:
+        version = "" if self.version is None else f"version {self.version}, "
+        return f"{version}{self.rows:,} rows in {self.bytes:,} bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DueTable:
+    """A table that the run saves."""
+
+    phase: Phase
+    since: int
+    """The first step of which it has rows: 1 in training, 0 in validation, or the one after which it was added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdentityFile:
+    """The content of the file."""
+
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
+    data: Mapping[str, DataVersion] = field(default_factory=dict)
+    """State of each table to train on, by the configuration's key that names it."""
+    tables: Mapping[str, DueTable] = field(default_factory=dict)
+
+    def write(self, url: str) -> None:
+        """Write the file of the run at ``url``."""
+        fs, path = open_fs(join(url, FILE))
+        document = {
+            "version": _VERSION,
+            "files": {name: [one.nbytes, one.sha256] for name, one in self.files.items()},
+            "data": {key: asdict(one) for key, one in self.data.items()},
+            "tables": {name: [str(one.phase), one.since] for name, one in self.tables.items()},
+        }
+        write_atomic(fs, path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def read_identity_file(url: str) -> IdentityFile | None:
+    """Return what is recorded of the run at ``url``; None if it has no such file. ConfigError for a damaged one."""
+    document = _read(url, FILE)
+    if document is None:
+        return None
+    try:
+        files = {name: FileDigest(_count(value[0]), _digest(value[1])) for name, value in document["files"].items()}
+        data = {key: _data_version(value) for key, value in document["data"].items()}
+        tables = {
+            name: DueTable(phase=Phase(value[0]), since=_count(value[1])) for name, value in document["tables"].items()
+        }
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(url, FILE, error) from error
+    return IdentityFile(files=files, data=data, tables=tables)
+
+
+def remove_identity_file(url: str) -> None:
+    """Delete the file, before the files are written of which it has digests."""
+    fs, path = open_fs(join(url, FILE))
+    if fs.exists(path):
+        remove_file(fs, path)
+
+
+def read_retention(url: str) -> dict[str, int]:
+    """Return the last step whose rows were deleted on purpose, by table. ConfigError for a damaged file."""
+    document = _read(url, RETENTION)
+    if document is None:
+        return {}
+    try:
+        return {name: _count(step) for name, step in document["removed"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(url, RETENTION, error) from error
+
+
+def note_retention(url: str, removed: Mapping[str, int]) -> None:
+    """Record that the rows of each table up to a step are about to be deleted on purpose."""
+    before = read_retention(url)
+    steps = before | {name: max(step, before.get(name, 0)) for name, step in removed.items()}
+    if steps != before:
+        fs, path = open_fs(join(url, RETENTION))
+        write_atomic(fs, path, (json.dumps({"version": _VERSION, "removed": steps}, indent=1) + "\n").encode())
+
+
+def _read(url: str, name: str) -> dict[str, Any] | None:
+    fs, path = open_fs(join(url, name))
+    try:
+        document = json.loads(fs.cat_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(url, name, error) from error
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        raise _damaged(url, name, ValueError(f"expected an object of version {_VERSION}, got {document!r:.100}"))
+    return document
+
+
+def _damaged(url: str, name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {error}; restore it, or remove it: "
+        "the run is then resumed and checked without it"
+    )
+
+
+def _data_version(value: Mapping[str, Any]) -> DataVersion:
+    number = value["version"]
+    version = None if number is None else _count(number)
+    rows = _count(value["rows"])
+    return DataVersion(version=version, rows=rows, bytes=_count(value["bytes"]), digest=_digest(value["digest"]))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.50} is no whole number from 0")
+    return value
+
+
+def _digest(value: object) -> str:
+    if not isinstance(value, str) or len(value) != 64:
+        raise ValueError(f"{value!r:.80} is no SHA-256")
+    return value
