@@ -4,13 +4,14 @@ import pytest
 
 from benchmarks.soak import measure
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
-STEPS = 300
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = [120, pytest.param(300, marks=pytest.mark.sweep)]
+"""With a validation every 5 and a checkpoint every 10 of them, what either leaves behind passes each bound several times."""
 
 
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory):
-    return measure(tmp_path_factory.mktemp("soak"), STEPS, ["validation.every=5", "checkpoint.every=10"])
+@pytest.fixture(scope="module", params=STEPS)
+def soak(request, tmp_path_factory):
+    return measure(tmp_path_factory.mktemp("soak"), request.param, ["validation.every=5", "checkpoint.every=10"])
 
 
 @pytest.mark.parametrize(("measured", "bound"), [("fds", 2), ("threads", 2), ("arena", 2), ("rss", 40)])
