@@ -6,7 +6,7 @@ from benchmarks.soak import measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = [120, pytest.param(300, marks=pytest.mark.sweep)]
-"""With a validation every 5 and a checkpoint every 10 of them, what either leaves behind passes each bound several times."""
+"""With a validation every 5 and a checkpoint every 10: what either leaves behind is several times a bound."""
 
 
 @pytest.fixture(scope="module", params=STEPS)

@@ -97,8 +97,8 @@ def noting(tmp_path):
 
 
 def copied(run):
-    """The run as it has ended, to compare with what becomes of it once it is cut short: two runs of one config are equal
-    to the bit (test_resume.py).
+    """The run as it has ended, to compare with what becomes of it once it is cut short: two runs of one config are
+    equal to the bit (test_resume.py).
     """
     url = run.url.with_name(f"{run.url.name}-straight")
     return Finished(shutil.copytree(run.url, url), run.summary)
