@@ -1,5 +1,7 @@
 """Small steps on end leave nothing behind: a sample of ``benchmarks/soak.py``."""
 
+import shutil
+
 import pytest
 
 from benchmarks.soak import measure
@@ -10,8 +12,10 @@ STEPS = [120, pytest.param(300, marks=pytest.mark.sweep)]
 
 
 @pytest.fixture(scope="module", params=STEPS)
-def soak(request, tmp_path_factory):
-    return measure(tmp_path_factory.mktemp("soak"), request.param, ["validation.every=5", "checkpoint.every=10"])
+def soak(request, quickstarts_task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("soak")
+    shutil.copytree(quickstarts_task, folder / "runs")
+    return measure(folder, request.param, ["validation.every=5", "checkpoint.every=10"])
 
 
 @pytest.mark.parametrize(("measured", "bound"), [("fds", 2), ("threads", 2), ("arena", 2), ("rss", 40)])

@@ -6,6 +6,7 @@ Each host's own name is at 127.0.1.1, as Debian has it.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,9 +47,10 @@ def lab():
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The folder that the driver is started in; daemons have one beside it."""
+def home(quickstarts_task, tmp_path, monkeypatch):
+    """The folder that the driver is started in, where the quickstart's task is prepared; daemons have one beside it."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(quickstarts_task, tmp_path / "runs")
     (tmp_path / "daemons").mkdir()
     return tmp_path
 
