@@ -49,7 +49,7 @@ PLACED = {
     "four-apart": ("cluster.workers=4", "cluster.placement={rollout: [0, 1], reward: [1, 2], policy: [2, 3]}"),
 }
 SAMPLE = {"qwen2_5_vl": ("two", "four-apart"), "qwen3_vl": ("two-apart", "four")}
-"""Of each family two placements: which images a worker sees does not depend on the family."""
+"""Two placements for each family: which images a worker sees does not depend on it."""
 
 
 @pytest.mark.slow

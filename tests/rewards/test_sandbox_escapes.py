@@ -341,7 +341,7 @@ FORGED_IN = [
     pytest.param(*kind.values, id=kind.id, marks=[*kind.marks, *[pytest.mark.sweep] * (kind.id == "runsc-user")])
     for kind in KINDS
 ]
-"""Who starts a sandbox is nothing to the program in it, and runsc takes a second for each."""
+"""Kinds of sandboxes: who starts runsc is nothing to the program in it, and each takes a second there."""
 
 
 @pytest.mark.parametrize("sandboxes", FORGED_IN, indirect=True, scope="module")
