@@ -7,6 +7,9 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
+# Or each of the hundreds of processes that tests start compiles the package by itself, for a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 SINCE ?=
 .PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
@@ -86,7 +89,7 @@ devices:
 OLDEST := build/oldest
 $(OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --no-compile --quiet --disable-pip-version-check "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" -e ".[test]"
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" -e ".[test]"
 	touch $@
 
 # Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which that
