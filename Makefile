@@ -7,6 +7,9 @@ BIN := .venv/bin
 COMMA := ,
 STAMP := .venv/installed$(addprefix -,$(EXTRA))
 
+# Or each of the hundreds of processes that tests start compiles the package by itself, for a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 SINCE ?=
 .PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
@@ -67,13 +70,20 @@ test-gpu:
 gpu-bundle:
 	$(GPU_PYTHON) benchmarks/gpu/bundle.py
 
-# What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards.
+# What takes minutes or needs programs of its own, such as Slurm: three at a time, since each waits for its processes now and then,
+# and what measures a link alone, afterwards. To import the files that have none of these takes half a minute.
+SLOW := build/slow-tests
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep"
-	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -rl "mark.alone" tests)
+	mkdir -p $(dir $(SLOW))
+	$(BIN)/python tests/select_tests.py --marked slow > $(SLOW)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))
+	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -l "mark.alone" $$(cat $(SLOW)))
+	$(MAKE) test-oldest BESIDE=devices
+
+.PHONY: devices
+devices:
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
-	$(MAKE) test-oldest
 
 # The oldest torch that pyproject.toml allows, with the transformers of its time: machines with GPUs come with such a pair.
 OLDEST := build/oldest
@@ -86,11 +96,21 @@ $(OLDEST)/installed: pyproject.toml
 # pair has differed: split layers, checkpoints, images.
 DIFFERED := $(addprefix tests/training/test_,checkpoint.py collective_types.py images.py ulysses.py) tests/images \
   tests/rollout/test_transformers_images.py
+# Two at a time, and what each says when it has ended. BESIDE: one more target.
+BESIDE ?=
+.PHONY: oldest-runs oldest-tests oldest-devices
 test-oldest: export OMP_NUM_THREADS ?= 1
 test-oldest: $(OLDEST)/installed
+	$(MAKE) -j 2 --output-sync=target oldest-tests oldest-devices oldest-runs $(BESIDE)
+
+oldest-runs:
 	for backend in torch fsdp; do $(OLDEST)/bin/siirl-dask quickstart cluster.workers=2 \
 	  cluster.placement={} run.steps=3 run.url=$(OLDEST)/$$backend trainer.backend=$$backend || exit 1; rm -r $(OLDEST)/$$backend; done
-	$(OLDEST)/bin/pytest -n 2 --dist loadfile -m "not alone and not gpu and not slow and not sweep" $(DIFFERED)
+
+oldest-tests:
+	$(OLDEST)/bin/pytest -m "not alone and not gpu and not slow and not sweep" $(DIFFERED)
+
+oldest-devices:
 	$(MAKE) test-gpu DEVICE=cpu GPU_PYTHON=$(OLDEST)/bin/python
 
 # Every kill, stop and failure of a store at every place, and layouts and engines, of which the tests above have a sample.

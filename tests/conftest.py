@@ -87,6 +87,16 @@ def digits_task(tmp_path_factory):
     return write_digits_task(tmp_path_factory.mktemp("digits"))
 
 
+@pytest.fixture(scope="session")
+def quickstarts_task(tmp_path_factory):
+    """A folder ``runs`` with what the quickstart prepares, for copies of it: its model has learned little."""
+    from siirl_dask.tasks.sorting import write_sorting_task
+
+    runs = tmp_path_factory.mktemp("quickstart") / "runs"
+    write_sorting_task(runs / "sorting-0", accuracy=0.0)
+    return runs
+
+
 S3_SERVER = """
 import logging, sys
 from moto.server import ThreadedMotoServer

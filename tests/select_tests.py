@@ -1,4 +1,5 @@
 """Prints the test files that a change can break: ``python tests/select_tests.py main``, or ``make test SINCE=main``.
+With ``--marked slow``, those in which a test can have that mark of pytest's, the longest first.
 
 A change is what differs from the common ancestor with that commit, uncommitted and new files among it. A test file is
 chosen where it has changed, or where it imports a changed module: anywhere in it, through other modules, through the
@@ -27,6 +28,8 @@ WALKS = ("rglob", "walk_packages", "iter_modules")
 """Calls of a test that looks at whatever lies in a folder."""
 ROOTS_OF_CODE = ("siirl_dask", "storage", "tests")
 LOADED = " loaded"
+LONGEST = ("hosts", "training", "benchmarks", "e2e", "rollout")
+"""Folders of the longest files of slow tests, so that none of them is begun last."""
 MENTIONED = re.compile(rf"\b(?:{'|'.join(ROOTS)})(?:\.\w+)+")
 
 
@@ -47,16 +50,22 @@ class Source:
     words: set[str] = field(default_factory=set)
     """Names of its functions' arguments, and the words of its strings: fixtures are among them."""
     walks: bool = False
+    marks: set[str] = field(default_factory=set)
+    """Marks of pytest that it names."""
     fixtures: dict[str, Source] = field(default_factory=dict)
     """Functions of a conftest.py, which act on those files alone that name them."""
 
 
 def main(arguments: list[str]) -> int:
     """Print the chosen files on standard output, and why on standard error. Return 2 where there is no such commit."""
-    if len(arguments) != 1:
-        print("usage: python tests/select_tests.py COMMIT", file=sys.stderr)
-        return 2
     root = Path(__file__).resolve().parents[1]
+    if len(arguments) == 2 and arguments[0] == "--marked":
+        sources = {path: read(path, (root / path).read_bytes()) for path in python_files(root)}
+        print("\n".join(marked(arguments[1], sources)))
+        return 0
+    if len(arguments) != 1:
+        print("usage: python tests/select_tests.py COMMIT, or --marked MARK", file=sys.stderr)
+        return 2
     try:
         changed = changed_files(root, arguments[0])
     except SelectError as error:
@@ -159,6 +168,8 @@ def _read_into(source: Source, tree: ast.AST, above: list[str]) -> None:
                 source.words.update(re.findall(r"\w+", text))
             case ast.arg(name):
                 source.words.add(name)
+            case ast.Attribute(ast.Attribute(attr="mark"), name):
+                source.marks.add(name)
             case ast.Attribute(attr=name) if name in WALKS:
                 source.walks = True
 
@@ -269,6 +280,17 @@ def select(changed: Iterable[str], sources: Mapping[str, Source]) -> dict[str, s
         for path in sorted(set(tests) & distances.keys(), key=lambda test: (distances[test], test)):
             reasons.setdefault(path, reason)
     return reasons
+
+
+def marked(mark: str, sources: Mapping[str, Source]) -> list[str]:
+    """Return the test files that can have a test with this mark, those that name it and those that import what names
+    it, in the order of LONGEST.
+    """
+    naming = [path + LOADED for path, source in sources.items() if mark in source.marks]
+    reached = reaching(graph_of(sources), naming)
+    found = [path for path in sources if is_test(path) and path + LOADED in reached]
+    folders = {path: PurePosixPath(path).parts[1] for path in found}
+    return sorted(found, key=lambda path: LONGEST.index(folders[path]) if folders[path] in LONGEST else len(LONGEST))
 
 
 def _nearest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

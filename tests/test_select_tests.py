@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.select_tests import EVERYTHING, read, select
+from tests.select_tests import EVERYTHING, marked, read, select
 
 ROOT = Path(__file__).parents[1]
 MODULES = 6
@@ -59,6 +59,23 @@ def test_what_reaches_a_changed_file_is_chosen_and_nothing_else(repository, data
     assert chosen.keys() == expected
     first = list(chosen)[: len(changed & expected)]
     assert set(first) == changed & expected, "the changed files do not run first"
+
+
+def test_a_mark_is_in_the_files_that_name_it_and_in_those_that_import_what_names_it_the_longest_first():
+    files = {
+        "siirl_dask/testing/suite.py": "PARAMETERS = [pytest.param(1, marks=pytest.mark.slow)]",
+        "tests/rewards/kinds.py": "SLOW = pytest.mark.slow",
+        "tests/rewards/test_imports.py": "from tests.rewards.kinds import SLOW",
+        "tests/rewards/test_other_mark.py": "@pytest.mark.alone\ndef test(slow): return slow.mark",
+        "tests/rewards/test_none.py": "def test():\n    from tests.rewards.kinds import SLOW",
+        "tests/e2e/test_inherits.py": "from siirl_dask.testing.suite import Suite",
+        "tests/e2e/test_through.py": "from tests.e2e.test_inherits import anything",
+        "tests/hosts/test_all.py": "pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]",
+    }
+    found = marked("slow", {path: read(path, code) for path, code in files.items()})
+    assert found == [f"tests/{name}.py" for name in (
+        "hosts/test_all", "e2e/test_inherits", "e2e/test_through", "rewards/test_imports",
+    )]  # fmt: skip
 
 
 def test_the_files_nearest_to_the_change_run_first():

@@ -1,16 +1,21 @@
 """Small steps on end leave nothing behind: a sample of ``benchmarks/soak.py``."""
 
+import shutil
+
 import pytest
 
 from benchmarks.soak import measure
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
-STEPS = 300
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = [120, pytest.param(300, marks=pytest.mark.sweep)]
+"""With a validation every 5 and a checkpoint every 10: what either leaves behind is several times a bound."""
 
 
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory):
-    return measure(tmp_path_factory.mktemp("soak"), STEPS, ["validation.every=5", "checkpoint.every=10"])
+@pytest.fixture(scope="module", params=STEPS)
+def soak(request, quickstarts_task, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("soak")
+    shutil.copytree(quickstarts_task, folder / "runs")
+    return measure(folder, request.param, ["validation.every=5", "checkpoint.every=10"])
 
 
 @pytest.mark.parametrize(("measured", "bound"), [("fds", 2), ("threads", 2), ("arena", 2), ("rss", 40)])

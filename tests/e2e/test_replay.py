@@ -19,6 +19,7 @@ from siirl_dask.planner import Node, columns
 from siirl_dask.planner.contract import bare
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from tests.clusters import local_cluster
+from tests.conftest import Finished
 from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights, with_kl  # noqa: F401
 
 TIMES = ("seconds", "bytes/", "samples_per_second", "tokens_per_second", "rollout/busy", "rollout/longest")
@@ -95,6 +96,14 @@ def noting(tmp_path):
     return change, steps, notes.unlink
 
 
+def copied(run):
+    """The run as it has ended, to compare with what becomes of it once it is cut short: two runs of one config are
+    equal to the bit (test_resume.py).
+    """
+    url = run.url.with_name(f"{run.url.name}-straight")
+    return Finished(shutil.copytree(run.url, url), run.summary)
+
+
 def cut_short(run, logged=STEPS, kept=1):
     """Make a finished run one that was killed when it had stored the rows of its last step, and logged ``logged``."""
     for step in committed(str(run.url))[kept:]:
@@ -119,8 +128,8 @@ def written(run):
 
 
 def check_replays(train, config_file, roles):
-    straight = train("straight", *ONE, *WHOLE, config_file=config_file)
     killed = train("resumed", *ONE, *WHOLE, config_file=config_file)
+    straight = copied(killed)
     cut_short(killed, logged=STEPS - 1)
     parts = written(killed)
     resumed = train("resumed", *ONE, *WHOLE, config_file=config_file)
@@ -162,8 +171,8 @@ def test_nothing_stored_is_generated_again_and_the_next_step_is(train, noting):
 def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_not_repeated(train, noting, digits_task):
     change, steps, forget = noting
     validated = [*ONE, *WHOLE, f"validation.url={digits_task.validation}", "validation.every=2"]
-    straight = train("straight", *validated, change=change)
     killed = train("run", *validated, change=change)
+    straight = copied(killed)
     cut_short(killed, kept=0)
     answers = {path: path.stat().st_mtime_ns for path in (killed.url / "validation").rglob("part-*")}
     forget()
@@ -190,8 +199,8 @@ def test_what_four_workers_stored_others_replay(train, noting, workers):
 @pytest.mark.slow
 def test_what_four_workers_stored_eight_replay(train, noting):
     change, steps, forget = noting
-    straight = train("straight", *WHOLE, FOUR, change=change)
     killed = train("run", *WHOLE, FOUR, change=change)
+    straight = copied(killed)
     cut_short(killed)
     forget()
     with local_cluster(8) as cluster:
@@ -207,8 +216,8 @@ def test_rows_ahead_of_training_are_replayed_with_the_weights_that_a_straight_ru
     change, steps, forget = noting
     ahead = [*WHOLE, "run.steps=6", "checkpoint.every=4", "rollout.max_staleness=1"]
     ahead += ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
-    straight = train("straight", *ahead, change=change)
     killed = train("run", *ahead, change=change)
+    straight = copied(killed)
     cut_short(killed, logged=5)
     shutil.rmtree(killed.url / "rollouts" / "step=000006")
     forget()

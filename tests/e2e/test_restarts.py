@@ -118,20 +118,38 @@ def cluster():
         yield cluster
 
 
+def config_of(task, url, address, *overrides):
+    given = [*digits_overrides(task, url), *TWO, *overrides, f"cluster.address={address}"]
+    return load_config_file(shipped("quickstart.yaml"), given)
+
+
+@pytest.fixture(scope="module")
+def straight(cluster, digits_task, tmp_path_factory):
+    """Runs of which nobody is lost, one for each set of overrides: ``straight("key=value", ...)``."""
+    folder, runs = tmp_path_factory.mktemp("straight"), {}
+
+    def start(*overrides):
+        if overrides not in runs:
+            url = folder / str(len(runs))
+            file = config_of(digits_task, url, cluster.scheduler_address, *overrides)
+            dag, validation = dags(file)
+            runs[overrides] = Finished(url, run(file.config, dag, validation))
+        return runs[overrides]
+
+    return start
+
+
 @pytest.fixture
 def lose(cluster, digits_task, tmp_path):
-    """Train on a cluster whose second worker dies at a place, if one is given."""
+    """Train on a cluster whose second worker dies at a place."""
 
-    def start(name, place, *overrides, sign=signal.SIGKILL, again=False, hangs=False, address=None):
-        folder = tmp_path / f"{name}-seen"
+    def start(place, *overrides, sign=signal.SIGKILL, again=False, hangs=False, address=None):
+        folder, url = tmp_path / "tried-seen", tmp_path / "tried"
         folder.mkdir()
-        given = [*digits_overrides(digits_task, tmp_path / name), *TWO, *overrides]
-        file = load_config_file(
-            shipped("quickstart.yaml"), [*given, f"cluster.address={address or cluster.scheduler_address}"]
-        )
+        file = config_of(digits_task, url, address or cluster.scheduler_address, *overrides)
         dag, validation = dags(file)
         about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again, "hangs": hangs}
-        return Finished(tmp_path / name, run(file.config, watched(dag, **about), validation)), folder
+        return Finished(url, run(file.config, watched(dag, **about), validation)), folder
 
     return start
 
@@ -154,16 +172,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("place", "sign", "overrides"), CASES)
-def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(lose, place, sign, overrides):
-    straight, _ = lose("straight", None, *overrides)
-    tried, folder = lose("tried", place, *overrides, sign=sign)
+def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(straight, lose, place, sign, overrides):
+    tried, folder = lose(place, *overrides, sign=sign)
     dead = int((folder / "dead").read_text())
     (restart,) = tried.summary.restarts
     seconds = f"{restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}"
     print(f"| {place} | {sign.name} | {seconds} | `{restart.cause[:90]}` |")
     assert "worker '1'" in restart.cause
     resumed_at = restart.steps - restart.steps_again
-    check_same(straight, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
+    expected = straight(*(each for each in overrides if each not in STOP))
+    check_same(expected, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
     generated = (folder / "generated").read_text().split()
     stored = restart.steps + (place == "logprobs")
     assert [generated.count(str(step)) for step in range(1, stored + 1)] == [2] * stored, "again"
@@ -174,23 +192,21 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
     assert len(set(builds(folder, "policy", 0))) == 1
 
 
-def test_a_worker_that_never_leaves_its_task_is_killed_and_the_run_goes_on_with_another(lose, monkeypatch):
+def test_a_worker_that_never_leaves_its_task_is_killed_and_the_run_goes_on_with_another(straight, lose, monkeypatch):
     monkeypatch.setattr(replacement, "LEAVE_TIMEOUT", 3.0)
-    straight, _ = lose("straight", None)
-    tried, folder = lose("tried", "update", "run.max_restarts=1", hangs=True)
+    tried, folder = lose("update", "run.max_restarts=1", hangs=True)
     hung = int((folder / "hung").read_text())
-    check_same(straight, tried, tolerance=1e-5)
+    check_same(straight(), tried, tolerance=1e-5)
     first, second = builds(folder, "rollout", 0)
     assert first == hung != second
     assert not psutil.pid_exists(hung)
 
 
 @pytest.mark.slow
-def test_shards_are_built_again_in_the_same_processes(lose):
+def test_shards_are_built_again_in_the_same_processes(straight, lose):
     fsdp = ["trainer.backend=fsdp"]
-    straight, _ = lose("straight", None, *fsdp)
-    tried, folder = lose("tried", "update", *fsdp)
-    check_same(straight, tried, tolerance=1e-5)
+    tried, folder = lose("update", *fsdp)
+    check_same(straight(*fsdp), tried, tolerance=1e-5)
     assert len(builds(folder, "rollout", 0)) == 1
     assert len(builds(folder, "policy", 0)) == 2
     assert len(set(builds(folder, "policy", 0))) == 1
@@ -199,7 +215,7 @@ def test_shards_are_built_again_in_the_same_processes(lose):
 @pytest.mark.slow
 def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
     with pytest.raises(WorkerLost, match="during train step 4") as raised:
-        lose("tried", "update", "run.max_restarts=2", "checkpoint.every=0", again=True)
+        lose("update", "run.max_restarts=2", "checkpoint.every=0", again=True)
     (note,) = raised.value.__notes__
     assert note.startswith(
         "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker '1'"
@@ -214,20 +230,19 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
         pytest.param("all-reduce", signal.SIGSTOP, marks=SLOW),
     ],
 )
-def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(lose, place, sign):
+def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(straight, lose, place, sign):
     """The frozen one has no nanny that kills it: in an all-reduce the other waits for it in gloo, and for an hour."""
-    straight, _ = lose("straight", None)
     with local_cluster(0) as bare:
         workers = start_workers(bare.scheduler_address, 3)
         with Client(bare) as client:
             client.wait_for_workers(3, timeout=60)
         try:
             overrides = ["cluster.peer_timeout=2"]
-            tried, folder = lose("tried", place, *overrides, sign=sign, address=bare.scheduler_address)
+            tried, folder = lose(place, *overrides, sign=sign, address=bare.scheduler_address)
         finally:
             for worker in workers:
                 worker.kill()
-    check_same(straight, tried, tolerance=1e-5)
+    check_same(straight(), tried, tolerance=1e-5)
     (restart,) = tried.summary.restarts
     print(f"| {place} | {sign.name} | {restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}")
     if place == "generate":  # before an all-reduce the rows of the step are stored, and stay

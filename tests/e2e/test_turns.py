@@ -56,21 +56,28 @@ def test_rows_are_the_same_on_one_worker_and_two_and_logprobs_are_the_trainers(t
     assert two.records()[0]["metrics"]["environments/most_open"] <= 5
 
 
+PLACES = {"four": "{}", "apart": "{rollout: [0, 1], environments: [0, 1], policy: [2, 3]}"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "more"),
+    ("environment", "more", "where"),
     [
-        pytest.param("Delayed", (), marks=pytest.mark.sweep),
-        pytest.param("Rewritten", ("environments.rows_per_episode=3",), marks=pytest.mark.sweep),
-        ("Talking", ("environments.agents=[a, b]",)),
-        ("Broken", ("environments.max_failures=80",)),
+        pytest.param("Delayed", (), (*PLACES,), marks=pytest.mark.sweep),
+        pytest.param("Rewritten", ("environments.rows_per_episode=3",), (*PLACES,), marks=pytest.mark.sweep),
+        ("Talking", ("environments.agents=[a, b]",), ("apart",)),
+        ("Broken", ("environments.max_failures=80",), ("four",)),
     ],
 )
-def test_rows_are_the_same_on_four_workers_and_in_other_placements(train, environment, more):
+def test_rows_are_the_same_on_four_workers_and_in_other_placements(train, environment, more, where):
     one = train("one", *of(environment, *more), "cluster.workers=1", config_file=TURNS)
-    places = {"four": "{}", "apart": "{rollout: [0, 1], environments: [0, 1], policy: [2, 3]}"}
-    for name, placement in places.items():
-        given = ("cluster.workers=4", f"cluster.placement={placement}", "environments.max_open=3", "rollout.max_rows=2")
+    for name in where:
+        given = (
+            "cluster.workers=4",
+            f"cluster.placement={PLACES[name]}",
+            "environments.max_open=3",
+            "rollout.max_rows=2",
+        )
         other = train(name, *of(environment, *more, *given), config_file=TURNS)
         for step in (1, 2, 3):
             rows = check_equal(one, other, step)

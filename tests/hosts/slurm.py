@@ -65,6 +65,7 @@ def slurm(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
         late = time.monotonic() + 60
         while (idle := sinfo(lab, env)) != f"{len(lab.hosts)} idle":
             assert time.monotonic() < late, f"Slurm's hosts: {idle}\n{(folder / 'slurmctld.log').read_text()}"
+            time.sleep(0.1)
         yield env
     finally:
         munged.kill()

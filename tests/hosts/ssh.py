@@ -39,4 +39,5 @@ def ssh(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
         late = time.monotonic() + 20
         while not log.exists() or "listening" not in log.read_text():
             assert time.monotonic() < late, f"sshd does not start: {log.read_text() if log.exists() else ''}"
+            time.sleep(0.02)
     yield {**os.environ, "HOME": str(folder)}

@@ -15,14 +15,13 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
 from siirl_dask.testing.hosts import DaskCluster, Lab, Names
-from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
 from tests.hosts.slurm import jobs, slurm
 from tests.hosts.ssh import ssh
 from tests.hosts.test_launchers import CLI, CLUSTERS, needs_slurm, needs_ssh, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SWEEP = pytest.mark.sweep
 STEPS, AT = 6, 4  # steps of a run, and the one in which a host is lost: a step was stored since the last checkpoint
 SAMPLER, LEARNER = "generate", "update"
@@ -54,14 +53,13 @@ def config(notes, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def straight(digits_task, tmp_path_factory):
+def straight(digits_task, shared_cluster, tmp_path_factory):
     """The run of which nobody is lost, on one host."""
     url = tmp_path_factory.mktemp("straight") / "run"
-    with local_cluster(3) as cluster:
-        given = [*digits_overrides(digits_task, url), *GIVEN, f"cluster.placement={LOST[LEARNER]}"]
-        file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={cluster.scheduler_address}"])
-        dag, validation = dags(file)
-        return Finished(url, run(file.config, dag, validation))
+    given = [*digits_overrides(digits_task, url), *GIVEN, f"cluster.placement={LOST[LEARNER]}"]
+    file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={shared_cluster.scheduler_address}"])
+    dag, validation = dags(file)
+    return Finished(url, run(file.config, dag, validation))
 
 
 class Disturbed:

@@ -1,4 +1,4 @@
-"""A run on several hosts gives what the same run gives on one, to the bit."""
+"""A run on several hosts gives what the same run gives on one, to the bit, wherever their own names lead."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.config.file import shipped
+from siirl_dask.testing.hosts import Names
 from tests.conftest import digits_overrides
 from tests.hosts.conftest import APART
 
@@ -32,7 +33,7 @@ def numbers(url):
 
 
 def test_a_run_on_three_hosts_equals_the_same_run_on_one_to_the_bit(cluster_of_three, digits_on, digits_task, tmp_path):
-    lab, cluster = cluster_of_three()
+    lab, cluster = cluster_of_three(names=Names.LOOPBACK)
     apart = digits_on(cluster, lab.hosts[0], *OVERRIDES)
     apart.succeeds()
     overrides = [*digits_overrides(digits_task, tmp_path / "one"), "cluster.workers=3", APART, *OVERRIDES]

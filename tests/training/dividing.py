@@ -48,28 +48,33 @@ def sampled(names, more):
 
 
 def fixtures_of(in_each_rank, more):
-    """Return fixtures with the results of four ranks: of most layouts, of those in ``more``, and for a test that has
-    a ``name``, of those with that layout.
+    """Return fixtures with the results of four ranks: of the layouts that are not in ``more``, of all, in the sweep of
+    either, and for a test that has a ``name``, of those with that layout.
 
-    ``in_each_rank(folders, states, is_more, world)`` gives the results of a rank by the name of a layout.
+    ``in_each_rank(folders, states, left, world)`` gives the results of a rank by the name of a layout, but for those
+    that are left out.
     """
 
-    def run(folders, root, is_more):
-        return run_ranks(4, partial(in_each_rank, folders, root.mktemp("states"), is_more), root.mktemp("ranks"))
+    def run(folders, root, left):
+        return run_ranks(4, partial(in_each_rank, folders, root.mktemp("states"), left), root.mktemp("ranks"))
 
     @pytest.fixture(scope="module")
-    def seen(folders, tmp_path_factory):
-        return run(folders, tmp_path_factory, False)
+    def sample(folders, tmp_path_factory):
+        return run(folders, tmp_path_factory, more)
 
     @pytest.fixture(scope="module")
-    def seen_more(folders, tmp_path_factory):
-        return run(folders, tmp_path_factory, True)
+    def every(folders, tmp_path_factory):
+        return run(folders, tmp_path_factory, set())
+
+    @pytest.fixture(params=["sample", pytest.param("every", marks=pytest.mark.sweep)])
+    def seen(request):
+        return request.getfixturevalue(request.param)
 
     @pytest.fixture
     def seen_of(name, request):
-        return request.getfixturevalue("seen_more" if name in more else "seen")
+        return request.getfixturevalue("every" if name in more else "sample")
 
-    return seen, seen_more, seen_of
+    return sample, every, seen, seen_of
 
 
 def learn(trainer, rank, prepared=lambda rows: rows):
@@ -120,11 +125,12 @@ def assert_learned(name, size, seen, expected):
         assert_close(together, expected[score], atol=1e-4, rtol=0)
 
 
-def resumed(trained, moves, root):
-    """Resume in one layout what another trained, for each pair of ``moves``.
+def resumed(trained, moves, root, left):
+    """Resume in one layout what another trained, for each pair of ``moves`` of which neither is left out.
 
     Returns the weights and the metrics of the next update.
     """
+    moves = [pair for pair in moves if not left & {*pair}]
     for old in {old for old, _ in moves}:
         if old in trained:
             trainer, rank = trained[old]
