@@ -151,7 +151,7 @@ def test_reward_rises(name, config_file, train):
 
 
 def test_the_transformers_engines_log_probs_train_the_same_policy_without_a_pass_of_it(train):
-    # the last bit of a log-prob depends on the rows that are generated with it, and so on rows that an idle worker takes
+    # the last bit of a log-prob depends on the rows generated with it, and so on rows that an idle worker takes over
     sizes = ["run.steps=3", "cluster.workers=2", "cluster.placement={}", "rollout.work_stealing=false"]
     passes = train("passes", *sizes)
     told = train("told", *sizes, f"algorithm.old_logprobs={NODES}:rollout_logprobs")
