@@ -56,6 +56,8 @@ class ImportRequest:
     row_group_bytes: int = ROW_GROUP_BYTES
     append: bool = False
     """Append to the table that is there, if there is one."""
+    separator: str | None = None
+    """What CSV files have between columns; None: a comma, or a tab where they are called .tsv."""
 
 
 def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None) -> Snapshot:
@@ -66,7 +68,7 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
     """
     there = _destination_table(request)
     _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
-    inputs = [one for source in request.sources for one in open_inputs(source, _as_text(request.mapping))]
+    inputs = [one for source in request.sources for one in open_inputs(source, request.separator)]
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
     if request.prompts is not None:
@@ -151,11 +153,6 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
 
 def _is_message(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and {"role", "content"} <= {one.name for one in kind}
-
-
-def _as_text(mapping: ColumnMapping) -> set[str]:
-    """Return the columns of a source whose values are not to be guessed, since their type is given."""
-    return {mapping.columns.get(name, name) for name in mapping.types}
 
 
 def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:
