@@ -1,6 +1,7 @@
 """Reads the objects of JSON files some at a time: one a line, one after the other, or the items of an array.
 
-Numbers stay the texts that they are in the file: what becomes of them is decided by all values of a column.
+Whole numbers are exact, of whatever size. Others are ``bytes``: the digits that the file has, since what becomes of
+them is decided by all values of a column. (A type of their own would be one that Python's garbage collector counts.)
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,23 +22,12 @@ from siirl_dask.errors import DataError
 
 LARGEST_ROW = 2**24
 """Characters that a row's text may have."""
-_ROWS = 1024  # of a block
+_ROWS = 2**13  # of a block
 _BLOCK = 2**22  # characters of a block's text, about
 _CHUNK = 2**20  # bytes that are read at once
+_MINUS_ZERO = re.compile(r"-0(?![.0-9eE])")  # which a whole number would not keep; also in texts
 _SPACE = re.compile(r"[ \t\n\r]*")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-
-
-class Whole(str):
-    """A number without fraction and exponent, as it is written."""
-
-    __slots__ = ()
-
-
-class Fraction(str):
-    """A number with fraction or exponent, as it is written; also NaN and Infinity, which are not JSON."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +77,58 @@ class _Objects:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._decoder = json.JSONDecoder(
-            object_pairs_hook=_object, parse_int=Whole, parse_float=Fraction, parse_constant=Fraction
-        )
+        self._decoder = _decoder(int)
         self._text = ""
         self._at = 0  # in the text
-        self._lines = 0  # before the text
+        self._lines_before = 0  # before the text
         self._row = 1
+        self._line_by_line = True
 
     def blocks(self, texts: Iterator[str]) -> Iterator[Block]:
         try:
-            self._more(texts)
-            self._skip_space(texts)
+            if not self._skip_space(texts):
+                return
+            rows: Iterator[list[dict[str, Any]]]
             if self._text.startswith("[", self._at):
                 self._at += 1
-                rows = self._items(texts)
+                rows = _gathered(self._items(texts))
             else:
-                rows = self._sequence(texts)
-            first, held, size = 1, [], 0
-            for row, length in rows:
-                held.append(row)
-                size += length
-                if len(held) == _ROWS or size >= _BLOCK:
-                    yield Block(self._file, first, held)
-                    first, held, size = first + len(held), [], 0
-            if held:
-                yield Block(self._file, first, held)
+                rows = self._lines(texts)
+            first = 1
+            for some in rows:
+                yield Block(self._file, first, some)
+                first += len(some)
         except UnicodeDecodeError as error:
             raise DataError(f"{self._file} cannot be read after row {self._row - 1}: {error}") from error
 
-    def _sequence(self, texts: Iterator[str]) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield objects that follow each other, with the length of each one's text."""
+    def _lines(self, texts: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
+        """Yield objects that follow each other: whole lines at once, and others one by one."""
         while self._skip_space(texts):
-            yield self._next(texts)
+            rows = self._next_lines()
+            if rows is None:
+                row, _ = self._next(texts)
+                rows = [row]
+            yield rows
+
+    def _next_lines(self) -> list[dict[str, Any]] | None:
+        """Return the objects of the lines that have been read; None where a line is not one object."""
+        end = self._text.rfind("\n", self._at, self._at + _BLOCK)
+        if end < 0 or not self._line_by_line:
+            return None
+        lines = self._text[self._at : end].split("\n", _ROWS)
+        if len(lines) > _ROWS:
+            end -= len(lines.pop()) + 1
+        objects = [line for line in lines if line and not line.isspace()]
+        try:
+            rows, _ = self._decoder.raw_decode("[" + ",".join(objects) + "]")
+        except (ValueError, _RepeatedKeyError, RecursionError):
+            rows = []
+        if len(rows) != len(objects) or set(map(type, rows)) != {dict}:
+            self._line_by_line = False  # objects of several lines, or an error, which is found row by row
+            return None
+        self._at = end
+        self._row += len(rows)
+        return list(rows)
 
     def _items(self, texts: Iterator[str]) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield the objects of an array, whose bracket has been read."""
@@ -156,6 +165,8 @@ class _Objects:
                     raise self._wrong(error.msg, error.pos) from error
             except _RepeatedKeyError as error:
                 raise self._wrong(f"an object has the key {error.args[0]!r:.100} twice", self._at) from error
+            except ValueError as error:  # a whole number of thousands of digits
+                raise self._wrong(str(error), self._at) from error
             except RecursionError as error:
                 raise self._wrong("its values are nested too deep", self._at) from error
         if type(row) is not dict:
@@ -188,15 +199,42 @@ class _Objects:
             length += len(piece)
         if length == 0:
             return False
-        self._lines += self._text.count("\n", 0, self._at)
+        self._lines_before += self._text.count("\n", 0, self._at)
         self._text = self._text[self._at :] + "".join(pieces)
         self._at = 0
+        if _MINUS_ZERO.search(self._text):
+            self._decoder = _decoder(_whole)
         return True
 
     def _wrong(self, what: str, at: int) -> DataError:
-        line = self._lines + self._text.count("\n", 0, at) + 1
+        line = self._lines_before + self._text.count("\n", 0, at) + 1
         column = at - self._text.rfind("\n", 0, at)
         return DataError(f"{self._file} cannot be read: row {self._row}, line {line}, column {column}: {what}")
+
+
+def _gathered(rows: Iterator[tuple[dict[str, Any], int]]) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows, of which each has the length of its text, in lists of bounded size."""
+    held: list[dict[str, Any]] = []
+    size = 0
+    for row, length in rows:
+        held.append(row)
+        size += length
+        if len(held) == _ROWS or size >= _BLOCK:
+            yield held
+            held = []
+            size = 0
+    if held:
+        yield held
+
+
+def _decoder(parse_int: Callable[[str], int | bytes]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_object, parse_int=parse_int, parse_float=str.encode, parse_constant=str.encode
+    )
+
+
+def _whole(text: str) -> int | bytes:
+    return text.encode() if text == "-0" else int(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, count
+from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
-
-from siirl_dask.datasets.json_rows import Fraction, Whole
+import pyarrow.compute as pc
 
 _MOST_KEYS = 1000  # of objects at one place; where there are more, keys are data
 _MOST_PLACES = 10_000  # of keys and lists in all
 _DEEPEST = 60  # objects and lists in each other
-_SHORT = 18  # digits and a sign that are within 64 bits
+_PLAIN = r"^-?(?:[1-9][0-9]{0,14}|0\.(?:0{0,3}[1-9]))[0-9.]*$"  # numbers that Python prints without an exponent
 _NONE = type(None)
-_TEXTS = {str, Whole, Fraction, _NONE}
+_TEXTS = {str, bytes, _NONE}
 _KINDS = {
     str: "texts",
     bool: "truth values",
-    Whole: "whole numbers",
-    Fraction: "numbers with a fraction",
+    int: "whole numbers",
+    bytes: "numbers with a fraction",
     dict: "objects",
     list: "lists",
 }
@@ -57,7 +57,7 @@ class Shape:
             elif kind is list:
                 self._below().look(list(chain.from_iterable(same)))
             elif self._inexact is None:
-                self._inexact = _first_changed(same, kind)
+                self._inexact = _beyond_64_bits(same) if kind is int else _first_changed(same)
 
     def _look_at_objects(self, values: Values) -> None:
         for name in dict.fromkeys(chain.from_iterable(values)):
@@ -66,7 +66,7 @@ class Shape:
                     return
                 name.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
                 self._fields[name] = self._deeper()
-            self._fields[name].look([value[name] for value in values if name in value])
+            self._fields[name].look(_items_there(values, name))
 
     def _below(self) -> Shape:
         if self._item is None:
@@ -94,7 +94,7 @@ class Shape:
             return pa.struct([(name, field.type) for name, field in self._fields.items()])
         if kind is list:
             return pa.list_(self._below().type)
-        return {str: pa.string(), bool: pa.bool_(), Whole: pa.int64(), Fraction: pa.float64()}[kind]
+        return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), bytes: pa.float64()}[kind]
 
     @property
     def names(self) -> list[str]:
@@ -129,19 +129,29 @@ class Shape:
         return None
 
 
-def _first_changed(texts: Sequence[str], kind: type) -> str | None:
-    """Return the first number that int64, or float64 if it has a fraction, does not print as it is written."""
-    if kind is Whole:
-        if max(map(len, texts)) <= _SHORT and "-0" not in texts:
-            return None
-        return next((text for text in texts if not _is_int64(text)), None)
-    if list(map(float.__repr__, map(float, texts))) == texts:
+def _items_there(values: Values, name: str) -> list[Any]:
+    """Return what objects have under a name, of those that have it."""
+    try:
+        return list(map(itemgetter(name), values))
+    except KeyError:
+        return [value[name] for value in values if name in value]
+
+
+def _beyond_64_bits(numbers: Sequence[int]) -> str | None:
+    if min(numbers) >= -(2**63) and max(numbers) < 2**63:
         return None
-    return next((text for text in texts if float_text(float(text)) != text), None)
+    return str(next(number for number in numbers if not -(2**63) <= number < 2**63))
 
 
-def _is_int64(text: str) -> bool:
-    return text != "-0" and len(text) <= 20 and -(2**63) <= int(text) < 2**63
+def _first_changed(numbers: Sequence[bytes]) -> str | None:
+    """Return the first number that a float64 does not print as it is written."""
+    written = pa.array(numbers, pa.string())
+    # Arrow prints most numbers as Python does, and much faster
+    same = pc.and_(
+        pc.equal(written.cast(pa.float64()).cast(pa.string()), written), pc.match_substring_regex(written, _PLAIN)
+    )
+    others = written.filter(pc.invert(same)).to_pylist()
+    return next((text for text in others if float_text(float(text)) != text), None)
 
 
 def float_text(number: float) -> str:
@@ -154,36 +164,32 @@ def array_of(values: Values, kind: pa.DataType) -> pa.Array:
     if pa.types.is_string(kind):
         if set(map(type, values)) <= _TEXTS:
             return pa.array(values, kind)
-        return pa.array([value if value is None else as_text(value) for value in values], kind)
+        return pa.array([None if value is None else as_text(value) for value in values], kind)
+    absent = [value is None for value in values]
     if pa.types.is_struct(kind):
-        arrays = [array_of([_item(value, one.name) for value in values], one.type) for one in kind]
-        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=_absent(values))
+        objects = [{} if value is None else value for value in values] if True in absent else values
+        arrays = [array_of([value.get(one.name) for value in objects], one.type) for one in kind]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(absent, pa.bool_()))
     if pa.types.is_list(kind):
         lists = [() if value is None else value for value in values]
         ends = pa.array([0, *accumulate(map(len, lists))], pa.int32())
         items = array_of(list(chain.from_iterable(lists)), kind.value_type)
-        return pa.ListArray.from_arrays(ends, items, type=kind, mask=_absent(values))
-    if pa.types.is_boolean(kind):
-        return pa.array(values, kind)
-    return pa.array(values, pa.string()).cast(kind)  # numbers are their texts
-
-
-def _item(value: dict[str, Any] | None, name: str) -> Any:
-    return None if value is None else value.get(name)
-
-
-def _absent(values: Values) -> pa.Array:
-    return pa.array([value is None for value in values], pa.bool_())
+        return pa.ListArray.from_arrays(
+            ends, items, type=kind, mask=pa.array([value is None for value in values], pa.bool_())
+        )
+    if pa.types.is_floating(kind):
+        return pa.array(values, pa.string()).cast(kind)  # from the digits that are written
+    return pa.array(values, kind)
 
 
 def as_text(value: Any) -> str:
     """Return a value as text: texts and numbers as they are, others as JSON."""
-    return str(value) if isinstance(value, str) else _json(value)
+    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: Any) -> str:
-    if isinstance(value, (Whole, Fraction)):
-        return str(value)
+    if isinstance(value, bytes):
+        return value.decode()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_json(name)}: {_json(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):

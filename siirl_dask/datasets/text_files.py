@@ -9,6 +9,7 @@ import codecs
 import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
@@ -20,8 +21,10 @@ from siirl_dask.datasets.json_types import Shape, array_of
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
+Made = TypeVar("Made")
 _ROWS = 1024  # of a batch
 _MEMORY = "512MiB"
+_HELD = 2**28  # bytes of rows of JSON that are not read twice
 _SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
 _CSV = (
     "auto_detect=false, header=true, quote='\"', escape='\"', comment='', strict_mode=true, null_padding=false, "
@@ -30,30 +33,64 @@ _CSV = (
 
 
 def open_json(fs: AbstractFileSystem, files: Sequence[str]) -> tuple[pa.Schema, Batches, list[str]]:
-    """Open files of JSON objects, one a line or in an array; return also what their values are text for.
+    """Open files of JSON objects, one a line or in an array; return also what is text although it was not written so.
 
     A key that an object lacks is null. DataError for what is not JSON, and for a key that an object has twice.
     """
     shape = Shape()
+    held = _Held()
     for block in read_blocks(fs, files):
         _each_row(block, shape.look)
+        held.add(block, shape)
     if not shape.names:
         raise DataError(f"{_shown(fs, files)} cannot be read: it has no object with a key, and so no columns")
-    kind = pa.struct(shape.fields())
+    schema = pa.schema(shape.fields())
 
     def batches() -> Iterator[pa.RecordBatch]:
+        if held.has_all_as(schema):
+            yield from held.batches
+            return
         for block in read_blocks(fs, files):
-            arrays: list[pa.Array] = []
-            _each_row(block, lambda rows: arrays.append(array_of(rows, kind)))
-            yield pa.RecordBatch.from_struct_array(pa.concat_arrays(arrays))
+            yield _batch(block, schema)
 
-    return pa.schema(shape.fields()), batches, list(shape.remarks())
+    return schema, batches, list(shape.remarks())
 
 
-def _each_row(block: Block, work: Callable[[Sequence[dict[str, object]]], None]) -> None:
-    """Give all rows of a block to ``work``. DataError names the row for which it raises a ValueError."""
+class _Held:
+    """Rows that need not be read again: those of files that are not large, whose first rows have the types of all."""
+
+    def __init__(self) -> None:
+        self.batches: list[pa.RecordBatch] = []
+        self._size: int | None = 0  # None: these are not all
+
+    def add(self, block: Block, shape: Shape) -> None:
+        """Take rows that ``shape`` has seen, unless they or those before are too many."""
+        schema = pa.schema(shape.fields())
+        if self._size is None or not shape.names or not self.has_all_as(schema):
+            self._size = None
+            self.batches = []
+            return
+        self.batches.append(_batch(block, schema))
+        self._size += self.batches[-1].nbytes
+        if self._size > _HELD:
+            self._size = None
+            self.batches = []
+
+    def has_all_as(self, schema: pa.Schema) -> bool:
+        """Return whether all rows are here in the types of ``schema``."""
+        return self._size is not None and all(batch.schema.equals(schema) for batch in self.batches[-1:])
+
+
+def _batch(block: Block, schema: pa.Schema) -> pa.RecordBatch:
+    kind = pa.struct(list(schema))
+    arrays = _each_row(block, lambda rows: array_of(rows, kind))
+    return pa.RecordBatch.from_struct_array(arrays)
+
+
+def _each_row(block: Block, work: Callable[[Sequence[dict[str, object]]], Made]) -> Made:
+    """Return what ``work`` makes of all rows of a block. DataError names the row for which it raises a ValueError."""
     try:
-        work(block.rows)
+        return work(block.rows)
     except ValueError:
         for number, row in enumerate(block.rows, block.first):
             try:
