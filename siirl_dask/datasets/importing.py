@@ -56,6 +56,8 @@ class ImportRequest:
     row_group_bytes: int = ROW_GROUP_BYTES
     append: bool = False
     """Append to the table that is there, if there is one."""
+    remark: Callable[[str], None] = lambda text: None
+    """Called with what a user should know of how values were read, such as numbers of which text was made."""
     separator: str | None = None
     """What CSV files have between columns; None: a comma, or a tab where they are called .tsv."""
 
@@ -68,7 +70,10 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
     """
     there = _destination_table(request)
     _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
-    inputs = [one for source in request.sources for one in open_inputs(source, request.separator)]
+    inputs = [one for url in request.sources for one in open_inputs(url, request.separator)]
+    for source in inputs:
+        for text in source.remarks:
+            request.remark(f"{source.name}: {text}")
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
     if request.prompts is not None:
@@ -106,11 +111,13 @@ class _Mapped:
         request, name = self._request, self.input.name
         own = {request.source_column, request.prompts and request.prompts.column}
         columns = pa.schema([one for one in schema if one.name not in own])
+        before = 0
         for batch in self._batches():
             table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
             if request.transform is not None:
                 table = self._transformed(table)
-            table = request.mapping.apply(table, columns, name)
+            table = request.mapping.apply(table, columns, name, before)
+            before += table.num_rows
             if request.prompts is not None:
                 prompts = request.prompts
                 lengths = measure_column(extract(table, prompts.prompt), prompts.measure)

@@ -51,7 +51,7 @@ class Shape:
             self._kinds.setdefault(kind)
             if kind is str or kind is bool:
                 continue
-            same = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            same: Values = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
             if kind is dict:
                 self._look_at_objects(same)
             elif kind is list:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.schema import IDENTITY
 
@@ -17,6 +18,7 @@ _SCALARS = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
+_SHORT = {"text": "string", "int": "int64", "float": "float64"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,19 +54,20 @@ class ColumnMapping:
             raise DataError(f"--type {unknown[0]}=...: {_no_column(unknown[0], kinds, name)}")
         return pa.schema(kinds)
 
-    def apply(self, table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
+    def apply(self, table: pa.Table, schema: pa.Schema, name: str, before: int = 0) -> pa.Table:
         """Return a table's columns under the names and in the types of ``schema``. DataError for a value that does not
-        fit.
+        fit, with its row: ``before`` rows of the source come before these.
         """
         paths = self._paths(table.schema, name)
         columns = []
         for one in schema:
             column = extract(table, paths[one.name])
             try:
-                columns.append(column if column.type == one.type else _cast(column, one.type))
-            except (pa.ArrowException, ValueError) as error:
+                columns.append(cast(column, one.type))
+            except (pa.ArrowException, ValueError, OverflowError) as error:
+                row = before + first_unfit(column, one.type) + 1
                 raise DataError(
-                    f"{name!r}: column {one.name!r} holds {column.type}, and a value of it is no {one.type}: "
+                    f"{name!r}: column {one.name!r} holds {column.type}, and its value in row {row} is no {one.type}: "
                     f"{error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
@@ -80,15 +83,15 @@ class ColumnMapping:
 
 
 def parse_type(text: str) -> pa.DataType:
-    """Return the Arrow type that ``int64`` or ``list<string>`` names. ConfigError for another text."""
+    """Return the Arrow type that ``int``, ``int64`` or ``list<string>`` names. ConfigError for another text."""
     inner = re.fullmatch(r"\s*list\s*<(.*)>\s*", text)
     if inner:
         return pa.list_(parse_type(inner[1]))
-    if text.strip() not in _SCALARS:
-        raise ConfigError(
-            f"type {text!r}: expected list<...> or one of {', '.join(_SCALARS)}{did_you_mean(text.strip(), _SCALARS)}"
-        )
-    return pa.type_for_alias(text.strip())
+    known = (*_SHORT, *_SCALARS)
+    name = text.strip()
+    if name not in known:
+        raise ConfigError(f"type {text!r}: expected list<...> or one of {', '.join(known)}{did_you_mean(name, known)}")
+    return pa.type_for_alias(_SHORT.get(name, name))
 
 
 def extract(table: pa.Table, path: str) -> pa.ChunkedArray:
@@ -192,9 +195,3 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_large_list(kind):
         return pa.large_list(_plain(kind.value_type))
     return kind
-
-
-def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-    return column.cast(kind)

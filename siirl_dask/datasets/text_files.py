@@ -5,31 +5,23 @@ No type is guessed: those of JSON are decided by all values, for which the files
 
 from __future__ import annotations
 
-import codecs
-import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from siirl_storage.exact_names import make_known, sql_list
 from siirl_storage.files import full_name
 
-from siirl_dask.datasets.json_rows import LARGEST_ROW, Block, open_text, read_blocks
+from siirl_dask.datasets.csv_rows import read_csv_columns
+from siirl_dask.datasets.json_rows import Block, read_blocks
 from siirl_dask.datasets.json_types import Shape, array_of
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
 Made = TypeVar("Made")
-_ROWS = 1024  # of a batch
-_MEMORY = "512MiB"
 _HELD = 2**28  # bytes of rows of JSON that are not read twice
 _SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
-_CSV = (
-    "auto_detect=false, header=true, quote='\"', escape='\"', comment='', strict_mode=true, null_padding=false, "
-    f"nullstr='', allow_quoted_nulls=false, parallel=false, max_line_size={LARGEST_ROW}, hive_partitioning=false"
-)
 
 
 def open_json(fs: AbstractFileSystem, files: Sequence[str]) -> tuple[pa.Schema, Batches, list[str]]:
@@ -110,7 +102,7 @@ def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[
     between = separator
     if between is None:
         between = "\t" if re.search(r"\.tsv(\.\w+)?$", path, re.IGNORECASE) else ","
-    names = _header(fs, path, between)
+    names = _names(fs, path, between)
     if len(names) == 1 and separator is None:
         other = next((mark for mark in _SEPARATORS if mark in names[0]), None)
         if other is not None:
@@ -121,56 +113,22 @@ def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[
     schema = pa.schema([pa.field(name or f"column{number}", pa.string()) for number, name in enumerate(names)])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        import duckdb  # here, so that reading a config does not load it
-
-        columns = ", ".join(f"c{number}: 'VARCHAR'" for number in range(len(names)))
-        mark = "'" + between.replace("'", "''") + "'"
-        with duckdb.connect(config={"memory_limit": _MEMORY, "threads": 2, "temp_directory": ""}) as connection:
-            connection.execute("SET enable_progress_bar = false")  # it would print its own
-            make_known(connection, fs)
-            query = f"SELECT * FROM read_csv({sql_list(fs, [path])}, {_CSV}, delim={mark}, columns={{{columns}}})"
-            try:
-                for batch in connection.sql(query).to_arrow_reader(_ROWS):
-                    yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
-            except (duckdb.Error, pa.ArrowException, OSError) as error:
-                raise DataError(f"{shown} cannot be read: {_reason(str(error))}") from error
+        names_left = 1  # rows to skip: the names
+        for columns in read_csv_columns(fs, path, between):
+            arrays = [pa.array(column, pa.string()).slice(names_left) for column in columns]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            names_left = 0
 
     return schema, batches
 
 
-def _header(fs: AbstractFileSystem, path: str, separator: str) -> list[str]:
-    """Return the names in a CSV file's first line."""
-    shown = full_name(fs, path)
-    with open_text(fs, path) as file:
-        decoder = codecs.getincrementaldecoder("utf-8-sig")()
-
-        def lines() -> Iterator[str]:
-            held = ""
-            size = 0
-            while data := file.read(2**16):
-                size += len(data)
-                if size > LARGEST_ROW:
-                    raise DataError(f"{shown}: its first line is longer than {LARGEST_ROW} bytes")
-                *whole, held = (held + decoder.decode(data)).splitlines(keepends=True)
-                yield from whole
-            yield held
-
-        try:
-            names = next(csv.reader(lines(), delimiter=separator, strict=True), [])
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{shown} cannot be read: its first line, of names: {error}") from error
+def _names(fs: AbstractFileSystem, path: str, separator: str) -> list[str]:
+    """Return the names in a CSV file's first line; an empty text for a column without one."""
+    columns = next(read_csv_columns(fs, path, separator), [])
+    names = ["" if column[0] is None else column[0] for column in columns if column]
     if not any(names):
-        raise DataError(f"{shown} cannot be read: its first line names no columns")
+        raise DataError(f"{full_name(fs, path)} cannot be read: its first line names no columns")
     return names
-
-
-def _reason(text: str) -> str:
-    """Return what DuckDB says about a line, without its advice."""
-    found = re.match(r".*?CSV Error on Line: (\d+)\n", text)
-    if found is None:
-        return text.partition("\n\nLINE ")[0].strip()
-    said = text[found.end() :].partition("\nPossible ")[0].strip()
-    return f"line {found[1]}: {said.rpartition(chr(10))[2]}"
 
 
 def _shown(fs: AbstractFileSystem, files: Sequence[str]) -> str:
