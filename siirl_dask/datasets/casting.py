@@ -45,6 +45,8 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
         return array
     if pa.types.is_dictionary(array.type):
         return _cast(array.dictionary_decode(), kind)
+    if pa.types.is_run_end_encoded(array.type):
+        return _cast(pc.run_end_decode(array), kind)
     types = pa.types
     if (types.is_list(array.type) or types.is_large_list(array.type)) and types.is_list(kind):
         items = _cast(array.flatten(), kind.value_type)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
-from siirl_dask.schema import IDENTITY
+from siirl_dask.schema import IDENTITY, decoded
 
 _SCALARS = (
     *("string", "large_string", "binary", "large_binary", "bool"),
@@ -44,7 +44,10 @@ class ColumnMapping:
         if twice:
             raise DataError(f"{name!r} has more than one column {twice[0]!r}")
         paths = self._paths(source, name)
-        kinds = {column: self.types.get(column, _plain(_type_at(source, path, name))) for column, path in paths.items()}
+        kinds = {
+            column: self.types.get(column, decoded(_type_at(source, path, name), _storable))
+            for column, path in paths.items()
+        }
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
@@ -178,20 +181,10 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type that every reader of Parquet gives back: no dictionaries, views or extensions."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.string()
-    if pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(one.name, _plain(one.type), one.nullable) for one in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(_plain(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_plain(kind.value_type))
-    return kind
+def _storable(kind: pa.DataType) -> pa.DataType:
+    """Return the type in which Parquet has the same values, for one without children: it has no times in seconds."""
+    if pa.types.is_timestamp(kind) and kind.unit == "s":
+        return pa.timestamp("ms", kind.tz)
+    if pa.types.is_time32(kind):
+        return pa.time32("ms")
+    return pa.date32() if pa.types.is_date64(kind) else kind
