@@ -76,7 +76,7 @@ class Shape:
     def _deeper(self) -> Shape:
         if self._depth == _DEEPEST:
             raise ValueError(f"its values are nested more than {_DEEPEST} deep")
-        if next(self._places) == _MOST_PLACES:
+        if next(self._places) >= _MOST_PLACES:
             raise ValueError(f"all rows up to it have more than {_MOST_PLACES} different keys: these are data")
         return Shape(self._depth + 1, self._places)
 

@@ -44,10 +44,7 @@ class ColumnMapping:
         if twice:
             raise DataError(f"{name!r} has more than one column {twice[0]!r}")
         paths = self._paths(source, name)
-        kinds = {
-            column: self.types.get(column, decoded(_type_at(source, path, name), _storable))
-            for column, path in paths.items()
-        }
+        kinds = {column: self._type_of(column, _type_at(source, path, name), name) for column, path in paths.items()}
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
@@ -74,6 +71,13 @@ class ColumnMapping:
                     f"{error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
+
+    def _type_of(self, column: str, there: pa.DataType, name: str) -> pa.DataType:
+        try:
+            stored = decoded(there, _storable)
+        except ValueError as error:
+            raise DataError(f"{name!r}: column {column!r} is {there}: {error}; --drop {column}") from error
+        return self.types.get(column, stored)
 
     def _paths(self, source: pa.Schema, name: str) -> dict[str, str]:
         """Return the path in the source of each column of the table."""
@@ -182,7 +186,14 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _storable(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which Parquet has the same values, for one without children: it has no times in seconds."""
+    """Return the type in which Parquet has the same values: it has no times in seconds, and no runs.
+
+    ValueError for a type that it cannot hold.
+    """
+    if pa.types.is_union(kind) or pa.types.is_interval(kind):
+        raise ValueError("no table has this type")
+    if pa.types.is_run_end_encoded(kind):
+        return kind.value_type
     if pa.types.is_timestamp(kind) and kind.unit == "s":
         return pa.timestamp("ms", kind.tz)
     if pa.types.is_time32(kind):

@@ -16,7 +16,7 @@ from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.datasets import ColumnMapping, ImportRequest, PromptLengths, import_data, parse_type
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.rollout.tokenizer import load_tokenizer
-from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet
+from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet, stream
 
 MESSAGE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -101,6 +101,44 @@ def test_several_sources_get_the_widest_types_and_tell_where_rows_are_from(tmp_p
         {"t": None, "n": 2, "from": sources[0]},
         {"t": "a", "n": 1, "from": sources[1]},
     ]
+
+
+WORDS = pa.array(["a", "b", None, "a"]).dictionary_encode()
+OFFSETS = pa.array([0, 1, 2, 3, 4], pa.int32())
+DECODED = {
+    "dictionary": (WORDS, pa.string()),
+    "in a list": (pa.ListArray.from_arrays(OFFSETS, WORDS), pa.list_(pa.string())),
+    "in a struct": (pa.StructArray.from_arrays([WORDS], ["x"]), pa.struct({"x": pa.string()})),
+    "in a map": (pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS), pa.map_(pa.string(), pa.string())),
+    "string_view": (pa.array(["a", None, "b" * 40, ""], pa.string_view()), pa.string()),
+    "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])), pa.string()),
+    "seconds": (pa.array([1, None, 2, 3], pa.timestamp("s", "UTC")), pa.timestamp("ms", "UTC")),
+    "date64": (pa.array([86_400_000, None, 0, 0], pa.date64()), pa.date32()),
+    "uint64": (pa.array([2**64 - 1, None, 0, 1], pa.uint64()), pa.uint64()),
+    "float16": (pa.array([1.5, None, 2, 3], pa.float16()), pa.float16()),
+    "decimal": (pa.array(["1.10", None, "2.25", "3.00"]).cast(pa.decimal256(50, 2)), pa.decimal256(50, 2)),
+    "map": (pa.array([[("a", 1)], None, [], [("b", None)]], pa.map_(pa.string(), pa.int64())),) * 2,
+    "json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None, "{}", "[]"])), pa.string()),
+    "large": (pa.array(["a", None, "b", ""], pa.large_string()), pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_values_of_any_arrow_type_come_back_equal(name, tmp_path):
+    array, kind = DECODED[name]
+    source = stream(tmp_path, "a.arrow", pa.table({"x": array}))
+    made = imported(source, to=tmp_path / "table").to_table()
+    assert made.schema.field("x").type == (array.type if name == "map" else kind)
+    assert made["x"].to_pylist() == array.to_pylist()
+
+
+def test_a_type_that_no_table_has_is_refused_by_name(tmp_path):
+    union = pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])])
+    source = stream(tmp_path, "a.arrow", pa.table({"x": union, "y": [1, 2]}))
+    with pytest.raises(DataError, match=r"'x' is sparse_union.*no table has this type"):
+        imported(source, to=tmp_path / "table")
+    dropped = imported(source, to=tmp_path / "table", mapping=ColumnMapping(drop=["x"]))
+    assert dropped.schema.names == ["y"]
 
 
 def everything_below(folder):
