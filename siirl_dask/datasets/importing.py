@@ -59,7 +59,7 @@ class ImportRequest:
     remark: Callable[[str], None] = lambda text: None
     """Called with what a user should know of how values were read, such as numbers of which text was made."""
     separator: str | None = None
-    """What CSV files have between columns; None: a comma, or a tab where they are called .tsv."""
+    """Mark between the columns of CSV files; None: a comma, or a tab where they are called .tsv."""
 
 
 def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None) -> Snapshot:

@@ -71,7 +71,7 @@ class Input:
     """The Parquet or Arrow files behind it; None for files of another kind."""
     batches: Callable[[], Iterator[pa.RecordBatch]]
     remarks: Sequence[str] = ()
-    """What a user should know of how its values were read."""
+    """Texts for the user on how its values were read."""
 
 
 def open_inputs(source: str, separator: str | None = None) -> list[Input]:

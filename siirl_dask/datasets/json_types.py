@@ -34,7 +34,7 @@ Values = Sequence[Any]
 
 
 class Shape:
-    """What the values at one place of all rows are."""
+    """Kinds of the values at one place of all rows."""
 
     def __init__(self, depth: int = 0, places: Iterator[int] | None = None) -> None:
         self._depth = depth

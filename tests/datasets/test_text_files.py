@@ -1,4 +1,4 @@
-"""What JSON and CSV files have comes back as it is written, or is refused by name."""
+"""JSON and CSV come back from an import as they are written, or are refused by name."""
 
 import csv
 import io
