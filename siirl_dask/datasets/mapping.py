@@ -112,7 +112,7 @@ def extract(table: pa.Table, path: str) -> pa.ChunkedArray:
 
 
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the schema that all, given with their names, fit into: wider numbers, and any type instead of nulls.
+    """Return the schema that all, given with their names, fit into: wider numbers of a kind, any type instead of nulls.
 
     DataError names the two that do not go together, and the column.
     """
@@ -128,6 +128,8 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
         for one in other:
             here = schema.field(one.name)
             try:
+                if _whole_and_not(here.type, one.type):
+                    raise pa.ArrowTypeError("whole numbers would become others")
                 both = pa.unify_schemas([pa.schema([here]), pa.schema([one])], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
@@ -136,6 +138,15 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
                 ) from error
             schema = schema.set(schema.get_field_index(one.name), both.field(0))
     return schema
+
+
+def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether one type has whole numbers where the other has floats: 5 would become 5.0."""
+    if one.num_fields and one.num_fields == other.num_fields:
+        return any(_whole_and_not(one.field(number).type, other.field(number).type) for number in range(one.num_fields))
+    types = pa.types
+    whole = types.is_integer(one) and types.is_floating(other)
+    return bool(whole or (types.is_floating(one) and types.is_integer(other)))
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:

@@ -338,6 +338,15 @@ def test_sources_that_do_not_go_together_are_refused_by_name(tmp_path):
         imported(*(str(tmp_path / name) for name in ("a.parquet", "c.parquet")), to=tmp_path / "table")
 
 
+def test_whole_numbers_do_not_become_fractions_beside_those_of_another_source(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": {"b": [5]}}')
+    (tmp_path / "b.jsonl").write_text('{"a": {"b": [0.5]}}')
+    with pytest.raises(DataError, match=r"column 'a' is .*int64.* in .*a.jsonl' and .*double.* in .*b.jsonl'"):
+        imported(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), to=tmp_path / "table")
+    both = imported(str(tmp_path / "*.jsonl"), to=tmp_path / "table").to_table()
+    assert both["a"].to_pylist() == [{"b": ["5"]}, {"b": ["0.5"]}]
+
+
 @pytest.mark.parametrize("text", ["int46", "list<>", "list<texts>", "struct<a: int64>", ""])
 def test_a_type_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=r"expected list<...> or one of text, int, float"):
