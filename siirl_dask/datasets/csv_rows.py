@@ -16,7 +16,7 @@ from siirl_dask.datasets.json_rows import LARGEST_ROW, open_text
 from siirl_dask.errors import DataError
 
 Columns = list[list[str | None]]
-_CHUNK = 2**20  # bytes that are read at once
+_CHUNK = 2**17  # bytes that are read at once: fields of more take longer than their bytes, in the garbage collector
 _Field = tuple[str, str, str]  # with quotes around it, without, and what follows
 
 
