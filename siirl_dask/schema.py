@@ -7,7 +7,7 @@ inferred: an empty partition is normal, and Arrow would call its columns ``null`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -188,6 +188,37 @@ def is_blob(kind: DataType) -> bool:
     """Tell whether values of this type are binary, or lists or structs that contain binary values."""
     parts = [kind.field(index).type for index in range(kind.num_fields)]
     return any(map(is_blob, parts)) if parts else "binary" in str(kind)
+
+
+def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: kind) -> DataType:
+    """Return the type of the same values one by one: no dictionary, views or extension, in what it nests as well.
+
+    ``leaf`` gives the type for one that nests nothing.
+    """
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return decoded(kind.storage_type, leaf)
+    if types.is_dictionary(kind):
+        return decoded(kind.value_type, leaf)
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_struct(kind):
+        return pa.struct([_decoded(field, leaf) for field in kind])
+    if types.is_list(kind) or types.is_list_view(kind):
+        return pa.list_(_decoded(kind.value_field, leaf))
+    if types.is_large_list(kind):
+        return pa.large_list(_decoded(kind.value_field, leaf))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_decoded(kind.value_field, leaf), kind.list_size)
+    if types.is_map(kind):
+        return pa.map_(decoded(kind.key_type, leaf), _decoded(kind.item_field, leaf), kind.keys_sorted)
+    return leaf(kind)
+
+
+def _decoded(field: pa.Field, leaf: Callable[[DataType], DataType]) -> pa.Field:
+    return field.with_type(decoded(field.type, leaf))
 
 
 def with_large_offsets(kind: DataType) -> DataType:

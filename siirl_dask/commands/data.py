@@ -17,6 +17,8 @@ from siirl_dask.models.cache import folder_here
 from siirl_dask.observe.console import PipeConsole
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from siirl_dask.datasets.summary import DatasetSummary
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 
@@ -30,6 +32,7 @@ def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     _add_import(actions.add_parser("import", help="write datasets of any kind as a table", epilog=EXIT_CODES))
     show = actions.add_parser("show", help="show columns, parts, lengths and samples of a dataset", epilog=EXIT_CODES)
     show.add_argument("url", metavar="URL", help="a table, or anything that can be imported")
+    _add_separator(show)
     show.add_argument("--tokenizer", metavar="PATH", help=f"{_TOKENIZER}; default: characters are")
     show.add_argument("--model", metavar="PATH", help="as --tokenizer, and print the first prompt as the model sees it")
     show.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
@@ -46,9 +49,13 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         help="sources: files, globs, folders, saved datasets, hf://datasets/...; then the URL of the table",
     )
     command.add_argument(
-        "--column", action="append", default=[], metavar="NAME=PATH", help="add a column: answer=reward_model.truth"
+        "--column",
+        action="append",
+        default=[],
+        metavar="NAME=PATH[:TYPE]",
+        help="add a column: answer=reward_model.truth:text",
     )
-    command.add_argument("--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=string")
+    command.add_argument("--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=text")
     command.add_argument("--select", metavar="A,B", help="the table's columns; default: all")
     command.add_argument("--drop", metavar="A,B", help="columns that the table does not have")
     command.add_argument("--source-column", metavar="NAME", help="add a column with the source of each row")
@@ -59,7 +66,14 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--row-group-bytes", default="16MiB", metavar="SIZE", help="size of row groups, at most; default: 16MiB"
     )
+    _add_separator(command)
     command.add_argument("--append", action="store_true", help="add rows to the table that is at DEST")
+
+
+def _add_separator(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--separator", metavar="TEXT", help="what CSV files have between columns; default: a comma, or a tab in .tsv"
+    )
 
 
 def data(chosen: argparse.Namespace) -> None:
@@ -79,15 +93,21 @@ def _import(chosen: argparse.Namespace) -> None:
     from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
     from siirl_dask.datasets.mapping import ColumnMapping, parse_type
 
+    _check_separator(chosen.separator)
     *sources, to = chosen.paths
     if not sources:
         raise ConfigError(f"data import {to}: expected sources and then a destination, as in data import a.jsonl DEST")
     for option in ("max_prompt_length", "length_column"):
         if getattr(chosen, option) is not None and chosen.tokenizer is None:
             raise ConfigError(f"--{option.replace('_', '-')} counts tokens, and needs --tokenizer")
+    columns, types = _columns(chosen.column)
+    for name, text in _pairs("--type", chosen.type):
+        if name in types:
+            raise ConfigError(f"--type {name}={text}: --column {name}=... gives it a type too")
+        types[name] = parse_type(text)
     mapping = ColumnMapping(
-        columns=dict(_pairs("--column", chosen.column)),
-        types={name: parse_type(text) for name, text in _pairs("--type", chosen.type)},
+        columns=columns,
+        types=types,
         select=None if chosen.select is None else _names("--select", chosen.select),
         drop=() if chosen.drop is None else _names("--drop", chosen.drop),
     )
@@ -103,6 +123,7 @@ def _import(chosen: argparse.Namespace) -> None:
     nbytes = parse_bytes("--row-group-bytes", chosen.row_group_bytes)
     if nbytes < 1:
         raise ConfigError(f"--row-group-bytes {chosen.row_group_bytes}: expected at least 1 byte")
+    remarks: list[str] = []
     request = ImportRequest(
         sources=sources,
         to=to,
@@ -111,10 +132,14 @@ def _import(chosen: argparse.Namespace) -> None:
         prompts=prompts,
         row_group_bytes=nbytes,
         append=chosen.append,
+        remark=remarks.append,
+        separator=chosen.separator,
     )
     console = PipeConsole()
     with row_progress(console, "importing") as progress:
         table = import_data(request, progress)
+    for text in remarks:
+        console.print(Text(text), soft_wrap=True)
     lengths = None if prompts is None else prompts.lengths
     print_import(console, table, lengths, chosen.max_prompt_length)
 
@@ -124,6 +149,7 @@ def _show(chosen: argparse.Namespace) -> None:
     from siirl_dask.datasets.lengths import characters
     from siirl_dask.datasets.summary import summarise
 
+    _check_separator(chosen.separator)
     for option in ("rows", "samples"):
         if getattr(chosen, option) < 0:
             raise ConfigError(f"--{option} {getattr(chosen, option)}: expected 0 or more")
@@ -142,6 +168,7 @@ def _show(chosen: argparse.Namespace) -> None:
             prompt=chosen.prompt,
             rows=chosen.rows or None,
             samples=chosen.samples,
+            separator=chosen.separator,
             progress=lambda rows: progress(rows, 0, chosen.rows or None),
         )
     print_summary(console, found, "characters" if tokenizer is None else "tokens", chosen.max_prompt_length)
@@ -203,6 +230,32 @@ def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
             raise ConfigError(f"{option} {text!r}: {name!r} was given before, as {pairs[name]!r}")
         pairs[name] = value
     return list(pairs.items())
+
+
+def _columns(texts: Sequence[str]) -> tuple[dict[str, str], dict[str, pa.DataType]]:
+    """Return paths and types of new columns, of ``NAME=PATH`` or ``NAME=PATH:TYPE``.
+
+    What follows a colon is part of the path where it is no type: names may have colons.
+    """
+    from siirl_dask.datasets.mapping import parse_type
+
+    paths: dict[str, str] = {}
+    types: dict[str, pa.DataType] = {}
+    for name, path in _pairs("--column", texts):
+        paths[name] = path
+        head, colon, kind = path.rpartition(":")
+        if colon:
+            try:
+                types[name] = parse_type(kind)
+            except ConfigError:
+                continue
+            paths[name] = head
+    return paths, types
+
+
+def _check_separator(text: str | None) -> None:
+    if text is not None and (len(text) != 1 or not text.isascii() or text in '"\r\n'):
+        raise ConfigError(f"--separator {text!r}: expected one character, such as ';' or a tab")
 
 
 def _names(option: str, text: str) -> list[str]:

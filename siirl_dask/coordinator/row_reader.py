@@ -17,7 +17,7 @@ from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarg
 from siirl_dask.coordinator.data_order import RowPosition
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import DataError
-from siirl_dask.schema import with_large_offsets
+from siirl_dask.schema import decoded, with_large_offsets
 
 _UNPACKED = 4  # times its bytes in the file that a row is guessed to take
 
@@ -123,8 +123,11 @@ class RowReader:
             raise too_large(f"dataset {self._name!r}", error.where, error.nbytes, self._limit) from error
         except StorageError as error:
             raise DataError(f"dataset {self._name!r}: {error}") from error
-        large = pa.schema([pa.field(field.name, with_large_offsets(field.type)) for field in table.schema])
-        return table.cast(large).combine_chunks()
+        large = pa.schema([pa.field(field.name, with_large_offsets(decoded(field.type))) for field in table.schema])
+        table = table.cast(large)
+        if table.nbytes > self._limit:  # a dictionary has each text once
+            raise too_large(f"dataset {self._name!r}", f"a row group of {group.part!r}", table.nbytes, self._limit)
+        return table.combine_chunks()
 
     def _shrink(self) -> None:
         """Drop what was not used for longest, until the rest fits the budget."""

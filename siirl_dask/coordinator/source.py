@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from shlex import quote
 
 import pyarrow as pa
-from siirl_storage import Snapshot, StorageError, open_table
+from siirl_storage import Snapshot, StorageError, TableNotFound, open_fs, open_table
+from siirl_storage.files import list_files
 
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.frames import check_types
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
-from siirl_dask.schema import ANSWER, IDENTITY, ORIGIN, PROMPT, SOURCE_NAME, TYPES, with_large_offsets
+from siirl_dask.schema import ANSWER, IDENTITY, ORIGIN, PROMPT, SOURCE_NAME, TYPES, decoded, with_large_offsets
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
+_TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE)  # what names of JSON and CSV end in
 _ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
@@ -118,6 +122,9 @@ def open_source(source: Source) -> Snapshot:
         return source.table
     try:
         snapshot = open_table(source.url)
+    except TableNotFound as error:
+        refuse_text(source.url)
+        raise DataError(f"dataset {source.url!r}: {error}") from error
     except StorageError as error:
         raise DataError(f"dataset {source.url!r}: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
@@ -136,13 +143,33 @@ def open_source(source: Source) -> Snapshot:
     return snapshot
 
 
+def refuse_text(url: str) -> None:
+    """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``, which has no table."""
+    fs, path = open_fs(url)
+    found = _TEXT.search(path)
+    table = _TEXT.sub("", url)
+    if found is None:
+        names = [name for name in list_files(fs, path) if not any(step[:1] in ("_", ".") for step in name.split("/"))]
+        endings = {match[1].lower() if match else None for match in map(_TEXT.search, names)}
+        if not endings or None in endings:
+            return
+        table = f"{url.rstrip('/')}-table"
+    raise DataError(
+        f"dataset {url!r} is JSON or CSV, and a run reads Parquet, Arrow, and tables. Make one with\n"
+        f"    siirl-dask data import {quote(url)} {quote(table)}\n"
+        f"and name {table!r} instead"
+    )
+
+
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader gives: identity, origin, ``prompt``, ``answer``, all others as they are.
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
+    Dictionaries (pandas' categories) and views (polars' texts) are decoded.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
     """
+    schema = pa.schema([field.with_type(decoded(field.type)) for field in schema])
     fields = {name: TYPES[name] for name in _OWN}
     paths = {PROMPT: source.prompt, ANSWER: source.answer}
     fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}

@@ -57,6 +57,10 @@ class ImportRequest:
     row_group_bytes: int = ROW_GROUP_BYTES
     append: bool = False
     """Append to the table that is there, if there is one."""
+    remark: Callable[[str], None] = lambda text: None
+    """Called with what a user should know of how values were read, such as numbers of which text was made."""
+    separator: str | None = None
+    """Mark between the columns of CSV files; None: a comma, or a tab where they are called .tsv."""
 
 
 def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None) -> Snapshot:
@@ -67,7 +71,10 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
     """
     there = _destination_table(request)
     _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
-    inputs = [one for source in request.sources for one in open_inputs(source, _as_text(request.mapping))]
+    inputs = [one for url in request.sources for one in open_inputs(url, request.separator)]
+    for source in inputs:
+        for text in source.remarks:
+            request.remark(f"{source.name}: {text}")
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
     if request.prompts is not None:
@@ -105,11 +112,13 @@ class _Mapped:
         request, name = self._request, self.input.name
         own = {request.source_column, request.prompts and request.prompts.column}
         columns = pa.schema([one for one in schema if one.name not in own])
+        before = 0
         for batch in self._batches():
             table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
             if request.transform is not None:
                 table = self._transformed(table)
-            table = request.mapping.apply(table, columns, name)
+            table = request.mapping.apply(table, columns, name, before)
+            before += table.num_rows
             if request.prompts is not None:
                 prompts = request.prompts
                 lengths = measure_column(extract(table, prompts.prompt), prompts.measure)
@@ -153,11 +162,6 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
 
 def _is_message(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and {"role", "content"} <= {one.name for one in kind}
-
-
-def _as_text(mapping: ColumnMapping) -> set[str]:
-    """Return the columns of a source whose values are not to be guessed, since their type is given."""
-    return {mapping.columns.get(name, name) for name in mapping.types}
 
 
 def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,27 +70,29 @@ class Input:
     snapshot: Snapshot | None
     """The Parquet or Arrow files behind it; None for files of another kind."""
     batches: Callable[[], Iterator[pa.RecordBatch]]
+    remarks: Sequence[str] = ()
+    """Texts for the user on how its values were read."""
 
 
-def open_inputs(source: str, as_text: Collection[str] = ()) -> list[Input]:
+def open_inputs(source: str, separator: str | None = None) -> list[Input]:
     """Open all that ``source`` names: a file, a glob, a folder of files, a table, or a dataset saved on disk.
 
-    Columns ``as_text`` of CSV files are read as they are written; others as numbers or truth values where all values
-    are. DataError when there is nothing, when it is unclear what is meant, or when it cannot be read.
+    ``separator`` is what CSV files have between columns; None: a comma, or a tab where they are called .tsv. DataError
+    when there is nothing, when it is unclear what is meant, or when it cannot be read.
     """
     with readable(source):
         fs, path = open_fs(source)
         if has_magic(path) and not fs.exists(path):
             found = fs.glob(_pattern(fs, path), detail=True)
             files = {str(name): kind_of(str(name)) for name, info in found.items() if info["type"] == "file"}
-            return _open_files(source, fs, {name: kind for name, kind in files.items() if kind}, as_text)
+            return _open_files(source, fs, {name: kind for name, kind in files.items() if kind}, separator)
         if fs.isfile(path):
             kind = kind_of(path)
             if kind is None:
                 raise DataError(f"{source!r} is of no known kind: expected a name that ends in {', '.join(_ENDINGS)}")
-            return _open_files(source, fs, {path: kind}, as_text)
+            return _open_files(source, fs, {path: kind}, separator)
         if fs.isdir(path):
-            return _open_folder(source, fs, path, as_text)
+            return _open_folder(source, fs, path, separator)
         raise DataError(f"there is nothing at {source!r}{_nearest(fs, path)}")
 
 
@@ -150,7 +152,7 @@ def _nearest(fs: AbstractFileSystem, path: str) -> str:
     return did_you_mean(name, names)
 
 
-def _open_folder(source: str, fs: AbstractFileSystem, path: str, as_text: Collection[str]) -> list[Input]:
+def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str | None) -> list[Input]:
     files = list_files(fs, path)
     if any(re.fullmatch(r"_snapshots/\d{6,}\.json", name) for name in files):
         return [_open_table(source, source)]
@@ -160,7 +162,7 @@ def _open_folder(source: str, fs: AbstractFileSystem, path: str, as_text: Collec
         raise DataError(f"{source!r} holds the splits of a dataset: name one of {names}")
     if "state.json" in files and "dataset_info.json" in files:
         listed = _saved_files(source, _record(fs, f"{path}/state.json"))
-        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": Kind.ARROW for name in listed}, as_text)
+        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": Kind.ARROW for name in listed}, separator)
     kinds = {name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))}
     if len(set(kinds.values())) > 1:
         kinds = {name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS}
@@ -172,7 +174,7 @@ def _open_folder(source: str, fs: AbstractFileSystem, path: str, as_text: Collec
         )
     if set(kinds.values()) == {Kind.PARQUET}:
         return [_open_table(source, source)]  # with columns from the names of folders
-    return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, as_text)
+    return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator)
 
 
 def _is_hidden(name: str) -> bool:
@@ -200,7 +202,7 @@ def _saved_files(source: str, state: dict[str, object]) -> list[str]:
     return names
 
 
-def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], as_text: Collection[str]) -> list[Input]:
+def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], separator: str | None) -> list[Input]:
     """Open files of one kind, given their paths on ``fs``."""
     present = sorted(set(kinds.values()))
     if not present:
@@ -210,14 +212,19 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], as_
     names = list(kinds)
     match present[0]:
         case Kind.JSON:
-            schema, batches = open_json(fs, names)
-            return [Input(source, source, schema, None, None, batches)]
+            schema, batches, remarks = open_json(fs, names)
+            return [Input(source, source, schema, None, None, batches, remarks)]
         case Kind.CSV:
-            schema, batches = open_csv(fs, names, as_text)
-            return [Input(source, source, schema, None, None, batches)]
+            one = partial(_open_csv, source, fs, separator)
         case _:
-            with ThreadPoolExecutor(min(16, len(names))) as pool:  # on an object store each costs some round trips
-                return list(pool.map(partial(_open_file, source, fs), names))
+            one = partial(_open_file, source, fs)
+    with ThreadPoolExecutor(min(16, len(names))) as pool:  # on an object store each costs some round trips
+        return list(pool.map(one, names))
+
+
+def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> Input:
+    schema, batches = open_csv(fs, path, separator)
+    return Input(full_name(fs, path), source, schema, None, None, batches)
 
 
 def _open_file(source: str, fs: AbstractFileSystem, path: str) -> Input:

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from siirl_dask.datasets.casting import cast, first_unfit
 from siirl_dask.datasets.column_paths import extract, type_at
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
-from siirl_dask.schema import IDENTITY
+from siirl_dask.schema import IDENTITY, decoded
 
 _SCALARS = (
     *("string", "large_string", "binary", "large_binary", "bool"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
+_SHORT = {"text": "string", "int": "int64", "float": "float64"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class ColumnMapping:
         if twice:
             raise DataError(f"{name!r} has more than one column {twice[0]!r}")
         paths = self._paths(source, name)
-        kinds = {column: self.types.get(column, _plain(type_at(source, path, name))) for column, path in paths.items()}
+        kinds = {column: self._type_of(column, type_at(source, path, name), name) for column, path in paths.items()}
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
                 f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
@@ -51,22 +53,30 @@ class ColumnMapping:
             raise DataError(f"--type {unknown[0]}=...: {_no_column(unknown[0], kinds, name)}")
         return pa.schema(kinds)
 
-    def apply(self, table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
+    def apply(self, table: pa.Table, schema: pa.Schema, name: str, before: int = 0) -> pa.Table:
         """Return a table's columns under the names and in the types of ``schema``. DataError for a value that does not
-        fit.
+        fit, with its row: ``before`` rows of the source come before these.
         """
         paths = self._paths(table.schema, name)
         columns = []
         for one in schema:
             column = extract(table, paths[one.name])
             try:
-                columns.append(column if column.type == one.type else _cast(column, one.type))
-            except (pa.ArrowException, ValueError) as error:
+                columns.append(cast(column, one.type))
+            except (pa.ArrowException, ValueError, OverflowError) as error:
+                row = before + first_unfit(column, one.type) + 1
                 raise DataError(
-                    f"{name!r}: column {one.name!r} holds {column.type}, and a value of it is no {one.type}: "
+                    f"{name!r}: column {one.name!r} holds {column.type}, and its value in row {row} is no {one.type}: "
                     f"{error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
+
+    def _type_of(self, column: str, there: pa.DataType, name: str) -> pa.DataType:
+        try:
+            stored = decoded(there, _storable)
+        except ValueError as error:
+            raise DataError(f"{name!r}: column {column!r} is {there}: {error}; --drop {column}") from error
+        return self.types.get(column, stored)
 
     def _paths(self, source: pa.Schema, name: str) -> dict[str, str]:
         """Return the path in the source of each column of the table."""
@@ -79,19 +89,19 @@ class ColumnMapping:
 
 
 def parse_type(text: str) -> pa.DataType:
-    """Return the Arrow type that ``int64`` or ``list<string>`` names. ConfigError for another text."""
+    """Return the Arrow type that ``int``, ``int64`` or ``list<string>`` names. ConfigError for another text."""
     inner = re.fullmatch(r"\s*list\s*<(.*)>\s*", text)
     if inner:
         return pa.list_(parse_type(inner[1]))
-    if text.strip() not in _SCALARS:
-        raise ConfigError(
-            f"type {text!r}: expected list<...> or one of {', '.join(_SCALARS)}{did_you_mean(text.strip(), _SCALARS)}"
-        )
-    return pa.type_for_alias(text.strip())
+    known = (*_SHORT, *_SCALARS)
+    name = text.strip()
+    if name not in known:
+        raise ConfigError(f"type {text!r}: expected list<...> or one of {', '.join(known)}{did_you_mean(name, known)}")
+    return pa.type_for_alias(_SHORT.get(name, name))
 
 
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the schema that all, given with their names, fit into: wider numbers, and any type instead of nulls.
+    """Return the schema that all, given with their names, fit into: wider numbers of a kind, any type instead of nulls.
 
     DataError names the two that do not go together, and the column.
     """
@@ -107,6 +117,8 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
         for one in other:
             here = schema.field(one.name)
             try:
+                if _whole_and_not(here.type, one.type):
+                    raise pa.ArrowTypeError("whole numbers would become others")
                 both = pa.unify_schemas([pa.schema([here]), pa.schema([one])], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
@@ -117,30 +129,30 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     return schema
 
 
+def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether one type has whole numbers where the other has floats: 5 would become 5.0."""
+    if one.num_fields and one.num_fields == other.num_fields:
+        return any(_whole_and_not(one.field(number).type, other.field(number).type) for number in range(one.num_fields))
+    types = pa.types
+    whole = types.is_integer(one) and types.is_floating(other)
+    return bool(whole or (types.is_floating(one) and types.is_integer(other)))
+
+
 def _no_column(column: str, known: Iterable[str], name: str) -> str:
     return f"{name!r} has no column {column!r} (there is: {', '.join(known)}){did_you_mean(column, known)}"
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type that every reader of Parquet gives back: no dictionaries, views or extensions."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _plain(kind.value_type)
-    if pa.types.is_string_view(kind):
-        return pa.string()
-    if pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(one.name, _plain(one.type), one.nullable) for one in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(_plain(kind.value_type))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(_plain(kind.value_type))
-    return kind
+def _storable(kind: pa.DataType) -> pa.DataType:
+    """Return the type in which Parquet has the same values: it has no times in seconds, and no runs.
 
-
-def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-    return column.cast(kind)
+    ValueError for a type that it cannot hold.
+    """
+    if pa.types.is_union(kind) or pa.types.is_interval(kind):
+        raise ValueError("no table has this type")
+    if pa.types.is_run_end_encoded(kind):
+        return kind.value_type
+    if pa.types.is_timestamp(kind) and kind.unit == "s":
+        return pa.timestamp("ms", kind.tz)
+    if pa.types.is_time32(kind):
+        return pa.time32("ms")
+    return pa.date32() if pa.types.is_date64(kind) else kind

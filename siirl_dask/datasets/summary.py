@@ -68,16 +68,18 @@ def summarise(
     prompt: str | None = None,
     rows: int | None = None,
     samples: int = 3,
+    separator: str | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> DatasetSummary:
     """Look into the dataset at ``url``, which may be anything that can be imported.
 
     Lengths, nulls and samples are those of ``rows`` rows, from the beginnings of evenly spaced parts; None: of all
     rows. ``prompt`` is the column whose lengths ``measure`` counts; None takes ``prompt``, or the first one of texts.
+    ``separator`` is what CSV files have between columns.
 
     DataError when it cannot be read, or has no such column.
     """
-    inputs = open_inputs(url)
+    inputs = open_inputs(url, separator)
     schema = unify([(one.name, one.schema) for one in inputs])
     column = prompt or _prompt_of(schema)
     if column is not None:

@@ -1,96 +1,136 @@
-"""Reads JSON Lines, JSON arrays and CSV with DuckDB, as a stream of batches.
+"""Reads JSON Lines, JSON arrays and CSV as a stream of batches in which every value is what the file has.
 
-Types are inferred from all values, not from the first ones: the files are read twice.
+No type is guessed: those of JSON are decided by all values, for which the files are read twice, and CSV is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from siirl_storage.exact_names import make_known, sql_list
+from siirl_storage.files import full_name
 
+from siirl_dask.datasets.csv_rows import read_csv_columns
+from siirl_dask.datasets.json_rows import Block, read_blocks
+from siirl_dask.datasets.json_types import Shape, array_of
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
-_ROWS = 1024  # of a batch
-_LARGEST_ROW = 2**24  # bytes of a row's text; DuckDB holds some of these
-_MEMORY = "512MiB"
-# Texts that look like dates stay texts: no date is written in this format.
-_JSON = (
-    "format='auto', sample_size=-1, map_inference_threshold=-1, field_appearance_threshold=0, maximum_depth=-1, "
-    f"union_by_name=true, dateformat='\x01%Y', timestampformat='\x01%Y', maximum_object_size={_LARGEST_ROW}, "
-    "hive_partitioning=false"
-)
-_CSV = (
-    "header=true, sample_size=-1, auto_type_candidates=['BOOLEAN', 'BIGINT', 'DOUBLE', 'VARCHAR'], "
-    f"max_line_size={_LARGEST_ROW}, hive_partitioning=false"
-)
+Made = TypeVar("Made")
+_HELD = 2**28  # bytes of rows of JSON that are not read twice
+_SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
 
 
-def open_json(fs: AbstractFileSystem, files: Sequence[str]) -> tuple[pa.Schema, Batches]:
-    """Open files of JSON objects, one a line or in an array. Keys that an object lacks are nulls.
+def open_json(fs: AbstractFileSystem, files: Sequence[str]) -> tuple[pa.Schema, Batches, list[str]]:
+    """Open files of JSON objects, one a line or in an array; return also what is text although it was not written so.
 
-    A column whose values are of several types becomes text. DataError for what is not JSON.
+    A key that an object lacks is null. DataError for what is not JSON, and for a key that an object has twice.
     """
-    return _open(fs, files, "read_json", _JSON)
-
-
-def open_csv(fs: AbstractFileSystem, files: Sequence[str], as_text: Collection[str]) -> tuple[pa.Schema, Batches]:
-    """Open CSV files whose first line names the columns; those ``as_text`` are read as they are written."""
-    schema, batches = _open(fs, files, "read_csv", _CSV)
-    texts = [name for name in schema.names if name in as_text]
-    if texts:
-        named = ", ".join(f"{_quoted(name)}: 'VARCHAR'" for name in texts)
-        schema, batches = _open(fs, files, "read_csv", f"{_CSV}, types={{{named}}}")
-    return schema, batches
-
-
-def _open(fs: AbstractFileSystem, files: Sequence[str], function: str, options: str) -> tuple[pa.Schema, Batches]:
-    import duckdb  # here, so that reading a config does not load it
-
-    connection = duckdb.connect(config={"memory_limit": _MEMORY, "threads": 2, "temp_directory": ""})
-    connection.execute("SET enable_progress_bar = false")  # it would print its own
-    make_known(connection, fs)
-    call = f"{function}({sql_list(fs, files)}, {options}"
-    try:
-        described = connection.sql(f"DESCRIBE SELECT * FROM {call})").fetchall()
-        types = {str(row[0]): str(row[1]) for row in described}
-        if function == "read_json":  # what was inferred is given, or it would be inferred again
-            named = ", ".join(f"{_quoted(name)}: {_quoted(kind)}" for name, kind in types.items())
-            call += f", columns={{{named}}}" if types else ""
-        query = f"SELECT {', '.join(_selected(name, kind) for name, kind in types.items())} FROM {call})"
-        schema = connection.sql(f"{query} LIMIT 0").to_arrow_table().schema
-    except duckdb.Error as error:
-        raise _unreadable(files, error) from error
+    shape = Shape()
+    held = _Held()
+    for block in read_blocks(fs, files):
+        _each_row(block, shape.look)
+        held.add(block, shape)
+    if not shape.names:
+        raise DataError(f"{_shown(fs, files)} cannot be read: it has no object with a key, and so no columns")
+    schema = pa.schema(shape.fields())
 
     def batches() -> Iterator[pa.RecordBatch]:
-        try:
-            yield from connection.sql(query).to_arrow_reader(_ROWS)
-        except (duckdb.Error, pa.ArrowException, OSError) as error:
-            raise _unreadable(files, error) from error
-        finally:
-            connection.close()
+        if held.has_all_as(schema):
+            yield from held.batches
+            return
+        for block in read_blocks(fs, files):
+            yield _batch(block, schema)
+
+    return schema, batches, list(shape.remarks())
+
+
+class _Held:
+    """Rows that need not be read again: those of files that are not large, whose first rows have the types of all."""
+
+    def __init__(self) -> None:
+        self.batches: list[pa.RecordBatch] = []
+        self._size: int | None = 0  # None: these are not all
+
+    def add(self, block: Block, shape: Shape) -> None:
+        """Take rows that ``shape`` has seen, unless they or those before are too many."""
+        schema = pa.schema(shape.fields())
+        if self._size is None or not shape.names or not self.has_all_as(schema):
+            self._size = None
+            self.batches = []
+            return
+        self.batches.append(_batch(block, schema))
+        self._size += self.batches[-1].nbytes
+        if self._size > _HELD:
+            self._size = None
+            self.batches = []
+
+    def has_all_as(self, schema: pa.Schema) -> bool:
+        """Return whether all rows are here in the types of ``schema``."""
+        return self._size is not None and all(batch.schema.equals(schema) for batch in self.batches[-1:])
+
+
+def _batch(block: Block, schema: pa.Schema) -> pa.RecordBatch:
+    kind = pa.struct(list(schema))
+    arrays = _each_row(block, lambda rows: array_of(rows, kind))
+    return pa.RecordBatch.from_struct_array(arrays)
+
+
+def _each_row(block: Block, work: Callable[[Sequence[dict[str, object]]], Made]) -> Made:
+    """Return what ``work`` makes of all rows of a block. DataError names the row for which it raises a ValueError."""
+    try:
+        return work(block.rows)
+    except ValueError:
+        for number, row in enumerate(block.rows, block.first):
+            try:
+                work([row])
+            except ValueError as error:
+                raise DataError(f"{block.file} cannot be read: row {number}: {error}") from error
+        raise
+
+
+def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[pa.Schema, Batches]:
+    """Open a CSV file whose first line names the columns; all are texts, and nulls where a line has nothing.
+
+    ``separator`` None: a tab in files called .tsv, a comma in others. DataError for a file without names, and where
+    another separator is likelier.
+    """
+    shown = full_name(fs, path)
+    between = separator
+    if between is None:
+        between = "\t" if re.search(r"\.tsv(\.\w+)?$", path, re.IGNORECASE) else ","
+    names = _names(fs, path, between)
+    if len(names) == 1 and separator is None:
+        other = next((mark for mark in _SEPARATORS if mark in names[0]), None)
+        if other is not None:
+            raise DataError(
+                f"{shown}: its first line has no {_SEPARATORS[between].removeprefix('a ')}, and {_SEPARATORS[other]}: "
+                f"say what is between columns, with --separator {other!r} or --separator {between!r}"
+            )
+    schema = pa.schema([pa.field(name or f"column{number}", pa.string()) for number, name in enumerate(names)])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        names_left = 1  # rows to skip: the names
+        for columns in read_csv_columns(fs, path, between):
+            arrays = [pa.array(column, pa.string()).slice(names_left) for column in columns]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            names_left = 0
 
     return schema, batches
 
 
-def _selected(name: str, kind: str) -> str:
-    """Return a column's expression: values of several types as text, without JSON's quotes around texts, and numbers
-    beyond 64 bits as text.
-    """
-    quoted = '"' + name.replace('"', '""') + '"'
-    if kind in ("HUGEINT", "UHUGEINT"):  # would become decimals, which cannot move between workers
-        return f"CAST({quoted} AS VARCHAR) AS {quoted}"
-    return f"{quoted} ->> '$' AS {quoted}" if kind == "JSON" else quoted
+def _names(fs: AbstractFileSystem, path: str, separator: str) -> list[str]:
+    """Return the names in a CSV file's first line; an empty text for a column without one."""
+    columns = next(read_csv_columns(fs, path, separator), [])
+    names = ["" if column[0] is None else column[0] for column in columns if column]
+    if not any(names):
+        raise DataError(f"{full_name(fs, path)} cannot be read: its first line names no columns")
+    return names
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _unreadable(files: Sequence[str], error: Exception) -> DataError:
-    shown = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-    reason = str(error).partition("\n\nLINE ")[0].strip()
-    return DataError(f"{shown} cannot be read: {reason}")
+def _shown(fs: AbstractFileSystem, files: Sequence[str]) -> str:
+    first = full_name(fs, files[0])
+    return first if len(files) == 1 else f"{first} and {len(files) - 1} more"

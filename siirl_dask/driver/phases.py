@@ -15,7 +15,7 @@ from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
-from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, training_dataset
+from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, refuse_text, training_dataset
 from siirl_dask.driver.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
@@ -246,10 +246,14 @@ def _alone_in(folder: Path | None) -> Iterator[None]:
 
 
 def exists(url: str) -> bool:
-    """Return whether there is a table at ``url``, also a damaged one. DataError if the storage cannot be reached."""
+    """Return whether there is a table at ``url``, also a damaged one.
+
+    DataError if the storage cannot be reached, and where JSON or CSV is there, which no run reads.
+    """
     try:
         open_table(url)
     except TableNotFound:
+        refuse_text(url)
         return False
     except StorageError:
         return True

@@ -177,9 +177,9 @@ def _select(
         batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
         if rows is not None:
             end = bisect_left(rows, first + batch.num_rows)
-            wanted = pa.array([row - first for row in rows[at:end]], pa.int64())
+            wanted = [row - first for row in rows[at:end]]
             first, at = first + batch.num_rows, end
-            batch = batch.take(wanted) if len(wanted) else batch.slice(0, 0)
+            batch = _taken(batch, wanted) if wanted else batch.slice(0, 0)
         total = batch.nbytes + (0 if each else total)
         if total > bound:
             raise TooLarge(where, total, bound)
@@ -187,6 +187,13 @@ def _select(
             yield batch
         if rows is not None and at == len(rows):
             return
+
+
+def _taken(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
+    try:
+        return batch.take(pa.array(rows, pa.int64()))
+    except pa.ArrowNotImplementedError:  # of string_view and binary_view
+        return pa.concat_batches([batch.slice(row, 1) for row in rows])
 
 
 def _parquet_batches(

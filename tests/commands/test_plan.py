@@ -75,6 +75,13 @@ def test_data_that_is_not_there_yet_is_assumed_and_noted(capsys, digits, tmp_pat
     assert "no dataset" not in planned(capsys, *digits)
 
 
+def test_json_is_answered_with_the_command_that_makes_a_table(capsys, digits, tmp_path):
+    (tmp_path / "my rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}')
+    for key in ("data.url", "validation.url"):
+        said = refused(capsys, *digits, f"{key}={tmp_path}/my rows.jsonl")
+        assert f"siirl-dask data import '{tmp_path}/my rows.jsonl' '{tmp_path}/my rows'" in said
+
+
 def test_columns_within_one_struct_are_assumed_together(capsys, digits):
     paths = ["data.url=none", "data.answer=a", "validation.source_column=a.b.c", "rollout.expected_length_column=a.n"]
     text = planned(capsys, *digits, *paths)

@@ -251,3 +251,41 @@ def test_the_limit_of_what_is_read_at_once_is_that_of_moving_rows_where_none_is_
     assert Source.of(DataConfig(url="x", memory_limit="1GiB", read_limit="3GiB")).read_limit == 3 * 2**30
     with pytest.raises(ConfigError, match=r"data\.read_limit='9': expected at least 1MiB"):
         DataConfig(url="x", read_limit="9")
+
+
+def test_dictionaries_and_views_are_decoded(tmp_path):
+    words = pa.array(["a", "b", None, "a"]).dictionary_encode()
+    views = pa.array(["x", None, "long enough to be out of line", ""], pa.string_view())
+    nested = pa.StructArray.from_arrays([words, pa.ListArray.from_arrays([0, 1, 2, 3, 4], words)], ["truth", "all"])
+    rows = pa.table({"q": views, "meta": nested, "extra": words, "bytes": pa.array([b"1"] * 4, pa.binary_view())})
+    pq.write_table(rows, tmp_path / "train.parquet", row_group_size=3)
+    with pa.ipc.new_file(tmp_path / "train.arrow", rows.schema) as writer:
+        writer.write_table(rows)
+    for name in ("train.parquet", "train.arrow"):
+        loader = Dataloader(source(str(tmp_path / name), batch_size=None, seed=None))
+        table = loader.load(0, ("prompt", "answer", "extra", "meta", "bytes"), 0, 1)
+        loader.close()
+        assert table.schema.types[:3] == [pa.large_string()] * 3
+        assert table["prompt"].to_pylist() == views.to_pylist()
+        assert table["answer"].to_pylist() == table["extra"].to_pylist() == words.to_pylist()
+        assert table.select(["meta", "bytes"]).to_pylist() == rows.select(["meta", "bytes"]).to_pylist()
+
+
+def test_a_dictionary_that_is_larger_once_it_is_decoded_keeps_to_the_limit(tmp_path):
+    words = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * 2**16]))
+    pq.write_table(pa.table({"q": words, "meta": [{"truth": 1}] * 64}), tmp_path / "train.parquet")
+    loader = Dataloader(source(str(tmp_path / "train.parquet"), batch_size=None, read_limit=2**20))
+    with pytest.raises(DataError, match=r"once decoded.*data.read_limit"):
+        loader.load(0, ("prompt",), 0, 1)
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.JSON", "train.csv.gz", "folder", "my rows.tsv"])
+def test_json_and_csv_are_refused_with_the_command_that_makes_a_table(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl").write_text("{}")
+    if name != "folder":
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=r"siirl-dask data import \S*") as refused:
+        open_source(source(str(tmp_path / name)))
+    assert name.partition(".")[0] in str(refused.value)

@@ -16,7 +16,7 @@ from siirl_dask.coordinator.dataloader import Dataloader, Source
 from siirl_dask.datasets import ColumnMapping, ImportRequest, PromptLengths, import_data, parse_type
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.rollout.tokenizer import load_tokenizer
-from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet
+from tests.datasets.kinds import KINDS, ROWS, TABLE, json_lines, parquet, stream
 
 MESSAGE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -27,7 +27,7 @@ def imported(*sources, to, **how):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_source_gives_the_same_table(kind, tmp_path):
-    mapping = ColumnMapping(types={"answer": pa.string()})  # a CSV file does not say
+    mapping = ColumnMapping(types=dict(zip(TABLE.schema.names, TABLE.schema.types, strict=True)))  # CSV is text
     table = imported(kind(tmp_path), to=tmp_path / "table", mapping=mapping)
     assert table.to_table().equals(TABLE)
     assert open_table(str(tmp_path / "table")).version == 1
@@ -92,13 +92,6 @@ def test_values_that_appear_late_decide_a_type(tmp_path):
     assert made.to_table(["n"])["n"][29_999].as_py() == "29999"
 
 
-def test_a_csv_column_with_a_type_is_read_as_it_is_written(tmp_path):
-    (tmp_path / "a.csv").write_text('id,text\n007,"one\ntwo"\n1e5,\n')
-    mapping = ColumnMapping(types={"id": pa.string()})
-    made = imported(str(tmp_path / "a.csv"), to=tmp_path / "table", mapping=mapping)
-    assert made.to_table().to_pylist() == [{"id": "007", "text": "one\ntwo"}, {"id": "1e5", "text": None}]
-
-
 def test_several_sources_get_the_widest_types_and_tell_where_rows_are_from(tmp_path):
     pq.write_table(pa.table({"n": pa.array([1], pa.int32()), "t": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"t": pa.array([None], pa.null()), "n": pa.array([2], pa.int64())}), tmp_path / "b.parquet")
@@ -108,6 +101,44 @@ def test_several_sources_get_the_widest_types_and_tell_where_rows_are_from(tmp_p
         {"t": None, "n": 2, "from": sources[0]},
         {"t": "a", "n": 1, "from": sources[1]},
     ]
+
+
+WORDS = pa.array(["a", "b", None, "a"]).dictionary_encode()
+OFFSETS = pa.array([0, 1, 2, 3, 4], pa.int32())
+DECODED = {
+    "dictionary": (WORDS, pa.string()),
+    "in a list": (pa.ListArray.from_arrays(OFFSETS, WORDS), pa.list_(pa.string())),
+    "in a struct": (pa.StructArray.from_arrays([WORDS], ["x"]), pa.struct({"x": pa.string()})),
+    "in a map": (pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS), pa.map_(pa.string(), pa.string())),
+    "string_view": (pa.array(["a", None, "b" * 40, ""], pa.string_view()), pa.string()),
+    "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])), pa.string()),
+    "seconds": (pa.array([1, None, 2, 3], pa.timestamp("s", "UTC")), pa.timestamp("ms", "UTC")),
+    "date64": (pa.array([86_400_000, None, 0, 0], pa.date64()), pa.date32()),
+    "uint64": (pa.array([2**64 - 1, None, 0, 1], pa.uint64()), pa.uint64()),
+    "float16": (pa.array([1.5, None, 2, 3], pa.float16()), pa.float16()),
+    "decimal": (pa.array(["1.10", None, "2.25", "3.00"]).cast(pa.decimal256(50, 2)), pa.decimal256(50, 2)),
+    "map": (pa.array([[("a", 1)], None, [], [("b", None)]], pa.map_(pa.string(), pa.int64())),) * 2,
+    "json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None, "{}", "[]"])), pa.string()),
+    "large": (pa.array(["a", None, "b", ""], pa.large_string()), pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_values_of_any_arrow_type_come_back_equal(name, tmp_path):
+    array, kind = DECODED[name]
+    source = stream(tmp_path, "a.arrow", pa.table({"x": array}))
+    made = imported(source, to=tmp_path / "table").to_table()
+    assert made.schema.field("x").type == (array.type if name == "map" else kind)
+    assert made["x"].to_pylist() == array.to_pylist()
+
+
+def test_a_type_that_no_table_has_is_refused_by_name(tmp_path):
+    union = pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])])
+    source = stream(tmp_path, "a.arrow", pa.table({"x": union, "y": [1, 2]}))
+    with pytest.raises(DataError, match=r"'x' is sparse_union.*no table has this type"):
+        imported(source, to=tmp_path / "table")
+    dropped = imported(source, to=tmp_path / "table", mapping=ColumnMapping(drop=["x"]))
+    assert dropped.schema.names == ["y"]
 
 
 def everything_below(folder):
@@ -285,7 +316,10 @@ def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_writ
         (ColumnMapping(select=["prompt", "anwser"]), "--select anwser: .*did you mean 'answer'"),
         (ColumnMapping(drop=["promt"]), "--drop promt"),
         (ColumnMapping(types={"seem": pa.string()}), "--type seem=...: .*did you mean 'seen'"),
-        (ColumnMapping(types={"prompt": pa.int64()}), "column 'prompt' holds string, and a value of it is no int64"),
+        (
+            ColumnMapping(types={"prompt": pa.int64()}),
+            "column 'prompt' holds string, and its value in row 1 is no int64: ",
+        ),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused_by_name(mapping, said, tmp_path):
@@ -304,8 +338,18 @@ def test_sources_that_do_not_go_together_are_refused_by_name(tmp_path):
         imported(*(str(tmp_path / name) for name in ("a.parquet", "c.parquet")), to=tmp_path / "table")
 
 
-@pytest.mark.parametrize("text", ["int46", "list<>", "list<text>", "struct<a: int64>", ""])
+def test_whole_numbers_do_not_become_fractions_beside_those_of_another_source(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": {"b": [5]}}')
+    (tmp_path / "b.jsonl").write_text('{"a": {"b": [0.5]}}')
+    with pytest.raises(DataError, match=r"column 'a' is .*int64.* in .*a.jsonl' and .*double.* in .*b.jsonl'"):
+        imported(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), to=tmp_path / "table")
+    both = imported(str(tmp_path / "*.jsonl"), to=tmp_path / "table").to_table()
+    assert both["a"].to_pylist() == [{"b": ["5"]}, {"b": ["0.5"]}]
+
+
+@pytest.mark.parametrize("text", ["int46", "list<>", "list<texts>", "struct<a: int64>", ""])
 def test_a_type_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match=r"expected list<...> or one of string"):
+    with pytest.raises(ConfigError, match=r"expected list<...> or one of text, int, float"):
         parse_type(text)
     assert parse_type(" list<list<float32>> ") == pa.list_(pa.list_(pa.float32()))
+    assert [parse_type(short) for short in ("text", "int", "float")] == [pa.string(), pa.int64(), pa.float64()]

@@ -1,0 +1,197 @@
+"""Decides the types of JSON values such that each comes back as it was written, and makes Arrow arrays of them.
+
+A value's type is that of all values at its place: whole numbers within 64 bits are int64, numbers that a float64 prints
+as they are written are float64, and what is of several kinds, or would be another number, is text as it is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, count
+from operator import itemgetter
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_MOST_KEYS = 1000  # of objects at one place; where there are more, keys are data
+_MOST_PLACES = 10_000  # of keys and lists in all
+_DEEPEST = 60  # objects and lists in each other
+_PLAIN = r"^-?(?:[1-9][0-9]{0,14}|0\.(?:0{0,3}[1-9]))[0-9.]*$"  # numbers that Python prints without an exponent
+_NONE = type(None)
+_TEXTS = {str, bytes, _NONE}
+_KINDS = {
+    str: "texts",
+    bool: "truth values",
+    int: "whole numbers",
+    bytes: "numbers with a fraction",
+    dict: "objects",
+    list: "lists",
+}
+_ORDER = list(_KINDS)
+Values = Sequence[Any]
+
+
+class Shape:
+    """Kinds of the values at one place of all rows."""
+
+    def __init__(self, depth: int = 0, places: Iterator[int] | None = None) -> None:
+        self._depth = depth
+        self._places = count() if places is None else places  # of all shapes below the first
+        self._kinds: dict[type, None] = {}  # in the order in which they were seen
+        self._fields: dict[str, Shape] = {}
+        self._item: Shape | None = None
+        self._inexact: str | None = None  # the first number that would not come back as it is written
+
+    def look(self, values: Values) -> None:
+        """Take note of values. ValueError for those that no column can hold."""
+        kinds = set(map(type, values))
+        for kind in sorted(kinds - {_NONE}, key=_ORDER.index):
+            self._kinds.setdefault(kind)
+            if kind is str or kind is bool:
+                continue
+            same: Values = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            if kind is dict:
+                self._look_at_objects(same)
+            elif kind is list:
+                self._below().look(list(chain.from_iterable(same)))
+            elif self._inexact is None:
+                self._inexact = _beyond_64_bits(same) if kind is int else _first_changed(same)
+
+    def _look_at_objects(self, values: Values) -> None:
+        for name in dict.fromkeys(chain.from_iterable(values)):
+            if name not in self._fields:
+                if self._has_data_as_keys:
+                    return
+                name.encode()  # UnicodeEncodeError, a ValueError, for half of a surrogate pair
+                self._fields[name] = self._deeper()
+            self._fields[name].look(_items_there(values, name))
+
+    def _below(self) -> Shape:
+        if self._item is None:
+            self._item = self._deeper()
+        return self._item
+
+    def _deeper(self) -> Shape:
+        if self._depth == _DEEPEST:
+            raise ValueError(f"its values are nested more than {_DEEPEST} deep")
+        if next(self._places) >= _MOST_PLACES:
+            raise ValueError(f"all rows up to it have more than {_MOST_PLACES} different keys: these are data")
+        return Shape(self._depth + 1, self._places)
+
+    @property
+    def _has_data_as_keys(self) -> bool:
+        return self._depth > 0 and len(self._fields) >= _MOST_KEYS
+
+    @property
+    def type(self) -> pa.DataType:
+        """Type that holds all values as they are; text where there is none but nulls."""
+        if len(self._kinds) != 1 or self._reason() is not None:
+            return pa.string()
+        (kind,) = self._kinds
+        if kind is dict:
+            return pa.struct([(name, field.type) for name, field in self._fields.items()])
+        if kind is list:
+            return pa.list_(self._below().type)
+        return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), bytes: pa.float64()}[kind]
+
+    @property
+    def names(self) -> list[str]:
+        """Keys of all objects, in the order in which they were seen."""
+        return list(self._fields)
+
+    def fields(self) -> list[pa.Field]:
+        """Return a column for each key."""
+        return [pa.field(name, field.type) for name, field in self._fields.items()]
+
+    def remarks(self, path: str = "") -> Iterator[str]:
+        """Yield what is text although it was written otherwise, with the path of each place."""
+        reason = self._reason()
+        if path and reason is not None:
+            yield f"{path} holds {reason}: text, as it is written"
+            return
+        for name, field in self._fields.items():
+            yield from field.remarks(f"{path}.{name}" if path else name)
+        if self._item is not None:
+            yield from self._item.remarks(f"{path}[]")
+
+    def _reason(self) -> str | None:
+        """Return why values that are not texts become texts; None where they do not."""
+        if len(self._kinds) > 1:
+            return " and ".join(_KINDS[kind] for kind in self._kinds)
+        if self._inexact is not None:
+            return f"{self._inexact:.60}, which a number in the table would change"
+        if dict in self._kinds and not self._fields:
+            return "objects without keys"
+        if self._has_data_as_keys:
+            return f"objects of {_MOST_KEYS} different keys or more"
+        return None
+
+
+def _items_there(values: Values, name: str) -> list[Any]:
+    """Return what objects have under a name, of those that have it."""
+    try:
+        return list(map(itemgetter(name), values))
+    except KeyError:
+        return [value[name] for value in values if name in value]
+
+
+def _beyond_64_bits(numbers: Sequence[int]) -> str | None:
+    if min(numbers) >= -(2**63) and max(numbers) < 2**63:
+        return None
+    return str(next(number for number in numbers if not -(2**63) <= number < 2**63))
+
+
+def _first_changed(numbers: Sequence[bytes]) -> str | None:
+    """Return the first number that a float64 does not print as it is written."""
+    written = pa.array(numbers, pa.string())
+    # Arrow prints most numbers as Python does, and much faster
+    same = pc.and_(
+        pc.equal(written.cast(pa.float64()).cast(pa.string()), written), pc.match_substring_regex(written, _PLAIN)
+    )
+    others = written.filter(pc.invert(same)).to_pylist()
+    return next((text for text in others if float_text(float(text)) != text), None)
+
+
+def float_text(number: float) -> str:
+    """Return a number as JSON has it, in the fewest digits that tell it from all others."""
+    return json.dumps(number)
+
+
+def array_of(values: Values, kind: pa.DataType) -> pa.Array:
+    """Return values in the type of a shape that has seen them. UnicodeEncodeError for half of a surrogate pair."""
+    if pa.types.is_string(kind):
+        if set(map(type, values)) <= _TEXTS:
+            return pa.array(values, kind)
+        return pa.array([None if value is None else as_text(value) for value in values], kind)
+    absent = [value is None for value in values]
+    if pa.types.is_struct(kind):
+        objects = [{} if value is None else value for value in values] if True in absent else values
+        arrays = [array_of([value.get(one.name) for value in objects], one.type) for one in kind]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(absent, pa.bool_()))
+    if pa.types.is_list(kind):
+        lists = [() if value is None else value for value in values]
+        ends = pa.array([0, *accumulate(map(len, lists))], pa.int32())
+        items = array_of(list(chain.from_iterable(lists)), kind.value_type)
+        return pa.ListArray.from_arrays(
+            ends, items, type=kind, mask=pa.array([value is None for value in values], pa.bool_())
+        )
+    if pa.types.is_floating(kind):
+        return pa.array(values, pa.string()).cast(kind)  # from the digits that are written
+    return pa.array(values, kind)
+
+
+def as_text(value: Any) -> str:
+    """Return a value as text: texts and numbers as they are, others as JSON."""
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_json(name)}: {_json(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_json, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
