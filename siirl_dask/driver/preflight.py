@@ -110,9 +110,12 @@ def _check_lone_samples(dag: DAG) -> None:
 
 
 def _samples(dag: DAG, node: Node) -> int | None:
-    """Return how many samples of a prompt reach a node; None where a node before it makes rows otherwise."""
+    """Return how many samples of a prompt reach a node.
+
+    None where a node before it makes rows otherwise, and where none makes any: a replay's rows come from storage.
+    """
     before = set(node.after)
-    samples = 1
+    samples: int | None = None
     for other in reversed(dag.ordered()):
         if other.name not in before:
             continue
@@ -122,7 +125,7 @@ def _samples(dag: DAG, node: Node) -> int | None:
         rollout = other.options.get("rollout")
         if not isinstance(rollout, RolloutConfig) or "validation" in other.options:
             return None
-        samples *= rollout.n
+        samples = rollout.n if samples is None else samples * rollout.n
     return samples
 
 

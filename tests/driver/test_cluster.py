@@ -1,6 +1,7 @@
 """The cluster that a run starts on this machine ends with the run, whatever its workers are doing."""
 
 import asyncio
+import sys
 import time
 from multiprocessing import spawn
 
@@ -53,8 +54,10 @@ def _argument_of_main(name):
     return {key for key in spawn.get_preparation_data(name) if key.startswith("init_main")}
 
 
-def test_only_workers_start_without_the_main_module_and_only_while_a_cluster_is_there():
+def test_only_workers_start_without_the_main_module_and_only_while_a_cluster_is_there(monkeypatch):
     """A process that a script starts by itself needs its main module."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     there = _argument_of_main("Dask Worker process (from Nanny)")
     assert there
     with main_not_imported():

@@ -99,7 +99,10 @@ def test_prompts_in_chunks_and_preempted_rows_have_their_routes_in_vllm(folder, 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-3)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_and_trainer_agree_with_replay(folder, engine_of, engine, dtype, tolerance):
-    """In bfloat16 tokens that take other experts are off by 6e-3 and more, here and there; with replay none is."""
+    """Whether engine and trainer choose other experts in bfloat16, where nothing is replayed, is up to the processor.
+
+    That the trainer goes by the engine's choices is seen by giving it others.
+    """
     prompts, built = [*PROMPTS, *LONG, *MORE], engine_of(engine, dtype)
     samples = built.generate(prompts, range(len(prompts)), Sampling(max_tokens=40))
     last = torch.full((1, WIDTH), -1)
@@ -113,8 +116,11 @@ def test_engine_and_trainer_agree_with_replay(folder, engine_of, engine, dtype, 
             trainer=TrainerConfig(), rollout=RolloutConfig(router_replay=replay),
         )  # fmt: skip
         off[replay] = float((trainer.logprobs(rows).logprobs - sampled).abs().max())
+        if replay:
+            others = replace(rows, routes=torch.where(routes < 0, routes, (routes + 1) % 4))
+            assert float((trainer.logprobs(others).logprobs - sampled).abs().max()) > 10 * tolerance
     assert off[True] <= tolerance
-    assert (off[False] > tolerance) == (dtype is Dtype.bfloat16)
+    assert off[False] <= tolerance or dtype is Dtype.bfloat16
 
 
 def test_layers_without_experts_have_no_routes(tmp_path):
