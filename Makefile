@@ -46,7 +46,7 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(if $(SINCE),$(CHOSEN)) lint
 	test -z "$(FILES)" || $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	  -m "not alone and not gpu and not slow and not sweep" $(FILES) $(OR_NONE)
-	alone=$$(grep -rl "mark.alone" $(FILES) /dev/null); test -z "$$alone" || $(BIN)/pytest \
+	alone=$$(grep -rl --include="*.py" "mark.alone" $(FILES) /dev/null); test -z "$$alone" || $(BIN)/pytest \
 	  -m "alone and not slow and not sweep" $$alone $(OR_NONE) # of no other file: to import them all takes 20 seconds
 
 .PHONY: $(CHOSEN)
