@@ -70,14 +70,14 @@ test-gpu:
 gpu-bundle:
 	$(GPU_PYTHON) benchmarks/gpu/bundle.py
 
-# What takes minutes or needs programs of its own, such as Slurm: three at a time, since each waits for its processes now and then,
-# and what measures a link alone, afterwards. To import the files that have none of these takes half a minute.
+# What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards. To
+# import the files that have none of these takes half a minute.
 SLOW := build/slow-tests
 test-slow: export OMP_NUM_THREADS ?= 1
 test-slow: install
 	mkdir -p $(dir $(SLOW))
 	$(BIN)/python tests/select_tests.py --marked slow > $(SLOW)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))
 	$(BIN)/pytest -m "slow and alone and not sweep" $$(grep -l "mark.alone" $$(cat $(SLOW)))
 	$(MAKE) test-oldest BESIDE=devices
 

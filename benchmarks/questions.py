@@ -114,7 +114,7 @@ def report(url: str, steps: int) -> None:
             "--lengths": partial(questions.lengths, rollouts),
             "--diff": partial(questions.diff, rollouts, 1, 1 + epoch(steps)),
             "--mismatch": partial(mismatch, rollouts),
-            "check": partial(check_tables, rollouts.fs, url, files, 0, lambda nbytes: None),
+            "check": partial(check_tables, rollouts.fs, url, files, 0, (), lambda nbytes: None),
         }
         print("| question | seconds | of a processor |\n|---|---|---|")
         for name, ask in asked.items():

@@ -51,6 +51,7 @@ def test_a_reward_that_hangs_ends_the_run_by_the_name_of_its_node(start, tmp_pat
     assert json.loads((run.url / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wait_for_it(start, tmp_path, monkeypatch):
     """Within its own time, though all others wait for it and the run as a whole might stand for ten minutes."""
@@ -77,6 +78,7 @@ def test_a_node_that_hangs_on_one_worker_is_told_with_its_stack_and_those_who_wa
     assert failure["resume"] == resume.split(maxsplit=1)[1]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_stopped_worker_is_named_with_what_became_of_its_process_and_replaced(start):
     """Its peers would have waited for it for a minute."""

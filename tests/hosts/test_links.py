@@ -12,7 +12,7 @@ import pytest
 from siirl_dask.testing.hosts import DaskCluster, Lab, Names
 from tests.slowdown import Slowdown
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 PEER_TIMEOUT = 15  # seconds: the default between hosts
 PORTS = range(20000, 21000)
 
