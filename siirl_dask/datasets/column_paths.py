@@ -29,7 +29,8 @@ def steps_of(path: str) -> list[Step]:
     for text in path.split("."):
         last = _LAST_ONES.search(text)
         assert last is not None
-        name, brackets = text[: last.start()], last[0]
+        name = text[: last.start()]
+        brackets = last[0]
         if not name or "[" in name or "]" in name:
             raise DataError(
                 f"column {path!r}: expected a name, then [NUMBER] or [FROM:TO] where it is a list, as in "
@@ -85,7 +86,8 @@ def is_list(kind: pa.DataType) -> bool:
 def _type_behind(kind: pa.DataType, steps: Sequence[Step]) -> pa.DataType:
     if not steps:
         return kind
-    first, rest = steps[0], steps[1:]
+    first = steps[0]
+    rest = steps[1:]
     if isinstance(first, int):
         return _type_behind(kind.value_type, rest)
     if isinstance(first, slice):
@@ -102,7 +104,8 @@ def _list_of(kind: pa.DataType, value: pa.DataType) -> pa.DataType:
 def _values(array: pa.Array, steps: Sequence[Step]) -> pa.Array:
     if not steps:
         return array
-    first, rest = steps[0], steps[1:]
+    first = steps[0]
+    rest = steps[1:]
     if isinstance(first, int):
         return _values(_item(array, first), rest)
     if isinstance(first, slice):

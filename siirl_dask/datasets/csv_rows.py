@@ -73,17 +73,20 @@ class _Reader:
         fields: list[_Field] = self._field.findall(text)
         if fields[-1] == ("", "", ""):
             fields.pop()  # after the last line
-        quoted, plain, marks = zip(*fields, strict=True) if fields else ((), (), ())
+        quoted = [field[0] for field in fields]
+        plain = [field[1] for field in fields]
+        marks = [field[2] for field in fields]
         length = sum(map(len, quoted)) + sum(map(len, plain)) + sum(map(len, marks))
         if length != len(text) or any(map(_both, quoted, plain)):
             raise self._misquoted(text)
         ends = [number for number, mark in enumerate(marks, 1) if mark != self._separator]
         if self._count is None and ends:
             self._count = ends[0]
-        count = self._count or 1
+        count = 1 if self._count is None else self._count
         if ends != list(range(count, len(fields) + 1, count)):
             fields = self._without_empty_lines(fields, ends, count)
-            quoted, plain, _ = zip(*fields, strict=True) if fields else ((), (), ())
+            quoted = [field[0] for field in fields]
+            plain = [field[1] for field in fields]
         self._line += _lines(text)
         return [_cells(quoted[number::count], plain[number::count]) for number in range(count)]
 

@@ -167,7 +167,9 @@ def array_of(values: Values, kind: pa.DataType) -> pa.Array:
         return pa.array([None if value is None else as_text(value) for value in values], kind)
     absent = [value is None for value in values]
     if pa.types.is_struct(kind):
-        objects = [{} if value is None else value for value in values] if True in absent else values
+        objects = values
+        if True in absent:
+            objects = [{} if value is None else value for value in values]
         arrays = [array_of([value.get(one.name) for value in objects], one.type) for one in kind]
         return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(absent, pa.bool_()))
     if pa.types.is_list(kind):

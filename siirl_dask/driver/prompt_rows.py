@@ -24,7 +24,8 @@ from siirl_dask.planner.contract import bare
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 
-_GROUPS, _ROWS = 16, 2**14  # row groups that are looked into, and the first rows of each
+_GROUPS = 16  # row groups that are looked into
+_ROWS = 2**14  # the first of each
 _BYTES = 2**26  # of rows, once decoded
 _SHOWN = 2000  # characters of a prompt that are shown
 
@@ -45,7 +46,8 @@ def check_rows(dataset: Dataset) -> list[str]:
     """
     notes = []
     for source in dataset.sources:
-        nulls, looked = 0, 0
+        nulls = 0
+        looked = 0
         first: str | None = None
         for place, prompts, answers in _rows(source):
             if prompts.null_count:
@@ -104,7 +106,8 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         return None
     source = dataset.sources[0]
     snapshot = open_source(source)
-    column, images = source.prompt.split(".")[0], config.images.column
+    column = source.prompt.split(".")[0]
+    images = config.images.column
     names = [column] if images is None else [column, images]
     group = next(group for group in snapshot.row_groups() if group.rows)
     try:

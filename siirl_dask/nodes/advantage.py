@@ -65,7 +65,9 @@ def _learns_alone(*, advantage: Callable[[Outcomes], Tensor]) -> bool:
     prompts = torch.arange(2)
     apart = advantage(_two_samples(prompts))
     together = advantage(_two_samples(torch.zeros_like(prompts)))
-    return torch.equal(apart, together) or bool(apart[0] != 0)
+    if torch.equal(apart, together):
+        return True
+    return bool(apart[0] != 0)
 
 
 def _two_samples(group_ids: Tensor) -> Outcomes:
@@ -84,7 +86,9 @@ def _tokens_learn_alone(*, advantage: Callable[[TokenOutcomes], TokenAdvantages]
     prompts = torch.arange(2)
     apart = advantage(_two_tokens(prompts)).advantages
     together = advantage(_two_tokens(torch.zeros_like(prompts))).advantages
-    return torch.equal(apart, together) or bool(apart[0] != 0)
+    if torch.equal(apart, together):
+        return True
+    return bool(apart[0] != 0)
 
 
 def _two_tokens(group_ids: Tensor) -> TokenOutcomes:

@@ -37,7 +37,8 @@ def find_due(url: str, files: Mapping[str, int]) -> Due:
     of its own.
     """
     try:
-        identity, removed = read_identity_file(url), read_retention(url)
+        identity = read_identity_file(url)
+        removed = read_retention(url)
         complete = _complete_steps(url)
         measured = [(record["phase"], record["step"]) for record in read_metrics(url)]
     except (ConfigError, DataError, UnicodeDecodeError):
