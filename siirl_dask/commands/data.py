@@ -157,7 +157,7 @@ def _show(chosen: argparse.Namespace) -> None:
         raise ConfigError("--model and --tokenizer: expected one of them, both name the model whose tokens are counted")
     path = chosen.model or chosen.tokenizer
     if chosen.max_prompt_length is not None and path is None:
-        raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer")
+        raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer or --model")
     tokenizer = None if path is None else _tokenizer(path, "--model" if chosen.model else "--tokenizer")
     measure = characters if tokenizer is None else tokenizer.lengths
     console = PipeConsole()
