@@ -47,11 +47,22 @@ def sample_and_note(
     scorer="reward",
     columns=(),
     images: ImagesConfig | None = None,
+    continue_answers=False,
 ):
     with Path(notes).open("a") as file:
         file.write(f"{ctx.step}\n")
-    given = {"max_prompt_length": max_prompt_length, "batch_size": batch_size, "rounds": rounds, "images": images}
-    return sample_until_mixed(ctx, table, rollout=rollout, scorer=scorer, columns=columns, **given)
+    return sample_until_mixed(
+        ctx,
+        table,
+        rollout=rollout,
+        max_prompt_length=max_prompt_length,
+        batch_size=batch_size,
+        rounds=rounds,
+        scorer=scorer,
+        columns=columns,
+        images=images,
+        continue_answers=continue_answers,
+    )
 
 
 sample_and_note.__contract__ = sample_until_mixed.__contract__
