@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from fsspec import AbstractFileSystem
 from siirl_storage.files import full_name
@@ -41,7 +42,7 @@ class _Reader:
     def __init__(self, file: str, separator: str) -> None:
         self._file = file
         mark = re.escape(separator)
-        self._field = re.compile(rf'("(?:[^"]++|"")*+")?+([^"\r\n{mark}]*+)({mark}|\r\n|\n|\r|\Z)')
+        self._field = re.compile(rf'(?:("(?:[^"]++|"")*+")|([^"\r\n{mark}]*+))({mark}|\r\n|\n|\r|\Z)')
         self._separator = separator
         self._text = ""
         self._line = 1  # at which the text begins
@@ -73,11 +74,11 @@ class _Reader:
         fields: list[_Field] = self._field.findall(text)
         if fields[-1] == ("", "", ""):
             fields.pop()  # after the last line
-        quoted = [field[0] for field in fields]
-        plain = [field[1] for field in fields]
-        marks = [field[2] for field in fields]
+        quoted = list(map(itemgetter(0), fields))
+        plain = list(map(itemgetter(1), fields))
+        marks = list(map(itemgetter(2), fields))
         length = sum(map(len, quoted)) + sum(map(len, plain)) + sum(map(len, marks))
-        if length != len(text) or any(map(_both, quoted, plain)):
+        if length != len(text):
             raise self._misquoted(text)
         ends = [number for number, mark in enumerate(marks, 1) if mark != self._separator]
         if self._count is None and ends:
@@ -106,7 +107,7 @@ class _Reader:
 
     def _misquoted(self, text: str) -> DataError:
         at = 0
-        while (found := self._field.match(text, at)) and not (found[1] and found[2]) and found.end() > at:
+        while (found := self._field.match(text, at)) and found.end() > at:
             at = found.end()
         line = self._line + _lines(text[:at])
         return self.wrong(
@@ -118,10 +119,6 @@ class _Reader:
         return DataError(f"{self._file} cannot be read: line {line or self._line}: {what}")
 
 
-def _both(quoted: str, plain: str) -> bool:
-    return quoted != "" and plain != ""
-
-
 def _cells(quoted: Sequence[str], plain: Sequence[str]) -> list[str | None]:
     if not any(quoted):
         return [text or None for text in plain]
@@ -130,4 +127,7 @@ def _cells(quoted: Sequence[str], plain: Sequence[str]) -> list[str | None]:
 
 
 def _lines(text: str) -> int:
-    return text.count("\n") + text.count("\r") - text.count("\r\n")
+    ends = text.count("\n")
+    if "\r" in text:
+        ends += text.count("\r") - text.count("\r\n")
+    return ends

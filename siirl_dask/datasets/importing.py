@@ -15,8 +15,9 @@ from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
 from siirl_dask.datasets.mapping import ColumnMapping, unify
 from siirl_dask.datasets.table_writer import TableWriter
+from siirl_dask.datasets.text_files import TypesChanged
 from siirl_dask.datasets.token_lengths import TokenLengths, extended
-from siirl_dask.errors import ConfigError, DataError, did_you_mean
+from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 
 ROW_GROUP_BYTES = 2**24
 """Default size of a row group before it is encoded: what a worker decodes to read some of its rows."""
@@ -72,13 +73,34 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
     there = _destination_table(request)
     _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
     inputs = [one for url in request.sources for one in open_inputs(url, request.separator)]
-    for source in inputs:
-        for text in source.remarks:
-            request.remark(f"{source.name}: {text}")
+    try:
+        mapped, schema = _mapped(request, inputs)
+    except UserError:  # perhaps of a column that is not in the first rows
+        inputs = [one.settled() for one in inputs]
+        mapped, schema = _mapped(request, inputs)
+    try:
+        return _write(request, mapped, schema, there, progress)
+    except TypesChanged:
+        if request.prompts is not None:
+            request.prompts.lengths = Lengths()
+        mapped, schema = _mapped(request, [one.settled() for one in inputs])
+        return _write(request, mapped, schema, there, progress)
+
+
+def _mapped(request: ImportRequest, inputs: Sequence[Input]) -> tuple[list[_Mapped], pa.Schema]:
+    """Return the inputs as columns of the table, and its schema."""
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
     if request.prompts is not None:
         check_prompts(schema, request.prompts.prompt, request.to)
+    return mapped, schema
+
+
+def _write(
+    request: ImportRequest, mapped: Sequence[_Mapped], schema: pa.Schema, there: Snapshot | None, progress: Progress
+) -> Snapshot:
+    """Write all rows; TypesChanged, and nothing is written, where some have other types than their input's first."""
+    inputs = [one.input for one in mapped]
     total = total_rows(inputs)
     rows = nbytes = 0
     with TableWriter(request.to, schema, request.row_group_bytes) as writer:
@@ -91,6 +113,9 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
                 progress(rows, nbytes, total)
         if not rows:
             raise DataError(f"{', '.join(request.sources)}: there are no rows")
+        for source in inputs:
+            for text in source.remarks():
+                request.remark(f"{source.name}: {text}")
         with _destination(request.to):
             properties = {"imported": json.dumps({"sources": list(request.sources)})}
             return writer.commit(properties | _token_lengths(request, there, rows), append=request.append)

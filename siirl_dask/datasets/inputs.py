@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from glob import escape, has_magic
@@ -23,7 +23,7 @@ from siirl_storage import Snapshot, StorageError, TableNotFound, join, open_fs, 
 from siirl_storage.files import full_name, list_files, open_input
 from siirl_storage.manifest import is_below
 
-from siirl_dask.datasets.text_files import open_csv, open_json
+from siirl_dask.datasets.text_files import JsonFiles, open_csv
 from siirl_dask.errors import DataError, UserError, did_you_mean
 
 MAX_BATCH_BYTES = 2**30
@@ -65,13 +65,25 @@ class Input:
     source: str
     """The source as it was given."""
     schema: pa.Schema
+    """Of JSON the schema of its first rows, until ``settled``."""
     rows: int | None
     """Number of rows, where it is known before they are read."""
     snapshot: Snapshot | None
     """The Parquet or Arrow files behind it; None for files of another kind."""
     batches: Callable[[], Iterator[pa.RecordBatch]]
-    remarks: Sequence[str] = ()
-    """Texts for the user on how its values were read."""
+    """Yields the rows; TypesChanged if some do not have the types of the first, as JSON's may not."""
+    json: JsonFiles | None = None
+
+    def settled(self) -> Input:
+        """Return it with the schema that all rows have."""
+        if self.json is None:
+            return self
+        self.json.settle()
+        return replace(self, schema=self.json.schema)
+
+    def remarks(self) -> Sequence[str]:
+        """Return texts for the user on how the values were read, once all are."""
+        return () if self.json is None else self.json.remarks
 
 
 def open_inputs(source: str, separator: str | None = None) -> list[Input]:
@@ -212,8 +224,8 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], sep
     names = list(kinds)
     match present[0]:
         case Kind.JSON:
-            schema, batches, remarks = open_json(fs, names)
-            return [Input(source, source, schema, None, None, batches, remarks)]
+            found = JsonFiles(fs, names)
+            return [Input(source, source, found.schema, None, None, found.batches, found)]
         case Kind.CSV:
             one = partial(_open_csv, source, fs, separator)
         case _:

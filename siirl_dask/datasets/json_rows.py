@@ -26,7 +26,8 @@ _ROWS = 2**13  # of a block
 _BLOCK = 2**22  # characters of a block's text, about
 _CHUNK = 2**20  # bytes that are read at once
 _MINUS_ZERO = re.compile(r"-0(?![.0-9eE])")  # which a whole number would not keep; also in texts
-_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACE = re.compile(r"[ \t\n\r]*+")
+_COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -49,7 +50,7 @@ def read_blocks(fs: AbstractFileSystem, files: Sequence[str]) -> Iterator[Block]
     that an object has twice.
     """
     for path in files:
-        yield from _Objects(full_name(fs, path)).blocks(_texts(fs, path))
+        yield from _Objects(fs, path).blocks()
 
 
 def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
@@ -75,85 +76,79 @@ def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
 class _Objects:
     """Finds the objects in one file's text."""
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._texts = _texts(fs, path)
         self._decoder = _decoder(int)
         self._text = ""
         self._at = 0  # in the text
-        self._lines_before = 0  # before the text
+        self._before = 0  # characters of the file before the text
         self._row = 1
-        self._line_by_line = True
 
-    def blocks(self, texts: Iterator[str]) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
+        file = full_name(self._fs, self._path)
         try:
-            if not self._skip_space(texts):
+            if not self._skip_space():
                 return
-            rows: Iterator[list[dict[str, Any]]]
-            if self._text.startswith("[", self._at):
+            is_array = self._text.startswith("[", self._at)
+            if is_array:
                 self._at += 1
-                rows = _gathered(self._items(texts))
-            else:
-                rows = self._lines(texts)
             first = 1
-            for some in rows:
-                yield Block(self._file, first, some)
-                first += len(some)
+            for rows in self._items() if is_array else self._lines():
+                yield Block(file, first, rows)
+                first += len(rows)
         except UnicodeDecodeError as error:
-            raise DataError(f"{self._file} cannot be read after row {self._row - 1}: {error}") from error
+            raise DataError(f"{file} cannot be read after row {self._row - 1}: {error}") from error
 
-    def _lines(self, texts: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
-        """Yield objects that follow each other: whole lines at once, and others one by one."""
-        while self._skip_space(texts):
-            rows = self._next_lines()
-            if rows is None:
-                row, _ = self._next(texts)
-                rows = [row]
-            yield rows
+    def _lines(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield objects that follow each other, on lines or not."""
+        while self._skip_space():
+            yield self._next_rows(_SPACE)
 
-    def _next_lines(self) -> list[dict[str, Any]] | None:
-        """Return the objects of the lines that have been read; None where a line is not one object."""
-        end = self._text.rfind("\n", self._at, self._at + _BLOCK)
-        if end < 0 or not self._line_by_line:
-            return None
-        lines = self._text[self._at : end].split("\n", _ROWS)
-        if len(lines) > _ROWS:
-            end -= len(lines.pop()) + 1
-        objects = [line for line in lines if line and not line.isspace()]
-        try:
-            rows, _ = self._decoder.raw_decode("[" + ",".join(objects) + "]")
-        except (ValueError, _RepeatedKeyError, RecursionError):
-            rows = []
-        if len(rows) != len(objects) or set(map(type, rows)) != {dict}:
-            self._line_by_line = False  # objects of several lines, or an error, which is found row by row
-            return None
-        self._at = end
-        self._row += len(rows)
-        return list(rows)
-
-    def _items(self, texts: Iterator[str]) -> Iterator[tuple[dict[str, Any], int]]:
+    def _items(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the objects of an array, whose bracket has been read."""
-        self._skip_space(texts)
-        if self._text.startswith("]", self._at):
-            self._at += 1
-        else:
-            yield from self._rest_of_array(texts)
-        if self._skip_space(texts):
-            raise self._wrong("there is more after the array", self._at)
-
-    def _rest_of_array(self, texts: Iterator[str]) -> Iterator[tuple[dict[str, Any], int]]:
-        while True:
-            self._skip_space(texts)
-            yield self._next(texts)
-            self._skip_space(texts)
+        self._skip_space()
+        ended = self._text.startswith("]", self._at)
+        while not ended:
+            self._skip_space()
+            yield self._next_rows(_COMMA)
+            self._skip_space()
             mark = self._text[self._at : self._at + 1]
             if mark not in (",", "]"):
                 raise self._wrong("expected a comma or the end of the array", self._at)
-            self._at += 1
-            if mark == "]":
-                return
+            ended = mark == "]"
+            if not ended:
+                self._at += 1
+        self._at += 1
+        if self._skip_space():
+            raise self._wrong("there is more after the array", self._at)
 
-    def _next(self, texts: Iterator[str]) -> tuple[dict[str, Any], int]:
-        """Return the object that begins here, with the length of its text."""
+    def _next_rows(self, between: re.Pattern[str]) -> list[dict[str, Any]]:
+        """Return the object that begins here, and those after it that end within what has been read."""
+        rows = [self._next()]
+        decode = self._decoder.raw_decode
+        text = self._text
+        at = self._at
+        last = min(len(text), at + _BLOCK)
+        try:
+            while at < last and len(rows) < _ROWS:
+                follows = between.match(text, at)
+                if follows is None:
+                    break
+                row, end = decode(text, follows.end())
+                if type(row) is not dict:
+                    break
+                rows.append(row)
+                at = end
+        except (ValueError, RecursionError, _RepeatedKeyError):
+            pass  # the next row is not whole yet, or wrong: _next, which comes to it, reads on or says why
+        self._row += len(rows) - 1
+        self._at = at
+        return rows
+
+    def _next(self) -> dict[str, Any]:
+        """Return the object that begins here."""
         while True:
             try:
                 row, end = self._decoder.raw_decode(self._text, self._at)
@@ -161,7 +156,7 @@ class _Objects:
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > LARGEST_ROW:
                     raise self._wrong(f"{error.msg} (a row may have {LARGEST_ROW} characters)", error.pos) from error
-                if not self._more(texts):
+                if not self._more():
                     raise self._wrong(error.msg, error.pos) from error
             except _RepeatedKeyError as error:
                 raise self._wrong(f"an object has the key {error.args[0]!r:.100} twice", self._at) from error
@@ -171,12 +166,11 @@ class _Objects:
                 raise self._wrong("its values are nested too deep", self._at) from error
         if type(row) is not dict:
             raise self._wrong("it is no object: expected {...} with the names of columns", self._at)
-        length = end - self._at
         self._at = end
         self._row += 1
-        return row, length
+        return row
 
-    def _skip_space(self, texts: Iterator[str]) -> bool:
+    def _skip_space(self) -> bool:
         """Go on to what is no space; return whether there is something."""
         while True:
             found = _SPACE.match(self._text, self._at)
@@ -184,22 +178,22 @@ class _Objects:
             self._at = found.end()
             if self._at < len(self._text):
                 return True
-            if not self._more(texts):
+            if not self._more():
                 return False
 
-    def _more(self, texts: Iterator[str]) -> bool:
+    def _more(self) -> bool:
         """Read on, as much again as is held of a long row; return whether there was more."""
         pieces: list[str] = []
         length = 0
         while length <= len(self._text) - self._at:
-            piece = next(texts, None)
+            piece = next(self._texts, None)
             if piece is None:
                 break
             pieces.append(piece)
             length += len(piece)
         if length == 0:
             return False
-        self._lines_before += self._text.count("\n", 0, self._at)
+        self._before += self._at
         self._text = self._text[self._at :] + "".join(pieces)
         self._at = 0
         if _MINUS_ZERO.search(self._text):
@@ -207,24 +201,19 @@ class _Objects:
         return True
 
     def _wrong(self, what: str, at: int) -> DataError:
-        line = self._lines_before + self._text.count("\n", 0, at) + 1
+        """Return the error for a place in the text. To find its line the file is read again: that costs nothing of a
+        file in which nothing is wrong.
+        """
+        left = self._before + at
+        line = 1
+        for text in _texts(self._fs, self._path):
+            line += text.count("\n", 0, left)
+            left -= len(text)
+            if left <= 0:
+                break
         column = at - self._text.rfind("\n", 0, at)
-        return DataError(f"{self._file} cannot be read: row {self._row}, line {line}, column {column}: {what}")
-
-
-def _gathered(rows: Iterator[tuple[dict[str, Any], int]]) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows, of which each has the length of its text, in lists of bounded size."""
-    held: list[dict[str, Any]] = []
-    size = 0
-    for row, length in rows:
-        held.append(row)
-        size += length
-        if len(held) == _ROWS or size >= _BLOCK:
-            yield held
-            held = []
-            size = 0
-    if held:
-        yield held
+        where = f"row {self._row}, line {line}, column {column}"
+        return DataError(f"{full_name(self._fs, self._path)} cannot be read: {where}: {what}")
 
 
 def _decoder(parse_int: Callable[[str], int | bytes]) -> json.JSONDecoder:

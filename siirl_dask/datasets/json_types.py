@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 _MOST_KEYS = 1000  # of objects at one place; where there are more, keys are data
 _MOST_PLACES = 10_000  # of keys and lists in all
 _DEEPEST = 60  # objects and lists in each other
-_PLAIN = r"^-?(?:[1-9][0-9]{0,14}|0\.(?:0{0,3}[1-9]))[0-9.]*$"  # numbers that Python prints without an exponent
+_PLAIN_FROM = 1e-4  # numbers that Python and Arrow print without an exponent
+_PLAIN_TO = 1e14
 _NONE = type(None)
 _TEXTS = {str, bytes, _NONE}
 _KINDS = {
@@ -146,11 +147,12 @@ def _beyond_64_bits(numbers: Sequence[int]) -> str | None:
 def _first_changed(numbers: Sequence[bytes]) -> str | None:
     """Return the first number that a float64 does not print as it is written."""
     written = pa.array(numbers, pa.string())
-    # Arrow prints most numbers as Python does, and much faster
-    same = pc.and_(
-        pc.equal(written.cast(pa.float64()).cast(pa.string()), written), pc.match_substring_regex(written, _PLAIN)
-    )
-    others = written.filter(pc.invert(same)).to_pylist()
+    values = written.cast(pa.float64())
+    size = pc.abs(values)
+    # Arrow prints these as Python does, and much faster
+    plain = pc.and_(pc.greater_equal(size, _PLAIN_FROM), pc.less(size, _PLAIN_TO))
+    same = pc.and_(pc.equal(values.cast(pa.string()), written), plain)
+    others = written.filter(pc.invert(same)).unique().to_pylist()
     return next((text for text in others if float_text(float(text)) != text), None)
 
 
@@ -165,23 +167,33 @@ def array_of(values: Values, kind: pa.DataType) -> pa.Array:
         if set(map(type, values)) <= _TEXTS:
             return pa.array(values, kind)
         return pa.array([None if value is None else as_text(value) for value in values], kind)
-    absent = [value is None for value in values]
     if pa.types.is_struct(kind):
-        objects = values
-        if True in absent:
-            objects = [{} if value is None else value for value in values]
-        arrays = [array_of([value.get(one.name) for value in objects], one.type) for one in kind]
-        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=pa.array(absent, pa.bool_()))
+        objects, absent = _present(values, {})
+        arrays = [array_of(_items_or_none(objects, one.name), one.type) for one in kind]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind), mask=absent)
     if pa.types.is_list(kind):
-        lists = [() if value is None else value for value in values]
+        lists, absent = _present(values, [])
         ends = pa.array([0, *accumulate(map(len, lists))], pa.int32())
         items = array_of(list(chain.from_iterable(lists)), kind.value_type)
-        return pa.ListArray.from_arrays(
-            ends, items, type=kind, mask=pa.array([value is None for value in values], pa.bool_())
-        )
+        return pa.ListArray.from_arrays(ends, items, type=kind, mask=absent)
     if pa.types.is_floating(kind):
         return pa.array(values, pa.string()).cast(kind)  # from the digits that are written
     return pa.array(values, kind)
+
+
+def _present(values: Values, empty: Any) -> tuple[Values, pa.Array | None]:
+    """Return values with ``empty`` for None, and where that is; no mask where there is no None."""
+    if _NONE not in set(map(type, values)):
+        return values, None
+    absent = pa.array([value is None for value in values], pa.bool_())
+    return [empty if value is None else value for value in values], absent
+
+
+def _items_or_none(objects: Values, name: str) -> list[Any]:
+    try:
+        return list(map(itemgetter(name), objects))
+    except KeyError:
+        return [value.get(name) for value in objects]
 
 
 def as_text(value: Any) -> str:

@@ -79,7 +79,7 @@ def summarise(
 
     DataError when it cannot be read, or has no such column.
     """
-    inputs = open_inputs(url, separator)
+    inputs = [one.settled() for one in open_inputs(url, separator)]
     schema = unify([(one.name, one.schema) for one in inputs])
     column = prompt or _prompt_of(schema)
     if column is not None:

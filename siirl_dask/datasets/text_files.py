@@ -1,6 +1,6 @@
 """Reads JSON Lines, JSON arrays and CSV as a stream of batches in which every value is what the file has.
 
-No type is guessed: those of JSON are decided by all values, for which the files are read twice, and CSV is text.
+No type is guessed: those of JSON are decided by all values, and CSV is text.
 """
 
 from __future__ import annotations
@@ -20,57 +20,66 @@ from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
 Made = TypeVar("Made")
-_HELD = 2**28  # bytes of rows of JSON that are not read twice
 _SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
 
 
-def open_json(fs: AbstractFileSystem, files: Sequence[str]) -> tuple[pa.Schema, Batches, list[str]]:
-    """Open files of JSON objects, one a line or in an array; return also what is text although it was not written so.
+class TypesChanged(DataError):
+    """Rows have other types than those before them had: what was made of these has to be made again."""
 
-    A key that an object lacks is null. DataError for what is not JSON, and for a key that an object has twice.
+
+class JsonFiles:
+    """JSON objects, of whose values the types are decided by all rows.
+
+    Most files have those that their first rows have, and are read once: ``batches`` starts with these, and raises
+    TypesChanged if it comes to others, having looked at all rows. From then on, and after ``settle``, the types are
+    those of all rows. DataError for what is not JSON, and for a key that an object has twice.
     """
-    shape = Shape()
-    held = _Held()
-    for block in read_blocks(fs, files):
-        _each_row(block, shape.look)
-        held.add(block, shape)
-    if not shape.names:
-        raise DataError(f"{_shown(fs, files)} cannot be read: it has no object with a key, and so no columns")
-    schema = pa.schema(shape.fields())
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        if held.has_all_as(schema):
-            yield from held.batches
+    def __init__(self, fs: AbstractFileSystem, files: Sequence[str]) -> None:
+        self._fs = fs
+        self._files = files
+        self._shape = Shape()
+        self._unseen = read_blocks(fs, files)
+        self._first = next(self._unseen, None)
+        if self._first is not None:
+            _each_row(self._first, self._shape.look)
+        if not self._shape.names:
+            self.settle()
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema(self._shape.fields())
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is text although it was not written so, in the rows that have been looked at."""
+        return list(self._shape.remarks())
+
+    def settle(self) -> None:
+        """Look at all rows."""
+        for block in self._unseen:
+            _each_row(block, self._shape.look)
+        self._first = None
+        if not self._shape.names:
+            raise DataError(
+                f"{_shown(self._fs, self._files)} cannot be read: it has no object with a key, and so no columns"
+            )
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield all rows; a key that an object lacks is null."""
+        schema = self.schema
+        if self._first is None:
+            for block in read_blocks(self._fs, self._files):
+                yield _batch(block, schema)
             return
-        for block in read_blocks(fs, files):
+        yield _batch(self._first, schema)
+        self._first = None
+        for block in self._unseen:
+            _each_row(block, self._shape.look)
+            if self.schema != schema:
+                self.settle()
+                raise TypesChanged(f"{block.file}: from row {block.first} on, types are not those of the first rows")
             yield _batch(block, schema)
-
-    return schema, batches, list(shape.remarks())
-
-
-class _Held:
-    """Rows that need not be read again: those of files that are not large, whose first rows have the types of all."""
-
-    def __init__(self) -> None:
-        self.batches: list[pa.RecordBatch] = []
-        self._size: int | None = 0  # None: these are not all
-
-    def add(self, block: Block, shape: Shape) -> None:
-        """Take rows that ``shape`` has seen, unless they or those before are too many."""
-        schema = pa.schema(shape.fields())
-        if self._size is None or not shape.names or not self.has_all_as(schema):
-            self._size = None
-            self.batches = []
-            return
-        self.batches.append(_batch(block, schema))
-        self._size += self.batches[-1].nbytes
-        if self._size > _HELD:
-            self._size = None
-            self.batches = []
-
-    def has_all_as(self, schema: pa.Schema) -> bool:
-        """Return whether all rows are here in the types of ``schema``."""
-        return self._size is not None and all(batch.schema.equals(schema) for batch in self.batches[-1:])
 
 
 def _batch(block: Block, schema: pa.Schema) -> pa.RecordBatch:

@@ -1,5 +1,6 @@
 """An import gives the rows of its sources, whatever their kind, or nothing."""
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,17 @@ def test_values_that_appear_late_decide_a_type(tmp_path):
     last = made.to_table().slice(30_000).to_pylist()
     assert last == [{"p": "2020-01-01", "n": "seven", "e": {"late": 1}, "more": 2.5}]
     assert made.to_table(["n"])["n"][29_999].as_py() == "29999"
+
+
+def test_rows_that_change_the_types_late_are_counted_and_written_once(tmp_path):
+    lines = [json.dumps({"prompt": f"row {row} {'x' * 3000}"}) for row in range(1000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "last", "late": [1]}']))
+    lengths = PromptLengths(prompt="prompt", measure=lambda prompts: [len(prompt) for prompt in prompts])
+    mapping = ColumnMapping(columns={"n": "late"})
+    table = imported(str(tmp_path / "rows.jsonl"), to=tmp_path / "table", mapping=mapping, prompts=lengths)
+    assert lengths.lengths.count == table.num_rows == 1001
+    assert table.to_table()["n"].to_pylist() == [None] * 1000 + [[1]]
+    assert len(list((tmp_path / "table" / "data").iterdir())) == len(table.parts)
 
 
 def test_several_sources_get_the_widest_types_and_tell_where_rows_are_from(tmp_path):

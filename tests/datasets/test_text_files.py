@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from siirl_storage import open_fs
 
-from siirl_dask.datasets import ColumnMapping, ImportRequest, import_data
-from siirl_dask.datasets.text_files import open_csv, open_json
+from siirl_dask.datasets import ColumnMapping, ImportRequest, import_data, json_rows
+from siirl_dask.datasets.text_files import JsonFiles, TypesChanged, open_csv
 from siirl_dask.errors import DataError
 
 
@@ -50,8 +50,12 @@ def is_same(got, value):
 
 def read_json(folder, text, name="rows.jsonl"):
     (folder / name).write_bytes(text.encode())
-    schema, batches, remarks = open_json(open_fs(str(folder))[0], [str(folder / name)])
-    return pa.Table.from_batches(batches(), schema), remarks
+    files = JsonFiles(open_fs(str(folder))[0], [str(folder / name)])
+    try:
+        table = pa.Table.from_batches(files.batches(), files.schema)
+    except TypesChanged:
+        table = pa.Table.from_batches(files.batches(), files.schema)
+    return table, files.remarks
 
 
 def read_csv(file, mark):
@@ -81,15 +85,18 @@ rows = st.one_of(
 layouts = st.sampled_from(["\n".join, "\r\n \n".join, "".join, lambda rows: "[" + " ,\n".join(rows) + "\n]"])
 
 
-@given(rows=rows, layout=layouts)
-def test_any_json_table_comes_back_as_it_is_written(rows, layout, tmp_path_factory):
+@given(rows=rows, layout=layouts, chunk=st.sampled_from([1, 7, 2**20]), most=st.sampled_from([1, 3, 2**13]))
+def test_any_json_table_comes_back_as_it_is_written(rows, layout, chunk, most, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     text = layout([written(row) for row in rows])
-    if not any(rows):
-        with pytest.raises(DataError, match="no columns"):
-            read_json(folder, text)
-        return
-    table, _ = read_json(folder, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_rows, "_CHUNK", chunk)
+        patch.setattr(json_rows, "_ROWS", most)
+        if not any(rows):
+            with pytest.raises(DataError, match="no columns"):
+                read_json(folder, text)
+            return
+        table, _ = read_json(folder, text)
     assert table.num_rows == len(rows)
     assert all(map(is_same, table.to_pylist(), rows))
 
@@ -155,13 +162,14 @@ def test_a_late_value_decides_the_type_of_all_and_all_rows_come(tmp_path):
     assert remarks == ["n holds whole numbers and numbers with a fraction: text, as it is written"]
 
 
-def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path, monkeypatch):
-    text = "\n".join(f'{{"n": {number}}}' for number in range(30_000))
-    once, _ = read_json(tmp_path, text)
-    monkeypatch.setattr("siirl_dask.datasets.text_files._HELD", 100)
-    twice, _ = read_json(tmp_path, text)
-    assert once.equals(twice)
-    assert once["n"].to_pylist() == list(range(30_000))
+def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"n": {number}}}' for number in range(30_000)))
+    once = JsonFiles(open_fs(str(tmp_path))[0], [str(tmp_path / "rows.jsonl")])
+    twice = JsonFiles(open_fs(str(tmp_path))[0], [str(tmp_path / "rows.jsonl")])
+    twice.settle()
+    table = pa.Table.from_batches(once.batches(), once.schema)
+    assert table.equals(pa.Table.from_batches(twice.batches(), twice.schema))
+    assert table["n"].to_pylist() == list(range(30_000))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +179,10 @@ def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path, monkeyp
         ('{"x": {"y": 1, "y": 2}}', "row 1, .*the key 'y' twice"),
         ('{"x": 1}\n{"x": }', "row 2, line 2, column 7: Expecting value"),
         ('[{"x": 1},\n 2]', "row 2, line 2, column 2: it is no object"),
+        ('{"x": 1},{"x": 2}\n{"x": 3\n"y": 4}', "row 2, line 1, column 9: Expecting value"),
         ('[{"x": 1}] {"x": 2}', "there is more after the array"),
+        ('[{"x": 1},]', "row 2, line 1, column 11: Expecting value"),
+        ('[{"x": 1} {"x": 2}]', "line 1, column 11: expected a comma or the end of the array"),
         ('[{"x": 1}', "expected a comma or the end of the array"),
         ('{"x": "ok"}\n{"x": "\\ud800"}', "row 2: 'utf-8' codec can't encode"),
         ('{"x": ' + "9" * 5000 + "}", "row 1, .*4300 digits"),
