@@ -2,6 +2,9 @@
 
 Whole numbers are exact, of whatever size. Others are ``bytes``: the digits that the file has, since what becomes of
 them is decided by all values of a column. (A type of their own would be one that Python's garbage collector counts.)
+
+Lines of texts, truth values and whole numbers, once their types are known, are read by pyarrow, three times as fast.
+Of such types it takes no value that is not written so, and no key that is there twice.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.json as pj
 from fsspec import AbstractFileSystem
 from siirl_storage.files import full_name, open_input
 
@@ -24,8 +28,9 @@ LARGEST_ROW = 2**24
 """Characters that a row's text may have."""
 _ROWS = 2**13  # of a block
 _BLOCK = 2**22  # characters of a block's text, about
-_CHUNK = 2**20  # bytes that are read at once
+_CHUNK = 2**18  # bytes that are read at once: texts of more are memory that the system has to clear each time
 _MINUS_ZERO = re.compile(r"-0(?![.0-9eE])")  # which a whole number would not keep; also in texts
+_NULL_ROW = re.compile(r"\}[ \t\n\r]*+null")  # on which pyarrow crashes; also in texts
 _SPACE = re.compile(r"[ \t\n\r]*+")
 _COMMA = re.compile(r"[ \t\n\r]*+,[ \t\n\r]*+")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -38,19 +43,25 @@ class Block:
     file: str
     first: int
     """Number of the first row in its file; the file's first is 1."""
-    rows: Sequence[dict[str, Any]]
+    rows: Sequence[dict[str, Any]] | pa.RecordBatch
+    """A batch where all rows have the types that the reader was asked about."""
 
 
 class _RepeatedKeyError(Exception):
     pass
 
 
-def read_blocks(fs: AbstractFileSystem, files: Sequence[str]) -> Iterator[Block]:
+def read_blocks(
+    fs: AbstractFileSystem, files: Sequence[str], exact_schema: Callable[[], pa.Schema | None]
+) -> Iterator[Block]:
     """Yield the objects of all files in their order. DataError names file and row of what is no object, and of a key
     that an object has twice.
+
+    ``exact_schema`` returns the schema of batches, if there is one: of texts, truth values and int64, in structs and
+    lists; keys that a row does not have are null.
     """
     for path in files:
-        yield from _Objects(fs, path).blocks()
+        yield from _Objects(fs, path, exact_schema).blocks()
 
 
 def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
@@ -76,8 +87,10 @@ def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
 class _Objects:
     """Finds the objects in one file's text."""
 
-    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str, exact_schema: Callable[[], pa.Schema | None]) -> None:
         self._fs = fs
+        self._exact_schema = exact_schema
+        self._tries_exact = True
         self._path = path
         self._texts = _texts(fs, path)
         self._decoder = _decoder(int)
@@ -97,14 +110,43 @@ class _Objects:
             first = 1
             for rows in self._items() if is_array else self._lines():
                 yield Block(file, first, rows)
-                first += len(rows)
+                first = self._row
         except UnicodeDecodeError as error:
             raise DataError(f"{file} cannot be read after row {self._row - 1}: {error}") from error
 
-    def _lines(self) -> Iterator[list[dict[str, Any]]]:
+    def _lines(self) -> Iterator[list[dict[str, Any]] | pa.RecordBatch]:
         """Yield objects that follow each other, on lines or not."""
         while self._skip_space():
-            yield self._next_rows(_SPACE)
+            batch = self._exact_lines() if self._tries_exact else None
+            yield self._next_rows(_SPACE) if batch is None else batch
+
+    def _exact_lines(self) -> pa.RecordBatch | None:
+        """Return the whole lines that have been read, if they have the types that were asked about, and no -0."""
+        schema = self._exact_schema()
+        if schema is None:
+            return None
+        end = self._text.rfind("\n", self._at) + 1
+        if end <= self._at and self._more():
+            end = self._text.rfind("\n", self._at) + 1
+        if end <= self._at:
+            return None
+        lines = self._text[self._at : end]
+        self._tries_exact = _may_be_exact(lines)
+        if not self._tries_exact:
+            return None
+        data = lines.encode()
+        try:
+            table = pj.read_json(
+                pa.BufferReader(data),
+                read_options=pj.ReadOptions(use_threads=False, block_size=len(data)),
+                parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
+            )
+        except pa.ArrowInvalid:
+            self._tries_exact = False
+            return None
+        self._at = end
+        self._row += table.num_rows
+        return table.combine_chunks().to_batches()[0]
 
     def _items(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the objects of an array, whose bracket has been read."""
@@ -204,14 +246,19 @@ class _Objects:
         """Return the error for a place in the text. To find its line the file is read again: that costs nothing of a
         file in which nothing is wrong.
         """
-        left = self._before + at
+        place = self._before + at
+        read = 0
         line = 1
+        line_begins = 0
         for text in _texts(self._fs, self._path):
-            line += text.count("\n", 0, left)
-            left -= len(text)
-            if left <= 0:
+            line += text.count("\n", 0, place - read)
+            last = text.rfind("\n", 0, place - read)
+            if last >= 0:
+                line_begins = read + last + 1
+            read += len(text)
+            if read >= place:
                 break
-        column = at - self._text.rfind("\n", 0, at)
+        column = place - line_begins + 1
         where = f"row {self._row}, line {line}, column {column}"
         return DataError(f"{full_name(self._fs, self._path)} cannot be read: {where}: {what}")
 
@@ -220,6 +267,10 @@ def _decoder(parse_int: Callable[[str], int | bytes]) -> json.JSONDecoder:
     return json.JSONDecoder(
         object_pairs_hook=_object, parse_int=parse_int, parse_float=str.encode, parse_constant=str.encode
     )
+
+
+def _may_be_exact(lines: str) -> bool:
+    return lines.startswith("{") and not _NULL_ROW.search(lines) and not _MINUS_ZERO.search(lines)
 
 
 def _whole(text: str) -> int | bytes:

@@ -97,6 +97,20 @@ class Shape:
             return pa.list_(self._below().type)
         return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), bytes: pa.float64()}[kind]
 
+    def exact_type(self) -> pa.DataType | None:
+        """Return the type, if all values are texts, truth values or whole numbers, of one kind at each place and not
+        only nulls there, or objects and lists of such; None if they are not.
+        """
+        if len(self._kinds) != 1 or bytes in self._kinds or self._reason() is not None:
+            return None
+        if dict in self._kinds:
+            fields = [(name, field.exact_type()) for name, field in self._fields.items()]
+            return None if any(kind is None for _, kind in fields) else pa.struct(fields)
+        if list in self._kinds:
+            item = self._below().exact_type()
+            return None if item is None else pa.list_(item)
+        return self.type
+
     @property
     def names(self) -> list[str]:
         """Keys of all objects, in the order in which they were seen."""

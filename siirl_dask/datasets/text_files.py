@@ -19,6 +19,7 @@ from siirl_dask.datasets.json_types import Shape, array_of
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
+Rows = Sequence[dict[str, object]]
 Made = TypeVar("Made")
 _SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
 
@@ -39,10 +40,10 @@ class JsonFiles:
         self._fs = fs
         self._files = files
         self._shape = Shape()
-        self._unseen = read_blocks(fs, files)
+        self._unseen = self._blocks()
         self._first = next(self._unseen, None)
         if self._first is not None:
-            _each_row(self._first, self._shape.look)
+            self._look(self._first)
         if not self._shape.names:
             self.settle()
 
@@ -58,7 +59,7 @@ class JsonFiles:
     def settle(self) -> None:
         """Look at all rows."""
         for block in self._unseen:
-            _each_row(block, self._shape.look)
+            self._look(block)
         self._first = None
         if not self._shape.names:
             raise DataError(
@@ -69,31 +70,44 @@ class JsonFiles:
         """Yield all rows; a key that an object lacks is null."""
         schema = self.schema
         if self._first is None:
-            for block in read_blocks(self._fs, self._files):
+            for block in self._blocks():
                 yield _batch(block, schema)
             return
         yield _batch(self._first, schema)
         self._first = None
         for block in self._unseen:
-            _each_row(block, self._shape.look)
+            self._look(block)
             if self.schema != schema:
                 self.settle()
                 raise TypesChanged(f"{block.file}: from row {block.first} on, types are not those of the first rows")
             yield _batch(block, schema)
 
+    def _blocks(self) -> Iterator[Block]:
+        return read_blocks(self._fs, self._files, self._exact_schema)
+
+    def _exact_schema(self) -> pa.Schema | None:
+        kind = self._shape.exact_type()
+        return None if kind is None else pa.schema(list(kind))
+
+    def _look(self, block: Block) -> None:
+        if not isinstance(block.rows, pa.RecordBatch):
+            _each_row(block, block.rows, self._shape.look)
+
 
 def _batch(block: Block, schema: pa.Schema) -> pa.RecordBatch:
+    if isinstance(block.rows, pa.RecordBatch):
+        return block.rows
     kind = pa.struct(list(schema))
-    arrays = _each_row(block, lambda rows: array_of(rows, kind))
+    arrays = _each_row(block, block.rows, lambda rows: array_of(rows, kind))
     return pa.RecordBatch.from_struct_array(arrays)
 
 
-def _each_row(block: Block, work: Callable[[Sequence[dict[str, object]]], Made]) -> Made:
+def _each_row(block: Block, rows: Rows, work: Callable[[Rows], Made]) -> Made:
     """Return what ``work`` makes of all rows of a block. DataError names the row for which it raises a ValueError."""
     try:
-        return work(block.rows)
+        return work(rows)
     except ValueError:
-        for number, row in enumerate(block.rows, block.first):
+        for number, row in enumerate(rows, block.first):
             try:
                 work([row])
             except ValueError as error:

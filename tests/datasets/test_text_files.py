@@ -77,7 +77,8 @@ keys = st.one_of(st.sampled_from(["answer", "Answer", "ANSWER", "a.b", ""]), tex
 values = st.recursive(
     scalars, lambda of: st.lists(of, max_size=3) | st.dictionaries(keys, of, max_size=3), max_leaves=8
 )
-similar = st.sampled_from([numbers, st.integers(-9, 9).map(str).map(Number), st.lists(numbers, max_size=3)])
+whole = st.integers(-9, 9).map(str).map(Number)
+similar = st.sampled_from([numbers, whole, texts, st.lists(numbers, max_size=3), st.lists(texts, max_size=3)])
 rows = st.one_of(
     st.lists(st.dictionaries(keys, values, max_size=4), min_size=1, max_size=6),
     similar.flatmap(lambda of: st.lists(st.dictionaries(keys, of, max_size=3), min_size=1, max_size=6)),
@@ -99,6 +100,33 @@ def test_any_json_table_comes_back_as_it_is_written(rows, layout, chunk, most, t
         table, _ = read_json(folder, text)
     assert table.num_rows == len(rows)
     assert all(map(is_same, table.to_pylist(), rows))
+
+
+exact = st.fixed_dictionaries(
+    {"a": texts, "b": st.lists(st.integers(-9, 9)), "c": st.fixed_dictionaries({"d": st.booleans() | st.none()})}
+)
+pieces = ["null", "NaN", "1.5", "\\ud800", "\x00", '"a": ""', "9" * 20]
+marks = st.text('{}[],:" \n\\-0', max_size=3) | st.sampled_from(pieces)
+
+
+@given(rows=st.lists(exact, min_size=2, max_size=5), data=st.data())
+def test_lines_that_pyarrow_reads_give_the_table_or_the_refusal_that_others_give(rows, data, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    first, *rest = map(json.dumps, [{"a": "x", "b": [1], "c": {"d": True}}, *rows])
+    text = "\n".join(rest)
+    at = data.draw(st.integers(0, len(text)))
+    text = f"{first}\n{text[:at]}{data.draw(marks)}{text[at + data.draw(st.integers(0, 2)) :]}\n"
+    found = []
+    for by_pyarrow in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_rows, "_CHUNK", len(first) + 5)
+            if not by_pyarrow:
+                patch.setattr(json_rows, "_may_be_exact", lambda lines: False)
+            try:
+                found.append(read_json(folder, text))
+            except DataError as error:
+                found.append(str(error))
+    assert found[0] == found[1]
 
 
 names = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5), min_size=1, max_size=4)
