@@ -159,8 +159,8 @@ def report(options: argparse.Namespace, names: list[str], sizes: list[int], roun
 case. Medians of {options.rounds} rounds, in turns, in one process; the ratio is the median of the rounds', with the
 least and the most.
 
-The import does what the rewrite does not: it validates every text and offset, keeps row groups to 16 MiB, decides the
-types of JSON by all values, so that each comes back as it is written, syncs each part to the disk, and commits. It
+The import does what the rewrite does not: it validates every text and offset, keeps row groups to 16 MiB, refuses or
+keeps as text what of JSON would come back otherwise than it is written, syncs each part to the disk, and commits. It
 encodes and writes in a second thread, where the rewrite has one.
 
 {table}
