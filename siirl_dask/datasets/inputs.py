@@ -65,7 +65,7 @@ class Input:
     source: str
     """The source as it was given."""
     schema: pa.Schema
-    """Of JSON the schema of its first rows, until ``settled``."""
+    """Columns and types; those of its first rows for JSON, until ``settled``."""
     rows: int | None
     """Number of rows, where it is known before they are read."""
     snapshot: Snapshot | None

@@ -53,7 +53,7 @@ class JsonFiles:
 
     @property
     def remarks(self) -> list[str]:
-        """What is text although it was not written so, in the rows that have been looked at."""
+        """Remarks on what is text although it was not written so, in the rows that have been looked at."""
         return list(self._shape.remarks())
 
     def settle(self) -> None:
