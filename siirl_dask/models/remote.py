@@ -169,6 +169,11 @@ def tag_of(info: Mapping[str, object]) -> str:
     return next((str(info[name]) for name in _TAGS if info.get(name)), "")
 
 
+def is_of_weights(name: str) -> bool:
+    """Return whether a model's file of that name holds weights, or is an index of such files."""
+    return name.endswith((*_WEIGHTS, *_OTHER_WEIGHTS, ".index.json"))
+
+
 def _base(path: str) -> str:
     return PurePosixPath(path).name
 

@@ -1,15 +1,22 @@
-"""Writes weights as a Hugging Face folder for transformers, vLLM and others, and adapters as a folder for peft."""
+"""Writes weights as a Hugging Face folder for transformers, vLLM and others, and adapters as a folder for peft.
+
+The folder is that of the base with other weights: what is no weight is copied as it is, since another version of
+transformers, or another reader, takes what this one would write for another model. In ``config.json`` the type of the
+numbers is changed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import Dtype, Part, TrainerConfig
 from siirl_dask.errors import ConfigError
@@ -18,38 +25,101 @@ from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.remote import is_of_weights
 from siirl_dask.training.model.lora import merged, peft_config
 from siirl_dask.training.parts import stays
 
-_OF_IMAGES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-)
-"""Files of a folder that say how images become a model's input."""
 _CPU = torch.device("cpu")
+_CONFIG = "config.json"
+_NOT_OF_A_MODEL = ("adapter_config.json",)  # with which transformers looks for adapters beside the weights
+_SHARD = "5GB"
 _PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 
 
 def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
-    """Write ``weights`` (by name, tied ones once) to ``folder`` with the configs, the tokenizer and the files of images
-    of ``base``.
+    """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that hold none.
 
-    ``base`` is the folder that the weights were trained from. ConfigError when the two are not of one model.
+    ``base`` is the folder that the weights were trained from. ConfigError when the two are not of one model, or
+    ``base`` has buffers that are weights and ``weights`` lacks them.
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
         model = _empty_model(base, torch_dtype(dtype, _CPU))
-        tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
-    _check(weights, model, subject)
-    state = {name: tensor.to(model.dtype) for name, tensor in weights.items()}
+    buffers = _buffers(model)
+    _check(weights, model, buffers, subject)
+    state = {name: tensor if name in buffers else tensor.to(model.dtype) for name, tensor in weights.items()}
     with no_progress_bars():
-        model.save_pretrained(folder, state_dict=state)  # it empties ``state``
-    tokenizer.save_pretrained(folder)
-    for name in _OF_IMAGES:
-        if (Path(base) / name).is_file():
-            copyfile(Path(base) / name, folder / name)
+        model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)  # it empties ``state``
+    for file in folder.iterdir():
+        if not is_of_weights(file.name):
+            file.unlink()
+    _copy_others(Path(base), folder, dtype)
+
+
+def _copy_others(base: Path, folder: Path, dtype: Dtype) -> None:
+    """Copy the files of ``base`` that hold no weights; ``config.json`` says what the numbers are."""
+    for file in base.iterdir():
+        left_out = file.name.startswith(".") or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)
+        if file.is_file() and not left_out:
+            copyfile(file, folder / file.name)
+    config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
+    if not _set_dtype(config, dtype.value):
+        config["torch_dtype"] = dtype.value
+    config.pop("quantization_config", None)  # of weights that were unpacked to be trained
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
+    """Change the type where ``config``, or the config of a part, has one; return whether ``config`` itself has."""
+    there = [key for key in ("dtype", "torch_dtype") if key in config]
+    for key in there:
+        config[key] = dtype
+    for part in config.values():
+        if isinstance(part, dict):
+            _set_dtype(part, dtype)
+    return bool(there)
+
+
+def difference(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> float:
+    """Return by how much log-probs of random tokens differ between the model in ``folder``, loaded as any folder is,
+    and the model of the folder ``base`` with ``weights``.
+
+    ConfigError if ``folder`` cannot be loaded, or lacks weights.
+    """
+    subject = _subject(base)
+    kind = model_class(base, subject)
+    with refused_by_name(base, subject):
+        expected = kind.from_config(
+            AutoConfig.from_pretrained(base, local_files_only=True), dtype=torch_dtype(dtype, _CPU)
+        )
+    expected.load_state_dict(dict(weights), strict=False)  # tied weights are there once
+    written = load_pretrained(kind, str(folder), torch_dtype(dtype, _CPU), f"the folder {folder}")
+    words = expected.config.get_text_config().vocab_size
+    tokens = torch.randint(0, words, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logprobs = [model.eval()(tokens).logits.float().log_softmax(-1) for model in (expected, written)]
+    return float((logprobs[0] - logprobs[1]).abs().max())
+
+
+def weight_buffers(base: str) -> list[str]:
+    """Return the names of those buffers of the model in ``base`` that are saved with its weights, as experts' biases.
+
+    They do not learn, and no checkpoint has them. ConfigError for a folder that cannot be loaded.
+    """
+    with refused_by_name(base, _subject(base)):
+        return sorted(_buffers(_empty_model(base, torch.float32)))
+
+
+def with_buffers(weights: Mapping[str, Tensor], names: Sequence[str], base: str) -> dict[str, Tensor]:
+    """Return ``weights`` with the buffers ``names`` of the model in the folder ``base``."""
+    subject = _subject(base)
+    model = load_pretrained(model_class(base, subject), base, torch.float32, subject)
+    return {**{name: model.get_buffer(name) for name in names}, **weights}
+
+
+def _buffers(model: PreTrainedModel) -> set[str]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return model.state_dict().keys() - parameters
 
 
 def write_adapters(
@@ -102,13 +172,14 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = class_of_config(config).from_config(config, dtype=dtype)
-    if (Path(base) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base, local_files_only=True)
+    model.generation_config = GenerationConfig()  # the base's own is copied, also where transformers would refuse it
     return model
 
 
-def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, subject: str) -> None:
+def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, buffers: set[str], subject: str) -> None:
+    state = model.state_dict()
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    expected |= {name: state[name].shape for name in buffers}
     if lacking := sorted(expected.keys() - weights.keys()):
         raise ConfigError(f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?")
     if unknown := sorted(weights.keys() - expected.keys()):

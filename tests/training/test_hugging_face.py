@@ -1,0 +1,117 @@
+"""An exported folder is that of the base with other weights, for whatever reads it."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from siirl_dask.config import Dtype
+from siirl_dask.errors import ConfigError
+from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
+from siirl_dask.training.files.hugging_face import difference, weight_buffers, with_buffers, write_hugging_face
+
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FAMILIES = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3": ("gemma3_text", {"head_dim": 16}),
+    "gemma4": ("gemma4_text", {"head_dim": 16}),
+    "phi3": ("phi3", {}),
+    "glm4_moe": ("glm4_moe", {"head_dim": 16, **ROUTED, **GROUPS}),
+    "deepseek_v3": ("deepseek_v3", {**ROUTED, **GROUPS, **LATENT}),
+}
+TOKENS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def random_model(folder, family):
+    """A model of random weights, and of random buffers where these are saved with its weights."""
+    kind, options = FAMILIES[family]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if "kv_lora_rank" not in options else 4}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **options, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    draw = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(torch.randn(tensor.shape, generator=draw) * (0.3 if name in parameters else 1.0))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def names_in(folder):
+    return {name for file in folder.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_path):
+    model = random_model(tmp_path / "base", family)
+    learned = {name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    buffers = weight_buffers(str(tmp_path / "base"))
+    (tmp_path / "out").mkdir()
+    weights = with_buffers(learned, buffers, str(tmp_path / "base")) if buffers else learned
+    write_hugging_face(tmp_path / "out", weights, str(tmp_path / "base"), Dtype.float32)
+    model.load_state_dict(learned, strict=False)
+    with torch.no_grad():
+        expected = model.eval()(TOKENS).logits
+    assert torch.equal(logits(tmp_path / "out"), expected)
+    assert names_in(tmp_path / "out") == names_in(tmp_path / "base")
+    assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
+
+
+def test_a_folder_of_another_model_differs(tmp_path):
+    base = tiny_model(tmp_path / "base")
+    weights = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    (tmp_path / "out").mkdir()
+    write_hugging_face(tmp_path / "out", weights, str(base), Dtype.bfloat16)
+    assert difference(tmp_path / "out", weights, str(base), Dtype.bfloat16) == 0.0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 10.0
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert difference(tmp_path / "out", weights, str(base), Dtype.bfloat16) > 0.01
+
+
+def test_weights_without_the_buffers_of_their_model_are_refused(tmp_path):
+    model = random_model(tmp_path / "base", "glm4_moe")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks .*e_score_correction_bias"):
+        write_hugging_face(tmp_path / "out", dict(model.named_parameters()), str(tmp_path / "base"), Dtype.float32)
+
+
+def test_all_files_that_hold_no_weights_are_copied_as_they_are_but_for_the_type(tmp_path):
+    base, out = tiny_model(tmp_path / "base"), tmp_path / "out"
+    config = json.loads((base / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    config |= {"rope_theta": 1000000.0, "rope_scaling": None, "transformers_version": "4.51.0", "temperature": 0.5}
+    config |= {"quantization_config": {"quant_method": "fp8"}, "part": {"torch_dtype": "bfloat16"}}
+    (base / "config.json").write_text(json.dumps(config))
+    del config["quantization_config"]
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6,\n\n"top_p": 0.9}')
+    (base / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": []}'
+    )
+    (base / "merges.txt").write_bytes(b"\xff of another tokenizer")
+    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes", "adapter_config.json"):
+        (base / name).write_text("no file of the export")
+    weights = dict(AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "b")).named_parameters())
+    out.mkdir()
+    write_hugging_face(out, weights, str(base), Dtype.bfloat16)
+    assert json.loads((out / "config.json").read_text()) == config | {
+        "torch_dtype": "bfloat16",
+        "part": {"torch_dtype": "bfloat16"},
+    }
+    copied = {"generation_config.json", "tokenizer_config.json", "tokenizer.json", "merges.txt"}
+    assert {file.name for file in out.iterdir()} == {*copied, "config.json", "model.safetensors"}
+    assert all((out / name).read_bytes() == (base / name).read_bytes() for name in copied)
