@@ -10,6 +10,7 @@ from siirl_storage.digests import FileDigest
 
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
+from siirl_dask.observe.summary import summary_altered
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import Finding, State
@@ -152,7 +153,11 @@ def _summary(url: str, files: Mapping[str, int]) -> Finding:
         return Finding(_SUMMARY, State.UNFINISHED, "there is none: the run is under way, or was killed")
     try:
         summary = read_summary(url)
+        altered = summary_altered(url)
     except (DataError, UnicodeDecodeError) as error:
         return Finding(_SUMMARY, State.DAMAGED, str(error), "the next end of the run writes it anew")
+    if altered:
+        text = "it was altered: its digest is another one"
+        return Finding(_SUMMARY, State.DAMAGED, text, "restore it: it does not say how the run ended")
     said = f"{summary.status} after {summary.steps} steps"
     return Finding(_SUMMARY, State.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on")
