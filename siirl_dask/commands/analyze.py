@@ -11,6 +11,7 @@ from typing import Any
 
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.analysis import Analysis, Compared, analyze, mean_lengths
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
@@ -75,8 +76,8 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
         lengths = resolved.lengths
     found = analyze(config, plan, sizes_of(config, plan, source), memory, measured, records, speed, lengths)
     if form == "json":
-        return json.dumps({"version": 1, "run": url, "notes": notes, **_as_data(found)}, indent=1)
-    return _text(config, found, notes, None if speed is None else speed.name)
+        return json.dumps({"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)}, indent=1)
+    return _text(config, found, redacted(notes), None if speed is None else speed.name)
 
 
 def _foreign(spec: object) -> set[str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.text import Text
 
 from siirl_dask.config.file import load_config_file
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.doctor import Finding, State, examine
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
@@ -21,7 +22,8 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
     given = [*([config] if config and "=" in config else []), *overrides]
     if given and (config is None or "=" in config):
         raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
-    findings = examine(None if config is None else load_config_file(config, overrides).config)
+    found = examine(None if config is None else load_config_file(config, overrides).config)
+    findings = [replace(finding, text=redacted(finding.text), cure=redacted(finding.cure)) for finding in found]
     faults = sum(finding.state is State.FAULT for finding in findings)
     if as_json:
         print(json.dumps({"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]}, indent=1))

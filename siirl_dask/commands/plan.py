@@ -9,6 +9,7 @@ from typing import Any
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config, DevicePreference
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
@@ -58,7 +59,7 @@ def describe_run(
     check_observation(config, phases[Phase.TRAIN][0])
     checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
-    notes = [*_assumed(config), *checked.notes]
+    notes = redacted([*_assumed(config), *checked.notes])
     if expected is not None:
         notes.append(expected.note)
     shown = _shown(config, phases)
@@ -70,7 +71,10 @@ def describe_run(
     prompt = first_prompt(config, *phases[Phase.TRAIN]) if there else None
     match form:
         case "json":
-            plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
+            plans = {
+                phase: redacted(as_data(plan, sizes) | links_as_data(plan, sizes))
+                for phase, (plan, sizes) in shown.items()
+            }
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}

@@ -10,6 +10,7 @@ from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype
+from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
 from siirl_dask.observe import Record, Status, read_metrics, read_summary
@@ -140,7 +141,7 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
     logged = _logged(url)
     if missing := sorted(set(range(1, resume.done + 1)) - logged):
         what = f"{len(missing)} of the {resume.done} steps before the checkpoint"
-        logger.warning("%s has no lines of %s: they were lost", join(url, FILE), what)
+        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), what)
     if resume.found is not None:
         return
     config = Run(url).config

@@ -12,6 +12,7 @@ from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, Engine
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.elastic import Elastic
@@ -142,7 +143,8 @@ def _fenced(log: RunLog) -> Fenced | None:
     except Fenced as fenced:
         return fenced
     except Exception as error:  # each store has errors of its own, and it may be what the run failed of
-        logger.warning("%s cannot be looked at: %s: %s", log.attempt.url, type(error).__name__, error)
+        text = redacted(f"{log.attempt.url} cannot be looked at: {type(error).__name__}: {error}")
+        logger.warning("%s", text)
     return None
 
 

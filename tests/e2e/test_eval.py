@@ -57,13 +57,18 @@ def test_table_and_numbers_are_the_same_on_any_number_of_workers(digits_task, cl
     assert "0." in capsys.readouterr().out
 
 
-def test_an_evaluation_says_at_its_start_what_a_run_says_of_its_prompts(digits_task, cluster_address, tmp_path, capsys):
+def test_an_evaluation_says_of_its_prompts_what_a_run_says_and_no_secrets(
+    digits_task, cluster_address, tmp_path, capsys
+):
     model = tmp_path / "model"
     copytree(digits_task.model, model)
     with_bos().save_pretrained(model)
     rows = {"prompt": ["Digits 1:", "x" * 99], "answer": ["", None]}
-    pq.write_table(pa.table(rows), tmp_path / "test.parquet")
-    options = ["--data", str(tmp_path / "test.parquet"), f"--out={tmp_path}/out", "--max-tokens=2"]
+    data = tmp_path / "data?key=S3CR3T"
+    out = tmp_path / "out?key=S3CR3T"
+    data.mkdir()
+    pq.write_table(pa.table(rows), data / "test.parquet")
+    options = ["--data", str(data / "test.parquet"), f"--out={out}", "--max-tokens=2"]
     options += [f"--reward={REWARD}"]
     options += ["rollout.engine=transformers", f"cluster.address={cluster_address}", "data.max_prompt_length=32"]
     main(["eval", str(model), *options])
@@ -71,6 +76,7 @@ def test_an_evaluation_says_at_its_start_what_a_run_says_of_its_prompts(digits_t
     assert "prompts that are texts get the tokenizer's own special tokens, <s> before each" in said
     assert "1 of 2 prompts are longer than data.max_prompt_length=32" in said
     assert "1 of 2 answers that were looked at are null" in said
+    assert "S3CR3T" not in said + (out / "metrics.json").read_text()
 
 
 def test_a_checkpoint_says_what_validation_said_and_its_export_the_same(train, cluster_address, data, tmp_path):

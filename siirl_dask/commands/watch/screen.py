@@ -12,6 +12,7 @@ from rich.text import Text
 
 from siirl_dask.commands.rollouts.answer import counted
 from siirl_dask.commands.watch.look import Life, Look
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe import Status, printable
 from siirl_dask.observe.figures import duration, number
 from siirl_dask.observe.headlines import ALWAYS, headlines_of
@@ -55,7 +56,7 @@ def _head(look: Look) -> Text:
         text.append(f"  {time_left(look.seconds_left)}, without validations", style="cyan")
     if look.summary and look.life is Life.ENDED:
         text.append(f"  in {duration(look.summary.seconds)} on {look.summary.workers:,} workers")
-    text.append(f"\n{printable(look.url)}", style="dim")
+    text.append(f"\n{printable(redacted(look.url))}", style="dim")
     if look.start:
         text.append(f"   start {look.start.number}, {printable(str(look.start.holder))}", style="dim")
     return text
@@ -75,7 +76,7 @@ def _status(look: Look) -> tuple[str, str]:
 def _remarks(look: Look) -> Iterator[Text]:
     if look.summary and look.life is Life.ENDED:
         if look.summary.error:
-            yield Text(printable(look.summary.error)[:_ERROR], style=_COLOURS[look.summary.status])
+            yield Text(printable(redacted(look.summary.error))[:_ERROR], style=_COLOURS[look.summary.status])
         if look.summary.restarts:
             last = look.summary.restarts[-1]
             yield Text(
