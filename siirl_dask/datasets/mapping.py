@@ -143,14 +143,12 @@ def _no_column(column: str, known: Iterable[str], name: str) -> str:
 
 
 def _storable(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which Parquet has the same values: it has no times in seconds, and no runs.
+    """Return the type in which Parquet has the same values: it has no times in seconds.
 
     ValueError for a type that it cannot hold.
     """
     if pa.types.is_union(kind) or pa.types.is_interval(kind):
         raise ValueError("no table has this type")
-    if pa.types.is_run_end_encoded(kind):
-        return kind.value_type
     if pa.types.is_timestamp(kind) and kind.unit == "s":
         return pa.timestamp("ms", kind.tz)
     if pa.types.is_time32(kind):

@@ -112,6 +112,15 @@ DECODED = {
     "in a map": (pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS), pa.map_(pa.string(), pa.string())),
     "string_view": (pa.array(["a", None, "b" * 40, ""], pa.string_view()), pa.string()),
     "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])), pa.string()),
+    "list_view": (pa.array([["a"], None, [], ["b", "c"]], pa.list_view(pa.string())), pa.list_(pa.string())),
+    "large_list_view": (
+        pa.array([["a"], None, [], ["b", "c"]], pa.large_list_view(pa.string_view())),
+        pa.large_list(pa.string()),
+    ),
+    "views in a struct": (
+        pa.array([{"x": ["a"]}, None, {"x": None}, {"x": ["b", "c"]}], pa.struct({"x": pa.list_view(pa.string())})),
+        pa.struct({"x": pa.list_(pa.string())}),
+    ),
     "seconds": (pa.array([1, None, 2, 3], pa.timestamp("s", "UTC")), pa.timestamp("ms", "UTC")),
     "date64": (pa.array([86_400_000, None, 0, 0], pa.date64()), pa.date32()),
     "uint64": (pa.array([2**64 - 1, None, 0, 1], pa.uint64()), pa.uint64()),
