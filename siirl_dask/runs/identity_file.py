@@ -64,7 +64,7 @@ class IdentityFile:
 
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     data: Mapping[str, DataVersion] = field(default_factory=dict)
-    """State of each table to train on, by the configuration's key that names it."""
+    """State of each table of prompts, by the configuration's key that names it, of one to validate on with its URL."""
     tables: Mapping[str, DueTable] = field(default_factory=dict)
 
     def write(self, url: str) -> None:
