@@ -155,6 +155,11 @@ class Interrupted(RunError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things for a message: ``1 turn``, ``2 turns``, ``1,024 turns``."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest valid spelling, or an empty string if none is near."""
     near = get_close_matches(name, list(valid), n=1, cutoff=0.6)

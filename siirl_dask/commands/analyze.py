@@ -16,7 +16,7 @@ from siirl_dask.driver.analysis import Analysis, Compared, analyze, mean_lengths
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.driver.preflight import check
-from siirl_dask.errors import ConfigError, DataError, UserError
+from siirl_dask.errors import ConfigError, DataError, UserError, counted
 from siirl_dask.observe.figures import duration
 from siirl_dask.observe.measured import Measured, measure
 from siirl_dask.observe.metrics import read_metrics
@@ -102,12 +102,14 @@ def _measured(url: str) -> Measured:
 
 def _of_steps(measured: Measured) -> str:
     first, last = measured.steps[0], measured.steps[-1]
+    if first == last:
+        return f"measured in step {first}"
     return f"measured in {len(measured.steps)} steps, {first} to {last}"
 
 
 def _on_as_many(config: Config, workers: int) -> tuple[Config, str]:
     """Return the configuration for as many workers as the trace has, where no placement forbids it."""
-    said = f"the trace has {workers} workers, and cluster.workers={config.cluster.workers}"
+    said = f"the trace has {counted(workers, 'worker')}, and cluster.workers={config.cluster.workers}"
     if config.cluster.placement:
         return config, f"{said}: the plan is that of the configuration, and numbers may not belong together"
     return replace(config, cluster=replace(config.cluster, workers=workers)), f"{said}: the plan is for {workers}"

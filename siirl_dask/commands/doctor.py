@@ -11,7 +11,7 @@ from rich.text import Text
 from siirl_dask.config.file import load_config_file
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.doctor import Finding, State, examine
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import PipeConsole, printable
 
 _STYLES = {State.OK: "green", State.NOTE: "yellow", State.FAULT: "bold red"}
@@ -41,5 +41,5 @@ def _print(findings: Sequence[Finding], faults: int) -> None:
         if finding.cure:
             text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
         console.print(text, soft_wrap=True)
-    counted = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
-    console.print(Text(f"{counted} in {len(findings)} findings"), soft_wrap=True)
+    told = counted(faults, "fault") if faults else "no fault"
+    console.print(Text(f"{told} in {counted(len(findings), 'finding')}"), soft_wrap=True)

@@ -17,7 +17,7 @@ from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phase
 from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.prompt_rows import first_prompt
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
@@ -92,7 +92,8 @@ def describe_run(
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
     if prompt is not None:
-        texts.append(f"== first prompt ==\n\n{prompt.tokens:,} tokens, as the model sees them\n{prompt.text}")
+        told = f"{counted(prompt.tokens, 'token')}, as the model sees {'it' if prompt.tokens == 1 else 'them'}"
+        texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
     if places is not None:
         texts.append(f"== topology ==\n\n{describe_places(places, phases[Phase.TRAIN][0])}")
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])

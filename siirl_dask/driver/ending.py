@@ -49,15 +49,19 @@ def _weights_of(error: FolderGone, url: str, steps: int) -> str:
     newest = _newest(place)
     if newest is None and error.now_at is None:
         return (
-            f"weights  no checkpoint is at {url}: those of these {steps} steps are where the folder was moved to, or "
+            f"weights  no checkpoint is at {url}: those of {_these(steps)} are where the folder was moved to, or "
             "gone with it; what was trained since the newest of them is gone"
         )
     if newest is None:
-        return f"weights  {place} has no checkpoint: the weights of these {steps} steps are gone"
+        return f"weights  {place} has no checkpoint: the weights of {_these(steps)} are gone"
     return (
         f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in {place}; "
         f"`siirl-dask export {place} FOLDER` writes its model, and run.url={place} goes on with it"
     )
+
+
+def _these(steps: int) -> str:
+    return "its only step" if steps == 1 else f"these {steps} steps"
 
 
 def _newest(url: str) -> int | None:

@@ -24,7 +24,7 @@ from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.who_waits import node_timeout
-from siirl_dask.errors import Interrupted, SiirlError
+from siirl_dask.errors import Interrupted, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Role, compile_chains
@@ -117,7 +117,7 @@ def _passes(
     models = find_models(checked.reads)
     try:
         fetch_here(models, config.cluster, progress)
-        progress.note(f"starting {config.cluster.workers} workers")
+        progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             hosts = hosts_of(named)

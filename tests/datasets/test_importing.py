@@ -329,6 +329,8 @@ def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_writ
             ColumnMapping(types={"prompt": pa.int64()}),
             "column 'prompt' holds string, and its value in row 1 is no int64: ",
         ),
+        (ColumnMapping(types={"prompt": parse_type("float")}), "its value in row 1 is no float: "),
+        (ColumnMapping(types={"prompt": parse_type("float32")}), "its value in row 1 is no float32: "),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused_by_name(mapping, said, tmp_path):

@@ -116,7 +116,8 @@ def _own_settings(run: RunFacts) -> str:
     own = settings(run.config)
     rows = [(f"<code>{safe(key)}</code>", safe(value), safe(usual)) for key, (value, usual) in own.items()]
     body = table(("key", "value", "default"), rows, texts=(1, 2))
-    return f"<p>{len(rows)} keys differ from their defaults.</p><details><summary>show them</summary>{body}</details>"
+    told = "1 key differs from its default" if len(rows) == 1 else f"{len(rows)} keys differ from their defaults"
+    return f"<p>{told}.</p><details><summary>show them</summary>{body}</details>"
 
 
 def _compared(runs: Sequence[RunFacts]) -> str:
