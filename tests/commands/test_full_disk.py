@@ -93,7 +93,8 @@ def test_what_is_missing_for_a_model_counts_all_files_that_are_left(disk, tmp_pa
 
 @pytest.mark.parametrize("append", [False, True])
 def test_an_import_says_how_much_is_missing_and_leaves_the_table_as_it_was(append, disk, tmp_path, capsys):
-    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small = tmp_path / "small.jsonl"
+    large = tmp_path / "large.jsonl"
     small.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     noise = [os.urandom(1000).hex() for _ in range(100)]
     large.write_text("".join(json.dumps({"prompt": text, "answer": "b"}) + "\n" for text in noise))
