@@ -36,11 +36,13 @@ class SiirlError(Exception):
     """The user has read it already: it was printed before what followed from it was tidied up."""
 
     def announce(self) -> None:
-        """Print it on stderr, with its notes, unless that was done before."""
+        """Print it on stderr, with its notes and without secrets, unless that was done before."""
+        from siirl_dask.config.secrets import redacted  # config imports this module
+
         if not self.announced:
             notes = "".join(f"\n  {note}" for note in getattr(self, "__notes__", ()))
             report = "".join(f"\n  {line}" for line in self.report.splitlines())
-            print(f"error: {self}{notes}{report}", file=sys.stderr, flush=True)
+            print(redacted(f"error: {self}{notes}{report}"), file=sys.stderr, flush=True)
             self.announced = True
 
 
@@ -151,6 +153,11 @@ class Aborted(RunError):
 
 class Interrupted(RunError):
     """The user stopped the run (Ctrl-C or SIGTERM)."""
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things for a message: ``1 turn``, ``2 turns``, ``1,024 turns``."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

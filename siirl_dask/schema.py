@@ -191,14 +191,14 @@ def is_blob(kind: DataType) -> bool:
 
 
 def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: kind) -> DataType:
-    """Return the type of the same values one by one: no dictionary, views or extension, in what it nests as well.
+    """Return the type of the same values one by one: no dictionary, runs, views or extension, in what it nests as well.
 
     ``leaf`` gives the type for one that nests nothing.
     """
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return decoded(kind.storage_type, leaf)
-    if types.is_dictionary(kind):
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return decoded(kind.value_type, leaf)
     if types.is_string_view(kind):
         return pa.string()
@@ -208,7 +208,7 @@ def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: 
         return pa.struct([_decoded(field, leaf) for field in kind])
     if types.is_list(kind) or types.is_list_view(kind):
         return pa.list_(_decoded(kind.value_field, leaf))
-    if types.is_large_list(kind):
+    if types.is_large_list(kind) or types.is_large_list_view(kind):
         return pa.large_list(_decoded(kind.value_field, leaf))
     if types.is_fixed_size_list(kind):
         return pa.list_(_decoded(kind.value_field, leaf), kind.list_size)

@@ -11,11 +11,12 @@ from typing import Any
 
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.analysis import Analysis, Compared, analyze, mean_lengths
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
 from siirl_dask.driver.preflight import check
-from siirl_dask.errors import ConfigError, DataError, UserError
+from siirl_dask.errors import ConfigError, DataError, UserError, counted
 from siirl_dask.observe.figures import duration
 from siirl_dask.observe.measured import Measured, measure
 from siirl_dask.observe.metrics import read_metrics
@@ -75,8 +76,8 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
         lengths = resolved.lengths
     found = analyze(config, plan, sizes_of(config, plan, source), memory, measured, records, speed, lengths)
     if form == "json":
-        return json.dumps({"version": 1, "run": url, "notes": notes, **_as_data(found)}, indent=1)
-    return _text(config, found, notes, None if speed is None else speed.name)
+        return json.dumps({"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)}, indent=1)
+    return _text(config, found, redacted(notes), None if speed is None else speed.name)
 
 
 def _foreign(spec: object) -> set[str]:
@@ -101,12 +102,14 @@ def _measured(url: str) -> Measured:
 
 def _of_steps(measured: Measured) -> str:
     first, last = measured.steps[0], measured.steps[-1]
+    if first == last:
+        return f"measured in step {first}"
     return f"measured in {len(measured.steps)} steps, {first} to {last}"
 
 
 def _on_as_many(config: Config, workers: int) -> tuple[Config, str]:
     """Return the configuration for as many workers as the trace has, where no placement forbids it."""
-    said = f"the trace has {workers} workers, and cluster.workers={config.cluster.workers}"
+    said = f"the trace has {counted(workers, 'worker')}, and cluster.workers={config.cluster.workers}"
     if config.cluster.placement:
         return config, f"{said}: the plan is that of the configuration, and numbers may not belong together"
     return replace(config, cluster=replace(config.cluster, workers=workers)), f"{said}: the plan is for {workers}"

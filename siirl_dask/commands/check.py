@@ -9,6 +9,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs.check import Finding, State, check_run
 
@@ -33,9 +34,9 @@ def _print(console: Console, finding: Finding) -> None:
     text = Text(f"{finding.state:<10}  ", style=_STYLES[finding.state])
     text.append(printable(finding.part), style="default")
     if finding.text:
-        text.append(f": {printable(finding.text)}", style="default")
+        text.append(f": {printable(redacted(finding.text))}", style="default")
     if finding.remedy:
-        text.append(f"\n{'':<12}{printable(finding.remedy)}", style="dim")
+        text.append(f"\n{'':<12}{printable(redacted(finding.remedy))}", style="dim")
     console.print(text, soft_wrap=True)
 
 

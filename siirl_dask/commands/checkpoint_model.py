@@ -15,6 +15,7 @@ from siirl_storage.files import absolute
 
 from siirl_dask.commands.export import put_folder, write_folder
 from siirl_dask.config import ClusterConfig
+from siirl_dask.config.secrets import redacted
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.reader import Run
@@ -44,7 +45,8 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
             try:
                 remove_tree(fs, path)
             except Exception as error:  # each store has errors of its own; what ended the evaluation is the one to tell
-                logger.warning("the model at %s could not be removed: %s: %s", url, type(error).__name__, error)
+                text = redacted(f"the model at {url} could not be removed: {type(error).__name__}: {error}")
+                logger.warning("%s", text)
 
 
 def write_checkpoint(run: str, to: str, found: Checkpoint) -> None:

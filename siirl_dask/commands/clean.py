@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from siirl_storage.files import absolute
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.retention import Leftover, Reason, find_leftovers, remove_leftovers
@@ -35,7 +35,7 @@ def _told(leftovers: Sequence[Leftover], done: str) -> str:
     for reason in Reason:
         own = [leftover for leftover in leftovers if leftover.reason is reason]
         if own:
-            lines.append(f"{len(own)} files, {sum(one.nbytes for one in own):,} bytes: {reason}")
+            lines.append(f"{counted(len(own), 'file')}, {sum(one.nbytes for one in own):,} bytes: {reason}")
             lines += [f"  {leftover.path}" for leftover in own]
-    total = f"{len(leftovers)} files, {sum(one.nbytes for one in leftovers):,} bytes {done}"
+    total = f"{counted(len(leftovers), 'file')}, {sum(one.nbytes for one in leftovers):,} bytes {done}"
     return "\n".join([*lines, total if leftovers else "nothing to delete"])

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from siirl_dask.commands.script import EXIT_CODES
 from siirl_dask.config import parse_bytes
-from siirl_dask.errors import ConfigError, DataError, Interrupted
+from siirl_dask.errors import ConfigError, DataError, Interrupted, counted
 from siirl_dask.models.cache import folder_here
 from siirl_dask.observe.console import PipeConsole
 
@@ -188,7 +188,7 @@ def _show_first_prompt(console: PipeConsole, found: DatasetSummary, tokenizer: H
     except DataError as error:
         console.print(Text(f"\nFirst prompt: {error}"), soft_wrap=True)
         return
-    console.print(Text(f"\nFirst prompt as the model sees it, {prompt.tokens:,} tokens", style="bold"))
+    console.print(Text(f"\nFirst prompt as the model sees it, {counted(prompt.tokens, 'token')}", style="bold"))
     console.print(Text(prompt.text), soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ from siirl_storage import Part, Snapshot
 
 from siirl_dask.datasets.lengths import Lengths
 from siirl_dask.datasets.summary import DatasetSummary
-from siirl_dask.errors import ImageError
+from siirl_dask.errors import ImageError, counted
 from siirl_dask.images.reading import size_of
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.planner.explain.tables import readable_bytes
@@ -30,8 +30,8 @@ def print_import(console: PipeConsole, table: Snapshot, lengths: Lengths | None,
     nbytes = sum(part.nbytes for part in table.parts)
     groups = sum(len(part.groups) for part in table.parts)
     console.print(
-        f"{_counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in {_counted(len(table.parts), 'part')} and "
-        f"{_counted(groups, 'row group')} are in {escape(table.url)} (version {table.version})",
+        f"{counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in {counted(len(table.parts), 'part')} and "
+        f"{counted(groups, 'row group')} are in {escape(table.url)} (version {table.version})",
         soft_wrap=True,
         highlight=False,
     )
@@ -45,7 +45,7 @@ def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit:
     """Print what ``summarise`` has found; lengths are in ``unit``."""
     size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}" if found.parts else ""
     version = f", version {found.version}" if found.version is not None else ""
-    rows = _counted(found.rows, "row") if found.rows is not None else "rows are not counted"
+    rows = counted(found.rows, "row") if found.rows is not None else "rows are not counted"
     console.print(Text(f"{found.url}: {rows}{size}{version}", style="bold"), soft_wrap=True)
     if found.parts:
         _print_parts(console, found.parts)
@@ -62,7 +62,8 @@ def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit:
 def print_lengths(console: PipeConsole, lengths: Lengths, unit: str, limit: int | None) -> None:
     """Print a histogram, and how many are longer than ``limit``."""
     if lengths.nulls:
-        console.print(f"{lengths.nulls:,} rows have no prompt: training would fail for them", highlight=False)
+        rows = "1 row has" if lengths.nulls == 1 else f"{lengths.nulls:,} rows have"
+        console.print(f"{rows} no prompt: training would fail there", highlight=False)
     if not lengths.count:
         return
     most = max(count for *_, count in lengths.bins())
@@ -93,8 +94,8 @@ def _print_parts(console: PipeConsole, parts: Any) -> None:
     groups = [rows for part in parts for rows in part.groups]
     if groups:
         console.print(
-            f"{_counted(len(parts), 'part')}, {_counted(len(groups), 'row group')} of {min(groups):,} to "
-            f"{_counted(max(groups), 'row')} (median {median(groups):,.0f})",
+            f"{counted(len(parts), 'part')}, {counted(len(groups), 'row group')} of {min(groups):,} to "
+            f"{counted(max(groups), 'row')} (median {median(groups):,.0f})",
             highlight=False,
         )
     table = Table(box=box.SIMPLE_HEAD)
@@ -127,10 +128,6 @@ def _rows_read(found: DatasetSummary) -> str:
         return "the only row" if found.read == 1 else f"all {found.read:,} rows"
     where = f", from the beginnings of {found.pieces} files" if found.pieces > 1 else ""
     return f"the first {found.read:,} rows" if not where else f"{found.read:,} rows{where}"
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"
 
 
 def _readable(value: Any) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from rich.text import Text
 
 from siirl_dask.config.file import load_config_file
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.doctor import Finding, State, examine
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import PipeConsole, printable
 
 _STYLES = {State.OK: "green", State.NOTE: "yellow", State.FAULT: "bold red"}
@@ -21,7 +22,8 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
     given = [*([config] if config and "=" in config else []), *overrides]
     if given and (config is None or "=" in config):
         raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
-    findings = examine(None if config is None else load_config_file(config, overrides).config)
+    found = examine(None if config is None else load_config_file(config, overrides).config)
+    findings = [replace(finding, text=redacted(finding.text), cure=redacted(finding.cure)) for finding in found]
     faults = sum(finding.state is State.FAULT for finding in findings)
     if as_json:
         print(json.dumps({"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]}, indent=1))
@@ -39,5 +41,5 @@ def _print(findings: Sequence[Finding], faults: int) -> None:
         if finding.cure:
             text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
         console.print(text, soft_wrap=True)
-    counted = {0: "no fault", 1: "1 fault"}.get(faults, f"{faults} faults")
-    console.print(Text(f"{counted} in {len(findings)} findings"), soft_wrap=True)
+    told = counted(faults, "fault") if faults else "no fault"
+    console.print(Text(f"{told} in {counted(len(findings), 'finding')}"), soft_wrap=True)

@@ -20,6 +20,7 @@ from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, e
 from siirl_dask.commands.export import check_unused
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
+from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import Source, open_source, source_schema
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.reachable import Unreachable
@@ -167,9 +168,9 @@ def _eval_result(
     metrics = {name: value for name, value in logged.items() if value is not None}
     validation, sampling = config.validation, sampling_of_answers(config.rollout, config.validation)
     return EvalResult(
-        model=request.model,
+        model=redacted(request.model),
         step=step,
-        data=request.data,
+        data=redacted(request.data),
         reward=answering.rewarded_by,
         prompts=_prompts(step_folder(config.run.url, TABLE, step or 0)),
         samples=round(metrics["episodes" if answering.episodes else "samples"]),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from siirl_storage import StorageError, join, open_fs, set_retry_seconds
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from siirl_storage import StorageError, join, open_fs, remove_file, set_retry_seconds
+from siirl_storage.files import full_disk_named, is_full
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -64,7 +69,10 @@ def write_folder(
     dtype: Dtype | None = None,
     adapter: bool = False,
 ) -> None:
-    """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder."""
+    """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder.
+
+    ConfigError as for ``export``, and for a full disk.
+    """
     # here, because torch and transformers take seconds, for which --help need not wait
     from siirl_dask.training.files.checkpoint import read_model
     from siirl_dask.training.files.hugging_face import with_base, with_frozen, write_adapters, write_hugging_face
@@ -84,7 +92,8 @@ def write_folder(
     if adapter and not adapted:
         raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:
-        write_adapters(folder, weights, config.trainer, config.model.path, kind)
+        with _room_for(folder, weights, kind):
+            write_adapters(folder, weights, config.trainer, config.model.path, kind)
         return
     family, sees = family_seen(config.model.path, config.images)
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
@@ -93,7 +102,31 @@ def write_folder(
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
-    write_hugging_face(folder, weights, base, kind)
+    with _room_for(folder, weights, kind):
+        write_hugging_face(folder, weights, base, kind)
+
+
+@contextmanager
+def _room_for(folder: Path, weights: Mapping[str, Any], dtype: Dtype) -> Iterator[None]:
+    """Raise ConfigError, with what is missing, where the disk of ``folder`` is too small for ``weights``."""
+    import torch
+
+    from siirl_dask.models.number_type import torch_dtype
+
+    number_bytes = torch_dtype(dtype, torch.device("cpu")).itemsize
+    nbytes = number_bytes * sum(weight.numel() for weight in weights.values())
+    try:
+        yield
+    except Exception as error:  # safetensors has a class of its own, and in it the system's number as text
+        if not (is_full(error) or f"os error {errno.ENOSPC})" in str(error)):
+            raise
+        written = sum(file.stat().st_size for file in folder.iterdir())
+        try:
+            with full_disk_named(folder / "model", max(0, nbytes - written)):
+                raise OSError(errno.ENOSPC, str(error)) from error
+        except OSError as full:
+            where = "the folder of TMPDIR" if folder.parent == Path(gettempdir()) else str(folder.parent)
+            raise ConfigError(f"the model is written into {where} first: {full}") from full
 
 
 def _of_role(config: Config, role: str) -> Config:
@@ -128,8 +161,37 @@ def check_unused(url: str, option: str) -> None:
 
 
 def put_folder(folder: Path, url: str) -> None:
-    """Copy the files of a model's local folder to ``url``, those without which nothing loads it last."""
+    """Copy the files of a model's local folder to ``url``, those without which nothing loads it last.
+
+    If that fails, the files are removed that were copied. ConfigError for a full disk.
+    """
     fs, path = open_fs(url)
     fs.makedirs(path, exist_ok=True)
-    for file in sorted(folder.iterdir(), key=lambda file: file.name in _LAST):
-        fs.put_file(str(file), f"{path}/{file.name}")
+    files = sorted(folder.iterdir(), key=lambda file: file.name in _LAST)
+    left = sum(file.stat().st_size for file in files)
+    try:
+        for file in files:
+            _put_file(fs, file, f"{path}/{file.name}", left)
+            left -= file.stat().st_size
+    except BaseException as error:
+        for file in files:
+            with suppress(Exception):  # it may not be there; the error that led here is the one to tell
+                remove_file(fs, f"{path}/{file.name}")
+        with suppress(Exception):
+            fs.rmdir(path)
+        if is_full(error):
+            raise ConfigError(f"{url!r} cannot be written: {error}") from error
+        raise
+
+
+def _put_file(fs: AbstractFileSystem, file: Path, to: str, left: int) -> None:
+    """Copy a file. OSError of a full disk says how much is missing for the ``left`` bytes of this and later files."""
+    if not isinstance(fs, LocalFileSystem):
+        fs.put_file(str(file), to)
+        return
+    with full_disk_named(to, left):
+        try:
+            fs.put_file(str(file), to)
+        except OSError:
+            Path(to).unlink(missing_ok=True)  # before it is counted what is free
+            raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl_dask.driver.links import EdgeLinks, Links, links_of, total_of
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Plan, Sizes
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.planner.hosts import Hosts, by_host
@@ -32,7 +32,7 @@ def read_hosts(text: str, workers: int | None = None) -> list[int]:
     counts = [int(times[2])] * int(times[1]) if times else [int(count) for count in text.split(",")]
     if workers is not None and workers != sum(counts):
         raise ConfigError(
-            f"--hosts {text} has {sum(counts)} workers, and --workers is {workers}: leave out one of them"
+            f"--hosts {text} has {counted(sum(counts), 'worker')}, and --workers is {workers}: leave out one of them"
         )
     return counts
 

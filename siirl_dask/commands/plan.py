@@ -9,6 +9,7 @@ from typing import Any
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config, DevicePreference
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
@@ -16,7 +17,7 @@ from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phase
 from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.prompt_rows import first_prompt
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
@@ -58,7 +59,7 @@ def describe_run(
     check_observation(config, phases[Phase.TRAIN][0])
     checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
-    notes = [*_assumed(config), *checked.notes]
+    notes = redacted([*_assumed(config), *checked.notes])
     if expected is not None:
         notes.append(expected.note)
     shown = _shown(config, phases)
@@ -70,7 +71,10 @@ def describe_run(
     prompt = first_prompt(config, *phases[Phase.TRAIN]) if there else None
     match form:
         case "json":
-            plans = {phase: as_data(plan, sizes) | links_as_data(plan, sizes) for phase, (plan, sizes) in shown.items()}
+            plans = {
+                phase: redacted(as_data(plan, sizes) | links_as_data(plan, sizes))
+                for phase, (plan, sizes) in shown.items()
+            }
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
@@ -88,7 +92,8 @@ def describe_run(
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
     if prompt is not None:
-        texts.append(f"== first prompt ==\n\n{prompt.tokens:,} tokens, as the model sees them\n{prompt.text}")
+        told = f"{counted(prompt.tokens, 'token')}, as the model sees {'it' if prompt.tokens == 1 else 'them'}"
+        texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
     if places is not None:
         texts.append(f"== topology ==\n\n{describe_places(places, phases[Phase.TRAIN][0])}")
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])

@@ -17,6 +17,7 @@ from siirl_dask.config.file import load_config_file
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
+from siirl_dask.errors import counted
 from siirl_dask.observe import EndOfRun, PipeConsole, Sample, render_end_of_run
 
 _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
@@ -28,7 +29,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     config, console = file.config, PipeConsole()
     console.print(
         "GRPO: a small model learns to sort digits. "
-        f"{_workers(config, 'rollout')} workers generate, {_workers(config, 'policy')} learn."
+        f"{_doing(config, 'rollout', 'generate')}, {_doing(config, 'policy', 'learn')}."
     )
     again = shlex.join(["siirl-dask", "run", os.path.relpath(config_file.resolve()), *overrides])
     summary = run(config, *dags(file), fresh=True, command=again)
@@ -53,8 +54,9 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     )
 
 
-def _workers(config: Config, role: str) -> int:
-    return len(config.cluster.placement.get(role, range(config.cluster.workers)))
+def _doing(config: Config, role: str, verb: str) -> str:
+    workers = len(config.cluster.placement.get(role, range(config.cluster.workers)))
+    return f"{counted(workers, 'worker')} {verb}{'s' if workers == 1 else ''}"
 
 
 def _validation_rows(url: str, step: int) -> list[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from siirl_dask.commands.replay import Replayed
+from siirl_dask.errors import counted
 from siirl_dask.observe import printable
 
 _WIDTH = 100  # letters of a prompt or a response
@@ -15,7 +16,7 @@ def render(replayed: Replayed) -> str:
     changes = replayed.changes
     first, last = changes.steps
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    lines = [f"{changes.rows} rows of {steps}, in table {changes.table!r}", *replayed.weights, ""]
+    lines = [f"{counted(changes.rows, 'row')} of {steps}, in table {changes.table!r}", *replayed.weights, ""]
     lines.append(
         f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} {'corr.':>7}"
     )

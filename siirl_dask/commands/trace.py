@@ -12,7 +12,7 @@ from rich.text import Text
 from siirl_storage import StorageError, open_fs, write_atomic
 
 from siirl_dask.commands.steps import one_step, steps_between
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.observe.bottleneck import Bottleneck, NodeTime, WorkerTime, find_bottleneck, longest_wait, moving_share
 from siirl_dask.observe.chrome_trace import chrome_trace
@@ -62,7 +62,7 @@ def _lines(trace: Trace, found: Bottleneck) -> list[str]:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     left = "" if len(trace.steps) == len(trace.all_steps) else f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
     each = found.seconds / found.steps
-    lines = [f"{steps}{left}: {found.seconds:.2f} s, {each:.2f} s a step, {len(found.workers)} workers"]
+    lines = [f"{steps}{left}: {found.seconds:.2f} s, {each:.2f} s a step, {counted(len(found.workers), 'worker')}"]
     if (start := found.start) and start.seconds > each:
         lines.append(f"start     {start.node} on worker {start.worker!r} took longest, {start.seconds:.1f} s")
     if slowest := found.slowest:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarge
 
 from siirl_dask.coordinator.data_order import RowPosition
+from siirl_dask.coordinator.decoding import decode_column
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import DataError
 from siirl_dask.schema import decoded, with_large_offsets
@@ -124,7 +125,8 @@ class RowReader:
         except StorageError as error:
             raise DataError(f"dataset {self._name!r}: {error}") from error
         large = pa.schema([pa.field(field.name, with_large_offsets(decoded(field.type))) for field in table.schema])
-        table = table.cast(large)
+        columns_decoded = [decode_column(table[field.name], field.type) for field in large]
+        table = pa.Table.from_arrays(columns_decoded, schema=large)
         if table.nbytes > self._limit:  # a dictionary has each text once
             raise too_large(f"dataset {self._name!r}", f"a row group of {group.part!r}", table.nbytes, self._limit)
         return table.combine_chunks()

@@ -165,7 +165,7 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
     """Return the columns that the dataloader gives: identity, origin, ``prompt``, ``answer``, all others as they are.
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
-    Dictionaries (pandas' categories) and views (polars' texts) are decoded.
+    Dictionaries (pandas' categories), views (polars' texts, lists) and runs are decoded.
 
     DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
     """

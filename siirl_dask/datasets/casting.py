@@ -5,7 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from siirl_dask.coordinator.decoding import decode, needs_decoding
 from siirl_dask.datasets.json_types import float_text
+from siirl_dask.schema import decoded
 
 _WHOLE = r"^[+-]?[0-9]+$"
 _ENDLESS = r"(?i)^[+-]?(inf|infinity)$"
@@ -43,10 +45,10 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
         array = array.storage
     if array.type == kind:
         return array
+    if needs_decoding(array.type):
+        return _cast(decode(array, decoded(array.type)), kind)
     if pa.types.is_dictionary(array.type):
         return _cast(array.dictionary_decode(), kind)
-    if pa.types.is_run_end_encoded(array.type):
-        return _cast(pc.run_end_decode(array), kind)
     types = pa.types
     if (types.is_list(array.type) or types.is_large_list(array.type)) and types.is_list(kind):
         items = _cast(array.flatten(), kind.value_type)

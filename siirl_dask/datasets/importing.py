@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from siirl_storage import Conflict, Snapshot, StorageError, TableNotFound, open_table
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.datasets.column_paths import extract, steps_of
 from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
 from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
@@ -117,7 +118,7 @@ def _write(
             for text in source.remarks():
                 request.remark(f"{source.name}: {text}")
         with _destination(request.to):
-            properties = {"imported": json.dumps({"sources": list(request.sources)})}
+            properties = {"imported": json.dumps({"sources": redacted(list(request.sources))})}
             return writer.commit(properties | _token_lengths(request, there, rows), append=request.append)
 
 

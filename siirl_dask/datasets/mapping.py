@@ -66,8 +66,8 @@ class ColumnMapping:
             except (pa.ArrowException, ValueError, OverflowError) as error:
                 row = before + first_unfit(column, one.type) + 1
                 raise DataError(
-                    f"{name!r}: column {one.name!r} holds {column.type}, and its value in row {row} is no {one.type}: "
-                    f"{error!s:.300}"
+                    f"{name!r}: column {one.name!r} holds {_name_of(column.type)}, and its value in row {row} is no "
+                    f"{_name_of(one.type)}: {error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
 
@@ -100,6 +100,16 @@ def parse_type(text: str) -> pa.DataType:
     return pa.type_for_alias(_SHORT.get(name, name))
 
 
+def _name_of(kind: pa.DataType) -> str:
+    """Return the name by which users give a type; Arrow's, which calls float64 double and float32 float, for others."""
+    if pa.types.is_list(kind):
+        return f"list<{_name_of(kind.value_type)}>"
+    if pa.types.is_float64(kind):
+        return "float"
+    known = [name for name in _SCALARS if pa.type_for_alias(name) == kind]
+    return known[0] if known else str(kind)
+
+
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return the schema that all, given with their names, fit into: wider numbers of a kind, any type instead of nulls.
 
@@ -122,8 +132,8 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
                 both = pa.unify_schemas([pa.schema([here]), pa.schema([one])], promote_options="permissive")
             except pa.ArrowException as error:
                 raise DataError(
-                    f"column {one.name!r} is {here.type} in {first!r} and {one.type} in {name!r}: give it a type, as "
-                    f"in --type {one.name}=string"
+                    f"column {one.name!r} is {_name_of(here.type)} in {first!r} and {_name_of(one.type)} in {name!r}: "
+                    f"give it a type, as in --type {one.name}=string"
                 ) from error
             schema = schema.set(schema.get_field_index(one.name), both.field(0))
     return schema
@@ -143,14 +153,12 @@ def _no_column(column: str, known: Iterable[str], name: str) -> str:
 
 
 def _storable(kind: pa.DataType) -> pa.DataType:
-    """Return the type in which Parquet has the same values: it has no times in seconds, and no runs.
+    """Return the type in which Parquet has the same values: it has no times in seconds.
 
     ValueError for a type that it cannot hold.
     """
     if pa.types.is_union(kind) or pa.types.is_interval(kind):
         raise ValueError("no table has this type")
-    if pa.types.is_run_end_encoded(kind):
-        return kind.value_type
     if pa.types.is_timestamp(kind) and kind.unit == "s":
         return pa.timestamp("ms", kind.tz)
     if pa.types.is_time32(kind):

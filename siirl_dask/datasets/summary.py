@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from siirl_storage import Part
 
+from siirl_dask.coordinator.decoding import plain
 from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import check_prompts
 from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, Input, open_inputs, readable, total_rows
@@ -116,7 +117,7 @@ def summarise(
 def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int) -> int:
     """Add rows to the summary, up to ``wanted`` of them as samples; return how many those are."""
     for name, summary in found.columns.items():
-        column = table[name]
+        column = plain(table[name])
         summary.nulls += column.null_count
         if (sizes := _sizes(column)) is not None and len(sizes) > sizes.null_count:
             summary.values += len(sizes) - sizes.null_count

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import pyarrow as pa
 from siirl_storage import ROWS_PER_PART, Part, Snapshot, commit, join, open_fs, remove_file, stage
+from siirl_storage.files import is_full
 
 _PART_BYTES = 2**26  # of rows before they are encoded, about
 _AHEAD = 1  # parts that wait to be encoded, or are, while the next is read
@@ -63,7 +64,8 @@ class TableWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        if kind is None or self._committing:
+        is_listed = self._committing and not _is_of_full_disk(error)
+        if kind is None or is_listed:
             return
         staged = [future.result() for future in self._pending if not future.cancelled() and not future.exception()]
         fs, _ = open_fs(self._url)
@@ -77,3 +79,8 @@ class TableWriter:
         while len(self._pending) >= _AHEAD:
             self._parts.append(self._pending.popleft().result())
         self._pending.append(self._pool.submit(stage, self._url, table, bytes_per_group=self._row_group_bytes))
+
+
+def _is_of_full_disk(error: BaseException | None) -> bool:
+    """Tell whether a local disk was full: no manifest was written then, as it may be where a store's reply is lost."""
+    return error is not None and (is_full(error) or is_full(error.__cause__))

@@ -119,7 +119,8 @@ class Elastic:
 
     def _too_few(self, there: Mapping[str, str], timeout: float) -> str:
         why = f": {self._why}" if self._why is not None else ""
-        return f"{len(there)} workers are free after {timeout:g} s, too few for the roles of the run{why}"
+        workers = "1 worker is" if len(there) == 1 else f"{len(there)} workers are"
+        return f"{workers} free after {timeout:g} s, too few for the roles of the run{why}"
 
     def _there(self, client: Client, own: str | None) -> dict[str, str]:
         """Return {name: address} of the workers that the run may use; those it has been refused are left out."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
 from siirl_dask.observe import Failure
 from siirl_dask.runs.checkpoints import committed
 
 
 def failure_of(error: BaseException, command: str | None) -> Failure:
-    """Return the error by its parts, for ``summary.json``; ``command`` resumes the run."""
+    """Return the error by its parts, without secrets, for ``summary.json``; ``command`` resumes the run."""
     origin = error.origin if isinstance(error, SiirlError) else SiirlError.origin
     return Failure(
         kind=type(error).__name__,
-        message=str(error),
+        message=redacted(str(error)),
         worker=origin.worker,
         host=origin.host,
         node=origin.node,
         iteration=origin.iteration,
         rows=origin.rows,
-        resume=command,
+        resume=redacted(command),
     )
 
 
@@ -34,11 +35,12 @@ def ending(config: Config, error: SiirlError, steps: int, command: str | None) -
         return []
     url, newest = config.run.url, _newest(config.run.url)
     where = f"after step {newest}, of which there is a checkpoint" if newest else "at step 1: there is no checkpoint"
+    shown = redacted(url)
     lines = [
-        f"run      {url}: {steps} of {config.run.steps} steps are done; it goes on {where}",
-        f"logs     {_logs(config.cluster, error)}; `siirl-dask trace {url}` says what the workers did",
+        f"run      {shown}: {steps} of {config.run.steps} steps are done; it goes on {where}",
+        f"logs     {_logs(config.cluster, error)}; `siirl-dask trace {shown}` says what the workers did",
     ]
-    return lines if command is None else [*lines, f"resume   {command}"]
+    return lines if command is None else [*lines, f"resume   {redacted(command)}"]
 
 
 def _weights_of(error: FolderGone, url: str, steps: int) -> str:
@@ -47,15 +49,19 @@ def _weights_of(error: FolderGone, url: str, steps: int) -> str:
     newest = _newest(place)
     if newest is None and error.now_at is None:
         return (
-            f"weights  no checkpoint is at {url}: those of these {steps} steps are where the folder was moved to, or "
+            f"weights  no checkpoint is at {url}: those of {_these(steps)} are where the folder was moved to, or "
             "gone with it; what was trained since the newest of them is gone"
         )
     if newest is None:
-        return f"weights  {place} has no checkpoint: the weights of these {steps} steps are gone"
+        return f"weights  {place} has no checkpoint: the weights of {_these(steps)} are gone"
     return (
         f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in {place}; "
         f"`siirl-dask export {place} FOLDER` writes its model, and run.url={place} goes on with it"
     )
+
+
+def _these(steps: int) -> str:
+    return "its only step" if steps == 1 else f"these {steps} steps"
 
 
 def _newest(url: str) -> int | None:

@@ -170,7 +170,8 @@ class RunLog:
         try:
             self.end(Status.FAILED, redacted(f"{type(error).__name__}: {error}"), failure_of(error, self.command))
         except Exception as broken:  # each store has errors of its own; what ended the run must be seen
-            print(f"  the summary is not written: {type(broken).__name__}: {broken}", file=sys.stderr, flush=True)
+            text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")
+            print(text, file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):
             for line in ending(self.config, error, self.steps, self.command):
                 print(f"  {line}", file=sys.stderr, flush=True)
@@ -198,7 +199,7 @@ class RunLog:
                 peers=self.peer_bytes * per_step if per_step else None,
                 scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
             ),
-            restarts=self.restarts,
+            restarts=tuple(replace(one, cause=redacted(one.cause)) for one in self.restarts),
             slowest=self._slowest(),
             warnings=tuple(self.drift.said),
         )

@@ -12,6 +12,7 @@ from distributed import Client
 from rich.filesize import decimal
 
 from siirl_dask.config import ClusterConfig
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.calls import complete
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.cache import fetch, is_here
@@ -104,4 +105,4 @@ def forgotten(client: Client, members: Mapping[str, str], models: Sequence[Remot
             except Exception as error:  # a worker or the scheduler has gone: what ended the pass is the error to tell
                 stay = {f"on some host: {type(error).__name__}: {error}"}
             for told in sorted(stay):
-                logger.warning("a copy of the model %s may stay in the cache %s", models[0].url, told)
+                logger.warning("a copy of the model %s may stay in the cache %s", redacted(models[0].url), told)

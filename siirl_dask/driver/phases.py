@@ -15,6 +15,7 @@ from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
+from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, refuse_text, training_dataset
 from siirl_dask.driver.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
@@ -78,12 +79,19 @@ def plan_phases(
 
 
 def data_versions(phases: Phases) -> dict[str, DataVersion]:
-    """Return the state of each table to train on that is open, by the configuration's key that names it."""
+    """Return the state of each table that is open, by the configuration's key that names it.
+
+    Keys of tables to validate on have the URL as well: a resume may validate on other data, at another URL.
+    """
     dataset = phases[Phase.TRAIN][1]
     if isinstance(dataset, Source):
         named = {"data.url": dataset}
     else:
         named = {f"data.sources.{share.name}": share.source for share in dataset.shares}
+    for phase, key in {Phase.VALIDATION: "validation.url", Phase.TEST: "validation.test_url"}.items():
+        if phase in phases:
+            (source,) = phases[phase][1].sources
+            named[f"{key}={redacted(source.url)}"] = source
     return {key: DataVersion.of(source.table) for key, source in named.items() if source.table is not None}
 
 

@@ -101,11 +101,17 @@ def _check_lone_samples(dag: DAG) -> None:
         if learns_alone is None or _samples(dag, node) != 1 or learns_alone(**node.options):
             continue
         advantage = node.options.get("advantage")
+        compares = f"rollout.n=1: node {node.name!r} compares the samples of a prompt"
+        if advantage is None:
+            raise ConfigError(
+                f"{compares} ({short_name(bare(node.fn))}), and each prompt has one, so that it does nothing; expected "
+                "rollout.n of at least 2, or a DAG without this node"
+            )
         raise ConfigError(
-            f"rollout.n=1: node {node.name!r} compares the samples of a prompt ({short_name(bare(advantage))}), and "
-            "each prompt has one, so that no answer is better or worse than another and nothing is learned; expected "
-            "rollout.n of at least 2, or an advantage that compares with something else, as remax, gae and "
-            "reinforce_plus_plus do (docs/algorithms.md)"
+            f"{compares} ({short_name(bare(advantage))}), and each prompt has one, so that no answer is better or "
+            "worse than another and nothing is learned; expected rollout.n of at least 2, or an advantage that "
+            "compares with something else, as remax, gae, reinforce_plus_plus and, of turns, turn_gae do "
+            "(docs/algorithms.md)"
         )
 
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
+from siirl_dask.coordinator.decoding import plain
 from siirl_dask.coordinator.source import Dataset, Mixture, Source, open_source, source_schema
 from siirl_dask.datasets.token_lengths import longer_than, token_lengths_of
 from siirl_dask.driver.prompt_rows import named, tokenizer_here
@@ -183,5 +184,9 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
             continue
         values = pc.struct_field(table[column], path) if path else table[column]
         prompts = values.to_pylist()
-        shown = prompts if images is None else zip(prompts, normalised(table[images], images).to_pylist(), strict=True)
+        shown = (
+            prompts
+            if images is None
+            else zip(prompts, normalised(plain(table[images]), images).to_pylist(), strict=True)
+        )
         yield [row for row, prompt in zip(shown, prompts, strict=True) if prompt is not None]

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from siirl_storage import FooterCache, StorageError
 
 from siirl_dask.config import Config
+from siirl_dask.coordinator.decoding import plain
 from siirl_dask.coordinator.source import Dataset, Source, open_source
 from siirl_dask.errors import ConfigError, DataError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised
@@ -89,7 +90,8 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
     column, *fields = path.split(".")
-    return pc.struct_field(table[column], fields) if fields else table[column]
+    values = plain(table[column])
+    return pc.struct_field(values, fields) if fields else values
 
 
 def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | None:
@@ -118,7 +120,7 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
     if prompt is None:
         raise DataError(f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})")
     if images is not None:
-        shown = images_of(normalised(table[images], images)[0].as_py())
+        shown = images_of(normalised(plain(table[images]), images)[0].as_py())
         if any(image.data is None for image in shown):
             return None
         processor = load_processor(folder_here(config.model.path, weights=False), config.images)

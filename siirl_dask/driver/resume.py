@@ -10,8 +10,9 @@ from siirl_storage import join, open_fs
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype
+from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
-from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError
+from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError, counted
 from siirl_dask.observe import Record, Status, read_metrics, read_summary
 from siirl_dask.observe.metrics import FILE
 from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
@@ -139,8 +140,8 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
         return
     logged = _logged(url)
     if missing := sorted(set(range(1, resume.done + 1)) - logged):
-        what = f"{len(missing)} of the {resume.done} steps before the checkpoint"
-        logger.warning("%s has no lines of %s: they were lost", join(url, FILE), what)
+        what = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
+        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), what)
     if resume.found is not None:
         return
     config = Run(url).config
@@ -154,9 +155,9 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
     if len(begun) == 1 and min(begun) <= every and done <= min(begun) + every:
         return  # it was the first one, for which the second would have waited
     raise CheckpointError(
-        f"run.url={url!r} holds a run of {done} steps with checkpoint.every={every}, and no checkpoint of it is there: "
-        f"{join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to step "
-        f"{resume.last}. Bring it back, or {_OTHERWISE}"
+        f"run.url={url!r} holds a run of {counted(done, 'step')} with checkpoint.every={every}, and no checkpoint of "
+        f"it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to "
+        f"step {resume.last}. Bring it back, or {_OTHERWISE}"
     )
 
 
@@ -241,7 +242,7 @@ def _check_unfinished(config: Config, done: int) -> None:
     url, steps = config.run.url, config.run.steps
     if done > steps:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, of {done} steps: raise run.steps={steps} or {_OTHERWISE}"
+            f"run.url={url!r} holds a run already, of {counted(done, 'step')}: raise run.steps={steps} or {_OTHERWISE}"
         )
     fs, path = open_fs(join(url, "summary.json"))
     if not fs.exists(path):
@@ -252,11 +253,11 @@ def _check_unfinished(config: Config, done: int) -> None:
         return  # a version that this one does not know wrote it
     if summary.status is Status.COMPLETE and summary.steps >= steps:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, finished after {summary.steps} steps: raise run.steps={steps} to go "
-            f"on with it, {_OTHERWISE}"
+            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')}: raise "
+            f"run.steps={steps} to go on with it, {_OTHERWISE}"
         )
     if summary.status is Status.COMPLETE and not done:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, finished after {summary.steps} steps without a checkpoint to go on "
-            f"from (checkpoint.every): {_OTHERWISE}"
+            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')} without a "
+            f"checkpoint to go on from (checkpoint.every): {_OTHERWISE}"
         )

@@ -12,6 +12,7 @@ from siirl_storage import set_retry_seconds
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, Engine
+from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.elastic import Elastic
@@ -31,7 +32,7 @@ from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
-from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError
+from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
@@ -142,7 +143,8 @@ def _fenced(log: RunLog) -> Fenced | None:
     except Fenced as fenced:
         return fenced
     except Exception as error:  # each store has errors of its own, and it may be what the run failed of
-        logger.warning("%s cannot be looked at: %s: %s", log.attempt.url, type(error).__name__, error)
+        text = redacted(f"{log.attempt.url} cannot be looked at: {type(error).__name__}: {error}")
+        logger.warning("%s", text)
     return None
 
 
@@ -209,7 +211,9 @@ def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
 
 def _note_start(log: RunLog) -> None:
     cluster = log.config.cluster
-    log.progress.note(f"starting {cluster.workers} workers{f' as {cluster.spec} says' if cluster.spec else ''}")
+    log.progress.note(
+        f"starting {counted(cluster.workers, 'worker')}{f' as {cluster.spec} says' if cluster.spec else ''}"
+    )
     if log.config.rollout.engine is Engine.auto:
         log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
 

@@ -19,11 +19,12 @@ from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.preflight import check
 from siirl_dask.driver.processes import hosts_of, members
+from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.who_waits import node_timeout
-from siirl_dask.errors import Interrupted, SiirlError
+from siirl_dask.errors import Interrupted, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, values
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Role, compile_chains
@@ -56,7 +57,9 @@ def one_pass(
     anything starts; Interrupted on Ctrl-C.
     """
     dataset = opened(source)
-    ((done,), _), *_ = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset), passing)
+    ((done,), _), *_ = _passes(
+        config, [(dag, [step])], dataset, dataset_schema(dataset), passing=passing, reads_prompts=True
+    )
     check_prompts(done, config.data.max_prompt_length)
     return values(done.metrics)
 
@@ -88,9 +91,14 @@ def _passes(
     dags: Sequence[tuple[DAG, Sequence[int]]],
     dataset: Dataset,
     schema: Schema,
+    *,
     passing: Collection[str] = (),
+    reads_prompts: bool = False,
 ) -> list[tuple[list[Done], list[str]]]:
-    """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily."""
+    """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily.
+
+    With ``reads_prompts`` the prompts come from ``dataset``, and what a run says of them at its start is said.
+    """
     hide()
     open_types: OpenTypes | None = None
     if is_open(config, [dag for dag, _ in dags]):
@@ -109,7 +117,7 @@ def _passes(
     models = find_models(checked.reads)
     try:
         fetch_here(models, config.cluster, progress)
-        progress.note(f"starting {config.cluster.workers} workers")
+        progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
         with connect(config, progress) as client:
             named = members(client, config.cluster.workers)
             hosts = hosts_of(named)
@@ -126,6 +134,9 @@ def _passes(
                 plan, _ = actual[Phase.EVALUATION]
                 fetch_on_workers(client, config.cluster, named, plan, checked.reads, models, progress)
                 progress.note(f"dashboard  {client.dashboard_link}")
+                if reads_prompts and config.observe.progress:
+                    for note in [*notes_on_long_prompts(config, plan, dataset), *checked.row_notes]:
+                        progress.note(note)
                 results = []
                 for dag, steps in dags:
                     planned = phases(dag, list(named), hosts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isfinite
 
 import pyarrow as pa
@@ -33,6 +34,37 @@ def _try(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None =
         raise ValueError(f"advantages have shape {list(given.shape)}: expected [0]")
 
 
+def _learns_alone(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None) -> bool:
+    """Return False for an advantage that compares a prompt's episodes: beside no other, one of reward 0 has 0."""
+    prompts = torch.arange(2)
+    apart = advantage(_two_episodes(prompts, advantage, proposal))
+    together = advantage(_two_episodes(torch.zeros_like(prompts), advantage, proposal))
+    if torch.equal(apart, together):
+        return True
+    return bool(apart[0] != 0)
+
+
+def _two_episodes(
+    group_ids: Tensor, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None
+) -> AgentOutcomes:
+    """Return two episodes of one agent; it is the proposer where ``advantage`` asks for one."""
+    options = advantage.keywords if isinstance(advantage, partial) else {}
+    numbers = torch.arange(2)
+    rows = EpisodeRows(
+        row_ids=numbers,
+        group_ids=group_ids,
+        episode_ids=numbers,
+        agents=torch.zeros_like(numbers),
+        parts=numbers,
+    )
+    return AgentOutcomes(
+        rows=rows,
+        rewards=torch.tensor([0.0, 1.0]),
+        names=(options.get("proposer", ""),),
+        proposals=None if proposal is None else numbers,
+    )
+
+
 def _reads_proposal(*, proposal: str | None, **options: object) -> Changes:
     return Changes(reads=() if proposal is None else (proposal,))
 
@@ -43,6 +75,7 @@ def _reads_proposal(*, proposal: str | None, **options: object) -> Changes:
     writes=fields(ADVANTAGE),
     depends_on_options=_reads_proposal,
     trial=_try,
+    learns_alone=_learns_alone,
 )
 def estimate_agent_advantages(
     ctx: Context, table: pa.Table, *, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None

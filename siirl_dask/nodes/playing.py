@@ -15,7 +15,7 @@ import pyarrow as pa
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Answer, Environments, OnAnswer, Session
-from siirl_dask.errors import EpisodeError
+from siirl_dask.errors import EpisodeError, counted
 from siirl_dask.nodes.episode import Episode, Rules
 from siirl_dask.nodes.episode_queue import EpisodeQueue, Heard, Usage
 from siirl_dask.nodes.episode_rows import SHOWN, Item, Played
@@ -131,8 +131,8 @@ def check_episodes(ctx: Context, episodes: pa.Table, played: Sequence[Played], w
         row: Mapping[str, Any] = episodes.select([ROW_ID, PROMPT]).slice(at, 1).to_pylist()[0]
         turns = sum(len(own.turns) for own in played[at].rows)
         told = (
-            f"the environment {played[at].failure}: episode {row[ROW_ID]} of step {ctx.step}, after {turns} turns, "
-            f"prompt {row[PROMPT]!r:.200}"
+            f"the environment {played[at].failure}: episode {row[ROW_ID]} of step {ctx.step}, after "
+            f"{counted(turns, 'turn')}, prompt {row[PROMPT]!r:.200}"
         )
         return told, row[ROW_ID]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from siirl_dask.config import RolloutConfig
-from siirl_dask.errors import ConfigError, DataError, PeerError
+from siirl_dask.errors import ConfigError, DataError, PeerError, counted
 from siirl_dask.models.routing import Routing
 from siirl_dask.nodes.packed_table import packed
 from siirl_dask.rollout import RolloutEngine
@@ -47,8 +47,8 @@ def _routes(sample: Sampled, tokens: int, routing: Routing) -> np.typing.NDArray
     if len(routes) != tokens * routing.width or (len(routes) and routes.max() >= routing.experts):
         raise PeerError(
             f"worker {sample.worker!r} sent routes of {len(routes)} bytes, up to expert {max(routes, default=None)}: "
-            f"expected {routing.width} for each of {tokens} tokens, of {routing.experts} experts; does it sample with "
-            "the same model and rollout.router_replay?"
+            f"expected {routing.width} for each of {counted(tokens, 'token')}, of {routing.experts} experts; does it "
+            "sample with the same model and rollout.router_replay?"
         )
     return routes
 
@@ -62,7 +62,8 @@ def packed_routes(table: pa.Table) -> Tensor | None:
     if ROUTED_EXPERTS not in table.column_names or not table.num_rows:
         return None
     if nulls := table[ROUTED_EXPERTS].null_count:
-        raise DataError(f"{nulls} rows have no {ROUTED_EXPERTS}: expected the experts of each token but the last")
+        rows = "1 row has" if nulls == 1 else f"{nulls} rows have"
+        raise DataError(f"{rows} no {ROUTED_EXPERTS}: expected the experts of each token but the last")
     flat, offsets = packed(table[ROUTED_EXPERTS])
     ends = packed(table[PROMPT_IDS])[1] + packed(table[RESPONSE_IDS])[1]
     tokens, given = ends.diff() - 1, offsets.diff()

@@ -28,6 +28,11 @@ def _try(*, success: float = 1.0, eps: float = 0.5, min_samples: int = 2) -> Non
         raise ValueError(f"eps={eps}, min_samples={min_samples}: expected more than 0, and at least 1")
 
 
+def _learns_alone(*, success: float = 1.0, eps: float = 0.5, min_samples: int = 2) -> bool:
+    """Return False: without another sample of its prompt no failure has a success to be compared with."""
+    return False
+
+
 @columns(depends_on_options=reads_option("columns"), writes=fields(EMBEDDING))
 def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("response",)) -> pa.Table:
     """Add the encoder's embedding of each row's text: of its ``columns`` one after the other, with a line break
@@ -48,7 +53,9 @@ def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("r
     return table.append_column(EMBEDDING, ragged(embeddings.flatten(), ends, TYPES[EMBEDDING]))
 
 
-@columns(reads=[REWARD, GROUP_ID, EMBEDDING], optional=EPISODE, writes=fields(REWARD), trial=_try)
+@columns(
+    reads=[REWARD, GROUP_ID, EMBEDDING], optional=EPISODE, writes=fields(REWARD), trial=_try, learns_alone=_learns_alone
+)
 def score_by_similarity(
     ctx: Context, table: pa.Table, *, success: float = 1.0, eps: float = 0.5, min_samples: int = 2
 ) -> pa.Table:

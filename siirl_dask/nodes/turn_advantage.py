@@ -6,7 +6,7 @@ advantage that is not finite, unless ``run.on_nan=skip``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 import torch
@@ -46,11 +46,58 @@ def _try(*, advantage: Callable[[TurnOutcomes], TurnAdvantages], team: bool = Fa
             raise ValueError(f"{name} have shape {list(tensor.shape)}: expected [0]")
 
 
+_NONE = (0.0, 0.0, 0.0)
+_ONES = (1.0, 1.0, 1.0)
+_UNEVEN = (0.25, 0.0, 0.5)
+
+
+def _learns_alone(
+    *, advantage: Callable[[TurnOutcomes], TurnAdvantages], team: bool = False, whiten: bool = False
+) -> bool:
+    """Return False for an advantage that compares a prompt's episodes, and not the turns of an episode either.
+
+    Beside no other, an episode without rewards has 0 then, and of any other no turn is worse than another. With
+    ``whiten`` the batch's mean is a baseline, where there is anything to whiten.
+    """
+    prompts = torch.arange(2)
+    apart = advantage(_two_episodes(prompts, _NONE, _ONES)).advantages
+    if whiten:
+        return bool((apart != apart[0]).any())
+    together = advantage(_two_episodes(torch.zeros_like(prompts), _NONE, _ONES)).advantages
+    if torch.equal(apart, together):
+        return True
+    if apart[0] != 0:
+        return True
+    of_turns = advantage(_two_episodes(prompts, _UNEVEN, _UNEVEN)).advantages
+    return bool(of_turns.min() < 0 < of_turns.max())
+
+
+def _two_episodes(group_ids: Tensor, first: Sequence[float], second: Sequence[float]) -> TurnOutcomes:
+    """Return two episodes of one agent with the rewards of their turns, of one token each."""
+    numbers = torch.arange(2)
+    rewards = torch.tensor([*first, *second])
+    return TurnOutcomes(
+        rows=EpisodeRows(
+            row_ids=numbers,
+            group_ids=group_ids,
+            episode_ids=numbers,
+            agents=torch.zeros_like(numbers),
+            parts=numbers,
+        ),
+        offsets=torch.tensor([0, len(first), len(rewards)]),
+        rewards=rewards,
+        states=torch.zeros(len(rewards), dtype=torch.int64),
+        lengths=torch.ones(len(rewards), dtype=torch.int64),
+        values=torch.full((len(rewards),), 0.5),
+    )
+
+
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
     optional=[TURNS, RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
     writes=fields(ADVANTAGES, RETURNS, TOKEN_TURNS),
     trial=_try,
+    learns_alone=_learns_alone,
 )
 def estimate_turn_advantages(
     ctx: Context,

@@ -125,7 +125,8 @@ def turns_of(table: pa.Table) -> TableTurns:
     for turn, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         turn_of_token[start:stop] = turn
     if outside := int((mask & (turn_of_token < 0)).sum()):
-        raise DataError(f"{outside} tokens are learned from and in none of {TURNS!r}: expected each in one")
+        tokens = "1 token is" if outside == 1 else f"{outside} tokens are"
+        raise DataError(f"{tokens} learned from and in none of {TURNS!r}: expected each in one")
     turn_of_token[~mask] = -1
     return TableTurns(offsets, _numbers(flat, "reward", torch.float64), states, token_offsets, turn_of_token)
 

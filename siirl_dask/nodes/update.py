@@ -13,7 +13,7 @@ from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3
 from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
-from siirl_dask.errors import TrainingError
+from siirl_dask.errors import TrainingError, counted
 from siirl_dask.nodes.episodes import EPISODE, places_of
 from siirl_dask.nodes.nonfinite import decide
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
@@ -196,9 +196,10 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
         return
     behind = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
     if behind.max() > max_staleness:
+        steps = counted(int(behind.max()), "step")
         raise TrainingError(
-            f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {behind.max()} steps behind: "
-            f"expected at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
+            f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {steps} behind: expected "
+            f" at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
         )
     ctx.log("staleness/mean", behind.tolist())
     ctx.log("staleness/max", float(behind.max()), Reduce.MAX)

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from siirl_dask.errors import counted
 from siirl_dask.observe.console import printable
 from siirl_dask.observe.summary import Status, Summary
 
@@ -68,7 +69,7 @@ def _numbers(summary: Summary) -> Table:
         "validation accuracy": f"{_score(scores.first)} -> {_score(scores.last)}",
         "test accuracy": _score(scores.test),
         "samples/s": "not measured" if summary.samples_per_second is None else f"{summary.samples_per_second:,.1f}",
-        "steps": f"{summary.steps:,} in {summary.seconds:,.1f} s on {summary.workers:,} workers",
+        "steps": f"{summary.steps:,} in {summary.seconds:,.1f} s on {counted(summary.workers, 'worker')}",
         "worker to worker": _size(moved.peers),
         "scheduler and client": _size(moved.scheduler_and_client),
     }

@@ -13,6 +13,7 @@ from rich.text import Text
 from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask import __version__
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.console import PipeConsole
 
 FILE = "metrics.json"
@@ -79,7 +80,7 @@ def print_eval_result(result: EvalResult, url: str) -> None:
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)
-    console.print(Text(f"every sample and {FILE}: {url}"), soft_wrap=True)
+    console.print(Text(f"every sample and {FILE}: {redacted(url)}"), soft_wrap=True)
 
 
 def eval_result_table(result: EvalResult) -> Table:

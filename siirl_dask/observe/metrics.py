@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any, TypedDict, TypeGuard
 
 from fsspec.implementations.local import LocalFileSystem
@@ -20,6 +19,7 @@ from siirl_storage.files import full_disk_named
 
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.errors import DataError
+from siirl_dask.observe.own_digest import KEY, is_as_written, own_digest
 from siirl_dask.planner import Phase
 
 Message = dict[str, list[Any]]
@@ -194,8 +194,7 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
             wrong.append(f"{error}; a resume refuses: remove the line")
             continue
         fields = json.loads(line)
-        digest = _digest(fields)
-        if fields.get("sha256", digest) != digest:  # earlier versions wrote none
+        if not is_as_written(fields):
             wrong.append(f"line {number} was altered: its digest is another one; its numbers cannot be trusted")
     return wrong, whole != text
 
@@ -215,14 +214,8 @@ def encode(record: Record, attempt: int) -> bytes:
         "metrics": finite,
         "attempt": attempt,
     }
-    line["sha256"] = _digest(line)
+    line[KEY] = own_digest(line)
     return json.dumps(line, allow_nan=False).encode() + b"\n"
-
-
-def _digest(line: Mapping[str, Any]) -> str:
-    """Return the first digits of the SHA-256 of a line without its own."""
-    rest = {key: value for key, value in line.items() if key != "sha256"}
-    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _finite(value: float | None) -> float | None:

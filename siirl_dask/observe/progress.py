@@ -12,6 +12,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.arrivals import arrivals
 from siirl_dask.observe.console import PipeConsole
 from siirl_dask.observe.metrics import Record
@@ -160,9 +161,9 @@ class Progress:
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print ``text`` above the bar unchanged: no markup, no colours, no line breaks."""
+        """Print ``text`` above the bar without secrets, and otherwise unchanged: no markup, no colours, no breaks."""
         if self._enabled:
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(redacted(text)), soft_wrap=True)
 
     def arrivals(self, workers: int) -> AbstractContextManager[Callable[[int], None]]:
         """Return what shows the workers as they come, before the run begins."""

@@ -13,6 +13,7 @@ from siirl_storage import join, open_fs, write_atomic
 
 from siirl_dask import __version__
 from siirl_dask.errors import DataError
+from siirl_dask.observe.own_digest import KEY, is_as_written, own_digest
 
 FILE = "summary.json"
 
@@ -127,8 +128,10 @@ class Summary:
     """Version of siirl_dask that ended the run."""
 
     def to_json(self) -> str:
-        """Return the text of ``summary.json``; numbers that are not finite become null."""
-        return json.dumps(_without_nan(asdict(self)), indent=2, allow_nan=False) + "\n"
+        """Return the text of ``summary.json``, with a digest of itself; numbers that are not finite become null."""
+        written = _without_nan(asdict(self))
+        written[KEY] = own_digest(written)
+        return json.dumps(written, indent=2, allow_nan=False) + "\n"
 
 
 def write_summary(url: str, summary: Summary) -> None:
@@ -158,6 +161,16 @@ def read_summary(url: str) -> Summary:
         raise DataError(f"{name} does not exist: the run is under way, was killed, or is elsewhere") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} is not a run's summary: {type(error).__name__}: {error}") from error
+
+
+def summary_altered(url: str) -> bool:
+    """Tell whether the summary of the run at ``url`` has another digest than it says, which readers do not compare.
+
+    DataError as in ``read_summary``.
+    """
+    read_summary(url)
+    fs, path = open_fs(join(url, FILE))
+    return not is_as_written(json.loads(fs.cat_file(path)))
 
 
 def _known(kind: type[Any], values: object) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.config.agents import check_adapters
 from siirl_dask.devices import DeviceKind, traits_of
-from siirl_dask.errors import ConfigError, PlanError
+from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.routing import read_routing
@@ -228,8 +228,8 @@ def _check_workers(size: int, workers: Sequence[str]) -> None:
     """Raise PlanError when ``size`` does not divide the role's workers."""
     if len(workers) % size:
         raise PlanError(
-            f"rollout.tensor_parallel_size={size}, and the role has {len(workers)} workers: expected a multiple of "
-            f"{size}; change cluster.workers or cluster.placement, or take another size"
+            f"rollout.tensor_parallel_size={size}, and the role has {counted(len(workers), 'worker')}: expected a "
+            f"multiple of {size}; change cluster.workers or cluster.placement, or take another size"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from siirl_storage import Snapshot, join, open_fs, remove_file, write_atomic
 from siirl_storage.digests import FileDigest
 
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Phase
 
 FILE = "identity.json"
@@ -46,7 +46,7 @@ class DataVersion:
 
     def __str__(self) -> str:
         version = "" if self.version is None else f"version {self.version}, "
-        return f"{version}{self.rows:,} rows in {self.bytes:,} bytes"
+        return f"{version}{counted(self.rows, 'row')} in {self.bytes:,} bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class IdentityFile:
 
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     data: Mapping[str, DataVersion] = field(default_factory=dict)
-    """State of each table to train on, by the configuration's key that names it."""
+    """State of each table of prompts, by the configuration's key that names it, of one to validate on with its URL."""
     tables: Mapping[str, DueTable] = field(default_factory=dict)
 
     def write(self, url: str) -> None:

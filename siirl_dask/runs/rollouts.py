@@ -21,7 +21,7 @@ from siirl_storage.exact_names import confine, make_known, sql_list
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
-from siirl_dask.errors import DataError, SiirlError, did_you_mean
+from siirl_dask.errors import DataError, SiirlError, counted, did_you_mean
 
 if TYPE_CHECKING:
     import duckdb
@@ -138,16 +138,16 @@ def open_rollouts(
         raise
     except Exception as error:  # each store has errors of its own: no credentials, no connection
         raise DataError(f"{url!r} cannot be read: {type(error).__name__}: {error}") from error
-    counted = dict(sorted({**saved.whole, **(saved.incomplete if incomplete else {})}.items()))
+    taken = dict(sorted({**saved.whole, **(saved.incomplete if incomplete else {})}.items()))
     remark = _remark(saved, incomplete)
-    if not counted:
+    if not taken:
         what = "rollouts" if table == TABLE else f"table {table!r}"
         expected = "expected the folder of a run that has finished a step"
         raise DataError(f"{url!r} holds no {what}: {expected}" + (f"; {remark}" if remark else ""))
-    chosen = {step: parts for step, parts in counted.items() if steps is None or step in steps}
+    chosen = {step: parts for step, parts in taken.items() if steps is None or step in steps}
     if steps is not None and not chosen:
-        there = f"{min(counted)} to {max(counted)}"
-        raise DataError(f"{url!r} has saved no {in_words(steps)} of {table!r}: it has {len(counted)} steps, {there}")
+        there = f"{counted(len(taken), 'step')}, {min(taken)} to {max(taken)}"
+        raise DataError(f"{url!r} has saved no {in_words(steps)} of {table!r}: it has {there}")
     files = {step: [at(root, part) for part in parts] for step, parts in chosen.items()}
     with _opened(fs, root, table, files, remark) as rollouts:
         yield rollouts
@@ -277,5 +277,5 @@ def quoted(name: str) -> str:
 def _remark(steps: SavedSteps, incomplete: bool) -> str:
     if not steps.incomplete:
         return ""
-    parts = ", ".join(f"{step} ({len(parts)} parts)" for step, parts in steps.incomplete.items())
+    parts = ", ".join(f"{step} ({counted(len(parts), 'part')})" for step, parts in steps.incomplete.items())
     return f"steps that are not whole, and {'counted' if incomplete else 'left out (--incomplete)'}: {parts}"

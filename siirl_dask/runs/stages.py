@@ -22,6 +22,7 @@ from siirl_storage.committed import PartsRecord, newest_record
 from siirl_storage.digests import FileDigest
 from siirl_storage.files import list_files
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack, unpack
@@ -135,9 +136,10 @@ def _read_stage(run_url: str, table: str, step: int, digest: str) -> Stage | Non
             raise ValueError(f"position {position!r}")
         metrics = unpack(json.loads(record.about["metrics"]))
     except (StorageError, KeyError, TypeError, ValueError, RecursionError) as error:
-        logger.warning("the record of the rows in %s is damaged: %s: %s", url, type(error).__name__, error)
+        text = redacted(f"the record of the rows in {url} is damaged: {type(error).__name__}: {error}")
+        logger.warning("%s", text)
         return None
     if gone := [part.path for part in record.parts if names.get(part.path) != part.nbytes]:
-        logger.warning("the rows in %s are not whole: %s is gone, or has another size", url, gone[0])
+        logger.warning("the rows in %s are not whole: %s is gone, or has another size", redacted(url), gone[0])
         return None
     return Stage(step=step, table=table, url=url, parts=record.parts, metrics=metrics, position=position)

@@ -16,7 +16,7 @@ from siirl_storage.files import at, list_files
 from siirl_storage.reading import read_part
 
 from siirl_dask.coordinator.stored_rows import step_folder, step_name, step_of
-from siirl_dask.errors import DataError
+from siirl_dask.errors import DataError, counted
 from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.observe.summary import Slowest
 from siirl_dask.observe.trace_table import TraceSpan, read_spans
@@ -206,9 +206,8 @@ def _asked(
     sizes = {step: sum(files[path] for path in paths) for step, paths in parts.items()}
     chosen = sorted(step for step in parts if step in steps)
     if not chosen:
-        raise DataError(
-            f"{url!r} has no trace of {in_words(steps)}: it has {len(parts)} steps, {min(parts)} to {max(parts)}"
-        )
+        there = f"{counted(len(parts), 'step')}, {min(parts)} to {max(parts)}"
+        raise DataError(f"{url!r} has no trace of {in_words(steps)}: it has {there}")
     if (total := sum(sizes[step] for step in chosen)) > most_bytes and len(chosen) > 1:
         raise DataError(
             f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} that are read at once: "

@@ -15,7 +15,7 @@ from siirl_dask.config import (
 )
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import AUTO, LIBRARIES, MINDSPEED, choose_operators
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.training.megatron.families import check_model
 from siirl_dask.training.megatron.mindspeed import check_installed
@@ -51,13 +51,13 @@ def check_ranks(megatron: MegatronConfig, workers: int) -> None:
         raise ConfigError(
             f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
             f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, expected a divisor "
-            f"of the role's {workers} workers"
+            f"of the role's {counted(workers, 'worker')}"
         )
     of_stage = workers // megatron.pipeline_parallel
     if of_stage % megatron.experts_over:
         raise ConfigError(
             f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of the {of_stage} ranks "
-            f"that have the same layers, of the role's {workers} workers"
+            f"that have the same layers, of the role's {counted(workers, 'worker')}"
         )
 
 
@@ -148,7 +148,7 @@ def check_workers(trainer: TrainerConfig, workers: int) -> None:
 def check_divides(option: str, size: int, workers: int) -> None:
     """Check that ``size``, the value of ``option``, divides a role's ``workers``. ConfigError if not."""
     if workers % size:
-        raise ConfigError(f"{option}={size}: expected a divisor of the role's {workers} workers")
+        raise ConfigError(f"{option}={size}: expected a divisor of the role's {counted(workers, 'worker')}")
 
 
 def check_heads(trainer: TrainerConfig, path: str) -> None:

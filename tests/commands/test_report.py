@@ -79,7 +79,7 @@ def test_a_run_is_told_from_any_store_to_any_store(store_url, capsys):
         "quickstart complete",
         "validation reward 0.46 → 0.91",
         "test reward 0.94",
-        "Validations after step 0 and step 10. 1 prompts are in both",
+        "Validations after step 0 and step 10. 1 prompt is in both",
         "Sort: 2 1 =",
         "Slowest is node rollout on worker 1 : 1.5 s a step",
         "rollout->old_logprobs 30 kB",

@@ -182,7 +182,7 @@ def test_without_a_terminal_lines_come_as_the_run_goes_on(tmp_path, capsys):
     seen += capsys.readouterr().out
     assert codes == [0]
     assert "quickstart  complete  step 3 of 3" in seen
-    assert "went on by itself 1 times, last after step 2" in seen
+    assert "went on by itself 1 time, last after step 2" in seen
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import s3fs
@@ -269,6 +270,65 @@ def test_dictionaries_and_views_are_decoded(tmp_path):
         assert table["prompt"].to_pylist() == views.to_pylist()
         assert table["answer"].to_pylist() == table["extra"].to_pylist() == words.to_pylist()
         assert table.select(["meta", "bytes"]).to_pylist() == rows.select(["meta", "bytes"]).to_pylist()
+
+
+WORDS = ["aa", "aa", None, "b"]
+OFFSETS = pa.array([0, 1, 2, 3, 4], pa.int32())
+RUNS = pc.run_end_encode(pa.array(WORDS))
+LISTS = [["a"], None, [], ["b", "c"]]
+OVERLAPPING = pa.ListViewArray.from_arrays(
+    pa.array([2, 0, 3, 1], pa.int32()), pa.array([2, 3, 0, 1], pa.int32()), pa.array(list("wxyz"))
+)
+VIEW = pa.array(LISTS, pa.list_view(pa.string()))
+LARGE_VIEW = pa.array(LISTS, pa.large_list_view(pa.string_view()))
+NULLS = pa.array([True, False, False, True])
+ENCODED = {
+    "runs": RUNS,
+    "runs of dictionary": pa.RunEndEncodedArray.from_arrays(
+        pa.array([2, 4], pa.int32()), pa.array(["a", "b"]).dictionary_encode()
+    ),
+    "runs of lists": pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array([["a"], ["b"]])),
+    "list of runs": pa.ListArray.from_arrays(OFFSETS, RUNS),
+    "map of runs": pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), RUNS),
+    "list view": VIEW,
+    "list view whose lists overlap": OVERLAPPING,
+    "large list view of string views": LARGE_VIEW,
+    "list view of list views": pa.array(
+        [[["a"]], None, [], [["b", "c"], None]], pa.large_list_view(pa.list_view(pa.string()))
+    ),
+    "null structs": pa.StructArray.from_arrays([VIEW, LARGE_VIEW], ["x", "y"], mask=NULLS),
+    "null structs of runs": pa.StructArray.from_arrays([RUNS, VIEW], ["x", "y"], mask=NULLS),
+    "lists of structs": pa.array(
+        [[{"a": ["x"]}], None, [], [{"a": None}, {"a": ["y", "z"]}]],
+        pa.list_(pa.struct({"a": pa.list_view(pa.string())})),
+    ),
+    "lists of one length": pa.FixedSizeListArray.from_arrays(VIEW, 1),
+    "map of list views": pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), VIEW),
+}
+
+
+@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("file", ["train.parquet", "train.arrow"])
+def test_runs_and_list_views_come_as_their_values(name, file, tmp_path):
+    array = ENCODED[name]
+    rows = pa.table({"q": list("0123"), "meta": [{"truth": "t"}] * 4, "x": array})
+    if file == "train.arrow":
+        with pa.ipc.new_file(tmp_path / file, rows.schema) as writer:
+            writer.write_table(rows)
+    else:
+        try:
+            pq.write_table(rows, tmp_path / file, row_group_size=3)
+        except pa.ArrowNotImplementedError:
+            pytest.skip("Parquet has no runs")
+    values = array.to_pylist()
+    for size in (None, 1, 3):
+        given = source(str(tmp_path / file), batch_size=size, seed=None)
+        loader = Dataloader(given)
+        table = loader.load(0, ("prompt", "x"), 0, 1)
+        loader.close()
+        table.validate(full=True)
+        assert table.schema.field("x").type == source_schema(rows.schema, given).field("x").type
+        assert table["x"].to_pylist() == [values[int(row)] for row in table["prompt"].to_pylist()]
 
 
 def test_a_dictionary_that_is_larger_once_it_is_decoded_keeps_to_the_limit(tmp_path):

@@ -124,6 +124,15 @@ DECODED = {
     "in a map": (pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS), pa.map_(pa.string(), pa.string())),
     "string_view": (pa.array(["a", None, "b" * 40, ""], pa.string_view()), pa.string()),
     "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])), pa.string()),
+    "list_view": (pa.array([["a"], None, [], ["b", "c"]], pa.list_view(pa.string())), pa.list_(pa.string())),
+    "large_list_view": (
+        pa.array([["a"], None, [], ["b", "c"]], pa.large_list_view(pa.string_view())),
+        pa.large_list(pa.string()),
+    ),
+    "views in a struct": (
+        pa.array([{"x": ["a"]}, None, {"x": None}, {"x": ["b", "c"]}], pa.struct({"x": pa.list_view(pa.string())})),
+        pa.struct({"x": pa.list_(pa.string())}),
+    ),
     "seconds": (pa.array([1, None, 2, 3], pa.timestamp("s", "UTC")), pa.timestamp("ms", "UTC")),
     "date64": (pa.array([86_400_000, None, 0, 0], pa.date64()), pa.date32()),
     "uint64": (pa.array([2**64 - 1, None, 0, 1], pa.uint64()), pa.uint64()),
@@ -332,6 +341,8 @@ def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_writ
             ColumnMapping(types={"prompt": pa.int64()}),
             "column 'prompt' holds string, and its value in row 1 is no int64: ",
         ),
+        (ColumnMapping(types={"prompt": parse_type("float")}), "its value in row 1 is no float: "),
+        (ColumnMapping(types={"prompt": parse_type("float32")}), "its value in row 1 is no float32: "),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused_by_name(mapping, said, tmp_path):

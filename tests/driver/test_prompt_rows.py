@@ -87,6 +87,15 @@ def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(tm
     assert json.loads(capsys.readouterr().out)["first_prompt"] == {"text": text, "tokens": len(text)}
 
 
+def test_a_plan_says_one_of_what_there_is_one_of(tmp_path, model, capsys):
+    url = written(tmp_path, ["a"] * 2, ["4"] * 2).url
+    one = ["cluster.workers=1", "cluster.placement={}", "data.batch_size=1", "algorithm.minibatches=1"]
+    main(["plan", str(shipped("quickstart")), *settings(model, url), *one])
+    said = capsys.readouterr().out
+    assert "1 token, as the model sees it\na" in said
+    assert "on 1 worker, 1 prompt a step" in said
+
+
 def test_a_prompt_that_ends_with_an_answer_is_refused_at_the_start_or_continued(tmp_path, model):
     url = written(tmp_path, [[USER, BEGUN]], ["4"]).url
     given = planned(model, url)

@@ -16,7 +16,7 @@ from siirl_dask.commands import script
 from siirl_dask.config import CheckpointConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.iterations import iterations
-from siirl_dask.driver.phases import dags
+from siirl_dask.driver.phases import dags, data_versions, plan_phases, worker_names
 from siirl_dask.driver.resume import (
     ResumePoint,
     check_nothing_lost,
@@ -334,6 +334,45 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
     (said,) = check_same_data(url, resume, other, force=True)
     assert "data.url" in said
     assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()  # all steps are done anew
+
+
+def with_validation(folder, **more):
+    """Return a configuration that trains, validates and tests on tables in ``folder``, and the data of a run of it."""
+    names = {"data.url": "train", "validation.url": "validation", "validation.test_url": "test"}
+    given = {key: f"{folder}/{name}" for key, name in names.items()} | more
+    settings = [f"model.path={folder}/model", "data.prepare=null", f"run.url={folder}/run"]
+    file = load_config_file(shipped("quickstart"), [*settings, *(f"{key}={url}" for key, url in given.items())])
+    return file.config, dags(file)[0], data_versions(plan_phases(file.config, *dags(file), worker_names(file.config)))
+
+
+@pytest.mark.parametrize(("replaced", "key"), [("validation", "validation.url"), ("test", "validation.test_url")])
+def test_a_resume_whose_table_to_validate_on_was_replaced_is_refused_by_name(replaced, key, tmp_path):
+    for name in ("train", "validation", "test"):
+        write_part(str(tmp_path / name), 0, 1, ROWS)
+    config, dag, data = with_validation(tmp_path)
+    write_identity(config, dag, replace=False, data=data)
+    commit(config.run.url, 2, config, dag)
+    resume = find_resume_point(config, dag, fresh=False, force=False)
+    assert check_same_data(config.run.url, resume, data, force=False) == ()
+    write_part(str(tmp_path / replaced), 0, 1, ROWS.slice(5))
+    _, _, now = with_validation(tmp_path)
+    with pytest.raises(ConfigError, match=rf"table of {key}=\S+/{replaced} was replaced.*20 rows.*15 rows.*--force"):
+        check_same_data(config.run.url, resume, now, force=False)
+    (said,) = check_same_data(config.run.url, resume, now, force=True)
+    assert key in said
+
+
+def test_a_resume_may_validate_on_a_table_at_another_url_or_on_none(tmp_path):
+    for name in ("train", "validation", "test"):
+        write_part(str(tmp_path / name), 0, 1, ROWS)
+    config, dag, data = with_validation(tmp_path)
+    write_identity(config, dag, replace=False, data=data)
+    commit(config.run.url, 2, config, dag)
+    resume = find_resume_point(config, dag, fresh=False, force=False)
+    write_part(str(tmp_path / "other"), 0, 1, ROWS.slice(5))
+    for more in ({"validation.url": f"{tmp_path}/other"}, {"validation.url": "null", "validation.test_url": "null"}):
+        _, _, now = with_validation(tmp_path, **more)
+        assert check_same_data(config.run.url, resume, now, force=False) == ()
 
 
 def test_a_table_that_was_copied_is_the_same_and_one_that_grew_is_not(tmp_path):

@@ -81,7 +81,7 @@ def test_the_next_step_is_generated_while_one_is_trained(tmp_path, train):
 
 
 def test_rows_of_weights_that_are_too_old_are_refused(train):
-    with pytest.raises(TrainingError, match=r"sampled by weights 1 steps behind: expected at most 0 .*max_staleness"):
+    with pytest.raises(TrainingError, match=r"sampled by weights 1 step behind: expected at most 0 .*max_staleness"):
         train("stale", "nodes.load_weights=null", *ONE_EACH)
 
 

@@ -1,6 +1,7 @@
 """``siirl-dask eval`` end to end: the same on any number of workers, and what the run's own validation said."""
 
 import json
+from shutil import copytree
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from siirl_dask.commands.evaluate import EvalRequest, evaluate
 from siirl_dask.config.file import shipped
 from tests.e2e.test_openai_agent import with_agent
 from tests.nodes import living
+from tests.rollout.test_tokenizer import with_bos
 
 SAMPLING = ["validation.n=4", "validation.temperature=1", "validation.source_column=info.source"]
 SAME = ["row_id", "prompt", "response", "reward"]
@@ -53,6 +55,28 @@ def test_table_and_numbers_are_the_same_on_any_number_of_workers(digits_task, cl
     kinds = ("mean@4", "pass@1", "pass@2", "pass@4", "best@2", "best@4", "maj@2", "maj@4")
     assert set(found["metrics"]) == {f"{kind}{end}" for kind in kinds for end in ("", "/a", "/b")}
     assert "0." in capsys.readouterr().out
+
+
+def test_an_evaluation_says_of_its_prompts_what_a_run_says_and_no_secrets(
+    digits_task, cluster_address, tmp_path, capsys
+):
+    model = tmp_path / "model"
+    copytree(digits_task.model, model)
+    with_bos().save_pretrained(model)
+    rows = {"prompt": ["Digits 1:", "x" * 99], "answer": ["", None]}
+    data = tmp_path / "data?key=S3CR3T"
+    out = tmp_path / "out?key=S3CR3T"
+    data.mkdir()
+    pq.write_table(pa.table(rows), data / "test.parquet")
+    options = ["--data", str(data / "test.parquet"), f"--out={out}", "--max-tokens=2"]
+    options += [f"--reward={REWARD}"]
+    options += ["rollout.engine=transformers", f"cluster.address={cluster_address}", "data.max_prompt_length=32"]
+    main(["eval", str(model), *options])
+    said = capsys.readouterr().out
+    assert "prompts that are texts get the tokenizer's own special tokens, <s> before each" in said
+    assert "1 of 2 prompts are longer than data.max_prompt_length=32" in said
+    assert "1 of 2 answers that were looked at are null" in said
+    assert "S3CR3T" not in said + (out / "metrics.json").read_text()
 
 
 def test_a_checkpoint_says_what_validation_said_and_its_export_the_same(train, cluster_address, data, tmp_path):

@@ -131,7 +131,7 @@ def test_a_changed_config_needs_force_and_fresh_begins_anew(train, capsys):
     note.write_text("mine")
     with pytest.raises(ConfigError, match=r"differs.*: rollout\.temperature: 1\.0 -> 0\.9; .*--force"):
         train("run", *ONE, "run.steps=2", "rollout.temperature=0.9")
-    with pytest.raises(ConfigError, match=r"finished after 1 steps: raise run\.steps=1"):
+    with pytest.raises(ConfigError, match=r"finished after 1 step: raise run\.steps=1"):
         train("run", "run.steps=1")
     forced = train("run", *ONE, "run.steps=2", "rollout.temperature=0.9", "observe.progress=true", force=True)
     assert "going on after step 1" in capsys.readouterr().out

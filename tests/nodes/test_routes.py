@@ -135,7 +135,7 @@ def test_routes_of_a_peer_that_do_not_fit_the_row_are_refused(routes):
 def test_stored_routes_that_do_not_fit_the_rows_are_refused():
     table = generate(context(Router()), prompts([1, 2, 3], [4, 5]), rollout=ON)
     whole = table["routed_experts"].to_pylist()
-    with pytest.raises(DataError, match="1 rows have no routed_experts"):
+    with pytest.raises(DataError, match="1 row has no routed_experts"):
         packed_routes(with_routes(table, *whole[:3], None))
     with pytest.raises(DataError, match=r"row 2 has \d+ routed_experts for the \d+ tokens before its last: expected 4"):
         packed_routes(with_routes(table, *whole[:2], whole[2][:-1], whole[3]))

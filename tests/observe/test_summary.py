@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from uuid import uuid4
 
 import fsspec
@@ -63,6 +64,7 @@ def test_a_summary_comes_back_as_written(url, changes):
 def test_the_file_has_the_documented_keys_and_nulls(url):
     write_summary(url, summary(seconds=math.nan))
     found = json.loads(fsspec.open(f"{url}/summary.json").open().read(), parse_constant=pytest.fail)
+    assert re.fullmatch("[0-9a-f]{16}", found.pop("sha256"))
     assert found == {
         "run_id": "quickstart-1",
         "status": "complete",

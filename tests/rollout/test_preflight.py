@@ -188,7 +188,7 @@ def test_workers_that_the_size_does_not_divide_are_refused(planned, capsys, digi
                 "cluster.placement={}",
             ]
         )
-    assert "the role has 1 workers: expected a multiple of 2" in capsys.readouterr().err
+    assert "the role has 1 worker: expected a multiple of 2" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -297,7 +297,7 @@ def test_a_load_that_fails_half_way_ends_the_engine(build, folder, monkeypatch):
     [
         ({"type": "abort", "message": "Aborted"}, [3], [3], "ended a response otherwise than by its end"),
         ({"type": "stop", "matched": "NaN happened"}, [3], [3], r"not finite \(weights of version 9\)"),
-        ({"type": "length", "length": 1}, [3], [3], "ended a response after 1 tokens, which may have 4"),
+        ({"type": "length", "length": 1}, [3], [3], "ended a response after 1 token, which may have 4"),
         ({"type": "stop", "matched": 3}, [3], [5], "log-probs of other tokens than it sampled, in request 7"),
     ],
 )

@@ -18,7 +18,7 @@ from siirl_dask.config.file import load_config_file, load_recorded, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.resume import find_resume_point
 from siirl_dask.errors import SiirlError
-from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, write_summary
+from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, read_summary, write_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.check import State, check_run
@@ -247,6 +247,15 @@ def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
     assert "checkpoints" in check(url)[0][State.DAMAGED]
 
 
+@pytest.mark.parametrize(("key", "value"), [("status", "complete"), ("steps", STEPS - 1), ("seconds", 8.0)])
+def test_a_changed_number_or_word_of_the_summary_is_noticed(url, key, value):
+    changed = json.loads((url / "summary.json").read_text()) | {key: value}
+    (url / "summary.json").write_text(json.dumps(changed))
+    parts, said = check(url)
+    assert "summary.json" in parts[State.DAMAGED]
+    assert "it was altered" in str(said)
+
+
 def swap(one, other):
     aside = one.with_name("aside")
     one.rename(aside)
@@ -300,6 +309,9 @@ def test_of_a_run_of_an_earlier_version_nothing_is_missed(url):
     lines = [json.loads(line) for line in (url / "metrics.jsonl").read_text().splitlines()]
     old = [{key: value for key, value in line.items() if key != "sha256"} for line in lines]
     (url / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in old))
+    summary = json.loads((url / "summary.json").read_text())
+    del summary["sha256"]
+    (url / "summary.json").write_text(json.dumps(summary))
     assert not check(url)[0][State.DAMAGED]
 
 
@@ -332,7 +344,11 @@ def test_a_run_that_failed_misses_all_its_checkpoints_but_not_one_that_was_begun
 def read_all(url):
     """Return what readers make of the small files."""
     read = []
-    for reader in (read_metrics, lambda at: [read_record(str(one)) for one in sorted(Path(at).glob("rollouts/*"))]):
+
+    def records(at):
+        return [read_record(str(one)) for one in sorted(Path(at).glob("rollouts/*"))]
+
+    for reader in (read_metrics, read_summary, records):
         try:
             read.append(reader(str(url)))
         except (SiirlError, StorageError, ValueError):
@@ -343,7 +359,8 @@ def read_all(url):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_byte_of_a_small_file_is_noticed_or_changes_nothing_that_is_read(url, data):
-    places = [url / "config.yaml", url / "dag.json", url / "metrics.jsonl", *url.rglob("_parts-*.json")]
+    small = ("config.yaml", "dag.json", "metrics.jsonl", "summary.json")
+    places = [*(url / name for name in small), *url.rglob("_parts-*.json")]
     file = data.draw(st.sampled_from(sorted(places)))
     content, before = file.read_bytes(), read_all(url)
     at = data.draw(st.integers(0, len(content) - 1))

@@ -163,9 +163,9 @@ def test_only_whole_steps_are_read_and_the_others_named(folder, capsys):
     assert run.rollouts(count).to_pydict() == {"step": [1, 2, 4], "n": [2, 2, 1]}
     assert run.rollouts(count, incomplete=True).to_pydict() == {"step": [1, 2, 3, 4], "n": [2, 2, 1, 1]}
     main(["rollouts", str(folder)])
-    assert capsys.readouterr().err == "steps that are not whole, and left out (--incomplete): 3 (1 parts)\n"
+    assert capsys.readouterr().err == "steps that are not whole, and left out (--incomplete): 3 (1 part)\n"
     main(["rollouts", str(folder), "--incomplete", count])
-    assert "and counted: 3 (1 parts)" in capsys.readouterr().err
+    assert "and counted: 3 (1 part)" in capsys.readouterr().err
     (folder / "rollouts" / "step=000004" / "part-0003-00000.parquet").unlink()
     assert run.rollouts(count).to_pydict() == {"step": [1, 2], "n": [2, 2]}, "a start that was fenced is read instead"
     (folder / "rollouts" / "step=000004" / "_parts-0003.json").write_text("{}")

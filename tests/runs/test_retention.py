@@ -117,7 +117,7 @@ def test_a_run_that_is_under_way_is_not_cleaned_and_a_dry_run_deletes_nothing(tm
     with take(url, 1.0, print), pytest.raises(RunInProgress, match="is being trained"):
         clean(url, dry_run=False, keep_stages=None, replays=False)
     said = clean(url, dry_run=True, keep_stages=None, replays=False)
-    assert "1 files" in said
+    assert "1 file," in said
     assert "would be deleted" in said
     assert (tmp_path / "rollouts/step=000001/part-0001-00000.parquet").exists()
     assert "deleted" in clean(url, dry_run=False, keep_stages=None, replays=False)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +13,7 @@ from siirl_storage.files import full_disk_named
 from siirl_dask.observe import MetricsLog, Record
 from siirl_dask.planner import Phase
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
+from tests.disks import small_disk
 
 SIZE = 256 * 1024
 NUMBERS = torch.arange(SIZE // 4, dtype=torch.int32)  # as many bytes as the disk has
@@ -23,15 +23,8 @@ NUMBERS = torch.arange(SIZE // 4, dtype=torch.int32)  # as many bytes as the dis
 def disk(tmp_path_factory):
     """A disk of 256 KiB."""
     place = tmp_path_factory.mktemp("disk")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        pytest.skip("there is no command mount")
-    if done.returncode:
-        pytest.skip(f"a small disk needs a mount, as root: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True, timeout=20)
+    with small_disk(place, SIZE) as mounted:
+        yield mounted
 
 
 def bytes_with(write):

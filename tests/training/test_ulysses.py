@@ -305,7 +305,7 @@ def test_sequence_parallelism_that_does_not_divide_is_refused(folders, make):
 
     with pytest.raises(ConfigError, match=r"sequence_parallel=4: expected a divisor of the 2 heads"):
         build("qwen2 untied", 4)
-    with pytest.raises(ConfigError, match=r"sequence_parallel=2: expected a divisor of the role's 1 workers"):
+    with pytest.raises(ConfigError, match=r"sequence_parallel=2: expected a divisor of the role's 1 worker"):
         build("llama tied", 2)
 
 

@@ -14,6 +14,7 @@ from siirl_storage import StorageError
 
 from siirl_dask.commands.rollouts.answer import summary as changes_in_words
 from siirl_dask.config import Config
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, SiirlError
 from siirl_dask.observe.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.measured import Measured, measure, usual_step
@@ -96,7 +97,11 @@ def gather(urls: Sequence[str]) -> list[RunFacts]:
         raise ConfigError(f"{twice!r} is given twice: expected different runs")
     found = [_facts(run) for run in [open_run(url) for url in urls]]
     names = [run.label for run in found]
-    return [run if names.count(run.label) == 1 else replace(run, label=f"{run.label} ({run.url})") for run in found]
+    return [run if names.count(run.label) == 1 else _with_url(run) for run in found]
+
+
+def _with_url(run: RunFacts) -> RunFacts:
+    return replace(run, label=f"{run.label} ({redacted(run.url)})")
 
 
 def _facts(run: Run) -> RunFacts:
@@ -107,7 +112,7 @@ def _facts(run: Run) -> RunFacts:
         try:
             yield
         except (SiirlError, StorageError, OSError) as error:
-            missing[name] = str(error)
+            missing[name] = redacted(str(error))
 
     found: dict[str, Any] = {}
     read: dict[str, tuple[str, Callable[[], Any]]] = {

@@ -13,6 +13,7 @@ from siirl_dask.commands.report.run_parts import failures, movement, picture, sa
 from siirl_dask.commands.report.style import POLICY, STYLE
 from siirl_dask.commands.report.tables import table
 from siirl_dask.commands.report.text import safe
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.figures import duration, number
 
 _COLOURS = 8
@@ -82,11 +83,11 @@ def _card(at: int, run: RunFacts) -> str:
     else:
         status = '<span class="chip open">no end recorded</span>'
     if run.config:
-        told["model"] = safe("/".join(run.config.model.path.rstrip("/").split("/")[-2:]))
+        told["model"] = safe("/".join(redacted(run.config.model.path).rstrip("/").split("/")[-2:]))
     rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in told.items())
     return (
         f'<div class="run r{at % _COLOURS}"><h3>{safe(run.label)}{status}</h3>'
-        f'<p class="url">{safe(run.url)}</p><dl>{rows}</dl></div>'
+        f'<p class="url">{safe(redacted(run.url))}</p><dl>{rows}</dl></div>'
     )
 
 
@@ -115,7 +116,8 @@ def _own_settings(run: RunFacts) -> str:
     own = settings(run.config)
     rows = [(f"<code>{safe(key)}</code>", safe(value), safe(usual)) for key, (value, usual) in own.items()]
     body = table(("key", "value", "default"), rows, texts=(1, 2))
-    return f"<p>{len(rows)} keys differ from their defaults.</p><details><summary>show them</summary>{body}</details>"
+    told = "1 key differs from its default" if len(rows) == 1 else f"{len(rows)} keys differ from their defaults"
+    return f"<p>{told}.</p><details><summary>show them</summary>{body}</details>"
 
 
 def _compared(runs: Sequence[RunFacts]) -> str:

@@ -12,6 +12,7 @@ from siirl_dask.commands.report.tables import bar, table
 from siirl_dask.commands.report.text import safe, shortened
 from siirl_dask.commands.report.timeline import draw_timeline
 from siirl_dask.commands.rollouts.answer import conversation, headings, lineage, reward_parts, speaker
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.observe.figures import duration, number, size
 from siirl_dask.observe.thinning import series_of
@@ -194,7 +195,7 @@ def failures(run: RunFacts) -> str:
     """Return what failed and how the run went on, and its starts."""
     parts, summary = [], run.summary
     if summary and summary.error:
-        parts.append(f'<div class="error"><pre>{shortened(summary.error)}</pre></div>')
+        parts.append(f'<div class="error"><pre>{shortened(redacted(summary.error))}</pre></div>')
     elif summary:
         parts.append(f"<p>The run ended as <b>{summary.status}</b>.</p>")
     else:
@@ -202,7 +203,7 @@ def failures(run: RunFacts) -> str:
     if summary and summary.restarts:
         rows = [
             (
-                f"<pre>{shortened(one.cause)}</pre>",
+                f"<pre>{shortened(redacted(one.cause))}</pre>",
                 f"{one.steps:,}",
                 duration(one.silence),
                 duration(one.seconds),

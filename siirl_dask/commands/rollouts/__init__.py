@@ -10,6 +10,7 @@ from siirl_dask.commands.rollouts.answer import Answer, Layout
 from siirl_dask.commands.rollouts.page import write_page
 from siirl_dask.commands.rollouts.terminal import print_answer
 from siirl_dask.commands.steps import one_step, steps_between
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
 from siirl_dask.runs import questions
@@ -76,7 +77,7 @@ def show_rollouts(asked: Namespace) -> None:
             if asked.sql is None and not chosen:
                 there = {"mismatch": can_mismatch(rollouts), "turns": TURNS in rollouts.schema.names}
                 asked = Namespace(**{**vars(asked), **_REPORT, **there})
-            write_page(asked.html, f"{asked.run}, {asked.table}", list(_answers(rollouts, asked)))
+            write_page(asked.html, f"{redacted(asked.run)}, {asked.table}", list(_answers(rollouts, asked)))
             print(f"the answers are in {asked.html}")
         elif chosen:
             console = PipeConsole()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from siirl_dask.errors import counted
 from siirl_dask.observe import printable
 from siirl_dask.runs.conversations import CONVERSATION
 from siirl_dask.runs.mismatch import RATIO_BINS
@@ -60,14 +61,9 @@ def headings(sample: Mapping[str, Any]) -> str:
     parts += [f"agent {printable(str(sample['agent']))}"] if sample.get("agent") else []
     parts += [counted(sample["turns"], "turn")] if sample.get("turns") else []
     parts += [counted(sample["segments"], "segment")] if (sample.get("segments") or 1) > 1 else []
-    parts += [f"{sample['response_tokens']} tokens"] if sample.get("response_tokens") is not None else []
+    parts += [counted(sample["response_tokens"], "token")] if sample.get("response_tokens") is not None else []
     parts += [_ENDS[reason]] if reason in _ENDS else []
     return ", ".join(parts)
-
-
-def counted(number: int, what: str) -> str:
-    """Return ``1 turn``, ``2 turns``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -113,7 +109,8 @@ def summary(changes: Sequence[Mapping[str, Any]]) -> str:
     """Return the number of prompts that two steps share, and what became of their rewards."""
     then, now = (sum(row[name] for row in changes) / len(changes) for name in ("then", "now"))
     rose, fell = (sum(sign * row["change"] > 0 for row in changes) for sign in (1, -1))
+    prompts = "1 prompt is" if len(changes) == 1 else f"{len(changes)} prompts are"
     return (
-        f"{len(changes)} prompts are in both, with a mean reward of {then:.4f} then and {now:.4f} now: "
+        f"{prompts} in both, with a mean reward of {then:.4f} then and {now:.4f} now: "
         f"{rose} rose, {fell} fell, {len(changes) - rose - fell} stayed."
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from siirl_storage import StorageError
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError
 from siirl_dask.observe.headlines import SECONDS
 from siirl_dask.observe.metrics import Record
@@ -113,7 +114,8 @@ class Watcher:
                 look, self._tables_at = _with_tables(look), now
             self._look = look
         except (StorageError, OSError, ConfigError) as error:
-            self._look = replace(self._look, trouble=f"it cannot be read just now: {type(error).__name__}: {error}")
+            trouble = redacted(f"it cannot be read just now: {type(error).__name__}: {error}")
+            self._look = replace(self._look, trouble=trouble)
         return self._look
 
     def _summary(self) -> Summary | None:

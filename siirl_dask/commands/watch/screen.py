@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from siirl_dask.commands.rollouts.answer import counted
 from siirl_dask.commands.watch.look import Life, Look
+from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import counted
 from siirl_dask.observe import Status, printable
 from siirl_dask.observe.figures import duration, number
 from siirl_dask.observe.headlines import ALWAYS, headlines_of
@@ -54,8 +55,8 @@ def _head(look: Look) -> Text:
     if not look.life.is_over and look.seconds_left is not None:
         text.append(f"  {time_left(look.seconds_left)}, without validations", style="cyan")
     if look.summary and look.life is Life.ENDED:
-        text.append(f"  in {duration(look.summary.seconds)} on {look.summary.workers:,} workers")
-    text.append(f"\n{printable(look.url)}", style="dim")
+        text.append(f"  in {duration(look.summary.seconds)} on {counted(look.summary.workers, 'worker')}")
+    text.append(f"\n{printable(redacted(look.url))}", style="dim")
     if look.start:
         text.append(f"   start {look.start.number}, {printable(str(look.start.holder))}", style="dim")
     return text
@@ -75,11 +76,12 @@ def _status(look: Look) -> tuple[str, str]:
 def _remarks(look: Look) -> Iterator[Text]:
     if look.summary and look.life is Life.ENDED:
         if look.summary.error:
-            yield Text(printable(look.summary.error)[:_ERROR], style=_COLOURS[look.summary.status])
+            yield Text(printable(redacted(look.summary.error))[:_ERROR], style=_COLOURS[look.summary.status])
         if look.summary.restarts:
             last = look.summary.restarts[-1]
             yield Text(
-                f"went on by itself {len(look.summary.restarts)} times, last after step {last.steps}", style="yellow"
+                f"went on by itself {counted(len(look.summary.restarts), 'time')}, last after step {last.steps}",
+                style="yellow",
             )
     if look.life is Life.GONE:
         yield Text("the command that started it resumes it", style="yellow")

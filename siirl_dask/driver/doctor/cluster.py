@@ -15,7 +15,7 @@ from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.driver.doctor.machine import check_limits
 from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.scheduler_file import read_address
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import Progress
 
 _PART = "cluster"
@@ -29,7 +29,7 @@ def check_cluster(cluster: ClusterConfig) -> list[Finding]:
     if cluster.spec:
         return [_described(cluster.spec)]
     if not cluster.exists:
-        return [ok(_PART, f"a run starts {cluster.workers} workers on this machine")]
+        return [ok(_PART, f"a run starts {counted(cluster.workers, 'worker')} on this machine")]
     try:
         return _existing(cluster)
     except ConfigError as error:
@@ -68,10 +68,10 @@ def _workers(client: Client, wanted: int) -> list[Finding]:
     if not there:
         cure = f"dask worker {address} --nthreads 1 --memory-limit 0"
         return [fault(_PART, f"{where} has no workers, and a run wants {wanted}", cure)]
-    counted = f"{where} has {len(there)} workers"
-    findings = [ok(_PART, counted)]
+    has = f"{where} has {counted(len(there), 'worker')}"
+    findings = [ok(_PART, has)]
     if len(there) < wanted:
-        findings = [fault(_PART, f"{counted}, and a run wants {wanted}", "start more, or lower cluster.workers")]
+        findings = [fault(_PART, f"{has}, and a run wants {wanted}", "start more, or lower cluster.workers")]
     with warnings_of("siirl_dask.driver") as told:
         try:
             named = members(client, sum(worker["status"] == Status.running.name for worker in there.values()))
@@ -95,5 +95,6 @@ def _hosts(client: Client, named: dict[str, str], wanted: int) -> list[Finding]:
         findings += [Finding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults]
         if not faults and not isinstance(interface, Exception):
             count = list(hosts.values()).count(host)
-            findings.append(ok(f"host {host}", f"{count} workers, which reach their peers over {interface}"))
+            workers = "1 worker, which reaches its" if count == 1 else f"{count} workers, which reach their"
+            findings.append(ok(f"host {host}", f"{workers} peers over {interface}"))
     return findings

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.errors import counted
 from siirl_dask.planner.explain.tables import readable_bytes
 
 _FILES, _FILES_OF_A_WORKER = 128, 8  # descriptors; a driver with its scheduler had 43 and 4 more for each worker
@@ -38,7 +39,7 @@ def _open_files(workers: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= (needed := _FILES + _FILES_OF_A_WORKER * workers):
         return ok("open files", f"a process may open {'any number' if soft == resource.RLIM_INFINITY else soft}")
-    low = f"a process may open {soft}, and a run with {workers} workers wants {needed}"
+    low = f"a process may open {soft}, and a run with {counted(workers, 'worker')} wants {needed}"
     may = hard == resource.RLIM_INFINITY or hard >= needed
     cure = f"ulimit -n {needed}" if may else f"raise nofile in /etc/security/limits.conf to {needed}"
     return fault("open files", low, cure)
@@ -92,6 +93,7 @@ def _memory() -> Finding:
 def _cores(workers: int, threads: int) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers * threads > cores:
-        crowd = f"{cores}, and a run has {workers} workers of {threads} threads (cluster.workers, cluster.threads)"
+        wanted = f"{counted(workers, 'worker')} of {counted(threads, 'thread')}"
+        crowd = f"{cores}, and a run has {wanted} (cluster.workers, cluster.threads)"
         return note("cores", crowd, "they take turns where they compute on CPUs; on accelerators it matters little")
     return ok("cores", str(cores))

@@ -11,6 +11,7 @@ from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource
 from bokeh.models.widgets import DataTable, Div, NumberFormatter, RadioButtonGroup, StringFormatter, TableColumn
 
+from siirl_dask.errors import counted
 from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
 from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text, thumbnails
 from siirl_dask.runs.prompt_images import Picture
@@ -179,7 +180,8 @@ def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) 
         told = f"Red: likelier to the trainer than to the engine, blue: less likely; at most {widest:.2g} nats apart."
         return told, lambda pieces, first: by_ratio(pieces, sampled[first:], trained[first:])
     mean = sum(sampled[at] for at in own) / max(1, len(own))
-    told = f"The stronger the colour, the less likely the token was; {len(own)} tokens of {mean:.3g} nats on average."
+    tokens = counted(len(own), "token")
+    told = f"The stronger the colour, the less likely the token was; {tokens} of {mean:.3g} nats on average."
     return told, lambda pieces, first: by_logprob(pieces, sampled[first:])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from bokeh.layouts import row
 from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
+from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.bottleneck import Bottleneck
 from siirl_dask.observe.curves import latest
 from siirl_dask.observe.dashboard.store import LiveRun
@@ -22,6 +23,7 @@ class TopPanel:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._newest = ""
+        self._urls: dict[str, str] = {}
         self._offered: list[str] = []
         self._run = Select(title="run", options=[], width=220, stylesheets=[WIDGETS])
         self._run.on_change("value", lambda attribute, old, new: changed())
@@ -36,7 +38,8 @@ class TopPanel:
     @property
     def run(self) -> str:
         """URL of the run that the viewer has chosen; empty before there is any."""
-        return str(self._run.value or "")
+        chosen = str(self._run.value or "")
+        return self._urls.get(chosen, chosen)
 
     @property
     def others(self) -> list[str]:
@@ -45,12 +48,16 @@ class TopPanel:
 
     def offer(self, runs: Sequence[LiveRun]) -> None:
         """Offer these runs, the newest last, which is taken at first."""
-        options: list[str | tuple[Any, str]] = [(run.url, run.name or run.url) for run in reversed(runs)]
+        options: list[str | tuple[Any, str]] = [
+            (redacted(run.url), run.name or redacted(run.url)) for run in reversed(runs)
+        ]
         if options != self._run.options:
-            watches_newest, self._newest = self.run == self._newest, runs[-1].url
+            watches_newest = self.run == self._newest
+            self._newest = runs[-1].url
+            self._urls = {redacted(run.url): run.url for run in runs}
             self._run.options = options
             if watches_newest:
-                self._run.value = self._newest
+                self._run.value = redacted(self._newest)
 
     def offer_others(self, names: Sequence[str]) -> None:
         """Offer to show these runs over the one that is watched."""

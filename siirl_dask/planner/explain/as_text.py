@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from siirl_dask.errors import counted
 from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Restore, Run, Save, Send, Stream
 from siirl_dask.planner.column_flow import Stage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
@@ -24,13 +25,19 @@ def describe(plan: Plan, sizes: Sizes) -> str:
     workers = tuple(plan.chains)
     estimates = estimate(plan, sizes)
     sections = {
-        f"{len(plan.dag.roles)} roles on {len(workers)} workers, {sizes.prompts} prompts a step": _roles(plan, workers),
-        f"{len(plan.dag.nodes)} nodes (a dot stands for {PACKAGE})": _nodes(plan.stages.values()),
+        _title(plan, sizes): _roles(plan, workers),
+        f"{counted(len(plan.dag.nodes), 'node')} (a dot stands for {PACKAGE})": _nodes(plan.stages.values()),
         "The chain of each worker": _chains(plan, workers),
         f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(plan, workers, estimates),
     }
     texts = [f"{title}\n{body}" for title, body in sections.items()]
     return "\n\n".join([*texts, _total(estimates)]) + "\n"
+
+
+def _title(plan: Plan, sizes: Sizes) -> str:
+    roles = counted(len(plan.dag.roles), "role")
+    workers = counted(len(plan.chains), "worker")
+    return f"{roles} on {workers}, {counted(sizes.prompts, 'prompt')} a step"
 
 
 def _roles(plan: Plan, workers: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.models.experts import each_expert
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
@@ -158,7 +158,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         length, max_tokens = len(request.prompt), request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of {length} tokens more than the "
+                f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "
                 f"{self.context_length} that SGLang has room for; lower it or data.max_prompt_length, or give more "
                 "rollout.sglang.mem_fraction_static if the model can take more"
             )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.rollout.engine import FinishReason, Generation, GenerationRequest, Sampling
 from siirl_dask.rollout.token_sampling import as_seed
 
@@ -58,8 +58,9 @@ def read_generation(reported: Mapping[str, Any], request: GenerationRequest, ver
         raise RunError(f"SGLang told log-probs of other tokens than it sampled, in request {told['id']}")
     if reason is FinishReason.LENGTH and len(tokens) != request.sampling.max_tokens:
         raise RunError(
-            f"SGLang ended a response after {len(tokens)} tokens, which may have {request.sampling.max_tokens}: its "
-            "cache of keys and values is too small for it (rollout.sglang.mem_fraction_static)"
+            f"SGLang ended a response after {counted(len(tokens), 'token')}, which may have "
+            f"{request.sampling.max_tokens}: its cache of keys and values is too small for it "
+            "(rollout.sglang.mem_fraction_static)"
         )
     if not all(map(isfinite, logprobs)):
         raise not_finite(version)

@@ -17,7 +17,7 @@ from torch import Tensor
 from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
-from siirl_dask.errors import ConfigError, RunError
+from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.images.processor import ImageProcessor
 from siirl_dask.models.experts import each_expert
 from siirl_dask.models.routing import needed_routing
@@ -235,7 +235,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         length, max_tokens = len(request.prompt), request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of {length} tokens more than the "
+                f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "
                 f"{self.context_length} that vLLM has room for; lower it or data.max_prompt_length, or give more "
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )

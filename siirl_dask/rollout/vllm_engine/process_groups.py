@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from siirl_dask.collectives import LOOPBACK, add_world, all_gather, all_gather_bytes, new_gloo_group
 from siirl_dask.context import Device, DeviceKind, Rank
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 
 _FIRST_NAME = 1_000_000  # torch finds groups by name in the whole process: these names differ from the worker's
 
@@ -36,7 +36,7 @@ class EngineRanks:
         """
         if role.size % size:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={size}: expected a divisor of the role's {role.size} workers"
+                f"rollout.tensor_parallel_size={size}: expected a divisor of the role's {counted(role.size, 'worker')}"
             )
         engine, self.rank = divmod(role.rank, size)
         self.size, self.name = size, ""

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from siirl_storage import join, open_fs
 
-from siirl_dask.errors import CheckpointError, ConfigError, DataError
+from siirl_dask.errors import CheckpointError, ConfigError, DataError, counted
 from siirl_dask.observe import Status, read_summary
 from siirl_dask.observe.summary import FILE as SUMMARY
 from siirl_dask.runs.check.finding import Finding, State
@@ -54,7 +54,7 @@ def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[
     if summary.status is not Status.COMPLETE and 0 < every < summary.steps:
         if steps or any(path.startswith(f"{FOLDER}/") for path in files):
             return []
-        text = f"there is none, after {summary.steps} steps (checkpoint.every={every})"
+        text = f"there is none, after {counted(summary.steps, 'step')} (checkpoint.every={every})"
         return [Finding(FOLDER, State.DAMAGED, text, "bring it back: a resume refuses, or does all steps anew")]
     if summary.status is not Status.COMPLETE or not summary.steps or not every or summary.steps in steps:
         return []
@@ -92,7 +92,7 @@ def _told(found: Checkpoint) -> str:
     count, nbytes = len(found.files()), sum(one.nbytes for one in found.files().values())
     if not count:
         return "an earlier version wrote it, without digests: its files were not read"
-    return f"{count} files, {nbytes:,} bytes, by their SHA-256"
+    return f"{counted(count, 'file')}, {nbytes:,} bytes, by their SHA-256"
 
 
 def _remedy(step: int, before: Sequence[int], newest: int) -> str:

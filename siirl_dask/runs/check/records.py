@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from siirl_storage import join, open_fs
 from siirl_storage.digests import FileDigest
 
-from siirl_dask.errors import ConfigError, DataError
+from siirl_dask.errors import ConfigError, DataError, counted
 from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
+from siirl_dask.observe.summary import summary_altered
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
 from siirl_dask.runs.check.finding import Finding, State
@@ -88,7 +89,7 @@ def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> Find
         return Finding(DAG_FILE, State.DAMAGED, str(error), "restore it, or start anew with --fresh")
     if altered:
         return Finding(DAG_FILE, State.DAMAGED, altered, "restore it: it does not say what was trained")
-    return Finding(DAG_FILE, State.WHOLE, f"{nodes} nodes")
+    return Finding(DAG_FILE, State.WHOLE, counted(nodes, "node"))
 
 
 def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
@@ -105,7 +106,7 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
         except (TypeError, ValueError) as error:
             remedy = "a resume refuses: remove the file if nobody trains this run"
             findings.append(Finding(name, State.DAMAGED, f"it does not say who trained the run: {error}", remedy))
-    return findings or [Finding(ATTEMPTS, State.WHOLE, f"{len(numbers)} {'start' if len(numbers) == 1 else 'starts'}")]
+    return findings or [Finding(ATTEMPTS, State.WHOLE, counted(len(numbers), "start"))]
 
 
 def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
@@ -119,10 +120,10 @@ def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
 
 
 def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
-    counted = _steps_of_summary(url, files)
+    steps = _steps_of_summary(url, files)
     if _METRICS not in files:
-        if counted:
-            text = f"it is gone: {_SUMMARY} counts {counted} steps"
+        if steps:
+            text = f"it is gone: {_SUMMARY} counts {counted(steps, 'step')}"
             return [Finding(_METRICS, State.DAMAGED, text, "they are lost")]
         return [Finding(_METRICS, State.UNFINISHED, "there is none: no step was finished")]
     wrong, cut = damaged_lines(url)
@@ -135,7 +136,7 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
     if not wrong:
         records = read_metrics(url)
         trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
-        if absent := sorted(set(range(1, max([counted, *trained]) + 1)) - trained):
+        if absent := sorted(set(range(1, max([steps, *trained]) + 1)) - trained):
             shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
             findings.append(Finding(_METRICS, State.DAMAGED, f"it has no line of the steps {shown}", "they are lost"))
         validated = {record["step"] for record in records if record["phase"] == Phase.VALIDATION}
@@ -143,7 +144,9 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
             text = f"it has no line of the validations after the steps {', '.join(map(str, unknown[:10]))}"
             findings.append(Finding(_METRICS, State.DAMAGED, text, "they are lost; their rows are there"))
         if not findings and not cut:
-            findings.append(Finding(_METRICS, State.WHOLE, f"{len(records)} records, {len(trained)} steps"))
+            findings.append(
+                Finding(_METRICS, State.WHOLE, f"{counted(len(records), 'record')}, {counted(len(trained), 'step')}")
+            )
     return findings
 
 
@@ -152,7 +155,11 @@ def _summary(url: str, files: Mapping[str, int]) -> Finding:
         return Finding(_SUMMARY, State.UNFINISHED, "there is none: the run is under way, or was killed")
     try:
         summary = read_summary(url)
+        altered = summary_altered(url)
     except (DataError, UnicodeDecodeError) as error:
         return Finding(_SUMMARY, State.DAMAGED, str(error), "the next end of the run writes it anew")
-    said = f"{summary.status} after {summary.steps} steps"
+    if altered:
+        text = "it was altered: its digest is another one"
+        return Finding(_SUMMARY, State.DAMAGED, text, "restore it: it does not say how the run ended")
+    said = f"{summary.status} after {counted(summary.steps, 'step')}"
     return Finding(_SUMMARY, State.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on")

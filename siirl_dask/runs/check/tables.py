@@ -16,6 +16,7 @@ from siirl_storage.parts import complete_names
 from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_of
+from siirl_dask.errors import counted
 from siirl_dask.planner.node import STAGES, TRACE
 from siirl_dask.runs.check.finding import Finding, State
 from siirl_dask.runs.stages import SPENT, misplaced
@@ -165,14 +166,17 @@ def _told(folders: list[_Folder]) -> str:
     parts = [part for folder in folders for part in folder.parts]
     digests = sum(_digest(part) is not None for part in parts)
     how = "their SHA-256" if digests == len(parts) else "their pages' checksums" if not digests else "their checksums"
-    steps = f"{len(folders)} {'step' if len(folders) == 1 else 'steps'}"
-    return f"{steps}, {len(parts)} parts, {sum(part.nbytes for part in parts):,} bytes, by {how}"
+    steps = counted(len(folders), "step")
+    return f"{steps}, {counted(len(parts), 'part')}, {sum(part.nbytes for part in parts):,} bytes, by {how}"
 
 
 def _left_over(folder: _Folder) -> tuple[str, str]:
     if folder.parts:
-        return f"{folder.others} parts of an earlier start that no record lists", "nothing reads them"
-    return f"{folder.others} parts of a step that is under way or was never finished", "a resume does it again"
+        return f"{counted(folder.others, 'part')} of an earlier start that no record lists", "nothing reads them"
+    return (
+        f"{counted(folder.others, 'part')} of a step that is under way or was never finished",
+        "a resume does it again",
+    )
 
 
 def _remedy(path: str, resumed: int, frontier: str | None) -> str:

@@ -15,6 +15,7 @@ from tornado.websocket import websocket_connect
 
 from siirl_dask.observe.dashboard.origins import is_of_another_site
 from siirl_dask.observe.dashboard.plugin import PagePlugin
+from siirl_dask.observe.dashboard.store import LiveRun
 from siirl_dask.observe.dashboard.top_panel import TopPanel
 
 HOSTS = st.from_regex(r"[a-z]{1,8}(\.[a-z]{2,5}){0,2}(:[1-9][0-9]{1,3})?", fullmatch=True)
@@ -104,3 +105,13 @@ def test_a_browser_cannot_choose_a_run_that_was_not_offered():
     panel._others.options = ["mine", "../../other/run"]  # a browser may change any property
     panel._others.value = ["mine", "../../other/run"]
     assert panel.others == ["mine"]
+
+
+def test_a_browser_is_not_told_the_secrets_of_a_run_s_url_and_chooses_it_all_the_same():
+    panel = TopPanel(lambda: None)
+    runs = [LiveRun("https://user:S3CR3T@host/one", "one"), LiveRun("https://user:S3CR3T@host/two")]
+    panel.offer(runs)
+    assert "S3CR3T" not in str(panel._run.options) + panel._run.value
+    assert panel.run == runs[1].url
+    panel._run.value = panel._run.options[1][0]
+    assert panel.run == runs[0].url
