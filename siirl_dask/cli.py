@@ -173,6 +173,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
     command.add_argument("--dtype", choices=_EXPORTED, type=Dtype, help="default: as the run's model.dtype")
     command.add_argument("--adapter", action="store_true", help="the adapters alone, for peft (trainer.lora.rank)")
+    command.add_argument("--verify", action="store_true", help="load what was written, and compare its log-probs")
 
 
 def _dispatch(chosen: argparse.Namespace) -> None:
@@ -227,9 +228,10 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "export":
             from siirl_dask.commands.export import export
 
-            options = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter")}
+            options = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter", "verify")}
             step = export(chosen.run, chosen.to, **options)
-            print(f"{chosen.role} of step {step} is in {chosen.to}")
+            verified = ", and gives the log-probs of its weights" if chosen.verify else ""
+            print(f"{chosen.role} of step {step} is in {chosen.to}{verified}")
 
 
 def _plan(chosen: argparse.Namespace) -> None:

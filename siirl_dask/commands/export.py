@@ -23,6 +23,7 @@ from siirl_dask.runs.folder import check_writable
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
+_ROUNDING = 1e-5  # log-probs of one model that is loaded in two ways
 _LAST = ("config.json", "adapter_config.json")
 """Files that are copied last: nothing loads a folder without them, so an incomplete copy is never used."""
 
@@ -36,14 +37,18 @@ def export(
     ema: bool = False,
     dtype: Dtype | None = None,
     adapter: bool = False,
+    verify: bool = False,
 ) -> int:
     """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the newest checkpoint.
 
     ``ema`` takes the moving average of the weights; ``dtype`` is by default the run's own. Adapters
-    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. If the newest
-    checkpoint is damaged, or removed meanwhile, the newest of the others is taken, and the log says so. ConfigError
-    when there is no such run, checkpoint or role, or when something is at ``to``.
+    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. ``verify``
+    loads what was written, before it is copied to ``to``, and compares its log-probs with those of the weights. If the
+    newest checkpoint is damaged, or removed meanwhile, the newest of the others is taken, and the log says so.
+    ConfigError when there is no such run, checkpoint or role, when something is at ``to``, or when log-probs differ.
     """
+    if verify and adapter:
+        raise ConfigError("--verify compares a whole model: leave out --verify, or --adapter")
     recorded = open_run(run)
     config = recorded.config
     set_retry_seconds(config.storage.retry_seconds)
@@ -52,8 +57,9 @@ def export(
 
     def write(found: Checkpoint) -> None:
         with TemporaryDirectory() as folder:
-            write_folder(Path(folder), run, config, found, role=role, ema=ema, dtype=dtype, adapter=adapter)
-            put_folder(Path(folder), to)
+            local = Path(folder)
+            write_folder(local, run, config, found, role=role, ema=ema, dtype=dtype, adapter=adapter, verify=verify)
+            put_folder(local, to)
 
     return with_whole_checkpoint(run, step, [role], write)
 
@@ -68,6 +74,7 @@ def write_folder(
     ema: bool = False,
     dtype: Dtype | None = None,
     adapter: bool = False,
+    verify: bool = False,
 ) -> None:
     """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder.
 
@@ -75,7 +82,15 @@ def write_folder(
     """
     # here, because torch and transformers take seconds, for which --help need not wait
     from siirl_dask.training.files.checkpoint import read_model
-    from siirl_dask.training.files.hugging_face import with_base, with_frozen, write_adapters, write_hugging_face
+    from siirl_dask.training.files.hugging_face import (
+        difference,
+        weight_buffers,
+        with_base,
+        with_buffers,
+        with_frozen,
+        write_adapters,
+        write_hugging_face,
+    )
     from siirl_dask.training.parts import family_seen, frozen_parts
 
     roles = found.state().roles
@@ -97,13 +112,23 @@ def write_folder(
         return
     family, sees = family_seen(config.model.path, config.images)
     frozen = [] if adapted else frozen_parts(config.trainer, family, sees_images=sees)
-    base = folder_here(config.model.path, weights=adapted or bool(frozen))
+    buffers = weight_buffers(folder_here(config.model.path, weights=False))
+    base = folder_here(config.model.path, weights=adapted or bool(frozen or buffers))
     if adapted:
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
+    if buffers:
+        weights = with_buffers(weights, buffers, base)
     with _room_for(folder, weights, kind):
         write_hugging_face(folder, weights, base, kind)
+    if verify:
+        differ_by = difference(folder, weights, base, kind)
+        if differ_by > _ROUNDING:
+            raise ConfigError(
+                f"what was written is another model: its log-probs differ by {differ_by:.3g} from those of the "
+                f"checkpoint's weights in the model of {base!r}; nothing is at DEST"
+            )
 
 
 @contextmanager

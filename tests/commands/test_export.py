@@ -1,5 +1,6 @@
 """``siirl-dask export``: the Hugging Face folder holds the trainer's model, for transformers, vLLM and peft."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs
 from siirl_dask.testing.rows import LENGTHS, random_rows, split_rows
 from siirl_dask.training import build_trainer
+from siirl_dask.training.files import hugging_face
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from tests.conftest import digits_overrides
 
@@ -110,6 +112,25 @@ def test_step_average_and_dtype_are_what_is_asked_for(run, tmp_path):
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     short = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
     assert all(torch.equal(short.get_parameter(name), weight.bfloat16()) for name, weight in trainer.weights())
+
+
+@pytest.mark.parametrize("run", ["experts", "adapters"], indirect=True)
+def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_model(run, tmp_path, capsys):
+    url, base, _ = run
+    out = tmp_path / "out"
+    config = json.loads((base / "config.json").read_text())
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')  # refused by transformers
+    main(["export", url, str(out), "--verify", "--dtype", "bfloat16"])
+    assert capsys.readouterr().out == f"policy of step 2 is in {out}, and gives the log-probs of its weights\n"
+    assert (out / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert json.loads((out / "config.json").read_text()) == config | {"dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="leave out --verify, or --adapter"):
+        export(url, str(tmp_path / "adapter"), verify=True, adapter=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "_set_dtype", lambda config, dtype: config.update(rms_norm_eps=1.0))
+        with pytest.raises(ConfigError, match="what was written is another model: its log-probs differ by"):
+            export(url, str(tmp_path / "other"), verify=True)
+    assert not (tmp_path / "other").exists()
 
 
 def test_it_goes_to_any_store_and_never_over_something(run, tmp_path):

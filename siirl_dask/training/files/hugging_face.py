@@ -53,18 +53,18 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
-    _copy_others(Path(base), folder, dtype)
+    _copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
 
 
-def _copy_others(base: Path, folder: Path, dtype: Dtype) -> None:
-    """Copy the files of ``base`` that hold no weights; ``config.json`` says what the numbers are."""
+def _copy_others(base: Path, folder: Path, dtype: str) -> None:
+    """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are ``dtype``."""
     for file in base.iterdir():
         left_out = file.name.startswith(".") or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)
         if file.is_file() and not left_out:
             copyfile(file, folder / file.name)
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
-    if not _set_dtype(config, dtype.value):
-        config["torch_dtype"] = dtype.value
+    if not _set_dtype(config, dtype):
+        config["torch_dtype"] = dtype
     config.pop("quantization_config", None)  # of weights that were unpacked to be trained
     (folder / _CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
