@@ -35,6 +35,12 @@ SAMPLING_SEED = "sampling_seed"
 """int64. Seed that the response was sampled with: with it, the prompt and the weights the engine samples it again."""
 PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
+ENDS_WITH_ANSWER = (
+    "its last message is the assistant's, and a prompt ends where the assistant is to answer: data import --column "
+    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the messages, and "
+    "data.continue_answers=true lets the model go on with what the message begins"
+)
+"""What is wrong with a prompt of messages whose last is an answer, and what to do."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
 IMAGES = "images"

@@ -17,7 +17,7 @@ from siirl_dask.driver.device_memory import cards_of, check_devices, device_memo
 from siirl_dask.driver.doctor.packages import refuse_older
 from siirl_dask.driver.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
-from siirl_dask.driver.prompt_rows import check_rows
+from siirl_dask.driver.prompt_rows import check_rows, may_be_answered
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
 from siirl_dask.nodes.prompts import check_expected
@@ -86,11 +86,11 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
 
 
 def _notes_on_rows(phases: Phases) -> list[str]:
-    """Return sentences on rows of the datasets that are there. DataError for a prompt that is null."""
+    """Return sentences on rows of datasets that are there. DataError for a prompt that is null, or has its answer."""
     notes = []
-    for _, dataset in phases.values():
+    for plan, dataset in phases.values():
         if all(source.table or exists(source.url) for source in dataset.sources):
-            notes += check_rows(dataset)
+            notes += check_rows(dataset, answered=may_be_answered(plan.dag))
     return list(dict.fromkeys(notes))
 
 

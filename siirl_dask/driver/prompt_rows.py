@@ -18,9 +18,10 @@ from siirl_dask.errors import ConfigError, DataError, ImageError
 from siirl_dask.images import images_of, load_processor, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.models.cache import folder_here
-from siirl_dask.nodes import encode_prompts
-from siirl_dask.planner import Plan
+from siirl_dask.nodes import encode_prompts, sample_until_mixed
+from siirl_dask.planner import DAG, Plan
 from siirl_dask.planner.contract import bare
+from siirl_dask.schema import ENDS_WITH_ANSWER
 
 if TYPE_CHECKING:
     from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -40,8 +41,15 @@ class FirstPrompt:
     tokens: int
 
 
-def check_rows(dataset: Dataset) -> list[str]:
-    """Return a sentence for each source some of whose answers are null. DataError, with the row, for a null prompt.
+def may_be_answered(dag: DAG) -> bool:
+    """Return whether a prompt may end with the assistant's message: no node encodes it, or one lets the model go on."""
+    encoders = [node for node in dag.nodes if bare(node.fn) in (encode_prompts, sample_until_mixed)]
+    return not encoders or any(node.options.get("continue_answers") for node in encoders)
+
+
+def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
+    """Return a sentence for each source some of whose answers are null. DataError, with the row, for a null prompt, and
+    unless they may be ``answered`` for one whose last message is the assistant's.
 
     The first 16,384 rows of up to 16 row groups are looked at, 64 MiB in all; a step names others that it draws.
     """
@@ -57,6 +65,9 @@ def check_rows(dataset: Dataset) -> list[str]:
                     f"dataset {source.url!r}: the prompt of row {row} of {place} is null (data.prompt="
                     f"{source.prompt}): remove such rows, or name another column"
                 )
+            row = None if answered else _first_answered(prompts)
+            if row is not None:
+                raise DataError(f"dataset {source.url!r}: the prompt of row {row} of {place}: {ENDS_WITH_ANSWER}")
             looked += len(answers)
             nulls += answers.null_count
             if first is None and answers.null_count:
@@ -86,6 +97,19 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
         left -= table.nbytes
         place = f"{group.part}" if group.index == 0 else f"row group {group.index} of {group.part}"
         yield place, _values(table, source.prompt), _values(table, source.answer)
+
+
+def _first_answered(prompts: pa.ChunkedArray) -> int | None:
+    """Return the row of the first prompt whose last message is the assistant's."""
+    kind = prompts.type
+    of_messages = pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)
+    if not of_messages or kind.value_type.get_field_index("role") < 0:
+        return None
+    chats = prompts.combine_chunks()
+    rows = pc.indices_nonzero(pc.greater(pc.fill_null(pc.list_value_length(chats), 0), 0))
+    last = pc.subtract(chats.offsets.slice(1).take(rows), 1)
+    found = pc.index(pc.struct_field(chats.values, "role").take(last), "assistant").as_py()
+    return None if found < 0 else rows[found].as_py()
 
 
 def _values(table: pa.Table, path: str) -> pa.ChunkedArray:

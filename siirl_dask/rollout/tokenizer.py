@@ -16,12 +16,8 @@ from siirl_dask.config import ModelConfig
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
 from siirl_dask.models.loading import refused_by_name
 from siirl_dask.rollout.chat_turns import ChatTurns, without_nulls
+from siirl_dask.schema import ENDS_WITH_ANSWER
 
-_ENDS_WITH_ANSWER = (
-    "its last message is the assistant's, and a prompt ends where the assistant is to answer: data import --column "
-    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the messages, and "
-    "data.continue_answers=true lets the model go on with what the message begins"
-)
 _TURN = "siirlturn"
 _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tokenizer remembers
 
@@ -196,7 +192,7 @@ class HuggingFaceTokenizer:
             )
         answered = [_ends_with_answer(chat) for chat in chats]
         if any(answered) and not continue_answer:
-            raise DataError(_ENDS_WITH_ANSWER)
+            raise DataError(ENDS_WITH_ANSWER)
         schemas: list[Any] | None = [*map(dict, tools)] or None
         encoded: list[list[int]] = [[]] * len(chats)
         for goes_on in sorted(set(answered)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,6 +61,31 @@ def test_a_null_field_of_a_struct_is_a_null_prompt(tmp_path):
     pq.write_table(pa.table({"q": questions, "answer": ["1"] * 3}), tmp_path / "q.parquet")
     with pytest.raises(DataError, match=r"row 1 of q\.parquet is null"):
         check_rows(Source(url=str(tmp_path / "q.parquet"), prompt="q.text", answer="answer"))
+
+
+CHATS = pa.array(
+    [
+        [USER],
+        [],
+        [USER, {"role": "assistant", "content": "2"}, USER],
+        [USER, {"role": "assistant", "content": "<think>"}],
+    ]
+)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_a_prompt_that_ends_with_its_answer_is_refused_by_its_row_before_anything_starts(
+    tmp_path, model, capsys, first
+):
+    source = written(tmp_path, CHATS.slice(first), ["y"] * (4 - first), groups=9)
+    said = f"the prompt of row {3 - first} of data.parquet: its last message is the assistant's"
+    with pytest.raises(DataError, match=said):
+        check_rows(source, answered=False)
+    assert check_rows(source) == []
+    for overrides, fits in ([], False), (["data.continue_answers=true"], True):
+        with nullcontext() if fits else pytest.raises(SystemExit):
+            main(["plan", str(shipped("quickstart")), *settings(model, source.url), *overrides])
+        assert (said in capsys.readouterr().err) is not fits
 
 
 def test_null_answers_are_counted_and_the_first_is_named(tmp_path):
