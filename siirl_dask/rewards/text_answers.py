@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from siirl_dask.rewards.math_answers import last_boxed, text_of
@@ -21,8 +22,25 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{(.*)\}")
 def exact_match(prompt: object, response: str, answer: object, **extra: object) -> float:
     """Return 1.0 when the response is the answer, white space around either aside; else 0.0. ValueError for a row
     without an answer.
+
+    Where the column of answers has a type for them, a fraction is the answer in whatever digits (5, 5.0), and a truth
+    value in whatever case.
     """
-    return float(response.strip() == text_of(answer).strip())
+    said = response.strip()
+    match answer:
+        case bool():
+            return float(said.lower() == str(answer).lower())
+        case float() | Decimal():
+            return float(_is_number(said, Decimal(str(answer))))
+        case _:
+            return float(said == text_of(answer).strip())
+
+
+def _is_number(text: str, number: Decimal) -> bool:
+    try:
+        return Decimal(text) == number
+    except InvalidOperation:
+        return False
 
 
 def multiple_choice(

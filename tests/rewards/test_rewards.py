@@ -2,8 +2,11 @@
 
 import asyncio
 import threading
+from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
@@ -25,6 +28,21 @@ def test_exact_match_ignores_white_space_around_and_nothing_else(response, answe
     result = exact_match("what?", response, answer)
     assert result == reward
     assert isinstance(result, float)
+
+
+@given(number=st.floats(allow_nan=False, allow_infinity=False), other=st.floats(allow_nan=False, allow_infinity=False))
+def test_exact_match_takes_a_fraction_in_any_digits_and_no_other(number, other):
+    for answer in (number, Decimal(str(number))):
+        written = [str(number), f" {Decimal(str(number)):f}\n", f"{Decimal(str(number)):e}"]
+        assert [exact_match("what?", text, answer) for text in written] == [1.0, 1.0, 1.0]
+        assert exact_match("what?", str(other), answer) == float(other == number)
+        assert exact_match("what?", f"{number} apples", answer) == 0.0
+    assert exact_match("what?", "5", 5.0) == 1.0
+    assert exact_match("what?", "5.0", 5) == 0.0
+
+
+def test_exact_match_takes_a_truth_value_as_json_and_python_write_it():
+    assert [exact_match("what?", text, True) for text in ("true", "True", "1", "false")] == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_reward_accepts_extra_columns():
