@@ -86,7 +86,6 @@ def write_folder(
         difference,
         weight_buffers,
         with_base,
-        with_buffers,
         with_frozen,
         write_adapters,
         write_hugging_face,
@@ -118,8 +117,6 @@ def write_folder(
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
-    if buffers:
-        weights = with_buffers(weights, buffers, base)
     with _room_for(folder, weights, kind):
         write_hugging_face(folder, weights, base, kind)
     if verify:

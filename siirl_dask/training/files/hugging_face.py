@@ -39,15 +39,14 @@ _PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
     """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that hold none.
 
-    ``base`` is the folder that the weights were trained from. ConfigError when the two are not of one model, or
-    ``base`` has buffers that are weights and ``weights`` lacks them.
+    ``base`` is the folder that the weights were trained from; buffers that are saved with weights (``weight_buffers``)
+    are taken from it. ConfigError when the two are not of one model.
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
         model = _empty_model(base, torch_dtype(dtype, _CPU))
-    buffers = _buffers(model)
-    _check(weights, model, buffers, subject)
-    state = {name: tensor if name in buffers else tensor.to(model.dtype) for name, tensor in weights.items()}
+    _check(weights, model, subject)
+    state = {name: tensor.to(model.dtype) for name, tensor in weights.items()} | _buffers_of(base, model)
     with no_progress_bars():
         model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)  # it empties ``state``
     for file in folder.iterdir():
@@ -92,7 +91,7 @@ def difference(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dt
         expected = kind.from_config(
             AutoConfig.from_pretrained(base, local_files_only=True), dtype=torch_dtype(dtype, _CPU)
         )
-    expected.load_state_dict(dict(weights), strict=False)  # tied weights are there once
+    expected.load_state_dict(dict(weights) | _buffers_of(base, expected), strict=False)  # tied weights are there once
     written = load_pretrained(kind, str(folder), torch_dtype(dtype, _CPU), f"the folder {folder}")
     words = expected.config.get_text_config().vocab_size
     tokens = torch.randint(0, words, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -110,11 +109,16 @@ def weight_buffers(base: str) -> list[str]:
         return sorted(_buffers(_empty_model(base, torch.float32)))
 
 
-def with_buffers(weights: Mapping[str, Tensor], names: Sequence[str], base: str) -> dict[str, Tensor]:
-    """Return ``weights`` with the buffers ``names`` of the model in the folder ``base``."""
+def _buffers_of(base: str, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the buffers of the model in ``base`` that are saved with its weights; ``model`` is an empty one of its
+    class.
+    """
+    names = _buffers(model)
+    if not names:
+        return {}
     subject = _subject(base)
-    model = load_pretrained(model_class(base, subject), base, torch.float32, subject)
-    return {**{name: model.get_buffer(name) for name in names}, **weights}
+    loaded = load_pretrained(model_class(base, subject), base, torch.float32, subject)
+    return {name: loaded.get_buffer(name) for name in names}
 
 
 def _buffers(model: PreTrainedModel) -> set[str]:
@@ -176,10 +180,8 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, buffers: set[str], subject: str) -> None:
-    state = model.state_dict()
+def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, subject: str) -> None:
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    expected |= {name: state[name].shape for name in buffers}
     if lacking := sorted(expected.keys() - weights.keys()):
         raise ConfigError(f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?")
     if unknown := sorted(weights.keys() - expected.keys()):
