@@ -133,6 +133,14 @@ def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
 
 
+@pytest.mark.parametrize("mode", ["gspo", "geo_mean", "sapo", "vanilla"])
+def test_losses_of_rows_are_aggregated_by_rows_whatever_the_script_asks_for(config_of, mode):
+    actor = "actor_rollout_ref.actor"
+    config, _ = config_of(f"{actor}.policy_loss.loss_mode={mode}", f"{actor}.loss_agg_mode=token-mean")
+    by = "token_mean" if mode == "vanilla" else "sequence_mean_token_mean"
+    assert config.algorithm.aggregation == f"siirl_dask.algorithms:{by}"
+
+
 def test_defaults_that_differ_and_change_results_are_written_out(config_of):
     config, done = config_of("algorithm.adv_estimator=grpo")
     written = {

@@ -257,8 +257,8 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
         name, "token-mean" if draft.flag(f"{ACTOR}.use_token_level_loss", default=True) else "seq-mean-token-mean"
     )
     note = ""
-    if ours == "gspo":
-        mode, note = "seq-mean-token-mean", "always so with gspo"
+    if ours in ("gspo", "gmpo", "sapo"):  # verl aggregates these so whatever is asked for
+        mode, note = "seq-mean-token-mean", f"always so with {ours}"
     if mode not in _MODES:
         draft.lose(name, f"there is no aggregation {mode!r}; token_mean stands in")
     function = _MODES.get(mode, "token_mean")
