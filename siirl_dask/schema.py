@@ -40,7 +40,7 @@ ENDS_WITH_ANSWER = (
     "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the messages, and "
     "data.continue_answers=true lets the model go on with what the message begins"
 )
-"""What is wrong with a prompt of messages whose last is an answer, and what to do."""
+"""Error of a prompt of messages whose last is the answer, with what to do."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
 IMAGES = "images"
