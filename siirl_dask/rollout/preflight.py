@@ -28,6 +28,7 @@ from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
+from siirl_dask.models.rotary import check_rows_are_alike
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
@@ -121,6 +122,7 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     uses_vllm = takes_vllm(rollout.engine)
     if not uses_vllm:
         _check_no_vllm_options(rollout)
+        check_rows_are_alike(model.path, config.data.max_prompt_length + rollout.max_response_length)
     if rollout.sampler is Sampler.vllm:
         _check_samplings(rollout, config.validation)
     if rollout.tensor_parallel_size > 1:

@@ -27,6 +27,7 @@ from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
+from siirl_dask.models.rotary import check_rows_are_alike
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
@@ -85,6 +86,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
+    check_rows_are_alike(model.path, _longest(config))
     check_liger(trainer, config)
     check_libraries(trainer, config)
     process = process_of(trainer)
@@ -136,6 +138,7 @@ def _check_learner(
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
+    check_rows_are_alike(model.path, _longest(config))
     check_no_split_images(trainer, images)
     family, sees = family_seen(model.path, images)
     check_parts(trainer, family, model.path, sees_images=sees)
@@ -169,6 +172,11 @@ def _check_learner(
     )
 
 
+def _longest(config: Config) -> int:
+    """Return the tokens of the longest row that a run may have."""
+    return config.data.max_prompt_length + config.rollout.max_response_length
+
+
 def _passes(
     size: ModelSize,
     model: ModelConfig,
@@ -187,7 +195,7 @@ def _passes(
     architecture = read_architecture(model.path)
     if architecture is None:
         return 0, None
-    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    longest = _longest(config)
     rows = config.data.batch_size * config.rollout.rows_per_prompt
     if learns:
         rows = -(-rows // config.algorithm.minibatches)
