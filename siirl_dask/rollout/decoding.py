@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from siirl_dask.devices import accelerator
+from siirl_dask.models.windows import check_window_is_given
 from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, Rows
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
@@ -132,9 +133,10 @@ def cached_attention(
     """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T, D] twice ->
     [B, T, H, D].
 
-    ``decoding`` is an argument of the model's forward. NotImplementedError for attention with soft caps, sinks or
-    position bias.
+    ``decoding`` is an argument of the model's forward. NotImplementedError for attention with soft caps, sinks,
+    position bias or a mask of its own.
     """
+    check_window_is_given(module, attention_mask, sliding_window)
     if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"cached attention supports no {unsupported}, which {type(module).__name__} needs")
     rows, heads, count, width = query.shape

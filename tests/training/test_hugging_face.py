@@ -20,7 +20,7 @@ FAMILIES = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("gemma3_text", {"head_dim": 16}),
-    "gemma4": ("gemma4_text", {"head_dim": 16}),
+    "gemma4": ("gemma4_text", {"head_dim": 16, "vocab_size_per_layer_input": VOCABULARY}),
     "phi3": ("phi3", {}),
     "glm4_moe": ("glm4_moe", {"head_dim": 16, **ROUTED, **GROUPS}),
     "deepseek_v3": ("deepseek_v3", {**ROUTED, **GROUPS, **LATENT}),

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from siirl_dask.devices import accelerator, fused
+from siirl_dask.models.windows import check_window_is_given
 from siirl_dask.training.model.attention_kernels import FlashKernel, Kernel, PluginKernel, kernel_of
 from siirl_dask.training.model.flex import FlexKernel, attend_flex
 from siirl_dask.training.packing import Packing, Runs
@@ -41,8 +42,9 @@ def packed_attention(
 
     ``packing`` is an argument of the model's forward. With sequence parallelism T are this rank's tokens, and each
     attends to its row's tokens on all ranks; where rows share prompts, they are those that are computed.
-    NotImplementedError for attention with soft caps, sinks or position bias.
+    NotImplementedError for attention with soft caps, sinks, position bias or a mask of its own.
     """
+    check_window_is_given(module, attention_mask, sliding_window)
     runs, ranks = packing.runs, packing.ranks
     if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NotImplementedError(f"packed attention supports no {unsupported}, which {type(module).__name__} needs")

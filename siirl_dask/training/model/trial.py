@@ -68,7 +68,7 @@ def use_packed_attention(network: Network, path: str, operators: Mapping[str, st
     name = type(network.model).__name__
     try:
         error, tolerance = network.enable_packed_attention(operators)
-    except (TypeError, NotImplementedError) as failure:
+    except (TypeError, NotImplementedError, AttributeError) as failure:  # models are built in many ways
         raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
     if not error <= tolerance:  # also for NaN
         fused = [f"{operator} by {library}" for operator, library in operators.items() if library != TORCH]
