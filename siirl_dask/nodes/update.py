@@ -199,7 +199,7 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
         steps = counted(int(behind.max()), "step")
         raise TrainingError(
             f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {steps} behind: expected "
-            f" at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
+            f"at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
         )
     ctx.log("staleness/mean", behind.tolist())
     ctx.log("staleness/max", float(behind.max()), Reduce.MAX)
