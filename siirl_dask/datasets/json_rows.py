@@ -270,7 +270,9 @@ def _decoder(parse_int: Callable[[str], int | bytes]) -> json.JSONDecoder:
 
 
 def _may_be_exact(lines: str) -> bool:
-    return lines.startswith("{") and not _NULL_ROW.search(lines) and not _MINUS_ZERO.search(lines)
+    if _NULL_ROW.search(lines) or _MINUS_ZERO.search(lines):
+        return False
+    return lines.startswith("{")
 
 
 def _whole(text: str) -> int | bytes:

@@ -59,7 +59,7 @@ def run(request, base, digits_task, tmp_path):
 @pytest.mark.parametrize("run", KINDS, indirect=True)
 def test_the_exported_folder_has_the_trainers_weights_and_processes_images_as_before(run, base, tmp_path):
     url, trainer = run
-    assert export(url, str(tmp_path / "out")) == 1
+    assert export(url, str(tmp_path / "out"), verify=True) == 1
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for name, weight in trainer.weights():
         assert torch.equal(model.get_parameter(name), weight), name

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from siirl_dask.config import Dtype, Part, TrainerConfig
 from siirl_dask.errors import ConfigError
@@ -58,8 +58,8 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
 def _copy_others(base: Path, folder: Path, dtype: str) -> None:
     """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are ``dtype``."""
     for file in base.iterdir():
-        left_out = file.name.startswith(".") or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)
-        if file.is_file() and not left_out:
+        hidden = file.name.startswith(".")
+        if file.is_file() and not (hidden or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)):
             copyfile(file, folder / file.name)
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
     if not _set_dtype(config, dtype):
@@ -93,11 +93,20 @@ def difference(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dt
         )
     expected.load_state_dict(dict(weights) | _buffers_of(base, expected), strict=False)  # tied weights are there once
     written = load_pretrained(kind, str(folder), torch_dtype(dtype, _CPU), f"the folder {folder}")
-    words = expected.config.get_text_config().vocab_size
-    tokens = torch.randint(0, words, (2, 64), generator=torch.Generator().manual_seed(0))
+    words = _words(expected.config)
+    drawn = torch.randint(0, len(words), (2, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor(words)[drawn]
     with torch.no_grad():
         logprobs = [model.eval()(tokens).logits.float().log_softmax(-1) for model in (expected, written)]
     return float((logprobs[0] - logprobs[1]).abs().max())
+
+
+def _words(config: PretrainedConfig) -> list[int]:
+    """Return the tokens of a model but those that its config names, such as an image's, which would want an image."""
+    text = config.get_text_config()
+    named = {**text.to_dict(), **config.to_dict()}
+    special = {value for key, value in named.items() if key.endswith("token_id") and isinstance(value, int)}
+    return [token for token in range(text.vocab_size) if token not in special]
 
 
 def weight_buffers(base: str) -> list[str]:
