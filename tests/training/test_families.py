@@ -1,5 +1,8 @@
 """Every family of models is scored as plain transformers scores it, row by row, or is refused when it is built."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -14,6 +17,7 @@ from siirl_dask.testing.rows import random_rows, split_rows
 from siirl_dask.training import build_trainer
 from tests.settings import trainer_config
 
+ROOT = Path(__file__).parents[2]
 WINDOW = 8
 LENGTHS = [(5, 7), (5, 3), (9, 30), (2, 1), (17, 23), (3, 40)]  # most rows are longer than the windows
 SIZES = {
@@ -76,6 +80,13 @@ REFUSED = {
     "qwen3_5_text": {"head_dim": 16, "num_hidden_layers": 4, **LINEAR},
 }  # fmt: skip
 QUICK = ("qwen2", "mistral", "gemma3_text", "phimoe", "qwen2_moe", "doge", "llama4_text")
+
+
+def test_the_page_has_every_family_in_its_table():
+    right, refused = (ROOT / "docs" / "models.md").read_text().split("| refused when")
+    for families, table in ((RIGHT, right), (REFUSED, refused)):
+        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+        assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) - {"use_sliding_window"} == set(families)
 
 
 def marked(families):
