@@ -1,4 +1,6 @@
-"""A server of tools that speaks MCP over its standard input and output."""
+"""A server of tools that speaks MCP over its standard input and output, or over HTTP on a port that it is given."""
+
+import sys
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -41,4 +43,6 @@ async def hang() -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     server.run()

@@ -2,7 +2,11 @@
 
 import json
 import shlex
+import socket
+import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,6 +79,42 @@ def test_the_next_calls_fail_too_where_the_server_does_not_come_back(play, tmp_p
     gone = player.step(call("double", number=1), 1)
     assert isinstance(gone, Failure)
     assert "which does not come back" in gone.reason
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def served(port):
+    """The server of tools at a URL."""
+    command = [*shlex.split(SERVER), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not listens(port):
+                assert process.poll() is None
+                assert time.monotonic() < deadline, "it does not listen"
+                time.sleep(0.05)
+            yield
+        finally:
+            process.kill()
+
+
+def test_a_server_at_a_url_that_is_lost_fails_its_episode_and_is_reached_once_it_is_back(play):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with served(port):
+        player = play(mcp_servers={"numbers": f"http://127.0.0.1:{port}/mcp"})
+        player.reset(prompt=CHAT)
+        assert player.step(call("double", number=4)).observation[0]["content"] == "8"
+    lost = player.step(call("double", number=5))
+    assert isinstance(lost, Failure)
+    assert "has lost its server, environments.mcp_servers.numbers" in lost.reason
+    with served(port):
+        player.reset(1, prompt=CHAT)
+        assert player.step(call("double", number=6), 1).observation[0]["content"] == "12"
 
 
 def test_well_formed_calls_are_counted_with_those_that_failed():
