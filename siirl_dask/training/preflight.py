@@ -40,6 +40,8 @@ from siirl_dask.training.remedies import with_remedies
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
+_EXPERTS = ".experts."
+_ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -239,8 +241,10 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
         return None
     family = FAMILIES.get((read_config(path) or {}).get("model_type", ""))
     decoder, tower = dict[str, list[tuple[int, ...]]](), dict[str, list[tuple[int, ...]]]()
+    mixtures = {name.partition(_EXPERTS)[0] for name in shapes if _EXPERTS in name}
     for name, shape in shapes.items():
-        if len(shape) != 2:
+        of_experts = _EXPERTS in name or name.removesuffix(_ROUTER) in mixtures
+        if len(shape) != 2 or of_experts:
             continue
         if (inside := in_tower(name, family)) is not None:
             tower.setdefault(inside, []).append(shape)

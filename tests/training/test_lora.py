@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.cli import main
@@ -31,7 +32,7 @@ from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.schema import PARAMETER
-from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import load_model, response_logprobs
 from siirl_dask.testing.rows import (
@@ -190,7 +191,28 @@ def test_every_start_draws_the_same_adapters_and_leaves_other_seeds_alone(folder
     assert not torch.equal(a, first["model.layers.1.self_attn.q_proj.lora_A.weight"])
 
 
-def test_merged_weights_score_like_the_trainer(folder):
+@pytest.fixture
+def mixture(tmp_path):
+    """A mixture of experts whose first layer has none."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 72, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(tmp_path / "mixture")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+def test_the_experts_of_a_mixture_get_no_adapters_beside_a_layer_that_has_none(mixture):
+    state = build(mixture).state()["model"]
+    assert {name.split(".")[-3] for name in state if "layers.0" in name} >= {"q_proj", "gate_proj", "down_proj"}
+    assert not any("experts" in name for name in state)
+    parameters = count_adapters(str(mixture), trainer_config(**LORA))
+    assert (parameters.total, parameters.tensors) == (sum(t.numel() for t in state.values()), len(state))
+
+
+@pytest.mark.parametrize("kind", ["folder", "mixture"])
+def test_merged_weights_score_like_the_trainer(kind, request):
+    folder = request.getfixturevalue(kind)
     trainer = build(folder, lr=3e-2)
     advance(trainer)
     model = load_model(folder)

@@ -50,12 +50,14 @@ def add_adapters(
     of_decoder, of_tower = chosen_targets(trainer, set(decoder.values()), set(seeing.values()))
     chosen = {module for module, name in decoder.items() if name in of_decoder}
     chosen |= {module for module, name in seeing.items() if name in of_tower}
-    targets = [name for name, module in model.named_modules() if module in chosen]
+    # For a model that it knows peft adds the experts of a mixture where a layer without experts is a target
+    whole = nn.ModuleList([model])
+    targets = [name for name, module in whole.named_modules() if module in chosen]
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws what first_values replaces
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")  # of the agent before
         for agent in agents:
-            inject_adapter_in_model(config, model, _peft_name(agent))
+            inject_adapter_in_model(config, whole, _peft_name(agent))
 
 
 def _linear(layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
