@@ -25,6 +25,7 @@ from siirl_dask.algorithms.kl import (
     k1,
     k2,
     k3,
+    k3_clipped,
     straight_through,
 )
 from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss, policy_gradient, ppo_clip
@@ -92,6 +93,7 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "k3_clipped",
     "kl_cov",
     "magrpo",
     "marft",

@@ -16,6 +16,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, TrainingError
 from siirl_dask.planner import RoleCost, builds
 
+_FAR = 20.0
 KLFn = Callable[[Tensor, Tensor], Tensor]
 """``(logprobs [K], reference [K]) -> estimates [K]``."""
 
@@ -39,6 +40,16 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return ``exp(-d) - 1 + d``: unbiased, never negative, of low variance. [K], [K] -> [K]."""
     difference = logprobs - reference
     return (-difference).expm1() + difference  # expm1: exp() - 1 would lose all digits of a small difference
+
+
+def k3_clipped(logprobs: Tensor, reference: Tensor, *, limit: float = 10.0) -> Tensor:
+    """Return k3, and ``limit`` where it is more: a token that the reference finds far likelier has no gradient then,
+    where k3's grows as ``exp(-d)`` does. [K], [K] -> [K].
+
+    verl's ``low_var_kl`` has 10.
+    """
+    difference = (logprobs - reference).clamp(-_FAR, _FAR)  # exp() of more is infinite, and its gradient not a number
+    return k3(difference, difference.new_zeros(())).clamp(max=limit)
 
 
 def straight_through(logprobs: Tensor, reference: Tensor, *, value: KLFn = k3) -> Tensor:

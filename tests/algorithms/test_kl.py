@@ -2,9 +2,11 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import abs_difference, k1, k2, k3, straight_through
+from siirl_dask.algorithms import abs_difference, k1, k2, k3, k3_clipped, straight_through
 
 LOGPROBS, REFERENCE = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
 P, Q = torch.tensor([0.1, 0.2, 0.7]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
@@ -25,6 +27,27 @@ def test_k1_and_k3_are_unbiased():
 
 def test_k3_keeps_its_digits_for_nearly_equal_policies():
     assert_close(k3(torch.tensor([1e-3]), torch.tensor([0.0])), torch.tensor([5e-7]), rtol=1e-3, atol=0)
+
+
+@given(differences=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9), limit=st.sampled_from([0.5, 10.0]))
+def test_clipped_k3_is_k3_up_to_its_limit_and_has_no_gradient_beyond(differences, limit):
+    logprobs = torch.tensor(differences, requires_grad=True)
+    reference = torch.zeros(len(differences))
+    clipped = k3_clipped(logprobs, reference, limit=limit)
+    whole = k3(logprobs.detach().double().clamp(-700, 700), reference)
+    assert_close(clipped.double(), whole.clamp(max=limit), rtol=1e-5, atol=1e-5)
+    clipped.sum().backward()
+    gradient = torch.where(whole < limit, -(-logprobs.detach().double()).expm1(), 0.0)
+    far = (whole - limit).abs() > 1e-3  # of the limit itself, where either gradient is right
+    assert_close(logprobs.grad.double()[far], gradient[far], rtol=1e-4, atol=1e-5)
+
+
+def test_clipped_k3_has_by_default_the_limit_of_verls_low_var_kl():
+    logprobs = torch.tensor([-3.0, -2.0, 12.0], requires_grad=True)
+    clipped = k3_clipped(logprobs, torch.zeros(3))
+    assert_close(clipped, torch.tensor([10.0, 4.389056, 10.0]))
+    clipped.sum().backward()
+    assert_close(logprobs.grad, torch.tensor([0.0, -6.389056, 0.0]))
 
 
 @pytest.mark.parametrize("value", [k1, k3, abs_difference])

@@ -46,7 +46,7 @@ def test_siirls_script_for_npus_says_the_same_here(config_of):
     assert (config.data.batch_size, config.algorithm.minibatches, config.rollout.n) == (1024, 4, 5)
     assert config.trainer.max_tokens_per_micro_batch == 4 * 4096
     assert (config.trainer.max_grad_norm, config.trainer.park) == (0.3, True)
-    assert (config.algorithm.kl_coefficient, config.algorithm.kl) == (0.01, "siirl_dask.algorithms:k3")
+    assert (config.algorithm.kl_coefficient, config.algorithm.kl) == (0.01, "siirl_dask.algorithms:k3_clipped")
     assert config.algorithm.loss_options == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3}
     assert (config.rollout.tensor_parallel_size, config.rollout.vllm.enforce_eager) == (4, True)
     assert config.observe.backends == ["tensorboard"]

@@ -41,7 +41,15 @@ _MODES = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
 }
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs_difference", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "abs_difference",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3_clipped",
+    "k3": "k3_clipped",
+}
 
 
 def set_algorithm(draft: Draft) -> None:
@@ -126,10 +134,10 @@ def _set_reference(draft: Draft) -> None:
     if in_loss:
         plain = _KL.get(kind.rstrip("+"))
         if plain is None:
-            draft.lose(f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3 stands in")
+            draft.lose(f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3_clipped stands in")
         draft.set(
             "algorithm.kl",
-            f"{_OURS}:{'straight_through' if kind.endswith('+') else plain or 'k3'}",
+            f"{_OURS}:{'straight_through' if kind.endswith('+') else plain or 'k3_clipped'}",
             f"{ACTOR}.kl_loss_type",
         )
     draft.hold(f"{ACTOR}.kl_loss_type", "no divergence is in the loss")

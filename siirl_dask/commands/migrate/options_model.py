@@ -49,8 +49,8 @@ ACTOR = (
           "token-mean by default there and here"),
     rule(f"{_A}.entropy_coeff", "algorithm.entropy_coefficient"),
     rule(f"{_A}.use_kl_loss {_A}.kl_loss_coef", "algorithm.kl_coefficient", "with dags/grpo_kl.yaml"),
-    rule(f"{_A}.kl_loss_type", "algorithm.kl", "low_var_kl is k3, kl is k1, mse is k2, abs is abs_difference; with + "
-          "straight_through. verl clips low_var_kl to 10 either way, k3 does not"),
+    rule(f"{_A}.kl_loss_type", "algorithm.kl", "low_var_kl is k3_clipped, kl is k1, mse is k2, abs is abs_difference; "
+          "with + straight_through"),
     rule(f"{_A}.tis_imp_ratio_cap", "algorithm.correction", "above 0: truncated_is with this cap"),
     rule(f"{_A}.shuffle", "", "true is how it is: mini-batches are drawn anew in each step, and false is not to be "
           "had"),
