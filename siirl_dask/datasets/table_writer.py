@@ -64,8 +64,7 @@ class TableWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        is_listed = self._committing and not _is_of_full_disk(error)
-        if kind is None or is_listed:
+        if kind is None or (self._committing and not _is_of_full_disk(error)):
             return
         staged = [future.result() for future in self._pending if not future.cancelled() and not future.exception()]
         fs, _ = open_fs(self._url)

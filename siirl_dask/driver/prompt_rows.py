@@ -44,7 +44,9 @@ class FirstPrompt:
 def may_be_answered(dag: DAG) -> bool:
     """Return whether a prompt may end with the assistant's message: no node encodes it, or one lets the model go on."""
     encoders = [node for node in dag.nodes if bare(node.fn) in (encode_prompts, sample_until_mixed)]
-    return not encoders or any(node.options.get("continue_answers") for node in encoders)
+    if not encoders:
+        return True
+    return any(node.options.get("continue_answers") for node in encoders)
 
 
 def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
@@ -102,8 +104,9 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
 def _first_answered(prompts: pa.ChunkedArray) -> int | None:
     """Return the row of the first prompt whose last message is the assistant's."""
     kind = prompts.type
-    of_messages = pa.types.is_list(kind) and pa.types.is_struct(kind.value_type)
-    if not of_messages or kind.value_type.get_field_index("role") < 0:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return None
+    if kind.value_type.get_field_index("role") < 0:
         return None
     chats = prompts.combine_chunks()
     rows = pc.indices_nonzero(pc.greater(pc.fill_null(pc.list_value_length(chats), 0), 0))

@@ -243,8 +243,7 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
     decoder, tower = dict[str, list[tuple[int, ...]]](), dict[str, list[tuple[int, ...]]]()
     mixtures = {name.partition(_EXPERTS)[0] for name in shapes if _EXPERTS in name}
     for name, shape in shapes.items():
-        of_experts = _EXPERTS in name or name.removesuffix(_ROUTER) in mixtures
-        if len(shape) != 2 or of_experts:
+        if len(shape) != 2 or _EXPERTS in name or name.removesuffix(_ROUTER) in mixtures:
             continue
         if (inside := in_tower(name, family)) is not None:
             tower.setdefault(inside, []).append(shape)

@@ -73,6 +73,12 @@ CHATS = pa.array(
 )
 
 
+def test_a_prompt_in_a_large_list_that_ends_with_its_answer_is_refused_by_its_row(tmp_path):
+    chats = CHATS.cast(pa.large_list(CHATS.type.value_type))
+    with pytest.raises(DataError, match=r"row 3 of data.parquet: its last message is the assistant's"):
+        check_rows(written(tmp_path, chats, ["y"] * 4, groups=9), answered=False)
+
+
 @pytest.mark.parametrize("first", [0, 1, 2, 3])
 def test_a_prompt_that_ends_with_its_answer_is_refused_by_its_row_before_anything_starts(
     tmp_path, model, capsys, first
