@@ -2,8 +2,17 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from siirl_dask.models.head import HeadOutput
 from siirl_dask.training.model.logprobs import token_logprobs
 from tests.training.made import Made
+
+PLAIN = HeadOutput()
+OUTPUTS = {
+    "as it is": PLAIN,
+    "with a factor": HeadOutput(factor=0.125),
+    "bounded": HeadOutput(cap=1.5),
+    "both": HeadOutput(factor=3.0, cap=2.0),
+}
 
 
 def random_inputs(dtype=torch.float64, bias=True):
@@ -14,25 +23,29 @@ def random_inputs(dtype=torch.float64, bias=True):
     return hidden, weight, offset, torch.randint(0, 11, (7,), generator=generator)
 
 
-def plain(hidden, weight, bias, targets, temperature):
-    scores = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+def plain(hidden, weight, bias, targets, temperature, output=PLAIN):
+    logits = output.logits(torch.nn.functional.linear(hidden, weight, bias))
+    scores = (logits / temperature).log_softmax(-1)
     return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("bias", [True, False])
-def test_blocks_of_the_vocabulary_equal_the_full_computation(rows, bias):
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_blocks_of_the_vocabulary_equal_the_full_computation(rows, bias, output):
     inputs = random_inputs(bias=bias)
-    for one, other in zip(token_logprobs(*inputs, temperature=0.7, rows=rows), plain(*inputs, 0.7), strict=True):
+    scores = token_logprobs(*inputs, temperature=0.7, output=output, rows=rows)
+    for one, other in zip(scores, plain(*inputs, 0.7, output), strict=True):
         assert_close(one, other)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["log-probability", "entropy", "both"])
-def test_gradients_equal_finite_differences(which):
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_gradients_equal_finite_differences(which, output):
     *leaves, targets = random_inputs()
 
     def result(*tensors):
-        logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, rows=3)
+        logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, output=output, rows=3)
         return (logprobs, entropy, logprobs * entropy)[which]
 
     assert torch.autograd.gradcheck(result, leaves)

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from siirl_dask.models.head import HeadOutput
 from siirl_dask.training.memory import logits_rows
+
+_PLAIN = HeadOutput()
 
 
 def token_logprobs(
@@ -25,9 +28,11 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float,
+    output: HeadOutput = _PLAIN,
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of the targets, and entropy in nats, of ``softmax((hidden @ weight.T + bias) / temperature)``.
+    """Compute log-probs of the targets, and entropy in nats, of ``softmax(logits / temperature)``, where logits are
+    what ``output`` makes of ``hidden @ weight.T + bias``.
 
     [K, D], [V, D], [V] or None, [K] -> [K], [K]. The product has the dtype of ``hidden``, all else at least float32.
     Both results carry gradients to hidden, weight and bias. ``rows`` of the head make a block; None: as many as the
@@ -35,7 +40,7 @@ def token_logprobs(
     """
     rows = rows or logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu")
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, rows)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, rows)
     return result
 
 
@@ -46,11 +51,23 @@ class _Head:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        output: HeadOutput,
+        rows: int,
     ) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.scale = output.factor / temperature
+        """The factor of a product; where logits are bounded, it comes before."""
         self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
-        self._scale, self._rows = 1 / temperature, min(rows, len(weight))
+        self._cap = None
+        if output.cap is not None:
+            self._cap = output.cap / temperature
+        self._rows = min(rows, len(weight))
         self._product = hidden.new_empty(len(hidden) * self._rows)
         self._wide = self._product if self.dtype == hidden.dtype else torch.empty_like(self._product, dtype=self.dtype)
 
@@ -61,15 +78,25 @@ class _Head:
             part = self._weight[block].to(self._hidden.dtype)
             product = self.like_logits(self._product, len(part))
             if self._bias is None:
-                product.addmm_(self._hidden, part.T, beta=0, alpha=self._scale)  # beta=0 writes over what was there
+                product.addmm_(self._hidden, part.T, beta=0, alpha=self.scale)  # beta=0 writes over what was there
             else:
                 offsets = self._bias[block].to(self._hidden.dtype)
-                torch.addmm(offsets, self._hidden, part.T, beta=self._scale, alpha=self._scale, out=product)
+                torch.addmm(offsets, self._hidden, part.T, beta=self.scale, alpha=self.scale, out=product)
             logits = self.like_logits(self._wide, len(part))
             if logits is not product:
                 logits.copy_(product)
+            if self._cap is not None:
+                logits.div_(self._cap).tanh_().mul_(self._cap)
             targets = self._targets - start
             yield block, part, logits, targets.where((targets >= 0) & (targets < len(part)), -1)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Return what logits change by where the scaled products do, in new memory; None where they are the same.
+        [K, r] -> [K, r].
+        """
+        if self._cap is None:
+            return None
+        return (logits / self._cap).square_().neg_().add_(1)
 
     def like_logits(self, memory: Tensor, rows: int) -> Tensor:
         """Return the first numbers of ``memory`` as a block of ``rows``. [K * r or more] -> [K, r]."""
@@ -83,14 +110,21 @@ class _Head:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        output: HeadOutput,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Add up ``s = sum e^(l - m)`` and ``t = sum e^(l - m) (l - m)`` under the highest logit m so far.
 
         So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost.
         """
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, bias, targets, temperature, rows)
+        head = _Head(hidden, weight, bias, targets, temperature, output, rows)
         highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
         total, weighted, chosen = torch.zeros_like(highest), torch.zeros_like(highest), torch.zeros_like(highest)
         memory = head.scratch()
@@ -106,7 +140,9 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = total.log() - weighted / total
         normalizer = highest + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature = temperature
+        ctx.output = output
+        ctx.rows = rows
         return (chosen - highest - total.log()).squeeze(1), entropy.squeeze(1)
 
     @staticmethod
@@ -117,23 +153,26 @@ class _TokenLogprobs(torch.autograd.Function):
         if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block
             by_entropy = None
         by_logprob, by_entropy = (None if each is None else each[:, None] for each in (by_logprob, by_entropy))
-        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.rows)
-        scale = 1 / ctx.temperature
+        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.output, ctx.rows)
         _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head needs no [V, D] gradient
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
         for_weight = torch.empty_like(weight) if head_learns else None
         for_bias = torch.empty_like(bias) if bias_learns else None
         memory = head.scratch() if by_entropy is not None else None
         for block, part, logits, at in head.blocks():
+            slope = head.slope(logits)
             scores = logits.sub_(normalizer)
             spare = None if memory is None else head.like_logits(memory, len(part))
-            by_logits = _by_logits(scores, at[:, None], entropy, by_logprob, by_entropy, spare).to(hidden.dtype)
-            _add_product(for_hidden, by_logits, part, scale)
+            by_logits = _by_logits(scores, at[:, None], entropy, by_logprob, by_entropy, spare)
+            if slope is not None:
+                by_logits.mul_(slope)
+            by_logits = by_logits.to(hidden.dtype)
+            _add_product(for_hidden, by_logits, part, head.scale)
             if for_weight is not None:
-                _write_product(for_weight[block], by_logits, hidden, scale)
+                _write_product(for_weight[block], by_logits, hidden, head.scale)
             if for_bias is not None:
-                for_bias[block] = by_logits.sum(0, dtype=head.dtype) * scale
-        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None
+                for_bias[block] = by_logits.sum(0, dtype=head.dtype) * head.scale
+        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None, None
 
 
 def _by_logits(
