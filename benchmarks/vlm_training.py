@@ -38,7 +38,7 @@ from siirl_dask.tasks.tiny_vlm import tiny_vlm  # noqa: E402
 from siirl_dask.testing.image_rows import READ, Row, pack  # noqa: E402
 from siirl_dask.training.batch_images import ImageInputs  # noqa: E402
 from siirl_dask.training.model.network import PolicyNetwork  # noqa: E402
-from siirl_dask.training.model.trial import use_packed_attention  # noqa: E402
+from siirl_dask.training.model.trial import use_row_layout  # noqa: E402
 from siirl_dask.training.packing import MicroBatch, micro_batches  # noqa: E402
 
 _FAMILIES: tuple[VlmFamily, ...] = ("qwen2_5_vl", "qwen3_vl")
@@ -125,7 +125,7 @@ def _network(folder: str) -> PolicyNetwork:
     model = load_pretrained(model_class(folder, folder), folder, torch.float32, folder)
     inputs = ImageInputs.load(folder, READ, model)
     network = PolicyNetwork(model, device=torch.device("cpu"), temperature=1.0, inputs=inputs)
-    use_packed_attention(network, folder)
+    use_row_layout(network, folder)
     return network
 
 

@@ -125,12 +125,19 @@ def read_config(path: str) -> dict[str, Any] | None:
             return None
         text = fs.cat_file(file)
     try:
-        config = json.loads(text)
+        config = json.loads(text, object_hook=_float_of_transformers)
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__} where an object was expected")
     except ValueError as error:
         raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
     return config
+
+
+def _float_of_transformers(found: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, as infinity; any other object as it is."""
+    if found.keys() == {"__float__"}:
+        return float(found["__float__"])
+    return found
 
 
 def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str, Any]], T]) -> T:
@@ -176,6 +183,8 @@ def _tower(config: Mapping[str, Any]) -> Tower | None:
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
+    if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+        value = max(value)  # Gemma 3n has one for each layer
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {value!r}: expected a whole number of at least 1")
     return value

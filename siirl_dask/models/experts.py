@@ -24,7 +24,7 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
     """Return open files by parameter, given open files by tensor: those of experts as the parameter that joins them.
 
-    ConfigError where an expert's tensor is missing.
+    Experts without gates stay as they are. ConfigError where an expert's tensor is missing.
     """
     found: dict[str, dict[tuple[int, str], str]] = {}
     rest = dict(opened)
@@ -33,6 +33,9 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = name
             del rest[name]
     for experts, names in found.items():
+        if not any(part == "gate_proj" for _, part in names):  # experts without gates are no parameters of these names
+            rest |= {name: opened[name] for name in names.values()}
+            continue
         count = 1 + max(expert for expert, _ in names)
         for parameter, parts in _PARTS.items():
             needed = [[(expert, part) for part in parts] for expert in range(count)]

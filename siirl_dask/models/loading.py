@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.corrections import correct_modules
 
 
 def model_class(path: str, subject: str) -> Any:
@@ -52,6 +53,7 @@ def load_pretrained(
         model, info = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
+    correct_modules(model)
     return model  # type: ignore[no-any-return]
 
 

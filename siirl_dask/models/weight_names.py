@@ -1,23 +1,95 @@
-"""Names of weights in a folder's files, which some models keep under other names than their parameters have.
+"""Weights in a folder's files by the names of a model's parameters, which some models keep otherwise.
 
 A Qwen2.5-VL has ``model.layers.0.*`` and ``visual.*`` in its files, and ``model.language_model.layers.0.*`` and
-``model.visual.*`` in its modules.
+``model.visual.*`` in its modules; a Mixtral has three matrices for each expert, and two parameters for all of them.
+transformers knows how the one follows from the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from functools import partial
+from typing import Any, cast
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+Stored = tuple[str, Any]
+"""Name of a weight in an open file, and that file; ``file.get_slice(name)`` reads it."""
+
+
+def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return where each parameter, or buffer, of a model is stored, given open files by the names of their weights.
+
+    The model may be without memory. One that transformers makes of others is made when it is read, the whole of it.
+    """
+    found: dict[str, Stored] = {}
+    made: dict[str, _Made] = {}
+    there = dict.fromkeys(model.state_dict(), True)
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for name in sorted(opened, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if pattern is None or name in there:
+            found[name if pattern is not None else renamed] = (name, opened[name])
+            continue
+        converter = by_pattern[pattern]
+        for target in converter.target_patterns:
+            parameter = renamed.replace(converter.target_patterns[0], target)
+            if parameter in there:
+                making = made.setdefault(parameter, _Made(renamed, converter, model.config))
+                making.sources.append((pattern, name, opened[name]))
+    return found | {name: (name, making) for name, making in made.items()}
+
+
+class _Made:
+    """Stands for the open file of a parameter that is made of others, and for its slice."""
+
+    def __init__(self, first: str, converter: WeightConverter, config: Any) -> None:
+        """``first`` is the name of the first parameter that ``converter`` makes of the same weights."""
+        self.sources: list[tuple[str, str, Any]] = []
+        """The converter's pattern of each weight, the weight's name in its file, and the open file."""
+        self._first = first
+        self._converter = converter
+        self._config = config
+        self._made: dict[str, Tensor] = {}
+        self._name = first
+
+    def get_slice(self, name: str) -> _Made:
+        self._name = name
+        return self
+
+    def get_shape(self) -> list[int]:
+        """Make the parameter, which stays in memory until it is read."""
+        converter = deepcopy(self._converter)
+        for pattern, name, file in self.sources:
+            converter.add_tensor(self._first, name, pattern, cast(Any, partial(file.get_tensor, name)))
+        self._made = converter.convert(self._first, config=self._config)
+        return list(self._made[self._name].shape)
+
+    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
+        if not self._made:
+            self.get_shape()
+        part = self._made[self._name][places].clone()
+        self._made = {}
+        return part
 
 
 def parameter_names(model: PreTrainedModel, in_files: Iterable[str]) -> dict[str, str]:
     """Return the parameter's name for each name in a folder's files, as ``from_pretrained`` finds it.
 
-    A tensor that is joined with others, or split, to make a parameter is left out. The model may be without memory.
+    A tensor that is joined with others, or split, to make a parameter is left out.
     """
     return renaming(model)(in_files)
 

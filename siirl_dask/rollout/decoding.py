@@ -16,18 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from siirl_dask.devices import accelerator
-from siirl_dask.models.windows import check_window_is_given
+from siirl_dask.models.head import head_output
+from siirl_dask.models.score_attention import attend_by_scores
+from siirl_dask.models.spans import EAGER, register_with_probe, trial_length, window_of
 from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, Rows
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
+from siirl_dask.rollout.row_states import row_states, state_arguments
 
 logger = logging.getLogger("siirl_dask.rollout")
 DECODING = "siirl_decoding"
 """Name of ``cached_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
-_LAYERS = {"full_attention", "sliding_attention"}  # of a model's config, where it names the kinds of its layers
 _COLUMNS = 32  # least number of columns by which a cache grows
 _ENDED = 0.25  # share of a batch that must have ended for the others to be copied together
 
@@ -128,20 +130,29 @@ def cached_attention(
     decoding: KeyValueCache | FixedCache,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T, D] twice ->
     [B, T, H, D].
 
-    ``decoding`` is an argument of the model's forward. NotImplementedError for attention with soft caps, sinks,
-    position bias or a mask of its own.
+    ``decoding`` is an argument of the model's forward; ``s_aux`` are sinks, [H]. NotImplementedError for attention with
+    a position bias or a mask of its own.
     """
-    check_window_is_given(module, attention_mask, sliding_window)
-    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
-        raise NotImplementedError(f"cached attention supports no {unsupported}, which {type(module).__name__} needs")
+    if position_bias is not None or attention_mask is not None:
+        what = "a position bias" if position_bias is not None else "a mask of its own"
+        raise NotImplementedError(f"cached attention supports no {what}, which {type(module).__name__} has")
     rows, heads, count, width = query.shape
-    mask, few = decoding.mask(query, sliding_window), key.shape[1]
+    few = key.shape[1]
+    mask = decoding.mask(query, window_of(module, sliding_window))
     key, value = decoding.extend(module, key, value)
+    if softcap is not None or s_aux is not None:
+        if mask is None:
+            mask = _causal_mask(query)
+        attended = attend_by_scores(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+        return attended, None
     if count == 1:  # the heads that share keys are queries of one head: their keys are read once
         query = query.view(rows, few, heads // few, width)
     output = scaled_dot_product_attention(
@@ -156,7 +167,13 @@ def cached_attention(
     return output.reshape(rows, heads, count, -1).transpose(1, 2), None
 
 
-AttentionInterface.register(DECODING, cached_attention)
+_PROBE = register_with_probe(DECODING, cached_attention)
+
+
+def _causal_mask(query: Tensor) -> Tensor:
+    """Return what is added to the scores of a pass before which there are no tokens, or which is over one. [T, T]."""
+    count = query.shape[2]
+    return torch.full((count, count), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
@@ -184,6 +201,11 @@ class Decoder:
         tokens, mask = padded(prompts, pad_token)
         self._model, self._tokens = model, tokens.to(model.device)
         self._cache = KeyValueCache(mask.sum(dim=1).to(model.device), tokens.shape[1])
+        self._states = row_states(model)
+        self._first_mask: Tensor | None = None
+        """Where the first pass has tokens; layers with states need it, and attention does not."""
+        if self._states is not None and not bool(mask.all()):
+            self._first_mask = mask.to(model.device)
         self._images = images if any(images) else ()
         self._shifts = torch.tensor([shown.shift if shown else 0 for shown in self._images], device=model.device)
 
@@ -195,22 +217,29 @@ class Decoder:
             given = inputs_with_images(self._model, self._tokens, positions, self._images)
             decoder, head = cast(Any, self._model).get_decoder(), cast(Any, self._model).get_output_embeddings()
             output = decoder(**given, attention_mask=None, use_cache=False, decoding=self._cache)
-            logits: Tensor = head(output.last_hidden_state[:, -1])
+            after_head = head_output(self._model.config.get_text_config())
+            logits: Tensor = after_head.logits(head(output.last_hidden_state[:, -1]))
         else:
             logits = self._model(
                 input_ids=self._tokens,
                 position_ids=positions + self._shifts[:, None] if self._images else positions,
-                attention_mask=None,
-                use_cache=False,
+                attention_mask=self._first_mask,
                 logits_to_keep=1,
                 decoding=self._cache,
+                **state_arguments(self._model, self._states),
             ).logits[:, -1]
+            self._first_mask = None
         self._cache.advance(count)
         return logits.to(torch.float32)
 
     def append(self, tokens: Tensor) -> None:
         """Add a token to each row. [B]."""
         self._tokens = tokens[:, None]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have states of the rows, which captured steps do not know."""
+        return self._states is not None
 
     def continued(self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int) -> GraphDecoder:
         """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder is used up.
@@ -224,6 +253,8 @@ class Decoder:
         """Keep these rows, in this order; a row may be named several times."""
         index = accelerator.copied_to(self._tokens.device, torch.as_tensor(rows))
         self._cache.select(index)
+        if self._states is not None:
+            self._states.select(index)
         self._tokens = self._tokens[index]
         if self._images:
             self._shifts = self._shifts[index]
@@ -258,7 +289,9 @@ def decode(
     if len(places) < len(prompts):
         logits = logits[torch.as_tensor(of_prompt, device=logits.device)]
     decoder: Decoder | GraphDecoder = prefill
-    if graphs is not None and graphs.usable and recorder is None and not any(shown):
+    if prefill.has_states or recorder is not None or any(shown):
+        graphs = None
+    if graphs is not None and graphs.usable:
         decoder = prefill.continued(graphs, of_prompt, logits, max(limits))
     elif len(places) < len(prompts):
         prefill.select(of_prompt)
@@ -296,17 +329,18 @@ def use_decoding(model: PreTrainedModel) -> bool:
     """Replace the model's attention for ``decode``, and return whether it gives the logits of plain passes; if it does
     not, the model stays as it was.
 
-    Tried on two short rows of unequal length, each with a token more, for models whose layers attend fully or in a
-    window.
+    Tried on a short row and on one that is longer than windows, each with a token more.
     """
     config = model.config.get_text_config()
-    if not {*(getattr(config, "layer_types", None) or ())} <= _LAYERS:
-        return False
-    rows = [[token % config.vocab_size for token in row] for row in ([1, 2, 3], [3, 4, 5, 4])]
+    rows = [[token % config.vocab_size for token in row] for row in ([1, 2, 3], range(trial_length(config)))]
+    before = attention_of_text(model, None)
+    model.set_attn_implementation(attention_of_text(model, EAGER))  # transformers' sdpa leaves soft caps out
     plain = [model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float() for row in rows]
-    before, expected = attention_of_text(model, None), torch.stack(plain, dim=1)
-    model.set_attn_implementation(attention_of_text(model, DECODING))
+    expected = torch.stack(plain, dim=1)
     try:
+        model.set_attn_implementation(attention_of_text(model, _PROBE))
+        Decoder(model, [row[:-1] for row in rows], pad_token=0).logits()
+        model.set_attn_implementation(attention_of_text(model, DECODING))
         decoder = Decoder(model, [row[:-1] for row in rows], pad_token=0)
         first = decoder.logits()
         decoder.append(torch.tensor([row[-1] for row in rows], device=model.device))

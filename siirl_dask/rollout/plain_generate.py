@@ -47,11 +47,11 @@ class _ChosenTokens(LogitsProcessor):
         self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose a token for each row and make its score the highest, in place. [B, T], [B, V] float32 -> [B, V]."""
+        """Choose a token for each row and leave it alone to choose from. [B, T], [B, V] float32 -> [B, V]."""
         tokens, logprobs = self._choose(scores, np.arange(len(scores)), len(self._tokens))
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
-        return scores.scatter_(1, tokens[:, None], 1.0)  # the others are 0 at most
+        return scores.fill_(-torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""

@@ -16,6 +16,7 @@ from siirl_dask.config import (
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.operators import AUTO, LIBRARIES, MINDSPEED, choose_operators
 from siirl_dask.errors import ConfigError, counted
+from siirl_dask.models.architecture import read_config
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.training.megatron.families import check_model
 from siirl_dask.training.megatron.mindspeed import check_installed
@@ -151,11 +152,24 @@ def check_divides(option: str, size: int, workers: int) -> None:
         raise ConfigError(f"{option}={size}: expected a divisor of the role's {counted(workers, 'worker')}")
 
 
+def check_all_attend(path: str, size: int, option: str) -> None:
+    """Check that a model that is to be divided has layers of attention alone, by its config. ConfigError if not."""
+    config = read_config(path) or {}
+    kinds = config.get("text_config", config).get("layer_types") or []
+    others = sorted({str(kind) for kind in kinds if not str(kind).endswith("attention") or kind == "linear_attention"})
+    if others:
+        raise ConfigError(
+            f"trainer.fsdp.{option}={size}: {path!r} has layers of the kind {', '.join(others)}, which carry a state "
+            "along a row and are not divided; leave it out"
+        )
+
+
 def check_heads(trainer: TrainerConfig, path: str) -> None:
     """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
     sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
     if sequence == tensor == 1 or (widths := read_widths(path)) is None:
         return
+    check_all_attend(path, max(sequence, tensor), "sequence_parallel" if sequence > 1 else "tensor_parallel")
     if sequence > 1 and (widths.heads is None or widths.heads % sequence):
         raise ConfigError(
             f"trainer.fsdp.sequence_parallel={sequence}: expected a divisor of the {widths.heads} heads of {path!r}"

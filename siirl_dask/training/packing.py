@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from siirl_dask.context import Rank
 from siirl_dask.devices.operators import AUTO
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Ints = NDArray[np.int64]
+_CURRENT = "siirl_packing"  # attribute of modules
 Runs = tuple[tuple[int, int], ...]
 """``(count, length)`` of neighbouring rows of equal length, in packed order."""
 
@@ -45,6 +47,27 @@ class Packing:
     """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no row shares any."""
     routes: Tensor | None = None
     """[T, W] int64 on the device, see ``PackedRows.routes``."""
+
+
+class CurrentPacking:
+    """The packing of a model's pass under way, where its layers find it: models hand arguments to few of them.
+
+    A layer that is computed again in the backward pass finds the same, since that follows the micro-batch's forward.
+    """
+
+    packing: Packing | None = None
+    """None outside of a pass over packed rows."""
+
+    def share_with(self, modules: Iterable[nn.Module]) -> None:
+        """Let ``packing_of`` find this for each module."""
+        for module in modules:
+            vars(module)[_CURRENT] = self
+
+
+def packing_of(module: nn.Module) -> Packing | None:
+    """Return the packing of the pass under way through a module; None outside of a pass over packed rows."""
+    current = vars(module).get(_CURRENT)
+    return None if current is None else current.packing
 
 
 @dataclass(frozen=True, slots=True)

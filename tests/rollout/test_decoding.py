@@ -5,7 +5,16 @@ import random
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from siirl_dask.config import ModelConfig
 from siirl_dask.rollout import Sampling
@@ -66,13 +75,16 @@ def model_of(kind):
         config = Qwen3Config(**SIZES, layer_types=layers, sliding_window=4, use_sliding_window=True)
         return Qwen3ForCausalLM(config).eval()
     if kind == "soft caps":
-        return Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_logit_softcapping=0.01)).eval()
-    if kind == "no attention":
+        config = Gemma2Config(**SIZES, attn_logit_softcapping=0.01)
+        return Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    if kind == "states":
         return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
+    if kind == "positions of its own":
+        return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)).eval()
     return Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
 
 
-@pytest.mark.parametrize("kind", ["plain", "windows"])
+@pytest.mark.parametrize("kind", ["plain", "windows", "soft caps", "states"])
 def test_samples_are_those_of_generate(kind):
     rows = prompts()
     limits = [1 + 5 * (row % 12) for row in range(len(rows))]  # to 56: the cache grows, and rows leave
@@ -81,8 +93,8 @@ def test_samples_are_those_of_generate(kind):
     assert_same(sampled(decode, model, rows, limits), expected)
 
 
-@pytest.mark.parametrize("kind", ["soft caps", "no attention"])
-def test_a_model_that_attends_otherwise_is_left_to_generate(kind):
+def test_a_model_that_attends_otherwise_is_left_to_generate():
+    kind = "positions of its own"
     rows, limits = prompts(2, 2), [6] * 4
     model, expected = model_of(kind), sampled(generate, model_of(kind), rows, limits)
     assert not use_decoding(model)

@@ -338,12 +338,62 @@ def test_one_call_of_flex_attention_equals_a_call_per_length(runs, heads, window
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@settings(deadline=None, max_examples=15)
+@given(
+    runs=RUNS,
+    window=st.none() | st.integers(1, 10),
+    softcap=st.none() | st.sampled_from([0.5, 30.0]),
+    sinks=st.booleans(),
+    data=st.data(),
+)
+def test_soft_caps_and_sinks_are_those_of_a_softmax_over_all_scores(runs, window, softcap, sinks, data):
+    """GPUs compute them with torch's flex_attention, a CPU from a matrix of scores."""
+    heads = data.draw(st.sampled_from([1, 2, 4]))
+    packed = random_heads(runs, heads)
+    extra = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True) if sinks else None
+    packing = Packing(tuple(runs))
+    output, _ = packed_attention(
+        torch.nn.Identity(), *packed, None, packing=packing, scaling=0.3, sliding_window=window, softcap=softcap,
+        s_aux=extra,
+    )  # fmt: skip
+    expected = naive_attention(runs, *packed, 0.3, window, softcap, extra)
+    assert_close(output[0], expected)
+    leaves = [*packed, extra] if sinks else packed
+    found, wanted = (torch.autograd.grad(each.square().sum(), leaves) for each in (output, expected))
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, atol=1e-4, rtol=1e-4)
+    ends = row_ends(tuple(runs), torch.device("cpu"))
+    wide = [torch.nn.functional.pad(each, (0, 8)).detach() for each in packed]
+    with torch.no_grad():
+        by_flex = attend_flex(FlexKernel(flex_attention), *wide, ends, packing, 0.3, window, softcap, extra)
+    assert_close(by_flex[..., :8], expected)
+
+
+def naive_attention(runs, query, key, value, scaling, window, softcap, sinks):
+    """Attend row by row, token by token. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
+    key, value = (each.repeat_interleave(4 // each.shape[1], dim=1) for each in (key, value))
+    outputs, start = [], 0
+    for length in (length for count, length in runs for _ in range(count)):
+        for at in range(start, start + length):
+            first = start if window is None else max(start, at - window + 1)
+            scores = torch.einsum("hd,hkd->hk", query[0, :, at], key[0, :, first : at + 1]) * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            total = scores.exp().sum(1, keepdim=True)
+            if sinks is not None:
+                total = total + sinks.exp()[:, None]
+            outputs.append(torch.einsum("hk,hkd->hd", scores.exp() / total, value[0, :, first : at + 1]))
+        start += length
+    return torch.stack(outputs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_all_layers_share_a_mask_of_torchs_flex_attention_and_log_probs_are_those_of_the_loop(monkeypatch, tmp_path):
     trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
     rows = random_rows([(2, 1), (2, 2), (1, 150)])
     expected = trainer.logprobs(rows).logprobs
     made = []
-    monkeypatch.setattr(attention, "kernel_of", lambda *heads: FlexKernel(flex_attention))
+    monkeypatch.setattr(attention, "kernel_of", lambda *heads, plain: FlexKernel(flex_attention))
     monkeypatch.setattr(flex, "row_mask", lambda *given: made.append(row_mask(*given)) or made[-1])
     assert_close(trainer.logprobs(rows).logprobs, expected, atol=1e-5, rtol=1e-5)
     assert len(made) == 1
@@ -358,7 +408,7 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
         return reference_varlen(query, key, value, ends, *others, **options)
 
     trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
-    monkeypatch.setattr(attention, "kernel_of", lambda *heads: FlashKernel("a test's", kernel))
+    monkeypatch.setattr(attention, "kernel_of", lambda *heads, plain: FlashKernel("a test's", kernel))
     made = []
     monkeypatch.setattr(network, "ends_for_kernels", lambda *given: made.append(row_ends(*given)) or made[-1])
     trainer.logprobs(random_rows([(2, 1), (2, 2), (1, 4)]))

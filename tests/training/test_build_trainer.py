@@ -10,9 +10,11 @@ from siirl_dask.algorithms import TokenLoss, ppo_clip
 from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.head import HeadOutput
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import PackedRows, TrainBatch, build_reference, build_trainer
+from siirl_dask.training.model import network
 from tests.settings import trainer_config
 
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
@@ -52,15 +54,17 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
         build(tmp_path)
 
 
-def test_a_model_with_a_soft_cap_on_logits_is_refused(tmp_path):
+def test_a_model_that_computes_more_than_is_known_is_refused(tmp_path, monkeypatch):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32,
+        vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32,
         num_key_value_heads=1, final_logit_softcapping=0.05, attn_logit_softcapping=None,
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
+    build(tmp_path)
+    monkeypatch.setattr(network, "head_output", lambda config: HeadOutput())
+    with pytest.raises(ConfigError, match=r"does not compute the log-probs of Gemma2ForCausalLM.*off by"):
         build(tmp_path)
 
 

@@ -1,135 +1,227 @@
-"""Every family of models is scored as plain transformers scores it, row by row, or is refused when it is built."""
+"""Every family of models is scored, sampled and exported as plain transformers does, and docs/models.md says how."""
 
+import logging
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from siirl_dask.config import ModelConfig, RolloutConfig
+from siirl_dask.algorithms import policy_loss, ppo_clip
+from siirl_dask.config import Backend, Dtype, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout.decoding import use_decoding
-from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_tokenizer
+from siirl_dask.models import broken_imports
+from siirl_dask.models.corrections import correct_modules
+from siirl_dask.rollout.decoding import decode, use_decoding
+from siirl_dask.rollout.plain_generate import generate
+from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs
-from siirl_dask.testing.rows import random_rows, split_rows
-from siirl_dask.training import build_trainer
+from siirl_dask.testing.rows import grouped_rows, split_rows
+from siirl_dask.training import TrainBatch, build_critic, build_trainer
+from siirl_dask.training.files.hugging_face import difference, write_hugging_face
+from siirl_dask.training.model.row_layout import decoder_of
+from siirl_dask.training.model.trial import _warn_once
+from siirl_dask.training.packing import micro_batches
+from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
+from tests.training.families import FAMILIES, written
 
 ROOT = Path(__file__).parents[2]
-WINDOW = 8
-LENGTHS = [(5, 7), (5, 3), (9, 30), (2, 1), (17, 23), (3, 40)]  # most rows are longer than the windows
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 257,
-}  # fmt: skip
-IN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-ROUTED = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
-}  # fmt: skip
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-RIGHT = {
-    "llama": {"attention_bias": True, "tie_word_embeddings": True},
-    "qwen2": IN_WINDOW,
-    "qwen3": {"head_dim": 16, **IN_WINDOW},
-    "qwen3_moe": {"head_dim": 16, **EXPERTS},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
-    "mistral": {"sliding_window": WINDOW},
-    "mixtral": {"sliding_window": WINDOW, **LOCAL},
-    "ministral": {"sliding_window": WINDOW, "head_dim": 8},
-    "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {"sliding_window": WINDOW},
-    "gemma": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
-    "gemma4_text": {"head_dim": 16, "sliding_window": WINDOW, "vocab_size_per_layer_input": VOCABULARY},
-    "olmo2": {},
-    "olmo3": {"sliding_window": WINDOW, "num_hidden_layers": 4},
-    "smollm3": {"no_rope_layer_interval": 2, **IN_WINDOW},
-    "starcoder2": {"sliding_window": WINDOW},
-    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
-    "glm4_moe": {"head_dim": 16, **ROUTED},
-    "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4},
-    "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": 2, "head_dim": 8, "num_hidden_layers": 4},
-    "cwm": {"sliding_window": WINDOW, "head_dim": 8},
-    "ernie4_5": {"head_dim": 8},
-    "gpt_neox": {"rotary_pct": 0.25},
-    "seed_oss": {"head_dim": 8},
-}
-REFUSED = {
-    "phimoe": {"sliding_window": WINDOW, **LOCAL},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, **IN_WINDOW},
-    "doge": {"sliding_window": WINDOW},
-    "llama4_text": {
-        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": WINDOW,
-        "num_hidden_layers": 4, "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2, "moe_layers": None,
-    },
-    "modernbert-decoder": {"local_attention": WINDOW, "num_hidden_layers": 4},
-    "gemma2": {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
-    "gpt_oss": {"head_dim": 16, "sliding_window": WINDOW, **LOCAL},
-    "cohere": {},
-    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "attention_multiplier": 0.015625},
-    "mamba": {},
-    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [2]},
-    "qwen3_next": {"head_dim": 16, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
-    "qwen3_5_text": {"head_dim": 16, "num_hidden_layers": 4, **LINEAR},
-}  # fmt: skip
-QUICK = ("qwen2", "mistral", "gemma3_text", "phimoe", "qwen2_moe", "doge", "llama4_text")
-
-
-def test_the_page_has_every_family_in_its_table():
-    right, refused = (ROOT / "docs" / "models.md").read_text().split("| refused when")
-    for families, table in ((RIGHT, right), (REFUSED, refused)):
-        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-        assert set(re.findall(r"`([\w-]+)`", " ".join(rows))) - {"use_sliding_window"} == set(families)
+QUICK = ("qwen2", "qwen2_moe", "qwen3_5_text", "gemma2", "gpt_oss", "granite", "lfm2", "bloom", "llama4_text")
+GROUPS = [(5, [7, 3]), (9, [30]), (2, [1]), (17, [23, 4, 12]), (3, [40]), (20, [50, 100]), (30, [570]), (64, [64, 1])]
+"""Tokens of prompts, and of the responses of each: around windows of 8, and chunks of 16 and 64."""
+LEARNED = 20  # steps of greedy sampling
+DOCUMENTED = {"packed": "packed", "padded": "with padding", "own": "own", "generate": "`generate`"}
 
 
 def marked(families):
-    marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(name, given, marks=marks[name in QUICK], id=name) for name, given in families.items()]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in families]
 
 
-def written(folder, family, given):
-    """A model whose weights are as large as trained ones, so that attention is far from uniform."""
-    config = CONFIG_MAPPING[family](**SIZES | given)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return model
+@pytest.fixture(scope="module", params=marked(FAMILIES))
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("family") / "model"
+    return request.param, folder, written(folder, request.param)
 
 
-def trainer_of(folder):
+def trainer_of(folder, trainer=None, rank=None):
     model = ModelConfig(path=str(folder))
-    return build_trainer(Device("w0"), Rank(), model=model, trainer=trainer_config(), rollout=RolloutConfig())
+    return build_trainer(
+        Device("w0"), rank or Rank(), model=model, trainer=trainer or trainer_config(), rollout=RolloutConfig()
+    )
 
 
-@pytest.mark.parametrize(("family", "given"), marked(RIGHT))
-def test_packed_rows_are_scored_as_plain_transformers_scores_each_alone(family, given, tmp_path):
-    model = written(tmp_path, family, given)
-    rows = random_rows(LENGTHS)
+def weighed(logprobs):
+    """A loss that weighs each token otherwise."""
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
+
+
+def plain_logprobs(model, rows):
+    return torch.cat([response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(rows)])
+
+
+def errors(folder, model, rows, trainer=None, rank=None):
+    """How far log-probs and gradients are from those of plain transformers, these as shares of the largest."""
+    policy = trainer_of(folder, trainer, rank)
+    expected = plain_logprobs(model, rows)
+    model.zero_grad()
+    weighed(expected).backward()
+    network = policy._network
+    network.requires_grad_(True)
+    (batch,) = micro_batches(rows, len(rows.tokens))
+    logprobs, _ = network(batch)
+    weighed(logprobs).backward()
+    found = {name: parameter.grad for name, parameter in network.by_name().items() if parameter.grad is not None}
+    found = {name: full_tensor(grad) for name, grad in found.items()}
+    own = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    largest = max(float(grad.abs().max()) for grad in own.values())
+    off = [float((found[name] - grad).abs().max()) for name, grad in own.items()]
+    off += [float(grad.abs().max()) for name, grad in found.items() if name not in own]
+    return float((logprobs - expected).detach().abs().max()), max(off) / largest, str(network.layout)
+
+
+def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_alone(made):
+    name, folder, model = made
+    of_logprobs, of_gradients, layout = errors(folder, model, grouped_rows(GROUPS))
+    assert of_logprobs < 1e-5
+    assert of_gradients < 1e-5
+    assert layout == FAMILIES[name].rows
+
+
+@pytest.mark.slow
+def test_a_critic_sees_the_hidden_states_of_plain_transformers(made):
+    _, folder, model = made
+    rows = grouped_rows(GROUPS)
+    settings = {"model": ModelConfig(path=str(folder)), "trainer": trainer_config()}
+    critic = build_critic(Device("w0"), Rank(), **settings)
+    weight = torch.randn(critic._network.value_head.weight.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(rows)]
-    assert (trainer_of(tmp_path).logprobs(rows).logprobs - torch.cat(expected)).abs().max() < 1e-5
-    assert use_decoding(model)
+        critic._network.value_head.weight.copy_(weight)
+    expected = []
+    for row, prompt in split_rows(rows):
+        with torch.no_grad():
+            states = decoder_of(model)(row[None], use_cache=False).last_hidden_state[0]
+        expected.append((states @ weight.T)[prompt - 1 : -1, 0])
+    assert_close(critic.values(rows), torch.cat(expected), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "given"), marked(REFUSED))
-def test_what_cannot_be_scored_so_is_refused_by_its_name(family, given, tmp_path):
-    model = written(tmp_path, family, given)
-    with pytest.raises(ConfigError, match=type(model).__name__):
+def greedy(logits, rows, at):
+    best = logits.log_softmax(-1).max(-1)
+    return best.indices, best.values
+
+
+def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_probs(made):
+    name, folder, model = made
+    draw = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 250, (length,), generator=draw).tolist() for length in (3, 11, 11, 30)]
+    prompts.append(prompts[1])
+    engine = AutoModelForCausalLM.from_pretrained(folder).eval()
+    correct_modules(engine)
+    engine.generation_config = GenerationConfig()
+    own = use_decoding(engine)
+    sample = decode if own else generate
+    tokens, logprobs = sample(engine, prompts, [LEARNED] * len(prompts), frozenset(), 0, greedy)
+    for row, prompt in enumerate(prompts):
+        response = tokens[row].tolist()
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).max(-1)
+        assert response == expected.indices.tolist()
+        assert (logprobs[row] - expected.values).abs().max() < 1e-4
+    assert ("own" if own else "generate") == FAMILIES[name].loop
+
+
+@pytest.mark.slow
+def test_an_exported_model_has_the_names_of_the_base_and_the_log_probs_of_the_trainer(made, tmp_path):
+    _, folder, _ = made
+    weights = {name: tensor + 0.01 for name, tensor in trainer_of(folder).weights()}
+    write_hugging_face(tmp_path, weights, str(folder), Dtype.float32)
+    assert difference(tmp_path, weights, str(folder), Dtype.float32) == 0
+    assert (tmp_path / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_as_they_are_trained(made):
+    name, folder, _ = made
+    trainer = TrainerConfig(lr=1e-3, lora=LoraConfig(rank=4))
+    if not FAMILIES[name].lora:
+        with pytest.raises(ConfigError, match=r"no layers of torch\.nn\.Linear"):
+            trainer_of(folder, trainer)
+        return
+    policy = trainer_of(folder, trainer)
+    rows = grouped_rows(GROUPS[:4])
+    before = policy.logprobs(rows).logprobs
+    advantages = torch.sin(torch.arange(len(before)).float())
+    batch = TrainBatch(rows=rows, old_logprobs=before, advantages=advantages, rollout_logprobs=before)
+    policy.update([batch, batch], partial(policy_loss, surrogate=ppo_clip))
+    after = policy.logprobs(rows).logprobs
+    merged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=FAMILIES[name].attention).eval()
+    correct_modules(merged)
+    merged.load_state_dict(dict(policy.weights()), strict=False)
+    with torch.no_grad():
+        expected = plain_logprobs(merged, rows)
+    assert (after - before).abs().max() > 1e-3
+    assert (after - expected).abs().max() < 1e-4
+
+
+def sharded_errors(root, rank):
+    """Errors of every family on a rank that holds half of each parameter."""
+    broken_imports.hide()
+    logging.disable(logging.WARNING)
+    found = {}
+    for name in FAMILIES:
+        folder = Path(root) / name
+        model = written(folder / str(rank.rank), name)
+        torch.distributed.barrier()
+        rows = grouped_rows(GROUPS)
+        settings = TrainerConfig(lr=1e-4, backend=Backend.fsdp)
+        found[name] = errors(folder / "0", model, rows, settings, rank)[:2]
+    for name in ("gpt_oss", "gemma2"):
+        found[f"{name}, whose rows two ranks share"] = [shared_rows_error(Path(root) / name / "0", name, rank)]
+    with pytest.raises(ConfigError, match="a state along a row"):
+        shared_rows_error(Path(root) / "qwen3_5_text" / "0", "qwen3_5_text", rank)
+    return found
+
+
+def shared_rows_error(folder, name, rank):
+    settings = trainer_config(backend=Backend.fsdp, sequence_parallel=2)
+    rows = grouped_rows(GROUPS)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=FAMILIES[name].attention)
+    with torch.no_grad():
+        expected = plain_logprobs(model, rows)
+    return float((trainer_of(folder, settings, rank).logprobs(rows).logprobs - expected).abs().max())
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transformers(tmp_path):
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for found in run_ranks(2, partial(sharded_errors, str(tmp_path)), ranks):
+        wrong = {name: off for name, off in found.items() if not max(off) < 1e-5}
+        assert wrong == {}
+
+
+def test_a_model_that_takes_no_packed_rows_is_computed_with_padding_and_one_warning_says_why(tmp_path, caplog):
+    written(tmp_path, "bloom")
+    _warn_once.cache_clear()
+    for _ in range(2):
         trainer_of(tmp_path)
+    (message,) = [record.message for record in caplog.records if record.name == "siirl_dask.training"]
+    assert message.startswith("BloomForCausalLM computes no packed rows, but rows side by side with padding")
 
 
-@pytest.mark.parametrize("family", ["phimoe", "qwen2_moe", "doge"])
-def test_a_window_that_only_a_mask_knows_is_left_to_generate(family, tmp_path):
-    assert not use_decoding(written(tmp_path, family, REFUSED[family]))
+def test_docs_models_says_of_every_family_how_it_is_computed():
+    table = {}
+    for line in (ROOT / "docs" / "models.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[1] in DOCUMENTED.values():
+            for kind in re.findall(r"`([\w-]+)`", cells[0]):
+                table[kind] = cells[1:3]
+    expected = {}
+    for family in FAMILIES.values():
+        expected[family.kind] = [DOCUMENTED[family.rows], DOCUMENTED[family.loop]]
+    assert table == expected

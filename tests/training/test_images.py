@@ -30,7 +30,7 @@ from siirl_dask.testing.rows import copied_weights, random_rows, signs
 from siirl_dask.training import TrainBatch, ValueBatch, build_critic, build_reference, build_trainer
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.network import PolicyNetwork
-from siirl_dask.training.model.trial import use_packed_attention
+from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.preflight import check_critic, check_reference, check_trainer, count_adapters
 from tests.settings import trainer_config
@@ -55,7 +55,7 @@ def network_of(folder):
     model = load_pretrained(model_class(path, path), path, torch.float32, path)
     inputs = ImageInputs.load(path, READ, model)
     network = PolicyNetwork(model, device=torch.device("cpu"), temperature=0.7, inputs=inputs)
-    use_packed_attention(network, path)
+    use_row_layout(network, path)
     return network
 
 

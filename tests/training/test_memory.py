@@ -210,7 +210,7 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
     path = str(wide[family])
     model = load_pretrained(AutoModelForCausalLM, path, torch.float32, "model.path")
     network = PolicyNetwork(model, device=torch.device("cpu"), autocast=dtype is Dtype.bfloat16, temperature=1.0)
-    network.enable_packed_attention()
+    network.find_row_layout()
     if checkpointing:
         recompute(network.layers())
     rows = PackedRows(

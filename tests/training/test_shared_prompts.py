@@ -14,7 +14,7 @@ from siirl_dask.testing.rows import grouped_rows, random_rows
 from siirl_dask.training import PackedRows
 from siirl_dask.training.model.attention import packed_attention
 from siirl_dask.training.model.network import PolicyNetwork
-from siirl_dask.training.model.trial import use_packed_attention
+from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import Packing, micro_batches
 from siirl_dask.training.shared_prompts import find_shared, same_prompts
 
@@ -92,7 +92,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_by_itself(tmp_path, famil
     rows = grouped_rows([(17, [11] * 4), (12, [3, 11, 0]), (1, [2]), (17, [11] * 3)])
     model = load_model(folder)
     network = PolicyNetwork(load_model(folder), device=torch.device("cpu"), temperature=0.7)
-    use_packed_attention(network, str(folder))
+    use_row_layout(network, str(folder))
     (batch,) = micro_batches(rows, 10**6)
     assert batch.shared is not None
     assert batch.input_ids.numel() == 17 + 44 + 12 + 14 + 3 + 17 + 33

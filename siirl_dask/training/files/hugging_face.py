@@ -23,6 +23,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
+from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.remote import is_of_weights
@@ -91,6 +92,7 @@ def difference(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dt
         expected = kind.from_config(
             AutoConfig.from_pretrained(base, local_files_only=True), dtype=torch_dtype(dtype, _CPU)
         )
+    correct_modules(expected)
     expected.load_state_dict(dict(weights) | _buffers_of(base, expected), strict=False)  # tied weights are there once
     written = load_pretrained(kind, str(folder), torch_dtype(dtype, _CPU), f"the folder {folder}")
     words = _words(expected.config)

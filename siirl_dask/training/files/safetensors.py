@@ -12,29 +12,26 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import is_adapter
-from siirl_dask.models.weight_files import open_weights
+from siirl_dask.models.weight_names import Stored
 from siirl_dask.training.model.lora import first_values
 from siirl_dask.training.model.network import Network
 from siirl_dask.training.parallel.dtensor import local
 
 
 def load_safetensors(
-    network: Network, path: str, renamed: Mapping[str, str], progress: Callable[[], None] = lambda: None
+    network: Network, path: str, files: Mapping[str, Stored], progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Load the folder's weights into the network's parameters, each rank its own shards; ``progress`` is called for
-    each parameter. ``renamed`` are the parameters' names by those in the files.
+    """Load the folder's weights into the network's parameters, each rank its own shards, and into buffers that files
+    have; ``progress`` is called for each parameter. ``files`` says where each of them is stored.
 
     Adapters get their initial values and zero-initialised parameters 0. ConfigError, by name, for a parameter that the
     files lack or have in another shape.
     """
     subject = f"model.path={path!r}"
-    files = {renamed[name]: (name, file) for name, file in open_weights(path).items() if name in renamed}
     names = _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
     if missing := sorted(name for name in missing if name not in network.zero_initialised and not is_adapter(name)):
-        raise ConfigError(
-            f"{subject}: its *.safetensors lack {missing}; trainer.backend=torch may know them by other names"
-        )
+        raise ConfigError(f"{subject}: its *.safetensors lack {missing}")
     for name, parameter in network.by_name().items():
         if name in network.zero_initialised:
             local(parameter).zero_()
@@ -42,6 +39,12 @@ def load_safetensors(
             stored, file = next(files[other] for other in (name, *names[name]) if other in files)
             _copy(parameter, _checked(parameter, file.get_slice(stored), f"{subject}: {stored}"))
         progress()
+    for name, buffer in network.stored_buffers().items():
+        if name not in files:
+            raise ConfigError(f"{subject}: its *.safetensors lack the buffer {name}")
+        stored, file = files[name]
+        _checked(buffer, file.get_slice(stored), f"{subject}: {stored}")
+        buffer.copy_(file.get_tensor(stored))
     network.each_adapter(lambda name, parameter: _copy(parameter, first_values(name, parameter.shape)))
 
 

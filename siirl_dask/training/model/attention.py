@@ -7,6 +7,7 @@ FlexAttention: see ``attention_kernels``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 
 import torch
@@ -15,15 +16,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from siirl_dask.devices import accelerator, fused
-from siirl_dask.models.windows import check_window_is_given
+from siirl_dask.models.score_attention import attend_by_scores
+from siirl_dask.models.spans import register_with_probe, window_of
 from siirl_dask.training.model.attention_kernels import FlashKernel, Kernel, PluginKernel, kernel_of
 from siirl_dask.training.model.flex import FlexKernel, attend_flex
-from siirl_dask.training.packing import Packing, Runs
+from siirl_dask.training.packing import Packing, Runs, packing_of
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
 """Name of ``packed_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
-_BLOCK = 512  # least number of queries per call with a sliding window: fewer are slower, more need larger masks
+_BLOCK = 512  # least number of queries per call with a mask: fewer are slower, more need larger masks
 
 
 def packed_attention(
@@ -33,38 +35,51 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend within each packed row. [1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D].
 
-    ``packing`` is an argument of the model's forward. With sequence parallelism T are this rank's tokens, and each
-    attends to its row's tokens on all ranks; where rows share prompts, they are those that are computed.
-    NotImplementedError for attention with soft caps, sinks, position bias or a mask of its own.
+    Without ``packing`` it is that of the model's pass under way. With sequence parallelism T are this rank's tokens,
+    and each attends to its row's tokens on all ranks; where rows share prompts, they are those that are computed.
+    ``s_aux`` are sinks, [H]. NotImplementedError for attention with a position bias or a mask of its own.
     """
-    check_window_is_given(module, attention_mask, sliding_window)
-    runs, ranks = packing.runs, packing.ranks
-    if unsupported := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
-        raise NotImplementedError(f"packed attention supports no {unsupported}, which {type(module).__name__} needs")
+    if packing is None:
+        packing = packing_of(module)
+    if packing is None:
+        raise TypeError(f"{type(module).__name__} attends outside of a pass over packed rows")
+    if position_bias is not None or attention_mask is not None:
+        what = "a position bias" if position_bias is not None else "a mask of its own"
+        raise NotImplementedError(f"packed attention supports no {what}, which {type(module).__name__} has")
+    window = window_of(module, sliding_window)
+    ranks = packing.ranks
     if ranks is not None:
         query, key, value = to_heads(query, key, value, ranks)
+        if s_aux is not None:
+            s_aux = s_aux.unflatten(0, (ranks.size, -1))[ranks.rank]
     if packing.shared is not None:
         query, key, value = packing.shared.spread([query, key, value])
-    dtype, widths = accelerator.arithmetic_dtype(query), (query.shape[-1], value.shape[-1])
-    kernel = kernel_of(query.device, dtype, *widths, packing.library)
+    dtype = accelerator.arithmetic_dtype(query)
+    plain = softcap is None and s_aux is None
+    kernel = kernel_of(query.device, dtype, query.shape[-1], value.shape[-1], packing.library, plain=plain)
     if kernel is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
     match kernel:
         case FlashKernel(attend=attend):
-            output = attend_varlen(attend, query, key, value, packing, scaling, sliding_window)
+            output = attend_varlen(attend, query, key, value, packing, scaling, window)
         case FlexKernel():
-            output = attend_flex(kernel, query, key, value, _ends(packing, query), packing, scaling, sliding_window)
+            ends = _ends(packing, query)
+            output = attend_flex(kernel, query, key, value, ends, packing, scaling, window, softcap, s_aux)
         case PluginKernel():
-            output = _attend_rows(query, key, value, packing, scaling, sliding_window)
+            output = _attend_rows(query, key, value, packing, scaling, window)
         case None:
-            output = _attend_runs(query, key, value, runs, scaling, sliding_window)
+            scores = Scores(scaling, window, softcap, s_aux)
+            output = _attend_runs(query, key, value, packing.runs, scores)
     if packing.shared is not None:
         output = packing.shared.gather(output)
     return (output if ranks is None else to_tokens(output, ranks))[None], None
@@ -121,16 +136,27 @@ def row_ends(runs: Runs, device: torch.device) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
 
 
-def _attend_runs(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer weighs what a token sees."""
+
+    scaling: float | None = None
+    """Factor of queries times keys; None: ``D ** -0.5``."""
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """[H]."""
+
+
+def _attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scores: Scores) -> Tensor:
     """Attend in one call per run of equal lengths. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     sizes = [count * length for count, length in runs]
     parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
     outputs = []
     for (count, length), *packed in parts:
         q, k, v = (_rows(part, count, length) for part in packed)
-        outputs.append(_attend(q, k, v, scaling, window).flatten(0, 1))
+        outputs.append(_attend(q, k, v, scores).flatten(0, 1))
     return torch.cat(outputs)
 
 
@@ -140,20 +166,32 @@ def _rows(packed: Tensor, count: int, length: int) -> Tensor:
     return rows
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Attend within rows of one length L. [n, H, L, D], [n, H_kv, L, D] twice -> [n, L, H, D]."""
     length = query.shape[2]
-    if window is None or length <= window:
-        return _sdpa(query, key, value, None, scaling)
-    block = max(window, _BLOCK)  # a block of queries sees its own keys and a window before: memory is linear in L
+    plain = scores.softcap is None and scores.sinks is None
+    window = length if scores.window is None else min(scores.window, length)
+    if plain and window == length:
+        return _sdpa(query, key, value, None, scores.scaling)
+    # A block of queries sees its own keys and a window before: with a window, memory is linear in L.
+    block = _BLOCK if window == length else max(window, _BLOCK)
     outputs = []
     for start in range(0, length, block):
-        stop, first = min(length, start + block), max(0, start - window + 1)
+        stop = min(length, start + block)
+        first = max(0, start - window + 1)
         positions = torch.arange(first, stop, device=query.device)
         distance = positions[start - first :, None] - positions
-        part = slice(first, stop)
-        mask = (distance >= 0) & (distance < window)
-        outputs.append(_sdpa(query[:, :, start:stop], key[:, :, part], value[:, :, part], mask, scaling))
+        seen = (distance >= 0) & (distance < window)
+        q = query[:, :, start:stop]
+        k = key[:, :, first:stop]
+        v = value[:, :, first:stop]
+        if plain:
+            outputs.append(_sdpa(q, k, v, seen, scores.scaling))
+        else:
+            mask = torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, -torch.inf)
+            outputs.append(
+                attend_by_scores(q, k, v, mask, scaling=scores.scaling, softcap=scores.softcap, sinks=scores.sinks)
+            )
     return torch.cat(outputs, dim=1)
 
 
@@ -166,7 +204,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
     return output.transpose(1, 2)
 
 
-AttentionInterface.register(PACKED, packed_attention)
+PACKED_PROBE = register_with_probe(PACKED, packed_attention)
+"""Name of the same attention for a model's first pass, which finds out its windows."""
 
 
 def leave_uncompiled() -> None:

@@ -52,20 +52,29 @@ class PluginKernel:
 
 @cache
 def kernel_of(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int, library: str = AUTO
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    library: str = AUTO,
+    *,
+    plain: bool = True,
 ) -> FlashKernel | FlexKernel | PluginKernel | None:
     """Return the kernel for heads of a type and width on a device, and say so in the log, once; None for torch's own
-    attention, and where there is no other. ConfigError where ``library`` has none and is not ``auto``.
+    attention, and where there is no other. ``plain`` is attention without soft caps and sinks, which few kernels have.
+    ConfigError where ``library`` has none and is not ``auto``.
     """
     heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
+    if not plain:
+        heads += " with soft caps or sinks"
     if library == TORCH:
         return None
     if library == PLUGIN:
-        fits = fused.takes_attention(dtype, width, value_width)
+        fits = plain and fused.takes_attention(dtype, width, value_width)
         name = PluginKernel().name if fits else _SDPA
         logger.info("packed attention on %s, %s, is computed by %s", device, heads, name)
         return PluginKernel() if fits else None
-    chosen = _on_gpu(device, dtype, width, value_width, heads, library)
+    chosen = _on_gpu(device, dtype, width, value_width, heads, library, plain)
     if library in (FLASH, FLEX) and chosen is None:
         raise ConfigError(
             f"trainer.operators.attention={library}: it does not run on {device} for {heads}; leave it out"
@@ -74,14 +83,14 @@ def kernel_of(
 
 
 def _on_gpu(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int, heads: str, library: str
+    device: torch.device, dtype: torch.dtype, width: int, value_width: int, heads: str, library: str, plain: bool
 ) -> FlashKernel | FlexKernel | None:
     capability = accelerator.compute_capability(device)
     if capability is None:
         return None
     chosen: FlashKernel | FlexKernel | None = None
     failure: str | None = None
-    if library != FLEX and takes_varlen(dtype, width, value_width):
+    if library != FLEX and plain and takes_varlen(dtype, width, value_width):
         chosen = choose_kernel(capability, accelerator.torch_has_flash())
     if chosen is None and library != FLASH:
         chosen, failure = _flex_for(device, dtype, width, value_width)

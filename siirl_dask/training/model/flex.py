@@ -1,17 +1,19 @@
 """FlexAttention (arXiv:2412.05496) over packed rows: one call of a kernel that torch.compile makes for the device.
 
-It takes what no FlashAttention does: float32, heads of other widths, values narrower than keys, devices before Ampere.
+It takes what no FlashAttention does: float32, heads of other widths, values narrower than keys, devices before Ampere,
+soft caps and sinks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from siirl_dask.errors import ConfigError
@@ -40,10 +42,10 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
     """
     compiled = torch.compile(_fused, dynamic=True, fullgraph=True, backend=backend)
 
-    def attend(*heads: Tensor, **options: Any) -> Tensor:
+    def attend(*heads: Tensor, **options: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
             try:
-                output: Tensor = compiled(*heads, **options)
+                output = compiled(*heads, **options)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise ConfigError(
                     f"FlexAttention has been compiled {_GRAPHS} times in this process, for {_GRAPHS} kinds of heads, "
@@ -54,14 +56,13 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
     return FlexKernel(attend)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
     if not torch.compiler.is_compiling():  # torch would make a [T, T] matrix of scores for each head, and only warn
         raise ConfigError(
             "FlexAttention is called without torch.compile, which is switched off or has given up: its unfused form "
             f"takes a matrix of all tokens by all tokens; {_CURE}"
         )
-    output: Tensor = flex_attention(query, key, value, **options)
-    return output
+    return flex_attention(query, key, value, **options)
 
 
 def attend_flex(
@@ -73,26 +74,50 @@ def attend_flex(
     packing: Packing,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend within all rows in one call. [1, H, T, D], [1, H_kv, T, D], [1, H_kv, T, D'] -> [T, H, D'].
 
-    ``ends`` are those of the rows: see ``row_ends``. The mask is made by a micro-batch's first layer for all others.
-    The kernel gets whole blocks: tokens that fill the last one are a row of their own, and are cut off again.
+    ``ends`` are those of the rows: see ``row_ends``; ``sinks`` are [H]. The mask is made by a micro-batch's first layer
+    for all others. The kernel gets whole blocks: tokens that fill the last one are a row of their own, and are cut off
+    again.
     """
     tokens = query.shape[2]
     whole = whole_blocks(tokens)
     if window not in packing.masks:
         packing.masks[window] = row_mask(ends, whole, window)
     padding = (0, 0, 0, whole - tokens)
-    output: Tensor = kernel.attend(
+    options: dict[str, Any] = {}
+    if softcap is not None:
+        options["score_mod"] = _capped(softcap)
+    if sinks is not None:
+        options["return_aux"] = AuxRequest(lse=True)
+    output = kernel.attend(
         pad(query, padding),
         pad(key, padding),
         pad(value, padding),
         block_mask=packing.masks[window],
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
-    return output[0, :, :tokens].transpose(0, 1)
+    if sinks is not None:
+        attended, found = output
+        share = torch.sigmoid(found.lse.float() - sinks.float()[:, None])  # of all weights, the sink's included
+        output = (attended * share[..., None]).to(value.dtype)
+    result: Tensor = output[0, :, :tokens].transpose(0, 1)
+    return result
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """Return the same function for the same cap, so that a kernel is compiled once."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def whole_blocks(tokens: int) -> int:

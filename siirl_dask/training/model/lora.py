@@ -47,6 +47,11 @@ def add_adapters(
             f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'"
         ) from error
     decoder, seeing = _linear(layers), _linear(tower)
+    if not decoder:
+        raise ConfigError(
+            f"trainer.lora.rank={trainer.lora.rank}: {type(model).__name__} has no layers of torch.nn.Linear, which "
+            "get adapters; leave it out"
+        )
     of_decoder, of_tower = chosen_targets(trainer, set(decoder.values()), set(seeing.values()))
     chosen = {module for module, name in decoder.items() if name in of_decoder}
     chosen |= {module for module, name in seeing.items() if name in of_tower}
@@ -61,12 +66,14 @@ def add_adapters(
 
 
 def _linear(layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the linear layers within ``layers``, each with the last part of its name."""
+    """Return the linear layers within ``layers``, each with the last part of its name. A router, say, that is one by
+    its class and computes something else is none.
+    """
     return {
         module: name.rpartition(".")[2]
         for layer in layers
         for name, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +17,11 @@ from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, LIGER, REFERENCE
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import is_adapter
+from siirl_dask.models.head import head_output
 from siirl_dask.models.routing import Routing
+from siirl_dask.models.spans import EAGER
 from siirl_dask.training.batch_images import ImageInputs
-from siirl_dask.training.model.attention import PACKED, ends_for_kernels
+from siirl_dask.training.model.attention import PACKED, PACKED_PROBE, ends_for_kernels
 from siirl_dask.training.model.layers import narrow_hidden_states
 from siirl_dask.training.model.liger import settle, use_liger
 from siirl_dask.training.model.logprobs import token_logprobs
@@ -30,9 +33,16 @@ from siirl_dask.training.model.lora import (
     merged,
     without_adapters,
 )
+from siirl_dask.training.model.mixers import separate_rows_in_mixers
 from siirl_dask.training.model.operators import use_operators
 from siirl_dask.training.model.replay import replay_routes
-from siirl_dask.training.model.trial import rounding, trial_rows
+from siirl_dask.training.model.row_layout import (
+    RowLayout,
+    decoder_of,
+    only_list_of_layers,
+    separate_hidden_states,
+)
+from siirl_dask.training.model.trial import Trial, rounding, trial_rows
 from siirl_dask.training.model.vision import (
     below_head,
     decoder_inputs,
@@ -40,11 +50,14 @@ from siirl_dask.training.model.vision import (
     plain_arguments,
     tower_layers,
 )
-from siirl_dask.training.packing import MicroBatch, Packing, micro_batches
+from siirl_dask.training.packing import CurrentPacking, MicroBatch, Packing, micro_batches
 from siirl_dask.training.parallel.own_rows import select_own_rows
 from siirl_dask.training.parallel.ulysses import to_owners
 from siirl_dask.training.parts import frozen_parts, is_of, stays
 from siirl_dask.training.trainer import PackedRows
+
+_UNFIT = (TypeError, NotImplementedError, AttributeError, ValueError, KeyError, IndexError, RuntimeError)
+"""Raised by models, which are built in many ways, that do not take rows in a layout."""
 
 
 class Network(nn.Module):
@@ -79,6 +92,14 @@ class Network(nn.Module):
         self._family = family_of_model(model)
         self._trainer = trainer
         self._attention = AUTO
+        self._current = CurrentPacking()
+        self._head_output = head_output(model.config.get_text_config())
+        self.layout = RowLayout.packed
+        """How rows are computed; known once ``find_row_layout`` has tried."""
+        self.mixers = 0
+        """Layers that carry a state along a row; known then as well."""
+        self._packed_alone = inputs is not None  # images and routes are laid out for packed rows
+        self._plain_attention: Any = None
         self.scaling: float | None = None
         if trainer is not None and trainer.lora.rank:
             self.scaling = trainer.lora.alpha / trainer.lora.rank
@@ -95,7 +116,20 @@ class Network(nn.Module):
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
         """Return every parameter by its name in files; with ``tied``, by all its names. Of adapters those in use."""
-        return by_file_name(self.named_parameters(remove_duplicate=not tied), self.agent)
+        return by_file_name(self._named_as_in_files().named_parameters(remove_duplicate=not tied), self.agent)
+
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are saved with the weights, such as biases of experts, by their names in files."""
+        found: dict[str, Tensor] = {}
+        for prefix, module in self._named_as_in_files().named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.removeprefix(f"{prefix}.") not in module._non_persistent_buffers_set:
+                    found[name.replace(".base_layer.", ".")] = buffer
+        return found
+
+    def _named_as_in_files(self) -> nn.Module:
+        """Return the module by whose names parameters go in files."""
+        return self
 
     def use(self, agent: str) -> None:
         """Compute with the adapters of ``agent`` from now on; ``by_name``, ``trainable`` and ``merged`` have these."""
@@ -142,9 +176,12 @@ class Network(nn.Module):
         """Free parameters that were gathered for passes without a backward. FSDP replaces this method."""
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder's layers. ConfigError when it has no attribute ``layers``."""
-        layers = getattr(self.model.get_decoder(), "layers", None)
-        if not isinstance(layers, Iterable):
+        """Return the decoder's layers. ConfigError when it has no list of them, or several and none is called so."""
+        decoder = decoder_of(self.model)
+        layers = getattr(decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            layers = only_list_of_layers(decoder)
+        if layers is None:
             raise ConfigError(
                 f"{type(self.model).__name__} has no layers to shard, compute again or compile one by one; "
                 "take trainer.backend=torch without trainer.gradient_checkpointing"
@@ -170,23 +207,60 @@ class Network(nn.Module):
         return hidden[batch.predicting.to(self.device)]
 
     @torch.no_grad()
-    def enable_packed_attention(self, operators: Mapping[str, str] = REFERENCE) -> tuple[float, float]:
-        """Switch to packed attention, and to the library of each operator. Returns the error against plain passes, on
-        the short rows of ``trial_rows``, and its tolerance.
+    def find_row_layout(self, operators: Mapping[str, str] = REFERENCE) -> Trial:
+        """Switch to packed attention, and to the library of each operator, where the model gives the same logits so as
+        in plain passes over each of ``trial_rows``; where it does not, to another layout of rows that does.
         """
-        rows = trial_rows(self.model.config.get_text_config().vocab_size, self.inputs)
-        head = self.model.get_output_embeddings()
+        rows = trial_rows(self.model.config.get_text_config(), self.inputs)
+        decoder = decoder_of(self.model)
+        self._plain_attention = decoder.config._attn_implementation
+        decoder.set_attn_implementation(EAGER)  # transformers' sdpa leaves soft caps out
         expected = torch.cat([*self._plain_outputs(rows)])
         operators = settle(operators, self.modules(), self.device)
         if ligers := [operator for operator, library in operators.items() if library == LIGER]:
             use_liger(self.modules(), self.device, ligers)
         use_operators(self.modules(), operators)
         self._attention = operators["attention"]
-        self.model.get_decoder().set_attn_implementation(PACKED)
         (batch,) = micro_batches(rows, budget=len(rows.tokens), inputs=self.inputs)
+        tolerance = rounding(expected.abs().max().item(), expected.dtype)
+        failures = []
+        for layout in [RowLayout.packed] if self._packed_alone else list(RowLayout):
+            try:
+                self._use_layout(layout, batch)
+                error = self._error(batch, expected)
+            except torch.OutOfMemoryError:
+                raise
+            except _UNFIT as failure:
+                failures.append(str(failure))
+                continue
+            if error <= tolerance:
+                return Trial(layout, failures)
+            failures.append(f"logits are off by {error:.2g}")
+        return Trial(None, failures)
+
+    def _use_layout(self, layout: RowLayout, batch: MicroBatch) -> None:
+        """Prepare the model for a layout; ``batch`` is for a pass in which packed attention finds out its windows."""
+        decoder = decoder_of(self.model)
+        self.layout = layout
+        if layout is not RowLayout.packed:
+            self._current.packing = None
+            decoder.set_attn_implementation(self._plain_attention)
+            return
+        self._current.share_with(decoder.modules())
+        self.mixers = separate_rows_in_mixers(decoder.modules(), self._current)
+        decoder.set_attn_implementation(PACKED_PROBE)
+        if decoder.config._attn_implementation != PACKED_PROBE:  # transformers only logs it
+            raise NotImplementedError("its attention cannot be replaced")
+        self._hidden(batch)
+        decoder.set_attn_implementation(PACKED)
+
+    def _error(self, batch: MicroBatch, expected: Tensor) -> float:
+        """Return the largest error of the logits, or of the hidden states of a model without a head. NaN is inf."""
         hidden = self._hidden(batch)[batch.predicting.to(self.device)]
-        packed = hidden if head is None else head(hidden)
-        return (packed - expected).abs().max().item(), rounding(expected.abs().max().item(), expected.dtype)
+        head = self.model.get_output_embeddings()
+        found = hidden if head is None else self._head_output.logits(head(hidden))
+        error = (found - expected).abs().max().item()
+        return math.inf if math.isnan(error) else error
 
     def _plain_outputs(self, rows: PackedRows) -> Iterator[Tensor]:
         """Yield what the model itself computes before each response token of each row, by itself: [K, V] logits, or
@@ -203,24 +277,31 @@ class Network(nn.Module):
             yield (output[0] if self.model.get_output_embeddings() is None else output.logits)[0, prompt - 1 : -1]
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
-        """Compute last hidden states, [T, D]. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
-        ids, device = batch.input_ids.to(self.device), self.device
-        given: dict[str, Any] = {"input_ids": ids}
+        """Compute last hidden states, [T, D]."""
+        ids = batch.input_ids.to(self.device)
+        if self.layout is not RowLayout.packed:
+            if batch.shared is None:
+                return separate_hidden_states(self.model, ids[0], batch.runs, self.layout)
+            shared = batch.shared.to(self.device)
+            return separate_hidden_states(self.model, ids[0, shared.whole], batch.runs, self.layout)[shared.first]
+        return self._packed_hidden(batch, ids)
+
+    def _packed_hidden(self, batch: MicroBatch, ids: Tensor) -> Tensor:
+        """Compute them in one pass. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
+        device = self.device
+        inputs: dict[str, Any] = {"input_ids": ids}
         if self.inputs is not None:
-            given = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)
-        output = self.model.get_decoder()(
-            **given,
-            position_ids=batch.position_ids.to(device),
-            attention_mask=None,
-            use_cache=False,
-            packing=Packing(
-                batch.runs,
-                None if batch.route is None else batch.route.ranks,
-                ends_for_kernels(batch.runs, device),
-                shared=None if batch.shared is None else batch.shared.to(device),
-                library=self._attention,
-                routes=None if batch.routes is None else batch.routes.to(device, torch.int64),
-            ),
+            inputs = decoder_inputs(self.model, ids, batch.images, self.inputs, always=self._always)
+        self._current.packing = Packing(
+            batch.runs,
+            None if batch.route is None else batch.route.ranks,
+            ends_for_kernels(batch.runs, device),
+            shared=None if batch.shared is None else batch.shared.to(device),
+            library=self._attention,
+            routes=None if batch.routes is None else batch.routes.to(device, torch.int64),
+        )
+        output = decoder_of(self.model)(
+            **inputs, position_ids=batch.position_ids.to(device), attention_mask=None, use_cache=False
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -249,9 +330,10 @@ class PolicyNetwork(Network):
         self.temperature = temperature
         if routing is not None:
             replay_routes(model, routing)
+            self._packed_alone = True
 
-    def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        return by_file_name(self.model.named_parameters(remove_duplicate=not tied), self.agent)
+    def _named_as_in_files(self) -> nn.Module:
+        return self.model
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if not batch.input_ids.numel():
@@ -264,6 +346,7 @@ class PolicyNetwork(Network):
             head.bias,
             batch.targets.to(self.device),
             temperature=self.temperature,
+            output=self._head_output,
         )
         if batch.route is not None:
             logprobs, entropy = to_owners([logprobs, entropy], batch.route)

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from siirl_dask.errors import DataError
 from siirl_dask.models.routing import Routing, routers
+from siirl_dask.training.packing import packing_of
 from siirl_dask.training.trainer import PackedRows
 
 
@@ -26,7 +27,7 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
     for place, (layer, router) in enumerate(routers(model, routing)):
         held, own = _Held(), slice(place * routing.chosen, (place + 1) * routing.chosen)
         router.forward = partial(_route, router, router.forward, held)
-        layer.forward = partial(_with_routes, layer.forward, held, own)
+        layer.forward = partial(_with_routes, layer, layer.forward, held, own)
 
 
 def with_routes(rows: PackedRows, routing: Routing | None) -> PackedRows:
@@ -63,8 +64,10 @@ class _Held:
     """[T, k] int64, -1 where the router chooses; None: it chooses everywhere."""
 
 
-def _with_routes(forward: Callable[..., Any], held: _Held, own: slice, *args: Any, **kwargs: Any) -> Any:
-    packing = kwargs.get("packing")
+def _with_routes(
+    layer: nn.Module, forward: Callable[..., Any], held: _Held, own: slice, *args: Any, **kwargs: Any
+) -> Any:
+    packing = packing_of(layer)
     held.routes = None if packing is None or packing.routes is None else packing.routes[:, own]
     try:
         return forward(*args, **kwargs)

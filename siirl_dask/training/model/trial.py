@@ -1,9 +1,12 @@
-"""Tries a network when it is built: packed, short rows must score as each does by itself."""
+"""Tries a network when it is built: rows in one micro-batch must score as each does by itself."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,22 +14,37 @@ from siirl_dask.devices.operators import REFERENCE, TORCH
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import Image
 from siirl_dask.images.noise import noise
+from siirl_dask.models.spans import trial_length
 from siirl_dask.training.batch_images import ImageInputs
+from siirl_dask.training.model.row_layout import RowLayout
 from siirl_dask.training.trainer import PackedRows, RowImages
 
 if TYPE_CHECKING:
     from siirl_dask.training.model.network import Network
 
-_TEXT = (((0,), (1, 2)), ((3, 4), (5, 0)), ((3, 4), (1, 5)))
-"""Prompts and responses: two of them share a prompt."""
+logger = logging.getLogger("siirl_dask.training")
+_Row = tuple[Sequence[int], Sequence[int]]  # prompt and response
 
 
-def trial_rows(vocabulary: int, inputs: ImageInputs | None) -> PackedRows:
-    """Return three rows of text, of which two share a prompt, and with ``inputs`` five that show images: two that share
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of trying a network."""
+
+    layout: RowLayout | None
+    """How rows are computed; None: the logits are right in no layout."""
+    failures: list[str]
+    """Why not in those that were tried before, or in all."""
+
+
+def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
+    """Return four rows of text for a model with this config, of its text part: of three short ones two share a prompt,
+    and one is longer than windows and chunks. With ``inputs`` there are five more that show images: two that share
     a prompt, one in the same words about another image, one of two images, and one that ends with its image.
     """
+    vocabulary = config.vocab_size
+    text = _text_rows(trial_length(config))
     if inputs is None:
-        return _rows([([*prompt], [*response], ()) for prompt, response in _TEXT], range(vocabulary))
+        return _rows([([*prompt], [*response], ()) for prompt, response in text], range(vocabulary))
     mark = inputs.image_token
     ordinary = [token for token in range(vocabulary) if token != mark]
     first, second, third = (
@@ -40,8 +58,16 @@ def trial_rows(vocabulary: int, inputs: ImageInputs | None) -> PackedRows:
         ([0, *one, 1, *other, 2], [5], (first, third)),
         ([3, *other], [1, 2], (third,)),
     ]
-    rows += [([*prompt], [*response], ()) for prompt, response in _TEXT]
+    rows += [([*prompt], [*response], ()) for prompt, response in text]
     return _rows(rows, ordinary, mark)
+
+
+def _text_rows(longest: int) -> list[_Row]:
+    """Return four rows, of which one has ``longest`` tokens, and two a prompt in common that is long enough to be
+    computed once.
+    """
+    prompt = range(3, 3 + longest // 8)
+    return [((0,), (1, 2)), (prompt, (5, 0)), (prompt, (1, 5)), ((3, 4), range(5, 3 + longest))]
 
 
 def _rows(
@@ -58,25 +84,31 @@ def _rows(
     )
 
 
-def use_packed_attention(network: Network, path: str, operators: Mapping[str, str] = REFERENCE) -> None:
-    """Switch to packed attention and the library of each operator, and check that the logits stay the same.
-    ConfigError if they do not.
+def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = REFERENCE) -> None:
+    """Let the network compute packed rows with the library of each operator, or rows in another layout, with a warning,
+    where that does not give the logits of the model itself. ConfigError if no layout does.
 
-    A model may compute more than this network (a soft cap on its logits, a mask of its own), and training on numbers
-    other than the sampled ones would go unnoticed.
+    A model may compute more than this network (a bias of positions, a mask of its own), and training on numbers other
+    than the sampled ones would go unnoticed.
     """
     name = type(network.model).__name__
-    try:
-        error, tolerance = network.enable_packed_attention(operators)
-    except (TypeError, NotImplementedError, AttributeError) as failure:  # models are built in many ways
-        raise ConfigError(f"model.path={path!r}: {name} takes no packed rows: {failure}") from failure
-    if not error <= tolerance:  # also for NaN
+    trial = network.find_row_layout(operators)
+    if trial.layout is None:
         fused = [f"{operator} by {library}" for operator, library in operators.items() if library != TORCH]
         kernels = f" with {', '.join(fused)} (trainer.operators, trainer.liger)" if fused else ""
+        reasons = "; ".join(dict.fromkeys(trial.failures))
         raise ConfigError(
-            f"model.path={path!r}: logits of {name} from packed rows and a linear head{kernels} "
-            f"are off by {error:.2g}; this trainer supports decoders such as Llama, Qwen2 and Qwen3"
+            f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} as transformers "
+            f"does: {reasons}; docs/models.md has the families that it does"
         )
+    if trial.layout is not RowLayout.packed:
+        _warn_once(name, trial.layout, trial.failures[0])
+
+
+@cache
+def _warn_once(name: str, layout: RowLayout, reason: str) -> None:
+    how = "side by side with padding" if layout is RowLayout.padded else "one by one"
+    logger.warning("%s computes no packed rows, but rows %s, which takes longer: %s", name, how, reason)
 
 
 def rounding(largest: float, dtype: torch.dtype) -> float:

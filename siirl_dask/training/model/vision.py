@@ -16,6 +16,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES, Family
 from siirl_dask.images.features import ImageFeatures, image_features
 from siirl_dask.training.batch_images import BatchImages, ImageInputs
+from siirl_dask.training.model.row_layout import decoder_of
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import Pixels
@@ -36,7 +37,7 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
 
 def below_head(model: PreTrainedModel) -> PreTrainedModel:
     """Return the part of a model below its head: its decoder, with the tower of one that sees images."""
-    below: Any = model.get_decoder() if tower_of(model) is None else model.base_model
+    below: Any = decoder_of(model) if tower_of(model) is None else model.base_model
     return below  # type: ignore[no-any-return]
 
 

@@ -15,7 +15,7 @@ from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
-from siirl_dask.training.model.trial import use_packed_attention
+from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import MicroBatch, micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensors, like_dtensor, local
 from siirl_dask.training.trainer import PackedRows
@@ -76,7 +76,7 @@ class ReplicatedBackend:
         inputs = ImageInputs.load(path, self._images, model)
         autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         network = make(model, device=self.device, autocast=autocast, inputs=inputs)
-        use_packed_attention(network, path, operators_of(self._trainer, self.device.type))
+        use_row_layout(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:

@@ -6,11 +6,12 @@ the full model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,22 +20,25 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
 from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig, parse_bytes
 from siirl_dask.context import Rank
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.loading import class_of_config, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.weight_files import open_weights
-from siirl_dask.models.weight_names import parameter_names
+from siirl_dask.models.weight_names import stored_parameters
 from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.files.safetensors import load_safetensors
 from siirl_dask.training.layouts import check_heads, operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
-from siirl_dask.training.model.trial import use_packed_attention
+from siirl_dask.training.model.row_layout import RowLayout
+from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
 from siirl_dask.training.parallel.backend import Make, N
 from siirl_dask.training.parallel.mesh import role_mesh, sequence_ranks, tensor_mesh
@@ -82,7 +86,7 @@ class FsdpBackend:
 
     def network(self, make: Make[N]) -> N:
         model = _meta_model(self._model.path)
-        renamed = parameter_names(model, open_weights(self._model.path))
+        stored = stored_parameters(model, open_weights(self._model.path))
         inputs = ImageInputs.load(self._model.path, self._images, model)
         network = make(model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None)
         if self._tensor_ranks.size > 1:
@@ -91,11 +95,14 @@ class FsdpBackend:
             compile_layers(network.layers())
         if self._trainer.gradient_checkpointing:
             recompute([*network.layers(), *network.tower_layers()])
+        _check_buffers(network, self._model.path)
+        buffers = {name: buffer.clone() for name, buffer in network.named_buffers(remove_duplicate=False)}
         self._shard(network)
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
-        _compute_buffers(network, self._model.path)
-        load_safetensors(network, self._model.path, renamed, self._progress)
-        use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device.type))
+        _restore_buffers(network, buffers, self.device)
+        load_safetensors(network, self._model.path, stored, self._progress)
+        use_row_layout(network, self._model.path, operators_of(self._trainer, self.device.type))
+        self._check_whole_rows(network)
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
         return network
@@ -114,6 +121,22 @@ class FsdpBackend:
         if self._rank.group is not None:
             dist.all_reduce(passes, dist.ReduceOp.MAX, group=self._rank.group)
         return parts + [idle] * (max(1, int(passes)) - len(parts))
+
+    def _check_whole_rows(self, network: Network) -> None:
+        """Raise ConfigError where ranks are to divide rows or layers of a model that is not made for it."""
+        if network.layout is not RowLayout.packed:
+            reason = f"its rows are computed by themselves ({network.layout})"
+        elif network.mixers:
+            reason = "it has layers that carry a state along a row"
+        else:
+            return
+        for name in ("sequence_parallel", "tensor_parallel"):
+            size = getattr(self._trainer.fsdp, name)
+            if size > 1:
+                raise ConfigError(
+                    f"trainer.fsdp.{name}={size}: {type(network.model).__name__} of {self._model.path!r} is not "
+                    f"divided, since {reason}; leave it out"
+                )
 
     def _shard(self, network: Network) -> None:
         bfloat16 = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
@@ -136,7 +159,7 @@ class FsdpBackend:
             if isinstance(module, FSDPModule):  # sum, not mean: the loss is divided by the tokens of all ranks
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(network, "enable_packed_attention")
+        register_fsdp_forward_method(network, "find_row_layout")
 
 
 def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
@@ -152,24 +175,46 @@ def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
 
 
 def _meta_model(path: str) -> PreTrainedModel:
-    """Build the model of the folder ``path`` on the meta device, without memory."""
-    with refused_by_name(path, f"model.path={path!r}"), torch.device("meta"):
+    """Build the model of the folder ``path``, its parameters on the meta device, without memory, and its buffers, which
+    are small, on the CPU: their values follow from the config, and no file has most of them.
+    """
+    with refused_by_name(path, f"model.path={path!r}"), _EmptyOnMeta():
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        return class_of_config(config).from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+        model: PreTrainedModel = class_of_config(config).from_config(config, dtype=torch.float32)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                setattr(module, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
+    model.tie_weights()
+    correct_modules(model)
+    return model
 
 
-def _compute_buffers(network: nn.Module, path: str) -> None:
-    """Compute the buffers, such as rotary embeddings, which no file has: from a new module of the same class."""
+class _EmptyOnMeta(TorchFunctionMode):
+    """Has torch.empty, with which modules allocate parameters, give tensors without memory."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if function is torch.empty:
+            options = {**options, "device": "meta"}
+        return function(*args, **options)
+
+
+def _check_buffers(model: nn.Module, path: str) -> None:
+    """Raise ConfigError for a buffer whose values are not known."""
+    unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unknown:
+        raise ConfigError(
+            f"model.path={path!r}: the buffers {unknown} do not follow from the model's config; "
+            "take trainer.backend=torch"
+        )
+
+
+def _restore_buffers(network: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
+    """Replace a network's buffers, which lost their values when its parameters got memory."""
     for name, module in network.named_modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        if not buffers:
-            continue
-        config = getattr(module, "config", None)
-        fresh = dict(type(module)(config).named_buffers(recurse=False)) if config is not None else {}
-        if {key: value.shape for key, value in fresh.items()} != {key: value.shape for key, value in buffers.items()}:
-            raise ConfigError(
-                f"model.path={path!r}: the buffers {sorted(buffers)} of {name} ({type(module).__name__}) do not follow "
-                "from the model's config; take trainer.backend=torch"
-            )
-        for key, value in fresh.items():
-            module.register_buffer(key, value.to(network.device), persistent=False)
+        prefix = f"{name}." if name else ""
+        for key in dict(module.named_buffers(recurse=False)):
+            module._buffers[key] = buffers[prefix + key].to(device)
