@@ -27,7 +27,7 @@ from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
-from siirl_dask.models.rotary import check_rows_are_alike
+from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
@@ -88,7 +88,8 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
-    check_rows_are_alike(model.path, _longest(config))
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
     check_liger(trainer, config)
     check_libraries(trainer, config)
     process = process_of(trainer)
@@ -125,7 +126,15 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 
 
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Size a role of ``build_reward_model`` or ``build_encoder``."""
+    """Check and size a role of ``build_reward_model``, whose batches have rows of the run."""
+    model: ModelConfig = options.get("model", config.model)
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
+    return check_encoder(options, workers, config)
+
+
+def check_encoder(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """Size a role of ``build_encoder``, which encodes each text by itself."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
     if size is None:
@@ -140,7 +149,8 @@ def _check_learner(
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
-    check_rows_are_alike(model.path, _longest(config))
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
     check_no_split_images(trainer, images)
     family, sees = family_seen(model.path, images)
     check_parts(trainer, family, model.path, sees_images=sees)

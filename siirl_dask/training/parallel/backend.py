@@ -71,7 +71,8 @@ class ReplicatedBackend:
 
     def network(self, make: Make[N]) -> N:
         path, subject = self._model.path, f"model.path={self._model.path!r}"
-        model = load_pretrained(model_class(path, subject), path, torch.float32, subject)
+        kind, longest = model_class(path, subject), self._model.longest_row
+        model = load_pretrained(kind, path, torch.float32, subject, longest_row=longest)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)
         autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16

@@ -27,6 +27,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.loading import class_of_config, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import parameter_names
 from siirl_dask.training.batch_images import ImageInputs
@@ -94,6 +95,7 @@ class FsdpBackend:
         self._shard(network)
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _compute_buffers(network, self._model.path)
+        pin_frequencies(network, self._model.longest_row, f"model.path={self._model.path!r}")
         load_safetensors(network, self._model.path, renamed, self._progress)
         use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device.type))
         network.reshard()
