@@ -1,13 +1,19 @@
 """A run begins with the policy of another run's checkpoint, and needs that run no more once it has begun."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from siirl_storage import open_fs
+from transformers import AutoModelForCausalLM
 
 from siirl_dask.cli import main
+from siirl_dask.config import LoraConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
@@ -126,6 +132,149 @@ def test_a_run_that_goes_on_stays_with_the_step_that_it_began_with(digits_task, 
     assert find_starts(again, [dag]).starts[0].step == 2, "a step that is asked for is not another one"
     shutil.rmtree(old)
     assert find_starts(config, [dag]).starts[0].folder == starts.starts[0].folder, "the run is there no more"
+
+
+LORA = ["trainer.lora.rank=4", "trainer.lora.targets=[q_proj, v_proj]"]
+
+
+def begun_with(task, tmp_path, base, path, *options):
+    """Return the configuration and the DAG of a run that begins with adapters, as they are when roles are built."""
+    config, dag = started(task, tmp_path, base, *(options or LORA), f"trainer.lora.path={path}")
+    starts = find_starts(config, [dag])
+    config, dag, _ = starts.with_folders(config, dag, None)
+    starts.write(config.run.url, fresh=False)
+    return config, dag
+
+
+@pytest.mark.parametrize("backend", ["torch", "fsdp"])
+@pytest.mark.parametrize("source", ["run", "step", "exported", "peft"])
+def test_adapters_begin_with_the_log_probs_that_they_were_saved_with(digits_task, base, tmp_path, source, backend):
+    old, folder = tmp_path / "old", tmp_path / "adapters"
+    logprobs = finished_run(old, base, digits_task, *LORA)
+    path = {"run": old, "step": f"{old}@1"}.get(source, folder)
+    if source == "exported":
+        main(["export", str(old), str(folder), "--adapter"])
+    elif source == "peft":
+        main(["export", str(old), str(tmp_path / "first"), "--adapter"])
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "first")
+        model.save_pretrained(folder)
+    config, dag = begun_with(digits_task, tmp_path, base, path, *LORA, f"trainer.backend={backend}")
+    policy = next(role.build for role in dag.roles if role.name == "policy")(Device("w"), Rank())
+    found = policy.logprobs(ROWS).logprobs
+    assert (found - logprobs[1 if source == "step" else 2]).abs().max() < 1e-5
+    fresh = build_trainer(
+        Device("w"),
+        Rank(),
+        model=config.model,
+        trainer=replace(config.trainer, lora=LoraConfig()),
+        rollout=config.rollout,
+    )
+    assert (policy.base_logprobs(ROWS).logprobs - fresh.logprobs(ROWS).logprobs).abs().max() < 1e-5
+    assert (found - fresh.logprobs(ROWS).logprobs).abs().max() > 1e-3
+
+
+def changed_adapters(folder, change):
+    """Give a folder of adapters other contents."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    if change == "missing":
+        del tensors[name]
+    elif change == "extra":
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(4, 4)
+    elif change == "shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    elif change == "pickled":
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    elif change == "huge":
+        config["padding"] = "x" * 2**20
+    elif change == "no json":
+        config = "{"
+    else:
+        config |= change
+    (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if change != "pickled":
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"r": 8}, r"r=8, and trainer.lora.rank is 4"),
+        ({"lora_alpha": 32}, r"lora_alpha=32, and trainer.lora.alpha is 16"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"peft_type": "VERA"}, "are VERA; expected LORA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"base_model_name_or_path": "OTHER"}, "were trained on another model, .* hidden_size"),
+        ("missing", r"lacks 1 of the policy's adapters, such as model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ("extra", "has 1 tensors that the policy has not, such as lm_head"),
+        ("shape", r"q_proj.lora_A.weight has shape .*; expected"),
+        ("pickled", "are pickled"),
+        ("huge", "more than 1048576 bytes"),
+        ("no json", "cannot be read"),
+    ],
+    ids=str,
+)
+def test_plan_refuses_adapters_that_are_not_the_policys_by_name(digits_task, base, tmp_path, change, text, capsys):
+    finished_run(tmp_path / "old", base, digits_task, *LORA)
+    folder = tmp_path / "adapters"
+    main(["export", str(tmp_path / "old"), str(folder), "--adapter"])
+    if isinstance(change, dict) and "base_model_name_or_path" in change:
+        change = {"base_model_name_or_path": str(tiny_model(tmp_path / "other", hidden=96))}
+    changed_adapters(folder, change)
+    command = ["plan", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new"), *LORA]
+    with pytest.raises(SystemExit):
+        main([*command, f"model.path={base}", f"trainer.lora.path={folder}"])
+    said = capsys.readouterr().err
+    assert re.search(text, said), said
+    assert f"trainer.lora.path='{folder}'" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["trainer.lora.rank=8"], r"trainer.lora.rank=4, and this one 8"),
+        (["trainer.lora.rank=4", "trainer.lora.alpha=8"], r"trainer.lora.alpha=16.0, and this one 8.0"),
+        (["trainer.lora.rank=4"], r"trainer.lora.targets=\['q_proj', 'v_proj'\], and this one \[\]"),
+    ],
+)
+def test_adapters_of_a_run_with_other_options_are_refused_before_they_are_written(
+    digits_task, base, tmp_path, options, text
+):
+    finished_run(tmp_path / "old", base, digits_task, *LORA)
+    config, dag = started(digits_task, tmp_path, base, *options, f"trainer.lora.path={tmp_path / 'old'}")
+    with pytest.raises(ConfigError, match=text):
+        find_starts(config, [dag])
+
+
+def test_adapters_of_another_base_or_of_a_run_without_any_are_refused(digits_task, base, tmp_path):
+    finished_run(tmp_path / "old", base, digits_task, *LORA)
+    finished_run(tmp_path / "whole", base, digits_task)
+    other = tiny_model(tmp_path / "other", hidden=96)
+    config, dag = started(digits_task, tmp_path, other, *LORA, f"trainer.lora.path={tmp_path / 'old'}")
+    with pytest.raises(ConfigError, match="were trained on another model"):
+        find_starts(config, [dag])
+    config, dag = started(digits_task, tmp_path, base, *LORA, f"trainer.lora.path={tmp_path / 'whole'}")
+    with pytest.raises(ConfigError, match="that run has no adapters"):
+        find_starts(config, [dag])
+    with pytest.raises(ConfigError, match=r"trainer.lora.rank=0; give the rank"):
+        LoraConfig(path="adapters")
+
+
+def test_the_engine_samples_with_the_first_adapters_before_the_first_step(digits_task, base, tmp_path, capsys):
+    """Where the engine had the base alone, its log-probs would differ from the policy's by much in the first step."""
+    finished_run(tmp_path / "old", base, digits_task, *LORA)
+    command = ["run", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new"), *LORA]
+    command += [f"model.path={base}", f"trainer.lora.path={tmp_path / 'old'}", "checkpoint.every=1"]
+    command += ["cluster.workers=1", "cluster.placement={}"]
+    main([*command, "run.steps=1"])
+    records = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    first = next(each["metrics"] for each in records if each["phase"] == "train")
+    assert 0 <= first["mismatch/kl"] < 1e-6
+    shutil.rmtree(tmp_path / "old")
+    main([*command, "run.steps=2", "observe.progress=true"])
+    assert "going on after step 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig
 from siirl_dask.models.loading import load_pretrained, model_class
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.batch_images import ImageInputs
+from siirl_dask.training.files.safetensors import load_adapters
 from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
@@ -77,6 +78,7 @@ class ReplicatedBackend:
         inputs = ImageInputs.load(path, self._images, model)
         autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         network = make(model, device=self.device, autocast=autocast, inputs=inputs)
+        load_adapters(network, self._trainer.lora)
         use_packed_attention(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:
             compile_layers(network.layers())

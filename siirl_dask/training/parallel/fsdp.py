@@ -31,7 +31,7 @@ from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import parameter_names
 from siirl_dask.training.batch_images import ImageInputs
-from siirl_dask.training.files.safetensors import load_safetensors
+from siirl_dask.training.files.safetensors import load_adapters, load_safetensors
 from siirl_dask.training.layouts import check_heads, operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
@@ -97,6 +97,7 @@ class FsdpBackend:
         _compute_buffers(network, self._model.path)
         pin_frequencies(network, self._model.longest_row, f"model.path={self._model.path!r}")
         load_safetensors(network, self._model.path, renamed, self._progress)
+        load_adapters(network, self._trainer.lora)
         use_packed_attention(network, self._model.path, operators_of(self._trainer, self.device.type))
         network.reshard()
         network.register_forward_hook(lambda *_: self._progress())
