@@ -21,6 +21,7 @@ from siirl_dask.models.longest_row import (
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.rollout import Sampling
 from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import pack_samples, plain_scores
 from siirl_dask.testing.rows import random_rows
@@ -120,6 +121,14 @@ def test_the_longest_row_of_a_run_is_that_of_its_prompts_and_longest_responses()
     assert Config(data=DataConfig(max_prompt_length=20), rollout=rollout, model=given).model.longest_row == 70
     with pytest.raises(ConfigError, match=r"model\.longest_row=0"):
         ModelConfig(longest_row=0)
+
+
+def test_a_run_that_recorded_no_longest_row_goes_on(tmp_path):
+    def identity(longest):
+        return RunIdentity({}, {"roles": {"policy": {"with": {"model": {"path": "m", "longest_row": longest}}}}})
+
+    assert not identity(None).differences(identity(50))
+    assert identity(40).differences(identity(50)) == ["DAG: roles.policy.with.model.longest_row: 40 -> 50"]
 
 
 @pytest.fixture(scope="module")
