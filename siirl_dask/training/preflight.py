@@ -29,6 +29,7 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import check_adapter_folder
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
+from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
@@ -164,9 +165,12 @@ def _check_learner(
     if trainer.lora.path is not None:
         _check_first_adapters(model.path, trainer)
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
+    reads: tuple[str, ...] = (model.path,)
+    if trainer.lora.path is not None and not is_remote(trainer.lora.path):  # at a URL each worker reads them itself
+        reads = (model.path, trainer.lora.path)
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost(provides=provides, reads=(model.path,), process=process_of(trainer))
+        return RoleCost(provides=provides, reads=reads, process=process_of(trainer))
     each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
@@ -184,7 +188,7 @@ def _check_learner(
         checkpoint_copy=copied,
         provides=provides,
         process=process_of(trainer),
-        reads=(model.path,),
+        reads=reads,
     )
 
 
