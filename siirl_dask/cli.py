@@ -226,7 +226,7 @@ def _dispatch(chosen: argparse.Namespace) -> None:
         case "migrate":
             show_migration(chosen)
         case "export":
-            from siirl_dask.commands.export import export
+            from siirl_dask.runs.export import export
 
             options = {name: getattr(chosen, name) for name in ("step", "role", "ema", "dtype", "adapter", "verify")}
             step = export(chosen.run, chosen.to, **options)

@@ -13,11 +13,11 @@ from fsspec.implementations.local import LocalFileSystem
 from siirl_storage import join, open_fs, remove_tree
 from siirl_storage.files import absolute
 
-from siirl_dask.commands.export import put_folder, write_folder
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.secrets import redacted
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoints import Checkpoint
+from siirl_dask.runs.export import put_folder, write_folder
 from siirl_dask.runs.reader import Run
 from siirl_dask.runs.retention import MODEL, OWNER
 

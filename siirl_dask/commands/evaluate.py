@@ -17,7 +17,6 @@ from siirl_storage import join, open_table, set_retry_seconds
 
 from siirl_dask.commands.checkpoint_model import folder_for_workers, write_checkpoint
 from siirl_dask.commands.evaluation_dag import TABLE, Answering, answering_of, evaluation_dag
-from siirl_dask.commands.export import check_unused
 from siirl_dask.config import Config
 from siirl_dask.config.file import load_text
 from siirl_dask.config.secrets import redacted
@@ -31,6 +30,7 @@ from siirl_dask.nodes.evaluate import SOURCE
 from siirl_dask.nodes.generate import answering as sampling_of_answers
 from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, compile_chains
+from siirl_dask.runs.export import check_unused
 from siirl_dask.runs.reader import Run, is_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.schema import GROUP_ID

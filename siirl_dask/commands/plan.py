@@ -17,6 +17,7 @@ from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phase
 from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.prompt_rows import first_prompt
+from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
@@ -46,6 +47,8 @@ def describe_run(
         raise ConfigError(f"--devices {devices}: expected at least 1 accelerator on each host")
     times = None if timing is None else timing.resolve(config)
     validation = validation_of(config, dag, validation)
+    starts = find_starts(config, (dag, validation))
+    config, dag, validation = starts.with_bases(*starts.with_folders(config, dag, validation))
     dags = [dag] if validation is None else [dag, validation]
     expected: NumberType | None = None
     if is_open(config, dags):
@@ -59,7 +62,7 @@ def describe_run(
     check_observation(config, phases[Phase.TRAIN][0])
     checked = check(config, phases, refuse_devices=False)
     check_writable(config.run.url, write=False)
-    notes = redacted([*_assumed(config), *checked.notes])
+    notes = redacted([*starts.notes, *_assumed(config), *checked.notes])
     if expected is not None:
         notes.append(expected.note)
     shown = _shown(config, phases)

@@ -126,7 +126,16 @@ class Config:
         self._fill_total_steps(self.critic, self.algorithm, self.run.steps)
         for agent in self.agents.values():
             self._fill_total_steps(agent.trainer, agent.algorithm, self.run.steps - agent.algorithm.critic_warmup_steps)
+        self._fill_longest_row()
         check_agents(self.agents, self.rollout, self.data.batch_size)
+
+    def _fill_longest_row(self) -> None:
+        """Give each model the longest row of the run, prompt and response, unless ``longest_row`` is given."""
+        agents = self.agents.values()
+        responses = [rollout.max_response_length for rollout in (self.rollout, *(agent.rollout for agent in agents))]
+        for model in (self.model, *(agent.model for agent in agents)):
+            if model.longest_row is None:
+                model.longest_row = self.data.max_prompt_length + max(responses)
 
     def _fill_total_steps(self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int) -> None:
         """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""

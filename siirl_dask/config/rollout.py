@@ -62,6 +62,10 @@ class ModelConfig:
     """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes bfloat16 where the workers
     have accelerators that all compute in it, and float32 elsewhere; a run that goes on keeps the type it began with."""
 
+    longest_row: int | None = None
+    """Tokens of the longest row, prompt and response, for which rotary embeddings are computed that follow it
+    (``longrope``). None: those of the run, ``data.max_prompt_length`` and the longest ``rollout.max_response_length``;
+    for a model that a DAG names by itself, at most those of the model's original context."""
     template: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template, such as ``{enable_thinking: false}``, wherever it is rendered."""
     add_special_tokens: Literal["auto", True, False] = "auto"
@@ -70,6 +74,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self.path = absolute(self.path)
+        if self.longest_row is not None:
+            at_least("model", 1, longest_row=self.longest_row)
         for name in self.template:
             if name in _OF_RENDERING:
                 raise ConfigError(

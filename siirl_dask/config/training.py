@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from siirl_dask.config.checks import above, at_least, parse_bytes
+from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.devices.operators import check_operators
 from siirl_dask.errors import ConfigError
@@ -150,9 +150,19 @@ class LoraConfig:
     """Names of the linear layers that get an adapter, such as ``[q_proj, v_proj]``. Empty: all of the decoder's. In a
     model that sees images also ``visual`` and ``language_model``, all of the tower's or the decoder's, and
     ``visual.NAME``."""
+    path: str | None = None
+    """Adapters to begin with: a folder in peft's format, or its URL, or the run, ``RUN`` or ``RUN@STEP``, that trained
+    them on the same model. None: B is 0, so that the policy begins as the model."""
 
     def __post_init__(self) -> None:
         at_least("trainer.lora", 0, rank=self.rank)
+        if self.path is not None:
+            self.path = absolute(self.path)
+            if not self.rank:
+                raise ConfigError(
+                    f"trainer.lora.path={self.path!r}: there are no adapters with trainer.lora.rank=0; give the rank "
+                    "that these have, or leave it out"
+                )
         above("trainer.lora", 0, alpha=self.alpha)
         if self.targets and not self.rank:
             raise ConfigError(

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference, Dtype, ModelConfig
-from siirl_dask.planner import DAG, Node, Role
-from siirl_dask.planner.contract import bare, options_of
+from siirl_dask.driver.model_options import with_models, with_models_in_dag
+from siirl_dask.planner import DAG
 from siirl_dask.worker.accelerators import Accelerators, accelerators_here
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _ANSWER_TIMEOUT = 60.0  # seconds for workers to load torch and look at their accelerators
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,52 +125,18 @@ def _of_accelerators(found: Accelerators) -> NumberType:
 
 def with_dtype(config: Config, dtype: Dtype) -> Config:
     """Return the configuration with ``dtype`` in place of ``auto`` for every model."""
-    return _decided(config, dtype)
+    return with_models(config, partial(_with_type, dtype))
 
 
 def with_dtype_in_dag(dag: DAG, dtype: Dtype) -> DAG:
     """Return the DAG with ``dtype`` in place of ``auto`` in the options of its roles and nodes; itself without any."""
-    roles = tuple(_role(role, dtype) for role in dag.roles)
-    nodes = tuple(_node(node, dtype) for node in dag.nodes)
-    changed = any(new is not old for new, old in zip((*roles, *nodes), (*dag.roles, *dag.nodes), strict=True))
-    return DAG(roles, nodes) if changed else dag
+    return with_models_in_dag(dag, partial(_with_type, dtype))
 
 
-def _role(role: Role, dtype: Dtype) -> Role:
-    options = options_of(role.build)
-    decided = _decided(options, dtype)
-    if decided is options:
-        return role
-    return dataclasses.replace(role, build=partial(bare(role.build), **decided))
-
-
-def _node(node: Node, dtype: Dtype) -> Node:
-    decided = _decided(node.options, dtype)
-    return node if decided is node.options else dataclasses.replace(node, options=decided)
-
-
-def _decided(value: _T, dtype: Dtype) -> _T:
-    """Return ``value`` with ``dtype`` in place of ``auto`` in all models within it; itself without any."""
-    if isinstance(value, ModelConfig):
-        return dataclasses.replace(value, dtype=dtype) if value.dtype is Dtype.auto else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changes = _changed(fields, dtype)
-        return dataclasses.replace(value, **changes) if changes else value
-    if isinstance(value, Mapping):
-        changes = _changed(value, dtype)
-        return {**value, **changes} if changes else value  # type: ignore[return-value]
-    if isinstance(value, list | tuple):
-        items: Any = [_decided(item, dtype) for item in value]
-        changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return type(value)(items) if changed else value
+def _with_type(dtype: Dtype, value: Any) -> Any:
+    if isinstance(value, ModelConfig) and value.dtype is Dtype.auto:
+        return dataclasses.replace(value, dtype=dtype)
     return value
-
-
-def _changed(values: Mapping[str, Any], dtype: Dtype) -> dict[str, Any]:
-    """Return the entries that differ once they are decided."""
-    decided = {name: _decided(value, dtype) for name, value in values.items()}
-    return {name: value for name, value in decided.items() if value is not values[name]}
 
 
 def _is_here(cluster: ClusterConfig) -> bool:

@@ -54,10 +54,10 @@ def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) ->
     """Return what a worker must be able to read: a name for messages, and the URL."""
     plan, _ = next(iter(phases.values()))
     needed = {
-        f"the model of role {role!r}": url
+        f"the {what} of role {role!r}": url
         for role, urls in reads.items()
         if worker in plan.placement.get(role, ())
-        for url in urls
+        for what, url in zip(("model", "adapters"), urls, strict=False)
         if not is_remote(url)  # its host fetches it: see models.py
     }
     for phase, (phase_plan, dataset) in phases.items():

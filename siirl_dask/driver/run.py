@@ -29,6 +29,7 @@ from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.driver.speeds import note_on_float32
+from siirl_dask.driver.starts import find_starts
 from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
 from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
@@ -67,13 +68,20 @@ def run(
     hide()
     set_retry_seconds(config.storage.retry_seconds)
     validation = validation_of(config, dag, validation)
+    starts = find_starts(config, (dag, validation), fresh=fresh)
+    config, dag, validation = starts.with_folders(config, dag, validation)
     open_types = _open_types(config, dag, validation, fresh=fresh)
     if open_types is not None:
         config, dag, validation = _decided(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
-    planned = plan_run(config, dag, validation, worker_names(config), resume, assume=config.data.prepare is not None)
+    workers, assume = worker_names(config), config.data.prepare is not None
+    planned = plan_run(config, dag, validation, workers, resume, assume=assume)
     check_observation(config, planned[Phase.TRAIN][0])
-    checked = check(config, planned)
+    if starts.are_written:
+        checked = check(config, planned)
+    else:
+        based = starts.with_bases(config, dag, validation)
+        checked = check(based[0], plan_run(*based, workers, resume, assume=assume))
     check_same_data(config.run.url, resume, data_versions(planned), force=force)
     check_writable(config.run.url)
     if prepare(config):
@@ -84,6 +92,11 @@ def run(
     except KeyboardInterrupt:
         raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
     with attempt:
+        if not starts.are_written:
+            for note in starts.notes:
+                progress.note(note)
+            starts.write(config.run.url, fresh=fresh)
+            checked = check(config, planned)
         job = Job(config, dag, validation, checked, find_models(checked.reads), fresh, force, open_types)
         return _run(job, RunLog(config, attempt, progress, resume, command))
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from distributed import Client
 
-from siirl_dask.config import Config
+from siirl_dask.config import Config, TrainerConfig
 from siirl_dask.driver.commits import Commits
 from siirl_dask.driver.driver import Driver
 from siirl_dask.driver.log import RunLog
@@ -26,6 +26,7 @@ from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
+from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.inputs import alike
 from siirl_dask.planner.placement import host_notes
 from siirl_dask.runs.checkpoints import Checkpoints
@@ -136,12 +137,13 @@ def plan_run(
 ) -> Phases:
     """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines.
 
-    So does one that is tried ``again`` from the beginning: engines that were kept have newer weights.
+    So does one that is tried ``again`` from the beginning: engines that were kept have newer weights. And so does one
+    whose policy begins with adapters (``trainer.lora.path``), which engines have not read.
     """
     phases = plan_phases(config, dag, validation, workers, hosts, assume_columns=assume)
     if (best := config.checkpoint.keep_best) and best.partition("/")[0] not in phases:
         raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
-    if (resume.done or again) and (loading := weights_dag(dag)) is not None:
+    if (resume.done or again or _begins_with_adapters(dag)) and (loading := weights_dag(dag)) is not None:
         plan = compile_chains(loading, workers, NO_DATA, config.cluster.placement, hosts)
         phases[Phase.WEIGHTS] = (plan, phases[Phase.TRAIN][1])
     train, dataset = phases[Phase.TRAIN]
@@ -152,6 +154,11 @@ def plan_run(
     for phase, one in alike({str(Phase.TRAIN): train, **replays}).items():
         phases[phase] = (one, dataset)
     return phases
+
+
+def _begins_with_adapters(dag: DAG) -> bool:
+    trainers = [options_of(role.build).get("trainer") for role in dag.roles]
+    return any(isinstance(trainer, TrainerConfig) and trainer.lora.path is not None for trainer in trainers)
 
 
 def _prepare_folder(job: Job, log: RunLog, phases: Phases) -> None:

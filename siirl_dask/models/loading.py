@@ -19,6 +19,7 @@ from transformers import (
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.corrections import correct_modules
+from siirl_dask.models.rotary import pin_frequencies
 
 
 def model_class(path: str, subject: str) -> Any:
@@ -42,18 +43,26 @@ def class_of_config(config: PretrainedConfig) -> Any:
 
 
 def load_pretrained(
-    kind: Any, path: str, dtype: torch.dtype, subject: str, *, unused: tuple[str, ...] = ()
+    kind: Any,
+    path: str,
+    dtype: torch.dtype,
+    subject: str,
+    *,
+    unused: tuple[str, ...] = (),
+    longest_row: int | None = None,
 ) -> PreTrainedModel:
     """Load the model in ``path`` with ``kind``, a class of transformers such as AutoModelForCausalLM.
 
-    ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights,
-    but for those whose names begin with one of ``unused``.
+    Rotary frequencies are pinned for rows of ``longest_row`` tokens, as ``pin_frequencies`` says. ConfigError,
+    beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights, but for those whose
+    names begin with one of ``unused``.
     """
     with refused_by_name(path, subject):
         model, info = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
     correct_modules(model)
+    pin_frequencies(model, longest_row, subject)
     return model  # type: ignore[no-any-return]
 
 

@@ -1,58 +1,86 @@
-"""Finds models whose rotary frequencies follow the longest row of a pass, and refuses rows for which they would.
-
-With ``longrope`` (Phi-3.5-mini, Phi-4-mini) and ``dynamic`` transformers takes other frequencies for a whole pass as
-soon as one of its rows is longer than the model's original context. Rows are packed into passes by the room that there
-is, and a sampler's cache keeps keys of the earlier frequencies, so the log-probs of a row would depend on the rows
-beside it.
-"""
+"""Pins rotary frequencies that would follow the longest row of a pass (``longrope``): see models/longest_row.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_config
 
 _LONGROPE = ("longrope", "su")  # its name in earlier configs
 _DYNAMIC = "dynamic"
+_ORIGINAL = "original_max_position_embeddings"
+_CONSTANT = "default"  # a rope_type for which transformers computes no frequencies in a pass
+_PINNED = "_siirl_has_pinned_frequencies"  # attribute of a module
 
 
-def check_rows_are_alike(path: str, longest: int) -> None:
-    """Raise ConfigError where the frequencies of the model at ``path`` depend on whether a row has ``longest`` tokens.
+def pin_frequencies(model: nn.Module, longest_row: int | None, subject: str) -> None:
+    """Give all rows the frequencies that transformers has for a row of ``longest_row`` tokens; None: of short rows.
 
-    ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at ``path``.
+    Rows of at most the original context have the same frequencies anyway, so nothing is done where no row is longer.
+    ConfigError, beginning with ``subject``, for frequencies that nothing pins.
     """
-    config = read_config(path)
-    if config is None:
-        return
-    text = config.get("text_config", config)
-    for settings in _rotary_settings(text):
-        kind = settings.get("rope_type", settings.get("type"))
-        limit = _original_context(kind, settings, text)
-        if limit is not None and longest > limit:
-            raise ConfigError(
-                f"model.path={path!r}: its rotary frequencies (rope_type {kind!r}) follow the longest row of a pass "
-                f"where that has more than {limit} tokens, so a row's log-probs would depend on the rows beside it; "
-                f"data.max_prompt_length + rollout.max_response_length is {longest}: expected at most {limit}"
-            )
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, Mapping):
+            for layer_type, kind in kinds.items():
+                if _follows(module, kind, layer_type, longest_row):
+                    _pin(module, str(kind), layer_type, f"{subject}: {name}")
+        elif _follows(module, kinds, None, longest_row):
+            _pin(module, str(kinds), None, f"{subject}: {name}")
 
 
-def _rotary_settings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a config's settings of rotary embeddings: of all layers, or of each kind of layers."""
-    for key in ("rope_parameters", "rope_scaling"):
-        settings = text.get(key)
-        if isinstance(settings, Mapping):
-            yield settings
-            yield from (part for part in settings.values() if isinstance(part, Mapping))
+def has_pinned_frequencies(model: nn.Module) -> bool:
+    """Return whether ``pin_frequencies`` has changed any of the model's modules."""
+    return any(getattr(module, _PINNED, False) for module in model.modules())
 
 
-def _original_context(kind: object, settings: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
-    """Return the tokens up to which all rows have the same frequencies; None for a kind that does not look at rows."""
-    original = None
+def _follows(module: Any, kind: object, layer_type: str | None, longest_row: int | None) -> bool:
+    """Return whether rows of ``longest_row`` tokens have other frequencies in the module than short ones."""
+    if longest_row is None:
+        return False
     if kind in _LONGROPE:
-        key = "original_max_position_embeddings"
-        original = text.get(key, settings.get(key, text.get("max_position_embeddings")))
-    elif kind == _DYNAMIC:
-        original = text.get("max_position_embeddings")
-    return original if isinstance(original, int) else None
+        return longest_row > int(_settings_of(module, layer_type)[_ORIGINAL])
+    return kind == _DYNAMIC and longest_row > int(module.config.max_position_embeddings)
+
+
+def _settings_of(module: Any, layer_type: str | None) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = module.config.rope_parameters
+    return settings if layer_type is None else settings[layer_type]
+
+
+def _pin(module: Any, kind: str, layer_type: str | None, subject: str) -> None:
+    """Give a module the frequencies of long rows, and have transformers leave them as they are.
+
+    ConfigError unless it then computes the same for a token alone and beside one that is far behind.
+    """
+    refused = ConfigError(
+        f"{subject} ({type(module).__name__}) has rotary frequencies (rope_type {kind!r}) that follow the longest row "
+        "of a pass and cannot be pinned; take rows within the model's original context, prompt and response"
+    )
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    before = getattr(module, f"{prefix}inv_freq", None)
+    if kind not in _LONGROPE or before is None:
+        raise refused
+    original = int(_settings_of(module, layer_type)[_ORIGINAL])
+    of_layers = {} if layer_type is None else {"layer_type": layer_type}
+    compute = ROPE_INIT_FUNCTIONS["longrope"]
+    frequencies, scale = compute(module.config, before.device, seq_len=original + 1, **of_layers)
+    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+    module.register_buffer(f"{prefix}original_inv_freq", frequencies.clone(), persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scale)
+    if layer_type is None:
+        module.rope_type = _CONSTANT
+    else:
+        module.rope_type = {**module.rope_type, layer_type: _CONSTANT}
+    setattr(module, _PINNED, True)
+    like = frequencies[None, None]
+    places = torch.tensor([[1, 2, original + 1]], device=before.device)
+    alone, _ = module(like, places[:, :2], **of_layers)
+    beside, _ = module(like, places, **of_layers)
+    if not torch.equal(alone, beside[:, :2]):
+        raise refused

@@ -97,6 +97,17 @@ def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
             return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values()))))
 
 
+def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in one ``.safetensors`` file, on any fsspec URL. ConfigError, beginning with
+    ``subject``, for one that cannot be read.
+    """
+    try:
+        fs, path = open_fs(url)
+        return dict(_shapes_in(fs, path))
+    except Exception as error:  # drivers of remote storage raise what they like
+        raise ConfigError(f"{subject}: {url} cannot be read: {error}") from error
+
+
 @lru_cache(maxsize=4096)  # a run asks for each role, and again for each worker's memory
 def _shapes_at(url: str, tag: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Read the header of a file at a URL, whose ``tag`` would be another one if it had changed."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from siirl_dask.models.rotary import has_pinned_frequencies
 from siirl_dask.rollout.decoding import Choose, padded
 
 
@@ -21,7 +22,11 @@ def generate(
     pad_token: int,
     choose: Choose,
 ) -> tuple[Tensor, Tensor]:
-    """Sample as ``decoding.decode`` does, with arguments and results of the same meaning."""
+    """Sample as ``decoding.decode`` does, with arguments and results of the same meaning.
+
+    A model with pinned rotary frequencies computes every token anew: transformers drops the cache of some of them, such
+    as Phi-3, where a row grows beyond the original context.
+    """
     input_ids, mask = padded(prompts, pad_token)
     chosen = _ChosenTokens(choose)
     model.generate(  # type: ignore[operator]
@@ -33,6 +38,7 @@ def generate(
             do_sample=False,  # a token is left to choose from
             eos_token_id=sorted(ends) or None,
             pad_token_id=pad_token,
+            use_cache=not has_pinned_frequencies(model),
         ),
     )
     return chosen.result()

@@ -28,7 +28,7 @@ from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.errors import ConfigError, PlanError, counted
 from siirl_dask.images.families import FAMILIES, family_of
 from siirl_dask.models.architecture import read_architecture, read_config
-from siirl_dask.models.rotary import check_rows_are_alike
+from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_frequencies_of_sglang, check_longest_row
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Footprint, RoleCost
@@ -120,9 +120,14 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     if rollout.engine is Engine.sglang:
         check_no_images_of_sglang(options.get("images"))
     uses_vllm = takes_vllm(rollout.engine)
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    length = rollout.vllm.engine_kwargs.get("max_model_len") if uses_vllm else None
+    check_longest_row(model, longest, engine_length=length if isinstance(length, int) and length > 0 else None)
+    if rollout.engine is Engine.sglang:
+        check_frequencies_of_sglang(model)
     if not uses_vllm:
         _check_no_vllm_options(rollout)
-        check_rows_are_alike(model.path, config.data.max_prompt_length + rollout.max_response_length)
+        check_frequencies_are_pinned(model)
     if rollout.sampler is Sampler.vllm:
         _check_samplings(rollout, config.validation)
     if rollout.tensor_parallel_size > 1:

@@ -175,7 +175,8 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     """Load model and tokenizer. ConfigError names ``model.path`` when they cannot be loaded."""
     key = f"model.path={model.path!r}"
     dtype = torch_dtype(model.dtype, torch.device(device))
-    network = load_pretrained(model_class(model.path, key), model.path, dtype, key)
+    kind = model_class(model.path, key)
+    network = load_pretrained(kind, model.path, dtype, key, longest_row=model.longest_row)
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type

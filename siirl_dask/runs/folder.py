@@ -86,6 +86,7 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "critic.max_skipped_steps",
 }
 """Groups and keys that may differ when a run is resumed: what is learned does not depend on them."""
+_LONGEST_ROW = ".model.longest_row"
 _Spec = Mapping[str, Any]
 
 
@@ -111,13 +112,15 @@ class RunIdentity:
     def differences(self, other: RunIdentity) -> list[str]:
         """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 -> 2e-06``.
 
-        A DAG that was not written yet equals any.
+        A DAG that was not written yet equals any, and so does a longest row of a run of a version that recorded none:
+        it follows from keys that are compared.
         """
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
         old, new = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
         free = tuple(f".with.{key}" for key in _MAY_CHANGE)  # as options of a role or node
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.endswith(free)]
+        changed = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.endswith(free)]
+        names = [name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)]
         return [f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names]
 
 

@@ -17,6 +17,7 @@ from siirl_dask.planner import builds
 from siirl_dask.training.layouts import check_replay, operators_of
 from siirl_dask.training.preflight import (
     check_critic,
+    check_encoder,
     check_reference,
     check_reward_model,
     check_trainer,
@@ -225,7 +226,7 @@ def build_reward_model(
         return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)
 
 
-@builds(preflight=check_reward_model)
+@builds(preflight=check_encoder)
 def build_encoder(device: Device, rank: Rank, *, model: ModelConfig, max_tokens: int = 512) -> TextEncoder:
     """Build the model in ``model.path`` that encodes texts, of which it reads the first ``max_tokens`` tokens.
 

@@ -26,8 +26,10 @@ from siirl_dask.config import (
 from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
+from siirl_dask.models.adapter_folder import check_adapter_folder
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
-from siirl_dask.models.rotary import check_rows_are_alike
+from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
+from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.planner import Footprint, RoleCost
@@ -42,6 +44,7 @@ _WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _EXPERTS = ".experts."
 _ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
+_ADAPTER_A, _ADAPTER_B = ".lora_A.weight", ".lora_B.weight"  # of models/adapters.py, which imports torch
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -88,7 +91,8 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
-    check_rows_are_alike(model.path, _longest(config))
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
     check_liger(trainer, config)
     check_libraries(trainer, config)
     process = process_of(trainer)
@@ -125,7 +129,15 @@ def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 
 
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Size a role of ``build_reward_model`` or ``build_encoder``."""
+    """Check and size a role of ``build_reward_model``, whose batches have rows of the run."""
+    model: ModelConfig = options.get("model", config.model)
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
+    return check_encoder(options, workers, config)
+
+
+def check_encoder(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+    """Size a role of ``build_encoder``, which encodes each text by itself."""
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
     if size is None:
@@ -140,7 +152,8 @@ def _check_learner(
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
     check_layout(trainer, model, len(workers))
-    check_rows_are_alike(model.path, _longest(config))
+    check_longest_row(model, _longest(config))
+    check_frequencies_are_pinned(model)
     check_no_split_images(trainer, images)
     family, sees = family_seen(model.path, images)
     check_parts(trainer, family, model.path, sees_images=sees)
@@ -149,10 +162,15 @@ def _check_learner(
     check_liger(trainer, config)
     check_libraries(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
+    if trainer.lora.path is not None:
+        _check_first_adapters(model.path, trainer)
     provides = frozenset({"adapters"} if trainer.lora.rank else ())
+    reads: tuple[str, ...] = (model.path,)
+    if trainer.lora.path is not None and not is_remote(trainer.lora.path):  # at a URL each worker reads them itself
+        reads = (model.path, trainer.lora.path)
     size = count_parameters(model.path)
     if size is None:
-        return RoleCost(provides=provides, reads=(model.path,), process=process_of(trainer))
+        return RoleCost(provides=provides, reads=reads, process=process_of(trainer))
     each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
@@ -170,7 +188,7 @@ def _check_learner(
         checkpoint_copy=copied,
         provides=provides,
         process=process_of(trainer),
-        reads=(model.path,),
+        reads=reads,
     )
 
 
@@ -234,26 +252,50 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
     """Return the size of the adapters for the weights in ``path``; None when there are no weights there. ConfigError
     when one of ``trainer.lora.targets`` names no layer.
     """
+    layers = _adapted_layers(path, trainer)
+    if layers is None:
+        return None
+    sizes = [trainer.lora.rank * side for shape in layers.values() for side in shape]
+    return ModelSize(sum(sizes), len(sizes), max(sizes, default=0))
+
+
+def _adapted_layers(path: str, trainer: TrainerConfig) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of the weights that get adapters, by name; None and ConfigError as of ``count_adapters``."""
     from siirl_dask.training.model.lora import chosen_targets  # imports torch, which only adapters need here
 
     shapes = parameter_shapes(path)
     if not shapes:
         return None
     family = FAMILIES.get((read_config(path) or {}).get("model_type", ""))
-    decoder, tower = dict[str, list[tuple[int, ...]]](), dict[str, list[tuple[int, ...]]]()
+    decoder, tower = dict[str, list[str]](), dict[str, list[str]]()
     mixtures = {name.partition(_EXPERTS)[0] for name in shapes if _EXPERTS in name}
     for name, shape in shapes.items():
         if len(shape) != 2 or _EXPERTS in name or name.removesuffix(_ROUTER) in mixtures:
             continue
         if (inside := in_tower(name, family)) is not None:
-            tower.setdefault(inside, []).append(shape)
+            tower.setdefault(inside, []).append(name)
         elif layer := _IN_A_LAYER.fullmatch(name):
-            decoder.setdefault(layer[1], []).append(shape)
+            decoder.setdefault(layer[1], []).append(name)
     of_decoder, of_tower = chosen_targets(trainer, set(decoder), set(tower))
-    chosen = [shape for target in of_decoder for shape in decoder[target]]
-    chosen += [shape for target in of_tower for shape in tower[target]]
-    sizes = [trainer.lora.rank * side for shape in chosen for side in shape]
-    return ModelSize(sum(sizes), len(sizes), max(sizes, default=0))
+    chosen = [name for target in of_decoder for name in decoder[target]]
+    chosen += [name for target in of_tower for name in tower[target]]
+    return {name: shapes[name] for name in chosen}
+
+
+def _check_first_adapters(path: str, trainer: TrainerConfig) -> None:
+    """Raise ConfigError for adapters to begin with that are not those of the model in ``path``.
+
+    Names in the files of a model that sees images are others than in the model: the workers compare these.
+    """
+    layers = _adapted_layers(path, trainer)
+    expected: dict[str, tuple[int, ...]] | None = None
+    if layers is not None and (read_config(path) or {}).get("model_type") not in FAMILIES:
+        expected = {}
+        for name, (out, width) in layers.items():
+            layer = name.removesuffix(".weight")
+            expected[f"{layer}{_ADAPTER_A}"] = (trainer.lora.rank, width)
+            expected[f"{layer}{_ADAPTER_B}"] = (out, trainer.lora.rank)
+    check_adapter_folder(trainer.lora, path, expected)
 
 
 def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:

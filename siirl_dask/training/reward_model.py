@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class TorchRewardModel(HoldsNoGroups):
         """
         self._progress = progress
         dtype = torch_dtype(config.dtype, torch.device(device))
-        self._model = _load(config.path, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
+        self._model = _load(config, dtype).to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._model.config.get_text_config().use_cache = False
         self._pad: int = self._model.config.get_text_config().pad_token_id
         self._vocabulary: int = self._model.config.get_text_config().vocab_size
@@ -75,9 +76,10 @@ def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    subject = f"reward model {path!r}"
-    model = load_pretrained(AutoModelForSequenceClassification, path, dtype, subject)
+def _load(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    subject = f"reward model {config.path!r}"
+    kind: Any = AutoModelForSequenceClassification
+    model = load_pretrained(kind, config.path, dtype, subject, longest_row=config.longest_row)
     if model.config.num_labels != 1:
         raise ConfigError(f"{subject}: it has {model.config.num_labels} labels; expected 1, the score")
     if model.config.get_text_config().pad_token_id is None:

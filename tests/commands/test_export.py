@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from siirl_dask.cli import main
-from siirl_dask.commands.export import export
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig, VllmConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
@@ -21,6 +20,7 @@ from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints, checkpoint_url
+from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 from siirl_dask.tasks.tiny_model import tiny_model

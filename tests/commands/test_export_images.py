@@ -7,13 +7,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from siirl_dask.commands.export import export
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
+from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from siirl_dask.testing.image_rows import PlainModel, image_rows, pack, processor_of

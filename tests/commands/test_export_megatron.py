@@ -9,13 +9,13 @@ import torch.distributed as dist
 from siirl_storage.digests import FileDigest
 from torch.testing import assert_close
 
-from siirl_dask.commands.export import export
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Rank
 from siirl_dask.driver.phases import dags
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
+from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks

@@ -12,7 +12,6 @@ import pytest
 from siirl_storage import TableNotFound, open_table
 
 from siirl_dask.cli import main
-from siirl_dask.commands.export import put_folder
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
@@ -20,6 +19,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
+from siirl_dask.runs.export import put_folder
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import build_trainer

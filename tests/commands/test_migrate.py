@@ -108,6 +108,15 @@ def test_arguments_of_the_chat_template_are_the_models(config_of):
     assert not [name for name, fate in done.fates.items() if fate.lost]
 
 
+def test_adapters_to_begin_with_are_taken_where_their_rank_is_given(config_of):
+    model = "actor_rollout_ref.model"
+    config, _ = config_of(f"{model}.lora_rank=8", f"{model}.lora_adapter_path=/adapters")
+    assert (config.trainer.lora.rank, config.trainer.lora.path) == (8, "/adapters")
+    config, done = config_of(f"{model}.lora_adapter_path=/adapters")
+    assert config.trainer.lora.path is None
+    assert "trainer.lora.rank" in str(done.fates[f"{model}.lora_adapter_path"].lost)
+
+
 def test_megatrons_layout_is_megatrons_here(config_of):
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     layout = [f"{actor}.megatron.tensor_model_parallel_size=2", f"{actor}.megatron.pipeline_model_parallel_size=4"]

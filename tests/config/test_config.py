@@ -330,7 +330,10 @@ words = st.one_of(
 def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress, address):
     config = Config()
     config.run = RunConfig(name=name, seed=seed)
-    config.data, config.model = DataConfig(url=path + "x"), ModelConfig(path="y" + path, dtype=Dtype.bfloat16)
+    config.data, config.model = (
+        DataConfig(url=path + "x"),
+        ModelConfig(path="y" + path, dtype=Dtype.bfloat16, longest_row=9),
+    )
     config.trainer = TrainerConfig(lr=lr, betas=(0.25, 0.5))
     config.observe.progress, config.cluster.address = progress, address
     config.cluster.placement = {"policy": [1, 0]}

@@ -14,7 +14,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.cli import main
-from siirl_dask.commands.export import export
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.config.file import load_config_file, shipped
@@ -30,6 +29,7 @@ from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints
+from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.schema import PARAMETER
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer

@@ -12,6 +12,7 @@ MODEL = (
     rule(f"{_M}.lora_rank {_M}.lora.rank", "trainer.lora.rank"),
     rule(f"{_M}.lora_alpha {_M}.lora.alpha", "trainer.lora.alpha"),
     rule(f"{_M}.target_modules", "trainer.lora.targets", "all-linear is the default here"),
+    rule(f"{_M}.lora_adapter_path", "trainer.lora.path", "with the adapters' own rank"),
     rule(f"{_M}.use_liger", "trainer.liger"),
     rule(f"{_M}.use_remove_padding", "", "true is how it is: rows are packed without padding"),
     rule(f"{_A}.freeze_vision_tower", "trainer.freeze"),
@@ -24,8 +25,7 @@ MODEL = (
           "code of a model's folder is never run"),
     none(f"{_M}.custom_chat_template {_M}.tokenizer_path {_M}.hf_config_path", "tokenizer, template and config are "
           "those of the model's folder: put them there"),
-    none(f"{_M}.lora_adapter_path {_M}.lora.* {_M}.exclude_modules", "adapters begin as zero, on the layers of "
-          "trainer.lora.targets"),
+    none(f"{_M}.lora.* {_M}.exclude_modules", "adapters are on the layers of trainer.lora.targets, without dropout"),
     none(f"{_M}.mtp*", "there are no heads that predict several tokens"),
     none(f"{_M}.*", "there is no such option of a model"),
 )  # fmt: skip

@@ -87,8 +87,8 @@ TRAINER = (
             "trainer.remove_previous_ckpt_in_save trainer.max_critic_ckpt_to_keep", "a checkpoint has policy and "
             "critic, and checkpoint.keep of them stay"),
     none("trainer.val_only", "type siirl-dask eval MODEL --data URL"),
-    none("trainer.resume_from_path", "a run resumes from its own folder; take another model.path, from siirl-dask "
-          "export, to begin from its weights"),
+    none("trainer.resume_from_path", "a run resumes from its own folder; model.path=RUN@STEP begins with the weights "
+          "of another one"),
     none("trainer.default_hdfs_dir", "run.url may be any fsspec URL"),
     none("trainer.v1.* async_training.*", "generation ahead of training is rollout.max_staleness"),
     none("trainer.esi_redundant_time", "a run that gets SIGTERM has run.grace"),

@@ -165,10 +165,10 @@ def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
 def _set_adapters(draft: Draft) -> None:
     rank = draft.first((f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"), f"{_MODEL}.lora_rank")
     alpha = draft.first((f"{_MODEL}.lora_alpha", f"{_MODEL}.lora.alpha"), f"{_MODEL}.lora_alpha")
-    targets = f"{_MODEL}.target_modules"
+    targets, adapters = f"{_MODEL}.target_modules", f"{_MODEL}.lora_adapter_path"
     if draft.text(f"{_ACTOR}.strategy") == "megatron":
         reason = "the backend megatron has none: docs/training.md"
-        for name in (rank, f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
+        for name in (rank, adapters, f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):
             if draft.value(name) not in (None, 0, False):
                 draft.lose(name, reason)
         return
@@ -177,6 +177,12 @@ def _set_adapters(draft: Draft) -> None:
         draft.set("trainer.lora.alpha", draft.number(alpha, 16), alpha)
         if draft.text(targets, "all-linear") != "all-linear":
             draft.set("trainer.lora.targets", draft.items(targets), targets)
+        if draft.value(adapters) is not None:
+            draft.set("trainer.lora.path", draft.text(adapters), adapters)
+    elif draft.value(adapters) is not None:
+        draft.lose(
+            adapters, "no rank is given: set trainer.lora.rank to r of its adapter_config.json, and trainer.lora.path"
+        )
     for name in (rank, alpha, targets):
         draft.hold(name, "the default here: no adapters, and with them all linear layers")
     if draft.flag(f"{_MODEL}.use_liger", default=False):

@@ -14,6 +14,7 @@ from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, c
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.models.longest_row import engine_length
 from siirl_dask.models.number_type import dtype_on
 from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.engine import CPU_CACHE
@@ -79,7 +80,8 @@ def llm_arguments(
     if lora is not None and takes_layers(dtype, rollout, lora, on_cpu=on_cpu):
         layers = layer_arguments(lora, agents)
     # A picture of the largest size goes through the tower for it, and on a CPU no memory is measured.
-    defaults = {"max_model_len": _LONGEST_THAT_FITS, "skip_mm_profiling": on_cpu}
+    longest = engine_length(model)
+    defaults = {"max_model_len": _LONGEST_THAT_FITS if longest is None else longest, "skip_mm_profiling": on_cpu}
     return {**defaults, **layers, **ours, **rollout.vllm.engine_kwargs, **_own_options(rollout, device)}
 
 

@@ -21,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from siirl_dask.config import Dtype, Part, TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
+from siirl_dask.models.adapter_folder import PREFIX, WEIGHTS
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.corrections import correct_modules
@@ -34,7 +35,6 @@ _CPU = torch.device("cpu")
 _CONFIG = "config.json"
 _NOT_OF_A_MODEL = ("adapter_config.json",)  # with which transformers looks for adapters beside the weights
 _SHARD = "5GB"
-_PEFT_PREFIX = "base_model.model."  # every name in peft's file begins with it
 
 
 def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
@@ -152,8 +152,8 @@ def write_adapters(
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
     config.save_pretrained(folder)
-    named = {_PEFT_PREFIX + name: tensor.to(torch_dtype(dtype, _CPU)) for name, tensor in adapters.items()}
-    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    named = {PREFIX + name: tensor.to(torch_dtype(dtype, _CPU)) for name, tensor in adapters.items()}
+    save_file(named, folder / WEIGHTS, {"format": "pt"})
 
 
 def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str) -> dict[str, Tensor]:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from siirl_dask.config import LoraConfig
 from siirl_dask.errors import ConfigError
+from siirl_dask.models.adapter_folder import read_adapters
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.weight_names import Stored
 from siirl_dask.training.model.lora import first_values
@@ -46,6 +48,17 @@ def load_safetensors(
         _checked(buffer, file.get_slice(stored), f"{subject}: {stored}")
         buffer.copy_(file.get_tensor(stored))
     network.each_adapter(lambda name, parameter: _copy(parameter, first_values(name, parameter.shape)))
+
+
+def load_adapters(network: Network, lora: LoraConfig) -> None:
+    """Load the adapters of ``lora.path`` for every agent of the network, each rank its own shards; nothing is done
+    without a path, and for a reference, which has no adapters. ConfigError, by name, unless they are the network's.
+    """
+    if lora.path is None or network.scaling is None:
+        return
+    shapes = {name: tuple(each.shape) for name, each in network.by_name().items() if is_adapter(name)}
+    adapters = read_adapters(lora, shapes)
+    network.each_adapter(lambda name, parameter: _copy(parameter, adapters[name]))
 
 
 def _names(network: Network) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig
 from siirl_dask.models.loading import load_pretrained, model_class
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.training.batch_images import ImageInputs
+from siirl_dask.training.files.safetensors import load_adapters
 from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
@@ -71,11 +72,13 @@ class ReplicatedBackend:
 
     def network(self, make: Make[N]) -> N:
         path, subject = self._model.path, f"model.path={self._model.path!r}"
-        model = load_pretrained(model_class(path, subject), path, torch.float32, subject)
+        kind, longest = model_class(path, subject), self._model.longest_row
+        model = load_pretrained(kind, path, torch.float32, subject, longest_row=longest)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)
         autocast = torch_dtype(self._model.dtype, self.device) is torch.bfloat16
         network = make(model, device=self.device, autocast=autocast, inputs=inputs)
+        load_adapters(network, self._trainer.lora)
         use_row_layout(network, path, operators_of(self._trainer, self.device.type))
         if self._trainer.compile:
             compile_layers(network.layers())

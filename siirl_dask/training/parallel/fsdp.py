@@ -30,10 +30,11 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.loading import class_of_config, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
+from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_files import open_weights
 from siirl_dask.models.weight_names import stored_parameters
 from siirl_dask.training.batch_images import ImageInputs
-from siirl_dask.training.files.safetensors import load_safetensors
+from siirl_dask.training.files.safetensors import load_adapters, load_safetensors
 from siirl_dask.training.layouts import check_heads, operators_of
 from siirl_dask.training.model.layers import compile_layers, recompute
 from siirl_dask.training.model.network import Network
@@ -86,6 +87,7 @@ class FsdpBackend:
 
     def network(self, make: Make[N]) -> N:
         model = _meta_model(self._model.path)
+        pin_frequencies(model, self._model.longest_row, f"model.path={self._model.path!r}")
         stored = stored_parameters(model, open_weights(self._model.path))
         inputs = ImageInputs.load(self._model.path, self._images, model)
         network = make(model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None)
@@ -101,6 +103,7 @@ class FsdpBackend:
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _restore_buffers(network, buffers, self.device)
         load_safetensors(network, self._model.path, stored, self._progress)
+        load_adapters(network, self._trainer.lora)
         use_row_layout(network, self._model.path, operators_of(self._trainer, self.device.type))
         self._check_whole_rows(network)
         network.reshard()
