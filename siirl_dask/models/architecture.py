@@ -183,8 +183,8 @@ def _tower(config: Mapping[str, Any]) -> Tower | None:
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
-        value = max(value)  # Gemma 3n has one for each layer
+    if key == "intermediate_size" and isinstance(value, list) and all(isinstance(each, int) for each in value):
+        value = max(value, default=0)  # Gemma 3n has one for each layer
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {value!r}: expected a whole number of at least 1")
     return value

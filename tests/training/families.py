@@ -71,7 +71,7 @@ FAMILIES = {
     "qwen2_moe": Family("qwen2_moe", {**SHARED_EXPERT, **IN_WINDOW}),
     "qwen3_moe": Family("qwen3_moe", {"head_dim": 16, **EXPERTS}),
     "qwen3_next": Family("qwen3_next", {"head_dim": 16, **SHARED_EXPERT, **DELTA}, scale=0.7),
-    "qwen3_5_text": Family("qwen3_5_text", {"head_dim": 16, **DELTA}),
+    "qwen3_5_text": Family("qwen3_5_text", {"head_dim": 16, **DELTA}, scale=0.7),
     "qwen3_5_moe_text": Family("qwen3_5_moe_text", {"head_dim": 16, **SHARED_EXPERT, **DELTA}, scale=0.7),
     "mistral": Family("mistral", WINDOWED),
     "ministral": Family("ministral", {"head_dim": 8, "num_hidden_layers": 4, **WINDOWED}),
@@ -300,6 +300,7 @@ def written(folder, name):
     family = FAMILIES[name]
     sizes = TOKENS if family.own_sizes else {**TOKENS, **SIZES}
     config = CONFIG_MAPPING[family.kind](**{**sizes, **family.settings})
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=family.attention).eval()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
