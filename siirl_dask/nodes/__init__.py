@@ -26,6 +26,7 @@ from siirl_dask.nodes.reward import score, score_with_model
 from siirl_dask.nodes.run_agents import run_agents, run_agents_to_validate
 from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.similarity import embed_texts, score_by_similarity
+from siirl_dask.nodes.truncated import mask_truncated
 from siirl_dask.nodes.turn_advantage import estimate_turn_advantages
 from siirl_dask.nodes.turn_scores import score_turns
 from siirl_dask.nodes.update import update_critic, update_policy
@@ -52,6 +53,7 @@ __all__ = [
     "generate_with_greedy",
     "hand_over",
     "load_weights",
+    "mask_truncated",
     "measure_answers",
     "measure_policy_change",
     "penalise_kl",
