@@ -15,7 +15,16 @@ from siirl_dask.algorithms.aggregation import (
     sequence_mean_token_sum_norm,
     token_mean,
 )
-from siirl_dask.algorithms.correction import CorrectionFn, masked_is, reject_sequences, truncated_is
+from siirl_dask.algorithms.correction import (
+    CorrectionFn,
+    combined,
+    mask_off_policy,
+    masked_is,
+    reject_divergent,
+    reject_sequences,
+    reject_tokens,
+    truncated_is,
+)
 from siirl_dask.algorithms.covariance import clip_cov, covariances, kl_cov
 from siirl_dask.algorithms.kl import (
     KLController,
@@ -30,7 +39,7 @@ from siirl_dask.algorithms.kl import (
 )
 from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss, policy_gradient, ppo_clip
 from siirl_dask.algorithms.overlong import overlong_penalty
-from siirl_dask.algorithms.packed import row_means, row_sums, spread
+from siirl_dask.algorithms.packed import row_maxima, row_means, row_sums, spread
 from siirl_dask.algorithms.policy_loss import policy_loss
 from siirl_dask.algorithms.role_baselines import RoleBaselines, build_role_baselines
 from siirl_dask.algorithms.similarity import nearest_distances, srpo_rewards
@@ -78,6 +87,7 @@ __all__ = [
     "build_role_baselines",
     "cispo",
     "clip_cov",
+    "combined",
     "covariances",
     "cpgd",
     "dr_grpo",
@@ -98,6 +108,7 @@ __all__ = [
     "magrpo",
     "marft",
     "marft_tokens",
+    "mask_off_policy",
     "masked_is",
     "moments",
     "mt_grpo",
@@ -110,9 +121,12 @@ __all__ = [
     "ppo_clip",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reject_divergent",
     "reject_sequences",
+    "reject_tokens",
     "remax",
     "rloo",
+    "row_maxima",
     "row_means",
     "row_sums",
     "sapo",

@@ -169,6 +169,67 @@ def test_verls_bypass_mode_takes_the_engines_log_probs_and_needs_no_correction(c
     assert config.algorithm.correction == "siirl_dask.algorithms:truncated_is"
 
 
+CORRECTIONS = [
+    ("token", "2.0", None, None, "truncated_is", {"cap": 2.0}),
+    ("token", "0.5_5.0", None, None, "masked_is", {"low": 0.5, "high": 5.0}),
+    ("sequence", "4.0", None, None, "truncated_is", {"cap": 4.0, "level": "sequence"}),
+    ("null", None, "seq_mean_k1", "0.5_4.0", "reject_sequences", {"low": 0.25, "high": 2.0}),
+    ("null", None, "seq_mean_k1", "4.0", "reject_sequences", {"low": 0.25, "high": 4.0}),
+    ("null", None, "seq_sum_k1", "0.5_4.0", "reject_sequences", {"low": 0.25, "high": 2.0, "over": "sum"}),
+    ("null", None, "token_k1", "0.5_4.0", "reject_tokens", {"low": 0.25, "high": 2.0}),
+    ("null", None, "seq_max_k3", "0.1", "reject_divergent",
+     {"limit": 0.1, "estimate": "siirl_dask.algorithms:k3", "over": "max"}),
+    ("sequence", "0.5_2.0", "token_k2,seq_mean_k1", "0.1,0.5_2.0", "combined", {"parts": [
+        {"run": "siirl_dask.algorithms:masked_is", "with": {"low": 0.5, "high": 2.0, "level": "sequence"}},
+        {"run": "siirl_dask.algorithms:reject_divergent",
+         "with": {"limit": 0.1, "estimate": "siirl_dask.algorithms:k2", "over": "token"}},
+        {"run": "siirl_dask.algorithms:reject_sequences", "with": {"low": 0.5, "high": 2.0}},
+    ]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "bounds", "masks", "limits", "function", "options"), CORRECTIONS)
+def test_verls_rollout_correction_becomes_weights_and_masks(
+    config_of, weights, bounds, masks, limits, function, options
+):
+    """verl rejects by the engine's probability over the policy's: bounds of k1 are the inverse ones here."""
+    asked = {"is": weights, "is_threshold": bounds, "rs": masks, "rs_threshold": limits}
+    words = [f"algorithm.rollout_correction.rollout_{name}={value}" for name, value in asked.items() if value]
+    config, done = config_of("algorithm.adv_estimator=grpo", *words, "trainer.total_training_steps=2")
+    assert config.algorithm.correction == f"siirl_dask.algorithms:{function}"
+    assert config.algorithm.correction_options == options
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+
+
+@pytest.mark.parametrize(
+    ("masks", "limits", "said"),
+    [
+        ("seq_max_k1", "0.5_2.0", "nothing is rejected by 'seq_max_k1'"),
+        ("row_mean_k1", "0.5_2.0", "nothing is rejected by 'row_mean_k1'"),
+        ("token_k3", "0.5_2.0", "an upper bound alone"),
+        ("token_k3", "2.0_0.5_1", "is no bound"),
+        ("token_k1", "2.0_0.5", "a lower bound above 0 and up to"),
+        ("token_k3,token_k2,token_k1", "0.1,0.2", "2 thresholds for 3 kinds"),
+    ],
+)
+def test_a_rejection_that_verl_does_not_have_is_named(masks, limits, said):
+    name = "algorithm.rollout_correction.rollout_rs"
+    assert said in migrate([f"{name}={masks}", f"{name}_threshold={limits}"], 10).fates[name].lost
+
+
+def test_verls_reinforce_in_bypass_mode_is_cispo_without_a_lower_bound(config_of):
+    prefix = "algorithm.rollout_correction"
+    words = [f"{prefix}.bypass_mode=True", f"{prefix}.loss_type=reinforce", "trainer.total_training_steps=2"]
+    config, _ = config_of("algorithm.adv_estimator=grpo", *words)
+    assert config.algorithm.loss == "siirl_dask.algorithms:policy_gradient"
+    config, done = config_of(*words, f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=3.0")
+    assert config.algorithm.loss == "siirl_dask.algorithms:cispo"
+    assert config.algorithm.loss_options == {"clip_low": 1.0, "clip_high": 2.0}
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    _, done = config_of(*words, f"{prefix}.rollout_is=sequence")
+    assert "a cap of at least 1" in done.fates[f"{prefix}.loss_type"].lost
+
+
 def names_of(use):
     return [name for part in TABLE.values() for option in part if option.use is use for name in option.names]
 

@@ -33,6 +33,16 @@ VALUES = {
         "correction": f"{ALGORITHMS}:reject_sequences",
         "correction_options": {"low": 0.5, "high": 2.0},
     },
+    "combined": {
+        "correction": f"{ALGORITHMS}:combined",
+        "correction_options": {
+            "parts": [
+                {"run": f"{ALGORITHMS}:reject_divergent", "with": {"limit": 0.1}},
+                {"run": f"{ALGORITHMS}:mask_off_policy", "with": {"limit": 0.5}},
+                {"run": f"{ALGORITHMS}:truncated_is", "with": {"level": "sequence"}},
+            ],
+        },
+    },
 }
 """Algorithms that differ from the quickstart in values only."""
 

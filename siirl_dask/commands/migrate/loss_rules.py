@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from siirl_dask.commands.migrate.correction_rules import set_correction
 from siirl_dask.commands.migrate.draft import Draft
-from siirl_dask.config import ENGINES_LOGPROBS
 
 ACTOR = "actor_rollout_ref.actor"
 _OURS = "siirl_dask.algorithms"
@@ -208,7 +208,7 @@ def set_loss(draft: Draft) -> None:
     _set_covariant(draft, ours)
     _set_aggregation(draft, ours)
     draft.copy({f"{ACTOR}.entropy_coeff": "algorithm.entropy_coefficient"})
-    _set_correction(draft)
+    set_correction(draft)
 
 
 def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
@@ -275,25 +275,3 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
         scale = f"{ACTOR}.loss_scale_factor"
         length = int(draft.number(scale, draft.number("data.max_response_length", 512)))
         draft.set("algorithm.aggregation_options", {"length": length}, scale, name)
-
-
-def _set_correction(draft: Draft) -> None:
-    cap, prefix = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
-    kind = draft.text(f"{prefix}.rollout_is", "")
-    if draft.flag(f"{prefix}.bypass_mode", default=False):
-        draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, f"{prefix}.bypass_mode")
-        for name in (cap, f"{prefix}.rollout_is", f"{prefix}.rollout_is_threshold"):
-            draft.lose(name, "with bypass_mode the loss's ratio is to the sampler already")
-        return
-    draft.hold(f"{prefix}.bypass_mode", "old log-probs are of a pass of the policy")
-    if draft.number(cap, -1) > 0:
-        draft.set("algorithm.correction", f"{_OURS}:truncated_is", cap)
-        draft.set("algorithm.correction_options", {"cap": draft.number(cap, 2.0)}, cap)
-    elif kind == "token":
-        threshold = f"{prefix}.rollout_is_threshold"
-        draft.set("algorithm.correction", f"{_OURS}:truncated_is", f"{prefix}.rollout_is")
-        draft.set("algorithm.correction_options", {"cap": draft.number(threshold, 2.0)}, threshold)
-    elif kind:
-        draft.lose(f"{prefix}.rollout_is", "weights of whole sequences are not truncated: see truncated_is, masked_is "
-                   "and reject_sequences in docs/algorithms.md")  # fmt: skip
-    draft.hold(cap, "no cap")
