@@ -128,9 +128,20 @@ def test_megatrons_experts_are_spread_over_as_many_ranks_as_share_them(config_of
     assert not any(fate.lost for fate in done.fates.values())
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize(
+    "mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
+)
 def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_has_the_clip_ratios_as_limits(config_of, divergence):
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.policy_loss.loss_mode=dppo_{divergence}", f"{actor}.clip_ratio_low=0.1"]
+    config, _ = config_of("algorithm.adv_estimator=grpo", *words, f"{actor}.clip_ratio_high=0.3")
+    assert config.algorithm.loss == "siirl_dask.algorithms:dppo"
+    assert config.algorithm.loss_options == {"low": 0.1, "high": 0.3, "divergence": divergence, "cap": 3.0}
 
 
 @pytest.mark.parametrize("mode", ["gspo", "geo_mean", "sapo", "vanilla"])

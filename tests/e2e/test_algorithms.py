@@ -24,6 +24,7 @@ VALUES = {
         "loss": f"{ALGORITHMS}:sequence_clip",
         "aggregation": f"{ALGORITHMS}:sequence_mean_token_sum",
     },
+    "dppo": {"loss": f"{ALGORITHMS}:dppo"},
     "sapo": {"loss": f"{ALGORITHMS}:sapo"},
     "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},
     "entropy_bonus": {"entropy_coefficient": 1e-3},

@@ -31,6 +31,8 @@ _LOSSES = {
     "sapo": "sapo",
     "cispo": "cispo",
     "gpg": "policy_gradient",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
@@ -227,6 +229,14 @@ def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
             }
         case "ppo_clip":
             return bounds | {"dual_clip": draft.number(f"{ACTOR}.clip_ratio_c", 3.0)}
+        case "dppo":
+            mode = draft.text(f"{ACTOR}.policy_loss.loss_mode")
+            return {
+                "low": bounds["clip_low"],
+                "high": bounds["clip_high"],
+                "divergence": "kl" if mode.endswith("kl") else "tv",
+                "cap": draft.number(f"{ACTOR}.clip_ratio_c", 3.0),
+            }
         case "cpgd":
             return bounds | {"drift": draft.number(f"{ACTOR}.policy_drift_coeff", 0.0)}
         case "kl_cov":
