@@ -129,6 +129,44 @@ def _binary_kl(old: Tensor, current: Tensor) -> Tensor:
     return old.exp() * log_ratio + others * (others.log() - others_now.log())
 
 
+def vespo(
+    inputs: LossInputs,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> TokenLoss:
+    """Return ``-sg(phi) A logp`` with ``phi = w^k exp(c (1 - w))`` of the row's ratio ``w = exp(sum over the row of
+    logp - old)`` (VESPO, arXiv:2602.10693). [K].
+
+    k and c are ``power_positive`` and ``decay_positive`` where A >= 0, and ``power_negative`` and ``decay_negative``
+    elsewhere; the defaults are TRL's. phi is 1 at w = 1 and fades smoothly on either side, in place of a clip and
+    without dividing by the length. The paper's w is the ratio to the sampler:
+    ``algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs``. TRL aggregates by ``token_mean``. ValueError when an
+    option is not above 0.
+
+    Metrics: ``ratio`` w; ``gate`` phi.
+    """
+    options = {
+        "power_positive": power_positive,
+        "decay_positive": decay_positive,
+        "power_negative": power_negative,
+        "decay_negative": decay_negative,
+    }
+    if not all(option > 0 for option in options.values()):
+        named = ", ".join(f"{name}={option}" for name, option in options.items())
+        raise ValueError(f"{named}: expected more than 0 each")
+    of_rows = row_sums((inputs.logprobs - inputs.old_logprobs).detach(), inputs.offsets)
+    log_ratio = spread(clamp_log_ratio(of_rows), inputs.offsets)
+    ratio = log_ratio.exp()
+    failed = inputs.advantages < 0
+    power = torch.full_like(ratio, power_positive).masked_fill(failed, power_negative)
+    decay = torch.full_like(ratio, decay_positive).masked_fill(failed, decay_negative)
+    gate = (power * log_ratio + decay * (1 - ratio)).exp()
+    return TokenLoss(loss=-gate * inputs.advantages * inputs.logprobs, metrics={"ratio": ratio, "gate": gate})
+
+
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """Return PPO's loss with ``s = exp(mean over the row of logp - old)`` as the ratio of each of its tokens (GSPO,
     arXiv:2507.18071). [K].

@@ -19,6 +19,7 @@ from siirl_dask.algorithms import (
     sapo,
     sequence_clip,
     turn_clip,
+    vespo,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -36,6 +37,7 @@ SURROGATES = {
     "sapo": sapo,
     "dppo": dppo,
     "dppo by kl": partial(dppo, divergence="kl", low=0.05, high=0.05),
+    "vespo": vespo,
     "sequence_clip": sequence_clip,
     "turn_clip": turn_clip,
     "turn_clip by the mean": partial(turn_clip, mean=True),

@@ -25,6 +25,7 @@ VALUES = {
         "aggregation": f"{ALGORITHMS}:sequence_mean_token_sum",
     },
     "dppo": {"loss": f"{ALGORITHMS}:dppo"},
+    "vespo": {"loss": f"{ALGORITHMS}:vespo"},
     "sapo": {"loss": f"{ALGORITHMS}:sapo"},
     "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},
     "entropy_bonus": {"entropy_coefficient": 1e-3},
