@@ -3,7 +3,18 @@
 To add an algorithm, pass a function of your own with the same signature. There is no registry.
 """
 
-from siirl_dask.algorithms.advantages import AdvantageFn, Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms.advantages import (
+    AdvantageFn,
+    Outcomes,
+    dr_grpo,
+    gpg,
+    grpo,
+    max_rl,
+    opo,
+    pass_at_k,
+    remax,
+    rloo,
+)
 from siirl_dask.algorithms.agent_advantages import AgentAdvantageFn, AgentOutcomes, dr_mas, hierarchical_grpo
 from siirl_dask.algorithms.agent_losses import happo_clip, turn_clip
 from siirl_dask.algorithms.aggregation import (
@@ -111,6 +122,7 @@ __all__ = [
     "marft_tokens",
     "mask_off_policy",
     "masked_is",
+    "max_rl",
     "moments",
     "mt_grpo",
     "nearest_distances",

@@ -121,6 +121,21 @@ def pass_at_k(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float
     return _map_groups(outcomes, lambda rows: [lead / (_std(rows) + epsilon) for lead in _lead_over_second(rows)])
 
 
+def max_rl(outcomes: Outcomes) -> Tensor:
+    """Centre rewards in each group and divide by their mean, ``(r - mean) / mean`` (MaxRL, arXiv:2602.02710). [R].
+
+    With rewards of 0 and 1 the gradient is then that of ln p, p being the chance of success, up to the order of the
+    group's size: a prompt counts as 1 / p, which neither RLOO (1) nor GRPO (1 / sqrt(p (1 - p))) does. A group without
+    success and a group of one have 0. ValueError for a reward below 0, which is no share of success.
+    """
+    if negative := int((outcomes.rewards < 0).sum()):
+        raise ValueError(
+            f"max_rl: {negative} of {len(outcomes.rewards)} rewards are below 0: expected at least 0, such as 1 for a "
+            "success; a KL or a length penalty in the reward does not go with it"
+        )
+    return _map_groups(outcomes, _divide_by_mean)
+
+
 def gpg(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
     """Centre rewards in each group and multiply by ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546, equation 7). [R].
 
@@ -153,6 +168,13 @@ def _std(rows: list[_Row]) -> float:
 def _centre(rows: list[_Row]) -> list[float]:
     mean = fsum(reward for reward, _ in rows) / len(rows) if len(rows) > 1 else 0.0
     return [reward - mean for reward, _ in rows]
+
+
+def _divide_by_mean(rows: list[_Row]) -> list[float]:
+    mean = fsum(reward for reward, _ in rows) / len(rows)
+    if mean == 0:
+        return [0.0] * len(rows)
+    return [(reward - mean) / mean for reward, _ in rows]
 
 
 def _subtract_mean_of_others(rows: list[_Row]) -> list[float]:

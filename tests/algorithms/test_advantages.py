@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.algorithms import Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms import Outcomes, dr_grpo, gpg, grpo, max_rl, opo, pass_at_k, remax, rloo
 from siirl_dask.testing.local_pool import ThreadPeers
 
 REWARDS = st.floats(-10, 10, width=32)
@@ -108,6 +108,29 @@ def test_remax_compares_with_the_greedy_response():
 def test_remax_without_baselines_names_the_nodes_to_add():
     with pytest.raises(ValueError, match="take_greedy_baselines"):
         remax(outcomes_of([[1, 0]]))
+
+
+def test_max_rl_weighs_a_prompt_by_one_over_its_share_of_successes():
+    advantages = max_rl(outcomes_of([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0], [1, 1], [0.5, 1], [0.7]]))
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, -1 / 3, 1 / 3, 0]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    broken = max_rl(outcomes_of([[1, 0], [1, float("nan")]]))
+    assert broken.isfinite().tolist() == [True, True, False, False]
+    assert max_rl(outcomes_of([])).shape == (0,)
+
+
+@given(rights=st.integers(0, 8), wrongs=st.integers(0, 8))
+def test_max_rls_gradient_is_the_mean_score_of_the_successes_less_that_of_all(rights, wrongs):
+    """The paper's estimator, and its control variate: each success has 1 / K, and each sample -1 / N."""
+    group = [1] * rights + [0] * wrongs
+    expected = [reward / max(1, rights) - 1 / len(group) if rights else 0.0 for reward in group]
+    given = max_rl(outcomes_of([group] if group else []))
+    torch.testing.assert_close(given / max(1, len(group)), torch.tensor(expected))
+
+
+def test_max_rl_refuses_rewards_that_are_no_share_of_success():
+    with pytest.raises(ValueError, match="1 of 2 rewards are below 0"):
+        max_rl(outcomes_of([[1, -1]]))
 
 
 @every_advantage

@@ -15,6 +15,7 @@ SHIPPED = ["quickstart", "quickstart_dr_grpo", "quickstart_rloo", "quickstart_re
 VALUES = {
     "lite_ppo": {"advantage_options": {"scale": "batch"}},
     "gpg": {"advantage": f"{ALGORITHMS}:gpg", "loss": f"{ALGORITHMS}:policy_gradient"},
+    "max_rl": {"advantage": f"{ALGORITHMS}:max_rl"},
     "opo": {"advantage": f"{ALGORITHMS}:opo"},
     "pass_at_k": {"advantage": f"{ALGORITHMS}:pass_at_k"},
     "policy_gradient": {"loss": f"{ALGORITHMS}:policy_gradient"},
