@@ -135,6 +135,21 @@ def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
 
 
+def test_verls_gdpo_gets_the_kinds_of_reward_with_their_weights(config_of):
+    words = ["algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2"]
+    keys = 'algorithm.gdpo_reward_keys=["accuracy", "format"]'
+    config, done = config_of(*words, keys, "algorithm.gdpo_reward_weights=[1.0, 0.5]")
+    assert config.algorithm.advantage == "siirl_dask.algorithms:gdpo"
+    assert config.algorithm.advantage_options == {"divide_by_std": True, "weights": {"accuracy": 1.0, "format": 0.5}}
+    assert "advantage: {with: {parts: [accuracy, format]}}" in done.text
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    assert (
+        "2 kinds"
+        in migrate([*words, keys, "algorithm.gdpo_reward_weights=[1]"]).fates["algorithm.gdpo_reward_weights"].lost
+    )
+    assert "the parts of the reward" in migrate(words).report
+
+
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 def test_dppo_has_the_clip_ratios_as_limits(config_of, divergence):
     actor = "actor_rollout_ref.actor"
@@ -255,6 +270,7 @@ VARIANTS = [
     ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
      "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
     ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.adv_estimator=reinforce_plus_plus"],
+    ["algorithm.adv_estimator=gdpo"],
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ _ESTIMATORS = {
     "rloo_vectorized": "rloo",
     "opo": "opo",
     "gpg": "gpg",
+    "gdpo": "gdpo",
     "remax": "remax",
     "grpo_passk": "pass_at_k",
     "gae": "gae",
@@ -89,10 +90,35 @@ def set_algorithm(draft: Draft) -> None:
                 draft.became("algorithm.gamma", "algorithm.advantage_options")
         case "remax":
             _add_greedy(draft)
+        case "gdpo":
+            options = _gdpo_options(draft)
+            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage_options")
     draft.set("algorithm.advantage", f"{_OURS}:{ours}", name)
     draft.set("algorithm.advantage_options", options, note=f"of {ours}, written out")
     _set_dynamic_sampling(draft)
     _set_reference(draft)
+
+
+def _gdpo_options(draft: Draft) -> dict[str, Any]:
+    """Return the options of gdpo, and have the node hand it the kinds of reward."""
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    kinds = [str(kind) for kind in draft.items(keys)]
+    options: dict[str, Any] = {"divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)}
+    draft.nodes["advantage"] = {"with": {"parts": kinds or ["TO_DECIDE"]}}
+    if not kinds:
+        draft.open_questions.append("nodes.advantage.with.parts: the parts of the reward that gdpo compares")
+    draft.became(keys, "nodes.advantage")
+    try:
+        numbers = [float(weight) for weight in draft.items(weights)]
+    except (TypeError, ValueError):
+        draft.lose(weights, "expected a list of numbers; each kind has 1")
+        return options
+    if numbers and len(numbers) != len(kinds):
+        draft.lose(weights, f"{len(numbers)} weights for {len(kinds)} kinds of reward; each kind has 1")
+    elif numbers:
+        options["weights"] = dict(zip(kinds, numbers, strict=True))
+        draft.became(weights, "algorithm.advantage_options")
+    return options
 
 
 def _add_greedy(draft: Draft) -> None:

@@ -67,6 +67,9 @@ ALGORITHM = (
     rule("algorithm.gamma algorithm.lam", "algorithm.advantage_options", "discount and gae_lambda"),
     rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "false is dr_grpo; true divides by the group's "
           "std + 1e-6, as grpo does"),
+    rule("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "nodes.advantage, algorithm.advantage_options",
+          "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over responses here, over "
+          "tokens there"),
     rule("algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty", "roles.kl, nodes.kl", "a "
           "KLController and the node penalise_kl"),
     rule("algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches", "nodes.rollout",
