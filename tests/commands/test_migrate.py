@@ -281,8 +281,8 @@ def test_what_the_table_says_has_a_counterpart_is_read_by_a_rule(name):
 
 
 @pytest.mark.parametrize("size", ["0", "0.5", "-4"])
-def test_a_mini_batch_of_no_prompt_is_named(size):
-    name = "actor_rollout_ref.actor.ppo_mini_batch_size"
+@pytest.mark.parametrize("name", ["actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"])
+def test_a_batch_of_no_prompt_is_named(name, size):
     fate = migrate([f"{name}={size}"], 10).fates[name]
     assert "expected at least 1" in fate.lost
 
