@@ -30,6 +30,7 @@ from siirl_dask.algorithms.aggregation import (
 from siirl_dask.algorithms.correction import (
     CorrectionFn,
     combined,
+    keep_high_entropy,
     mask_off_policy,
     masked_is,
     reject_divergent,
@@ -118,6 +119,7 @@ __all__ = [
     "k2",
     "k3",
     "k3_clipped",
+    "keep_high_entropy",
     "kl_cov",
     "magrpo",
     "marft",

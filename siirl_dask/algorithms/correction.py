@@ -23,6 +23,7 @@ CorrectionFn = Callable[[LossInputs], Tensor]
 """``LossInputs -> [K]``: the weight of each token's surrogate loss."""
 Level = Literal["token", "sequence"]
 """Whose ratio weighs a token: its own, or the product of all ratios of its row."""
+_HIGH_ENTROPY = "high_entropy"
 
 
 def truncated_is(inputs: LossInputs, *, cap: float = 2.0, level: Level = "token") -> Tensor:
@@ -123,6 +124,20 @@ def mask_off_policy(inputs: LossInputs, *, limit: float) -> Tensor:
     divergence = spread(row_means(difference, inputs.offsets), inputs.offsets)
     weight = (~((inputs.advantages < 0) & (divergence > limit))).to(divergence.dtype)
     return torch.where(divergence.isnan(), divergence, weight)
+
+
+def keep_high_entropy(inputs: LossInputs) -> Tensor:
+    """Weigh the tokens that the column ``high_entropy`` marks by 1 and all others by 0 (arXiv:2506.01939). [K].
+
+    The node ``choose_high_entropy`` writes it. A token that is left out still counts in the loss's denominator, as in
+    the paper. ValueError without the column, [K] bool.
+    """
+    if _HIGH_ENTROPY not in inputs.columns:
+        raise ValueError(
+            f"keep_high_entropy needs the column {_HIGH_ENTROPY!r} (there are: {sorted(inputs.columns)}): add a node "
+            f"that runs siirl_dask.nodes:choose_high_entropy before the update, and columns: [{_HIGH_ENTROPY}] to it"
+        )
+    return inputs.columns[_HIGH_ENTROPY].to(inputs.old_logprobs.dtype)
 
 
 def combined(inputs: LossInputs, *, parts: tuple[CorrectionFn, ...]) -> Tensor:

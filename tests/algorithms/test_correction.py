@@ -9,6 +9,7 @@ from siirl_dask.algorithms import (
     combined,
     k1,
     k2,
+    keep_high_entropy,
     mask_off_policy,
     masked_is,
     policy_gradient,
@@ -85,6 +86,13 @@ def test_a_mask_and_weights_are_multiplied():
     assert_close(weights, torch.tensor([0.25 * 0.25, 0.5, 0.0, 0.0]))
     with pytest.raises(ValueError, match="at least one correction"):
         combined(MISMATCH, parts=())
+
+
+def test_tokens_that_are_not_marked_have_weight_0():
+    marked = replace(MISMATCH, columns={"high_entropy": torch.tensor([True, False, False, True])})
+    assert keep_high_entropy(marked).tolist() == [1, 0, 0, 1]
+    with pytest.raises(ValueError, match=r"siirl_dask\.nodes:choose_high_entropy"):
+        keep_high_entropy(replace(MISMATCH, columns={}))
 
 
 def test_failures_that_the_current_policy_would_hardly_make_are_masked():

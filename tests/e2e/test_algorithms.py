@@ -117,6 +117,25 @@ GRAPHS = {
             "update": _COLUMNS,
         },
     },
+    "high_entropy": {
+        "algorithm": {"correction": f"{ALGORITHMS}:keep_high_entropy"},
+        "nodes": {
+            "old_logprobs": {"with": {"entropies": True}},
+            "forks": {
+                "run": f"{NODES}:choose_high_entropy",
+                "role": "policy",
+                "after": "minibatches",
+                "with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.8},
+            },
+            "near": {
+                "run": f"{NODES}:mask_second_moment",
+                "role": "policy",
+                "after": "forks",
+                "with": {"minibatches": "${algorithm.minibatches}"},
+            },
+            "update": {"after": "near", "with": {"columns": ["high_entropy"]}},
+        },
+    },
     "clip_cov": {
         "algorithm": {"loss": f"{ALGORITHMS}:clip_cov"},
         "nodes": {
