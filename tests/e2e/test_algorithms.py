@@ -161,7 +161,7 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
+SLOW = {"role_baselines", "high_entropy", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
 """Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
 SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
 """Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""
