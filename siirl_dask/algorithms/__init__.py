@@ -56,7 +56,7 @@ from siirl_dask.algorithms.packed import row_maxima, row_means, row_sums, spread
 from siirl_dask.algorithms.policy_loss import policy_loss
 from siirl_dask.algorithms.role_baselines import RoleBaselines, build_role_baselines
 from siirl_dask.algorithms.similarity import nearest_distances, srpo_rewards
-from siirl_dask.algorithms.surrogates import cispo, cpgd, dppo, gmpo, gspo, sapo, sequence_clip, vespo
+from siirl_dask.algorithms.surrogates import cispo, cpgd, dppo, dro, gmpo, gspo, sapo, sequence_clip, vespo
 from siirl_dask.algorithms.token_advantages import (
     TokenAdvantageFn,
     TokenAdvantages,
@@ -106,6 +106,7 @@ __all__ = [
     "dppo",
     "dr_grpo",
     "dr_mas",
+    "dro",
     "gae",
     "gdpo",
     "gigpo",

@@ -84,6 +84,22 @@ def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float =
     return TokenLoss(loss=-inputs.advantages * sigmoid * 4 / tau, metrics=metrics)
 
 
+def dro(inputs: LossInputs, *, beta: float) -> TokenLoss:
+    """Return ``-A logp + beta / 2 (logp - old)^2`` (DRO, arXiv:2405.19107, with the policy before the update for the
+    reference, as verl has it). [K].
+
+    A price on any move takes the clip's place: the gradient is ``-(A - beta (logp - old)) grad logp``, which is 0 where
+    the log-probability has moved by ``A / beta``. ValueError when ``beta`` is not above 0.
+
+    Metrics: ``ratio`` r = exp(logp - old).
+    """
+    if not beta > 0:
+        raise ValueError(f"beta={beta}: expected more than 0")
+    moved = clamp_log_ratio(inputs.logprobs - inputs.old_logprobs)
+    loss = -inputs.advantages * inputs.logprobs + beta / 2 * moved.square()
+    return TokenLoss(loss=loss, metrics={"ratio": moved.detach().exp()})
+
+
 def dppo(
     inputs: LossInputs,
     *,

@@ -129,7 +129,7 @@ def test_megatrons_experts_are_spread_over_as_many_ranks_as_share_them(config_of
 
 
 @pytest.mark.parametrize(
-    "mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"]
+    "mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
 )
 def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
@@ -148,6 +148,16 @@ def test_verls_gdpo_gets_the_kinds_of_reward_with_their_weights(config_of):
         in migrate([*words, keys, "algorithm.gdpo_reward_weights=[1]"]).fates["algorithm.gdpo_reward_weights"].lost
     )
     assert "the parts of the reward" in migrate(words).report
+
+
+def test_dro_has_its_beta_or_asks_for_it(config_of):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    words = ["algorithm.adv_estimator=grpo", f"{loss}.loss_mode=dro"]
+    config, done = config_of(*words, f"{loss}.dro_beta=0.3")
+    assert config.algorithm.loss == "siirl_dask.algorithms:dro"
+    assert config.algorithm.loss_options == {"beta": 0.3}
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    assert "a dro_beta above 0" in migrate(words).report
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
@@ -270,7 +280,7 @@ VARIANTS = [
     ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
      "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
     ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.adv_estimator=reinforce_plus_plus"],
-    ["algorithm.adv_estimator=gdpo"],
+    ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.actor.policy_loss.loss_mode=dro"],
 ]  # fmt: skip
 
 

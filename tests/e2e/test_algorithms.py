@@ -26,6 +26,7 @@ VALUES = {
         "aggregation": f"{ALGORITHMS}:sequence_mean_token_sum",
     },
     "dppo": {"loss": f"{ALGORITHMS}:dppo"},
+    "dro": {"loss": f"{ALGORITHMS}:dro", "loss_options": {"beta": 0.5}},
     "vespo": {"loss": f"{ALGORITHMS}:vespo"},
     "sapo": {"loss": f"{ALGORITHMS}:sapo"},
     "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},

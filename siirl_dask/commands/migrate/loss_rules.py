@@ -32,6 +32,7 @@ _LOSSES = {
     "sapo": "sapo",
     "cispo": "cispo",
     "gpg": "policy_gradient",
+    "dro": "dro",
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
     "clip_cov": "clip_cov",
@@ -233,6 +234,8 @@ def set_loss(draft: Draft) -> None:
         "policy_drift_coeff",
     )
     draft.set("algorithm.loss_options", options, *(f"{ACTOR}.{name}" for name in names))
+    if ours == "dro":
+        draft.became(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options")
     _set_covariant(draft, ours)
     _set_aggregation(draft, ours)
     draft.copy({f"{ACTOR}.entropy_coeff": "algorithm.entropy_coefficient"})
@@ -255,6 +258,13 @@ def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
             }
         case "ppo_clip":
             return bounds | {"dual_clip": draft.number(f"{ACTOR}.clip_ratio_c", 3.0)}
+        case "dro":
+            beta = draft.number(f"{ACTOR}.policy_loss.dro_beta", 0.0)
+            if not beta > 0:
+                draft.open_questions.append(
+                    "algorithm.loss_options.beta: verl asks for a dro_beta above 0, and 1 stands in"
+                )
+            return {"beta": beta if beta > 0 else 1.0}
         case "dppo":
             mode = draft.text(f"{ACTOR}.policy_loss.loss_mode")
             return {
