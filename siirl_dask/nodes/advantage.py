@@ -124,14 +124,14 @@ def _parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
             f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into the loss "
             "(algorithm.kl_coefficient), or leave it out"
         )
-    told = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
-    for row_id, parts in zip(table[ROW_ID].to_pylist(), told, strict=True):
+    parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
+    for row_id, parts in zip(table[ROW_ID].to_pylist(), parts_of_rows, strict=True):
         if lacking := [name for name in names if parts.get(name) is None]:
             raise DataError(
                 f"the reward of row {row_id} has no part {lacking[0]!r} (it has: {sorted(parts)}): expected a reward "
                 f"function that returns a dict with {[*names]} for every row"
             )
-    return {name: torch.tensor([parts[name] for parts in told], dtype=torch.float32) for name in names}
+    return {name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32) for name in names}
 
 
 @columns(

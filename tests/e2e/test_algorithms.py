@@ -137,6 +137,10 @@ GRAPHS = {
             "update": {"after": "near", "with": {"columns": ["high_entropy"]}},
         },
     },
+    "gdpo": {
+        "algorithm": {"advantage": f"{ALGORITHMS}:gdpo"},
+        "nodes": {"advantage": {"with": {"parts": ["digits", "variety"]}}},
+    },
     "clip_cov": {
         "algorithm": {"loss": f"{ALGORITHMS}:clip_cov"},
         "nodes": {
@@ -147,6 +151,8 @@ GRAPHS = {
     },
 }
 """Algorithms that are another graph."""
+REWARDS = {"gdpo": ["rewards.function=tests.e2e.rewards:digits_and_variety"]}
+"""Rewards of algorithms that learn from another one."""
 
 
 @pytest.fixture
@@ -162,7 +168,7 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines", "high_entropy", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
+SLOW = {"role_baselines", "high_entropy", "gdpo", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
 """Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
 SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
 """Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""
@@ -177,7 +183,8 @@ def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
     sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
     fast = ["trainer.warmup_steps=0", "trainer.lr=4e-3"]
-    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, config_file=config_file(name))
+    own = REWARDS.get(name, [])
+    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, *own, config_file=config_file(name))
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())
