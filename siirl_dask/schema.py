@@ -83,6 +83,8 @@ REWARD = "reward"
 """float. Reward of the row; null if its function failed and that was allowed."""
 OLD_LOGPROBS = "old_logprobs"
 """list<float>. Log-probability of each response token under the policy before this step's update."""
+ENTROPIES = "entropies"
+"""list<float>. Entropy, in nats, of the policy before this step's update at each response token."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """list<float>. Log-probability of each response token under the reference policy."""
 REWARD_PARTS = "reward_parts"
@@ -121,6 +123,8 @@ RETURNS = "returns"
 """list<float>. Target of the critic's value before each response token; null without a reward."""
 COVARIANT = "covariant"
 """list<bool>. True for a response token whose log-probability covaries most with its advantage."""
+HIGH_ENTROPY = "high_entropy"
+"""list<bool>. True for a response token among those of highest entropy in its mini-batch."""
 MINIBATCH = "minibatch"
 """int32. Index of the row's mini-batch in the step."""
 PARAMETER = "parameter"
@@ -157,6 +161,7 @@ TYPES: Mapping[str, pa.DataType] = {
     REWARD: pa.float32(),
     REWARD_PARTS: pa.map_(pa.string(), pa.float32()),
     OLD_LOGPROBS: pa.large_list(pa.float32()),
+    ENTROPIES: pa.large_list(pa.float32()),
     REFERENCE_LOGPROBS: pa.large_list(pa.float32()),
     GREEDY: pa.bool_(),
     GREEDY_REWARD: pa.float32(),
@@ -176,6 +181,7 @@ TYPES: Mapping[str, pa.DataType] = {
     ADVANTAGES: pa.large_list(pa.float32()),
     RETURNS: pa.large_list(pa.float32()),
     COVARIANT: pa.large_list(pa.bool_()),
+    HIGH_ENTROPY: pa.large_list(pa.bool_()),
     MINIBATCH: pa.int32(),
     PARAMETER: pa.large_string(),
     PARAMETER_DTYPE: pa.large_string(),

@@ -3,7 +3,19 @@
 To add an algorithm, pass a function of your own with the same signature. There is no registry.
 """
 
-from siirl_dask.algorithms.advantages import AdvantageFn, Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms.advantages import (
+    AdvantageFn,
+    Outcomes,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    max_rl,
+    opo,
+    pass_at_k,
+    remax,
+    rloo,
+)
 from siirl_dask.algorithms.agent_advantages import AgentAdvantageFn, AgentOutcomes, dr_mas, hierarchical_grpo
 from siirl_dask.algorithms.agent_losses import happo_clip, turn_clip
 from siirl_dask.algorithms.aggregation import (
@@ -15,7 +27,17 @@ from siirl_dask.algorithms.aggregation import (
     sequence_mean_token_sum_norm,
     token_mean,
 )
-from siirl_dask.algorithms.correction import CorrectionFn, masked_is, reject_sequences, truncated_is
+from siirl_dask.algorithms.correction import (
+    CorrectionFn,
+    combined,
+    keep_high_entropy,
+    mask_off_policy,
+    masked_is,
+    reject_divergent,
+    reject_sequences,
+    reject_tokens,
+    truncated_is,
+)
 from siirl_dask.algorithms.covariance import clip_cov, covariances, kl_cov
 from siirl_dask.algorithms.kl import (
     KLController,
@@ -30,11 +52,11 @@ from siirl_dask.algorithms.kl import (
 )
 from siirl_dask.algorithms.losses import LossFn, LossInputs, TokenLoss, policy_gradient, ppo_clip
 from siirl_dask.algorithms.overlong import overlong_penalty
-from siirl_dask.algorithms.packed import row_means, row_sums, spread
+from siirl_dask.algorithms.packed import row_maxima, row_means, row_sums, spread
 from siirl_dask.algorithms.policy_loss import policy_loss
 from siirl_dask.algorithms.role_baselines import RoleBaselines, build_role_baselines
 from siirl_dask.algorithms.similarity import nearest_distances, srpo_rewards
-from siirl_dask.algorithms.surrogates import cispo, cpgd, gmpo, gspo, sapo, sequence_clip
+from siirl_dask.algorithms.surrogates import cispo, cpgd, dppo, dro, gmpo, gspo, sapo, sequence_clip, vespo
 from siirl_dask.algorithms.token_advantages import (
     TokenAdvantageFn,
     TokenAdvantages,
@@ -78,11 +100,15 @@ __all__ = [
     "build_role_baselines",
     "cispo",
     "clip_cov",
+    "combined",
     "covariances",
     "cpgd",
+    "dppo",
     "dr_grpo",
     "dr_mas",
+    "dro",
     "gae",
+    "gdpo",
     "gigpo",
     "gmpo",
     "gpg",
@@ -94,11 +120,14 @@ __all__ = [
     "k2",
     "k3",
     "k3_clipped",
+    "keep_high_entropy",
     "kl_cov",
     "magrpo",
     "marft",
     "marft_tokens",
+    "mask_off_policy",
     "masked_is",
+    "max_rl",
     "moments",
     "mt_grpo",
     "nearest_distances",
@@ -110,9 +139,12 @@ __all__ = [
     "ppo_clip",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reject_divergent",
     "reject_sequences",
+    "reject_tokens",
     "remax",
     "rloo",
+    "row_maxima",
     "row_means",
     "row_sums",
     "sapo",
@@ -130,5 +162,6 @@ __all__ = [
     "turn_gae",
     "turn_returns",
     "value_clip",
+    "vespo",
     "whitened",
 ]

@@ -2,18 +2,19 @@
 
 Shapes: R responses, in groups that are always complete. Most functions here use nothing beyond a group's own rows, and
 sum in float64 with exact rounding. Their results are therefore the same, bit for bit, in any row order, beside any
-other rows and on any number of workers. Two also scale every row by one number of the whole batch: ``grpo`` with
-``scale="batch"``, and ``gpg``.
+other rows and on any number of workers. Some also scale every row by numbers of the whole batch: ``grpo`` with
+``scale="batch"``, ``gpg`` and ``gdpo``.
 
 A group whose rewards are all equal has advantage 0, exactly. A group with a reward that is not finite has nan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import fsum, isfinite, nan, sqrt
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -32,6 +33,10 @@ class Outcomes:
     """[R] int64 count of response tokens that the loss trains on."""
     baselines: Tensor | None = None
     """[R] float32 reward of the greedy response to the same prompt; None when no node generated one."""
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Rewards of several kinds by name, [R] float32 each: what the reward function returned in a dict, those parts that
+    the option ``parts`` of the node names.
+    """
     all_sum: Callable[[Sequence[float]], Sequence[float]] = list
     """Sums each number over all workers that hold rows of the batch. Every worker must call it equally often, rows or
     not. The default treats these rows as the whole batch.
@@ -41,6 +46,7 @@ class Outcomes:
         check_shapes(
             "[R]", rewards=self.rewards, group_ids=self.group_ids, lengths=self.lengths, baselines=self.baselines
         )
+        check_shapes("[R]", rewards=self.rewards, **self.parts)
 
 
 AdvantageFn = Callable[[Outcomes], Tensor]
@@ -66,8 +72,43 @@ def grpo(outcomes: Outcomes, *, scale: Literal["group", "batch"] = "group", epsi
         return _map_groups(outcomes, partial(_standardise, epsilon=epsilon))
     if scale != "batch":
         raise ValueError(f"scale={scale!r}: expected 'group' or 'batch'; dr_grpo divides by no standard deviation")
-    divisor = _batch_std(outcomes) + epsilon
+    _, std = _batch_moments(outcomes.rewards, outcomes.all_sum)
+    divisor = std + epsilon
     return _map_groups(outcomes, lambda rows: [centred / divisor for centred in _centre(rows)])
+
+
+def gdpo(
+    outcomes: Outcomes,
+    *,
+    weights: Mapping[str, float] = MappingProxyType({}),
+    divide_by_std: bool = True,
+    epsilon: float = _EPSILON,
+) -> Tensor:
+    """Standardise each kind of reward in its group, add them up, and standardise the sums over the batch (GDPO,
+    arXiv:2601.05242). [R].
+
+    ``sum over kinds of weight (r - mean) / (std + epsilon)``, as ``grpo`` has it or without ``divide_by_std``
+    ``dr_grpo``, and then ``(a - mean) / (std + epsilon)`` over the rows of all workers. GRPO adds the rewards up first:
+    rows that differ in which of them they earned then have the same advantage, and a reward of small spread has no say.
+    ``weights`` are 1 where they name no other. A batch without spread has 0.
+
+    ValueError without ``Outcomes.parts``, for a weight of none of them, and when ``epsilon`` is not above 0.
+    """
+    _check_epsilon(epsilon)
+    if not outcomes.parts:
+        raise ValueError(
+            "gdpo needs the parts of a reward that is a dict: name them, as in nodes: {advantage: {with: {parts: "
+            "[accuracy, format]}}}"
+        )
+    if unknown := sorted(weights.keys() - outcomes.parts.keys()):
+        raise ValueError(f"weights={dict(weights)}: {unknown[0]!r} is none of the parts {sorted(outcomes.parts)}")
+    totals = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
+    for name, rewards in outcomes.parts.items():
+        of_kind = replace(outcomes, rewards=rewards)
+        advantages = grpo(of_kind, epsilon=epsilon) if divide_by_std else dr_grpo(of_kind)
+        totals += weights.get(name, 1.0) * advantages.double()
+    mean, std = _batch_moments(totals, outcomes.all_sum)
+    return ((totals - mean) / (std + epsilon)).float()
 
 
 def dr_grpo(outcomes: Outcomes) -> Tensor:
@@ -121,6 +162,21 @@ def pass_at_k(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float
     return _map_groups(outcomes, lambda rows: [lead / (_std(rows) + epsilon) for lead in _lead_over_second(rows)])
 
 
+def max_rl(outcomes: Outcomes) -> Tensor:
+    """Centre rewards in each group and divide by their mean, ``(r - mean) / mean`` (MaxRL, arXiv:2602.02710). [R].
+
+    With rewards of 0 and 1 the gradient is then that of ln p, p being the chance of success, up to the order of the
+    group's size: a prompt counts as 1 / p, which neither RLOO (1) nor GRPO (1 / sqrt(p (1 - p))) does. A group without
+    success and a group of one have 0. ValueError for a reward below 0, which is no share of success.
+    """
+    if negative := int((outcomes.rewards < 0).sum()):
+        raise ValueError(
+            f"max_rl: {negative} of {len(outcomes.rewards)} rewards are below 0: expected at least 0, such as 1 for a "
+            "success; a KL or a length penalty in the reward does not go with it"
+        )
+    return _map_groups(outcomes, _divide_by_mean)
+
+
 def gpg(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
     """Centre rewards in each group and multiply by ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546, equation 7). [R].
 
@@ -155,6 +211,13 @@ def _centre(rows: list[_Row]) -> list[float]:
     return [reward - mean for reward, _ in rows]
 
 
+def _divide_by_mean(rows: list[_Row]) -> list[float]:
+    mean = fsum(reward for reward, _ in rows) / len(rows)
+    if mean == 0:
+        return [0.0] * len(rows)
+    return [(reward - mean) / mean for reward, _ in rows]
+
+
 def _subtract_mean_of_others(rows: list[_Row]) -> list[float]:
     if len(rows) == 1:
         return [0.0]
@@ -177,14 +240,16 @@ def _lead_over_second(rows: list[_Row]) -> list[float]:
     return [best - second if reward == best else 0.0 for reward, _ in rows]
 
 
-def _batch_std(outcomes: Outcomes) -> float:
-    """Return the unbiased standard deviation of all workers' rewards: 1 without spread, nan if one is not finite."""
-    rewards = outcomes.rewards.tolist()
-    count, total = outcomes.all_sum([float(len(rewards)), _sum(rewards)])
+def _batch_moments(numbers: Tensor, all_sum: Callable[[Sequence[float]], Sequence[float]]) -> tuple[float, float]:
+    """Return mean and unbiased standard deviation of all workers' numbers: std 1 without spread, nan if one is not
+    finite.
+    """
+    own = numbers.tolist()
+    count, total = all_sum([float(len(own)), _sum(own)])
     mean = total / max(1.0, count)
-    # A second pass over differences: a sum of squared rewards minus the squared mean would not be 0 for equal rewards.
-    (squares,) = outcomes.all_sum([_sum([(reward - mean) ** 2 for reward in rewards])])
-    return sqrt(squares / max(1.0, count - 1)) or 1.0
+    # A second pass over differences: a sum of squares minus the squared mean would not be 0 for equal numbers.
+    (squares,) = all_sum([_sum([(number - mean) ** 2 for number in own])])
+    return mean, sqrt(squares / max(1.0, count - 1)) or 1.0
 
 
 def _sum(numbers: list[float]) -> float:

@@ -25,6 +25,13 @@ def row_means(values: Tensor, offsets: Tensor) -> Tensor:
     return row_sums(values, offsets) / offsets.diff().clamp(min=1)
 
 
+def row_maxima(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the largest token of each row, nan where one is; a row without tokens has 0. [K], [R + 1] -> [R]."""
+    lengths = offsets.diff()
+    rows = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths, output_size=len(values))
+    return values.new_zeros(len(lengths)).scatter_reduce(0, rows, values, "amax", include_self=False)
+
+
 def spread(per_row: Tensor, offsets: Tensor) -> Tensor:
     """Repeat each row's number for each of its tokens. [R], [R + 1] -> [K]."""
     return per_row.repeat_interleave(offsets.diff())

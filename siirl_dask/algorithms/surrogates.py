@@ -1,10 +1,11 @@
 """Surrogates that limit the policy's step in other ways than PPO: a clipped weight, a bounded log-probability, a soft
-gate, one ratio for a whole row.
+gate, a trust region of divergences, one ratio for a whole row.
 """
 
 from __future__ import annotations
 
 from math import inf, log1p
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -81,6 +82,105 @@ def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float =
     sigmoid = (tau * (ratio - 1)).sigmoid()
     metrics = {"ratio": ratio.detach(), "gate": (4 * sigmoid * (1 - sigmoid)).detach()}
     return TokenLoss(loss=-inputs.advantages * sigmoid * 4 / tau, metrics=metrics)
+
+
+def dro(inputs: LossInputs, *, beta: float) -> TokenLoss:
+    """Return ``-A logp + beta / 2 (logp - old)^2`` (DRO, arXiv:2405.19107, with the policy before the update for the
+    reference, as verl has it). [K].
+
+    A price on any move takes the clip's place: the gradient is ``-(A - beta (logp - old)) grad logp``, which is 0 where
+    the log-probability has moved by ``A / beta``. ValueError when ``beta`` is not above 0.
+
+    Metrics: ``ratio`` r = exp(logp - old).
+    """
+    if not beta > 0:
+        raise ValueError(f"beta={beta}: expected more than 0")
+    moved = clamp_log_ratio(inputs.logprobs - inputs.old_logprobs)
+    loss = -inputs.advantages * inputs.logprobs + beta / 2 * moved.square()
+    return TokenLoss(loss=loss, metrics={"ratio": moved.detach().exp()})
+
+
+def dppo(
+    inputs: LossInputs,
+    *,
+    low: float = 0.15,
+    high: float = 0.15,
+    divergence: Literal["tv", "kl"] = "tv",
+    cap: float = 10000.0,
+) -> TokenLoss:
+    """Return ``-sg(min(r, cap)) A logp`` for tokens in the trust region and 0 for others, ``r = exp(logp - old)``
+    (DPPO, arXiv:2602.04879, with the binary approximations of the divergence). [K].
+
+    With p and q the probabilities of the sampled token under current and old policy, ``tv`` is ``|p - q|``, and ``kl``
+    is ``q ln(q / p) + (1 - q) ln((1 - q) / (1 - p))``: the divergences of two distributions over that token and all
+    others. A token is left out where its advantage moves the policy further out: with A > 0 where p > q and the
+    divergence is above ``high``, elsewhere where p < q and it is above ``low``. Unlike the clip of a ratio this hinders
+    rare tokens less and frequent ones more. The paper's runs have 0.15 for ``tv`` and 0.05 for ``kl``, verl's 10000 for
+    ``cap``. ValueError for limits that are not above 0, and for any other ``divergence``.
+
+    Metrics: ``ratio`` r; ``clip_fraction``, tokens that are left out; ``divergence``.
+    """
+    if not (low > 0 and high > 0 and cap > 0):
+        raise ValueError(f"low={low}, high={high}, cap={cap}: expected more than 0 each")
+    if divergence not in ("tv", "kl"):
+        raise ValueError(f"divergence={divergence!r}: expected 'tv' or 'kl'")
+    current = inputs.logprobs.detach()
+    ratio = clamp_log_ratio(current - inputs.old_logprobs).exp()
+    change = current.exp() - inputs.old_logprobs.exp()
+    moved = change.abs() if divergence == "tv" else _binary_kl(inputs.old_logprobs, current)
+    away = torch.where(inputs.advantages > 0, (change > 0) & (moved > high), (change < 0) & (moved > low))
+    inside = (~away).to(ratio.dtype)
+    loss = -ratio.clamp(max=cap) * inside * inputs.advantages * inputs.logprobs
+    return TokenLoss(loss=loss, metrics={"ratio": ratio, "clip_fraction": 1 - inside, "divergence": moved})
+
+
+_SMALLEST = 1e-8  # of 1 - p: a token of probability 1 leaves nothing for the others, in float32 as well
+
+
+def _binary_kl(old: Tensor, current: Tensor) -> Tensor:
+    """Return the KL of old from current policy, of whether a token is the sampled one. Log-probabilities [K] -> [K]."""
+    others = (-old.expm1()).clamp(min=_SMALLEST)
+    others_now = (-current.expm1()).clamp(min=_SMALLEST)
+    log_ratio = clamp_log_ratio(old - current)
+    return old.exp() * log_ratio + others * (others.log() - others_now.log())
+
+
+def vespo(
+    inputs: LossInputs,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> TokenLoss:
+    """Return ``-sg(phi) A logp`` with ``phi = w^k exp(c (1 - w))`` of the row's ratio ``w = exp(sum over the row of
+    logp - old)`` (VESPO, arXiv:2602.10693). [K].
+
+    k and c are ``power_positive`` and ``decay_positive`` where A >= 0, and ``power_negative`` and ``decay_negative``
+    elsewhere; the defaults are TRL's. phi is 1 at w = 1 and fades smoothly on either side, in place of a clip and
+    without dividing by the length. The paper's w is the ratio to the sampler:
+    ``algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs``. TRL aggregates by ``token_mean``. ValueError when an
+    option is not above 0.
+
+    Metrics: ``ratio`` w; ``gate`` phi.
+    """
+    options = {
+        "power_positive": power_positive,
+        "decay_positive": decay_positive,
+        "power_negative": power_negative,
+        "decay_negative": decay_negative,
+    }
+    if not all(option > 0 for option in options.values()):
+        named = ", ".join(f"{name}={option}" for name, option in options.items())
+        raise ValueError(f"{named}: expected more than 0 each")
+    of_rows = row_sums((inputs.logprobs - inputs.old_logprobs).detach(), inputs.offsets)
+    log_ratio = spread(clamp_log_ratio(of_rows), inputs.offsets)
+    ratio = log_ratio.exp()
+    failed = inputs.advantages < 0
+    power = torch.full_like(ratio, power_positive).masked_fill(failed, power_negative)
+    decay = torch.full_like(ratio, decay_positive).masked_fill(failed, decay_negative)
+    gate = (power * log_ratio + decay * (1 - ratio)).exp()
+    return TokenLoss(loss=-gate * inputs.advantages * inputs.logprobs, metrics={"ratio": ratio, "gate": gate})
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:

@@ -13,6 +13,7 @@ from siirl_dask.errors import ConfigError
 
 ENGINES_LOGPROBS = "siirl_dask.nodes:rollout_logprobs"
 """Value of ``algorithm.old_logprobs`` that takes those of the engine."""
+_OF_CURRENT_POLICY = "siirl_dask.algorithms:mask_off_policy"  # the one correction that no old log-probs enter
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +63,7 @@ class AlgorithmConfig:
         at_least("algorithm", 0, kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient)
         if self.correction_options and self.correction is None:
             raise ConfigError("algorithm.correction_options are given without algorithm.correction")
-        if self.correction and self.old_logprobs == ENGINES_LOGPROBS:
+        if self.correction not in (None, _OF_CURRENT_POLICY) and self.old_logprobs == ENGINES_LOGPROBS:
             raise ConfigError(
                 f"algorithm.correction={self.correction} with algorithm.old_logprobs={self.old_logprobs}: old "
                 "log-probs are the engine's then, and its weights are all 1; leave one of them out"

@@ -10,6 +10,7 @@ from siirl_dask.nodes.agent_advantage import estimate_agent_advantages, estimate
 from siirl_dask.nodes.agents import append_response, bring_out, hand_over, take_agents
 from siirl_dask.nodes.covariance import choose_covariant
 from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
+from siirl_dask.nodes.entropy import choose_high_entropy
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
 from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
 from siirl_dask.nodes.logprobs import (
@@ -24,8 +25,10 @@ from siirl_dask.nodes.policy_change import measure_policy_change
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
 from siirl_dask.nodes.run_agents import run_agents, run_agents_to_validate
+from siirl_dask.nodes.second_moment import mask_second_moment
 from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.similarity import embed_texts, score_by_similarity
+from siirl_dask.nodes.truncated import mask_truncated
 from siirl_dask.nodes.turn_advantage import estimate_turn_advantages
 from siirl_dask.nodes.turn_scores import score_turns
 from siirl_dask.nodes.update import update_critic, update_policy
@@ -37,6 +40,7 @@ __all__ = [
     "base_logprobs",
     "bring_out",
     "choose_covariant",
+    "choose_high_entropy",
     "draw_minibatches",
     "embed_texts",
     "encode_prompts",
@@ -52,6 +56,8 @@ __all__ = [
     "generate_with_greedy",
     "hand_over",
     "load_weights",
+    "mask_second_moment",
+    "mask_truncated",
     "measure_answers",
     "measure_policy_change",
     "penalise_kl",

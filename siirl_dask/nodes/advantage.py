@@ -20,10 +20,11 @@ from torch import Tensor
 
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
+from siirl_dask.errors import DataError
 from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, whole_episodes
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, values
-from siirl_dask.planner import columns
+from siirl_dask.planner import Changes, columns
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
@@ -38,6 +39,7 @@ from siirl_dask.schema import (
     RESPONSE_MASK,
     RETURNS,
     REWARD,
+    REWARD_PARTS,
     ROW_ID,
     TYPES,
     VALUES,
@@ -47,9 +49,10 @@ from siirl_dask.schema import (
 _DRAW = -1  # stands for a row id in the seed of a draw that belongs to the step as a whole
 
 
-def _try_rows(*, advantage: Callable[[Outcomes], Tensor]) -> None:
+def _try_rows(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> None:
     none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    _check_count(advantage(Outcomes(rewards=none, group_ids=ids, lengths=ids, baselines=none)), "advantages")
+    outcomes = Outcomes(rewards=none, group_ids=ids, lengths=ids, baselines=none, parts=dict.fromkeys(parts, none))
+    _check_count(advantage(outcomes), "advantages")
 
 
 def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> None:
@@ -60,19 +63,21 @@ def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten
     _check_count(estimated.returns, "returns")
 
 
-def _learns_alone(*, advantage: Callable[[Outcomes], Tensor]) -> bool:
+def _learns_alone(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> bool:
     """Return False for an advantage that compares a prompt's samples: beside none, a sample of reward 0 has 0."""
     prompts = torch.arange(2)
-    apart = advantage(_two_samples(prompts))
-    together = advantage(_two_samples(torch.zeros_like(prompts)))
+    apart = advantage(_two_samples(prompts, parts))
+    together = advantage(_two_samples(torch.zeros_like(prompts), parts))
     if torch.equal(apart, together):
         return True
     return bool(apart[0] != 0)
 
 
-def _two_samples(group_ids: Tensor) -> Outcomes:
+def _two_samples(group_ids: Tensor, parts: tuple[str, ...]) -> Outcomes:
+    rewards = torch.tensor([0.0, 1.0])
     return Outcomes(
-        rewards=torch.tensor([0.0, 1.0]),
+        rewards=rewards,
+        parts=dict.fromkeys(parts, rewards),
         group_ids=group_ids,
         lengths=torch.ones(2, dtype=torch.int64),
         baselines=torch.full((2,), 0.5),
@@ -106,17 +111,45 @@ def _check_count(values: Tensor, name: str) -> None:
         raise ValueError(f"{name} have shape {list(values.shape)}: expected [0]")
 
 
+def _reads_parts(*, parts: tuple[str, ...], **options: object) -> Changes:
+    return Changes(reads=(REWARD_PARTS,) if parts else ())
+
+
+def _parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the named parts of the rows' rewards, [R] each."""
+    if not names:
+        return {}
+    if KL_PENALTY in table.column_names:
+        raise DataError(
+            f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into the loss "
+            "(algorithm.kl_coefficient), or leave it out"
+        )
+    parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
+    for row_id, parts in zip(table[ROW_ID].to_pylist(), parts_of_rows, strict=True):
+        if lacking := [name for name in names if parts.get(name) is None]:
+            raise DataError(
+                f"the reward of row {row_id} has no part {lacking[0]!r} (it has: {sorted(parts)}): expected a reward "
+                f"function that returns a dict with {[*names]} for every row"
+            )
+    return {name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32) for name in names}
+
+
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
     optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE],
     writes=fields(ADVANTAGE),
+    depends_on_options=_reads_parts,
     trial=_try_rows,
     learns_alone=_learns_alone,
 )
-def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor]) -> pa.Table:
+def estimate_advantage(
+    ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()
+) -> pa.Table:
     """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node asks for rows=GROUPED: groups are whole.
 
     The sum of a row's token rewards (``kl_penalty``) is added to its reward. All rows of an episode have its advantage.
+    ``parts`` names parts of a reward that is a dict, which ``Outcomes.parts`` then has; an episode's are the sums of
+    its rows'. DataError for a row whose reward lacks one, and beside ``kl_penalty``, which is in none of them.
     """
     comparable = whole_episodes(table, REWARD, GREEDY_REWARD)
     scored = table.filter(comparable)
@@ -130,6 +163,7 @@ def estimate_advantage(ctx: Context, table: pa.Table, *, advantage: Callable[[Ou
         group_ids=episodes.last(groups_of(scored)),
         lengths=episodes.sums(row_sums(mask.long(), offsets)),
         baselines=episodes.last(values(scored[GREEDY_REWARD])) if GREEDY_REWARD in scored.column_names else None,
+        parts={name: episodes.sums(rewards_of) for name, rewards_of in _parts(scored, parts).items()},
         all_sum=ctx.all_sum,
     )
     estimated = pa.array(episodes.spread(advantage(outcomes)).numpy(), TYPES[ADVANTAGE])

@@ -11,8 +11,9 @@ from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.nodes.routes import packed_routes
-from siirl_dask.planner import columns
+from siirl_dask.planner import Changes, columns
 from siirl_dask.schema import (
+    ENTROPIES,
     IMAGES,
     OBSERVED_IMAGES,
     OLD_LOGPROBS,
@@ -28,16 +29,21 @@ from siirl_dask.schema import (
 from siirl_dask.training import Critic, Trainer
 
 
+def _writes_entropies(*, entropies: bool) -> Changes:
+    return Changes(writes=fields(ENTROPIES) if entropies else {})
+
+
 @columns(
     reads=[PROMPT_IDS, RESPONSE_IDS],
     if_written=[IMAGES, OBSERVED_IMAGES, ROUTED_EXPERTS],
     writes=fields(OLD_LOGPROBS),
+    depends_on_options=_writes_entropies,
 )
-def policy_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+def policy_logprobs(ctx: Context, table: pa.Table, *, entropies: bool = False) -> pa.Table:
     """Add the log-probs under the policy before this step's update, with ``rollout.router_replay`` on the engine's
-    routes.
+    routes. With ``entropies`` also add the entropy at each response token, of the same pass.
     """
-    return _logprobs(ctx, table, OLD_LOGPROBS)
+    return _logprobs(ctx, table, OLD_LOGPROBS, entropies=entropies)
 
 
 @columns(reads=[ROLLOUT_LOGPROBS], writes=fields(OLD_LOGPROBS))
@@ -70,12 +76,15 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     return _logprobs(ctx, table, REFERENCE_LOGPROBS, base=True)
 
 
-def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False) -> pa.Table:
+def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False, entropies: bool = False) -> pa.Table:
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table, None if column != OLD_LOGPROBS else packed_routes(table))
     scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
-    return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
+    table = table.append_column(column, packed.per_token(scores.logprobs, TYPES[column]))
+    if entropies:
+        table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
+    return _finite(ctx, table, column)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES))

@@ -30,6 +30,7 @@ from siirl_dask.nodes import (
 )
 from siirl_dask.planner import DAG, Node, Role, Rows, resolve
 from siirl_dask.planner.contract import bare
+from siirl_dask.planner.spec import bind
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
 from siirl_dask.training import build_reference, build_trainer
@@ -86,7 +87,8 @@ def loss_of(config: Config, loss: Function | None) -> Function:
     algorithm = config.algorithm
     correction = None
     if algorithm.correction is not None:
-        correction = partial(resolve(algorithm.correction), **algorithm.correction_options)
+        options = algorithm.correction_options
+        correction = bind(resolve(algorithm.correction), options, "algorithm.correction_options")
     return partial(
         policy_loss,
         surrogate=_chosen(algorithm, "loss", loss),

@@ -9,6 +9,8 @@ from siirl_dask.algorithms import (
     cispo,
     clip_cov,
     cpgd,
+    dppo,
+    dro,
     gmpo,
     gspo,
     happo_clip,
@@ -18,6 +20,7 @@ from siirl_dask.algorithms import (
     sapo,
     sequence_clip,
     turn_clip,
+    vespo,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -33,6 +36,10 @@ SURROGATES = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "sapo": sapo,
+    "dppo": dppo,
+    "dppo by kl": partial(dppo, divergence="kl", low=0.05, high=0.05),
+    "dro": partial(dro, beta=0.5),
+    "vespo": vespo,
     "sequence_clip": sequence_clip,
     "turn_clip": turn_clip,
     "turn_clip by the mean": partial(turn_clip, mean=True),

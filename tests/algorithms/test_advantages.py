@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.algorithms import Outcomes, dr_grpo, gpg, grpo, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms import Outcomes, dr_grpo, gdpo, gpg, grpo, max_rl, opo, pass_at_k, remax, rloo
 from siirl_dask.testing.local_pool import ThreadPeers
 
 REWARDS = st.floats(-10, 10, width=32)
@@ -40,7 +40,12 @@ def outcomes_of(groups, lengths=None):
 
 
 def select_rows(outcomes, rows):
-    return Outcomes(rewards=outcomes.rewards[rows], group_ids=outcomes.group_ids[rows], lengths=outcomes.lengths[rows])
+    return Outcomes(
+        rewards=outcomes.rewards[rows],
+        group_ids=outcomes.group_ids[rows],
+        lengths=outcomes.lengths[rows],
+        parts={name: rewards[rows] for name, rewards in outcomes.parts.items()},
+    )
 
 
 def on_workers(advantage, outcomes, owners, workers):
@@ -108,6 +113,80 @@ def test_remax_compares_with_the_greedy_response():
 def test_remax_without_baselines_names_the_nodes_to_add():
     with pytest.raises(ValueError, match="take_greedy_baselines"):
         remax(outcomes_of([[1, 0]]))
+
+
+def with_parts(groups, **parts):
+    """Outcomes of the groups of rewards with further kinds of reward, a number a row."""
+    kinds = {name: torch.tensor(rewards, dtype=torch.float32) for name, rewards in parts.items()}
+    return replace(outcomes_of(groups), parts=kinds)
+
+
+def test_gdpo_tells_rows_apart_that_earned_different_rewards_of_the_same_sum():
+    outcomes = with_parts([[1, 1, 0], [2, 0, 1]], accuracy=[1, 0, 0, 1, 0, 0], format=[0, 1, 0, 1, 0, 1])
+    # group 0: both (2, -1, -1) / 3 / .577350 = (1.154701, -.577350, -.577350), the second in another order
+    # group 1: the same, and (1, -2, 1) / 3 / .577350 = (.577350, -1.154701, .577350)
+    sums = torch.tensor([0.577350, 0.577350, -1.154701, 1.732051, -1.732051, 0.0])
+    torch.testing.assert_close(gdpo(outcomes), sums / sums.std(), atol=1e-5, rtol=0)
+    weighed = torch.tensor([1.154701, -0.577350, -0.577350, 1.154701, -0.577350, -0.577350]) + 0.5 * torch.tensor(
+        [-0.577350, 1.154701, -0.577350, 0.577350, -1.154701, 0.577350]
+    )
+    given = gdpo(outcomes, weights={"format": 0.5})
+    torch.testing.assert_close(given, weighed / weighed.std(), atol=1e-5, rtol=0)
+    centred = torch.tensor([2, -1, -1, 2, -1, -1]) / 3 + torch.tensor([-1, 2, -1, 1, -2, 1]) / 3
+    given = gdpo(outcomes, divide_by_std=False)
+    torch.testing.assert_close(given, centred / centred.std(), atol=1e-5, rtol=0)
+
+
+def test_gdpo_of_one_reward_is_grpo_standardised_over_the_batch():
+    outcomes = with_parts([[1, 0, 0], [3, 5]], only=[1, 0, 0, 3, 5])
+    whole = grpo(outcomes)
+    torch.testing.assert_close(gdpo(outcomes), (whole - whole.mean()) / (whole.std() + 1e-6))
+
+
+def test_gdpo_without_spread_is_0_and_a_broken_reward_shows_everywhere():
+    assert gdpo(with_parts([[1, 1], [0, 0]], a=[1, 1, 0, 0], b=[2, 2, 2, 2])).tolist() == [0, 0, 0, 0]
+    assert gdpo(with_parts([[1, 0], [0, 1]], a=[1, float("inf"), 0, 1], b=[0, 1, 0, 1])).isnan().all()
+    assert gdpo(with_parts([], a=[])).shape == (0,)
+
+
+@pytest.mark.parametrize("owners", [[0, 0], [0, 1], [1, 1]])
+def test_gdpo_does_not_depend_on_the_number_of_workers(owners):
+    outcomes = with_parts([[1, 1, 0], [2, 0, 1]], a=[1, 0, 0, 1, 0, 0], b=[0, 1, 0, 1, 0, 1])
+    torch.testing.assert_close(on_workers(gdpo, outcomes, owners, 2), gdpo(outcomes))
+
+
+def test_gdpo_names_what_is_missing():
+    with pytest.raises(ValueError, match=r"parts: \[accuracy, format\]"):
+        gdpo(outcomes_of([[1, 0]]))
+    with pytest.raises(ValueError, match=r"'c' is none of the parts \['a'\]"):
+        gdpo(with_parts([[1, 0]], a=[1, 0]), weights={"c": 1.0})
+    with pytest.raises(ValueError, match=r"epsilon=0: expected more than 0"):
+        gdpo(with_parts([[1, 0]], a=[1, 0]), epsilon=0)
+    with pytest.raises(ValueError, match=r"rewards \[2\] and a \[1\]"):
+        with_parts([[1, 0]], a=[1])
+
+
+def test_max_rl_weighs_a_prompt_by_one_over_its_share_of_successes():
+    advantages = max_rl(outcomes_of([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0], [1, 1], [0.5, 1], [0.7]]))
+    expected = [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, -1 / 3, 1 / 3, 0]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    broken = max_rl(outcomes_of([[1, 0], [1, float("nan")]]))
+    assert broken.isfinite().tolist() == [True, True, False, False]
+    assert max_rl(outcomes_of([])).shape == (0,)
+
+
+@given(rights=st.integers(0, 8), wrongs=st.integers(0, 8))
+def test_max_rls_gradient_is_the_mean_score_of_the_successes_less_that_of_all(rights, wrongs):
+    """The paper's estimator, and its control variate: each success has 1 / K, and each sample -1 / N."""
+    group = [1] * rights + [0] * wrongs
+    expected = [reward / max(1, rights) - 1 / len(group) if rights else 0.0 for reward in group]
+    given = max_rl(outcomes_of([group] if group else []))
+    torch.testing.assert_close(given / max(1, len(group)), torch.tensor(expected))
+
+
+def test_max_rl_refuses_rewards_that_are_no_share_of_success():
+    with pytest.raises(ValueError, match="1 of 2 rewards are below 0"):
+        max_rl(outcomes_of([[1, -1]]))
 
 
 @every_advantage

@@ -42,12 +42,12 @@ def test_the_test_files_listed_are_those_that_exist():
 
 def test_the_yaml_that_is_shown_makes_dags(tmp_path):
     blocks = [yaml.safe_load(block) for block in re.findall(r"(?:^    .*\n)+", TEXT, re.MULTILINE)]
-    assert len(blocks) == 4
+    assert len(blocks) == 9
     for at, block in enumerate(blocks):
         path = tmp_path / f"{at}.yaml"
         path.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), **block}))
         (train, _) = dags(load_config_file(path))
-        assert set(block["nodes"]) <= {node.name for node in train.nodes}
+        assert set(block.get("nodes", ())) <= {node.name for node in train.nodes}
 
 
 def test_every_node_mentioned_exists():
@@ -59,6 +59,8 @@ def test_every_node_mentioned_exists():
 def test_options_shown_are_defaults_except_for_known_variants():
     variants = {
         ("grpo", "scale", "batch"),
+        ("truncated_is", "level", "sequence"),
+        ("masked_is", "level", "sequence"),
         ("turn_returns", "same_turn", "true"),
         ("pass_at_k", "divide_by_std", "true"),
         ("ppo_clip", "dual_clip", "3.0"),

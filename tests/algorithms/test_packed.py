@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import row_means, row_sums, spread
+from siirl_dask.algorithms import row_maxima, row_means, row_sums, spread
 
 ROWS = st.lists(st.lists(st.floats(-10, 10), max_size=4), max_size=6)
 
@@ -20,6 +20,8 @@ def test_each_row_is_summed_and_averaged_by_itself(rows):
     means = torch.tensor([sum(row) / len(row) if row else 0.0 for row in rows], dtype=torch.float64)
     assert_close(row_sums(values, offsets), sums)
     assert_close(row_means(values, offsets), means)
+    maxima = torch.tensor([max(row, default=0.0) for row in rows], dtype=torch.float64)
+    assert torch.equal(row_maxima(values, offsets), maxima)
 
 
 @given(rows=ROWS)

@@ -72,6 +72,24 @@ def test_sequence_clip_has_the_gradient_of_rloos_loss():
     assert expected.any()
 
 
+def test_gspo_by_the_sum_has_luspos_gradient():
+    """LUSPO is the mean over responses of the clipped ratio times the advantage times the length."""
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, 5, 9, 16])
+    lengths = offsets.diff()
+    old = -torch.rand(16, dtype=torch.float64)
+    per_row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+    logprobs = (old + 0.004 * torch.randn(16, dtype=torch.float64)).requires_grad_()
+    ratios = torch.stack([row.mean() for row in (logprobs - old).split(lengths.tolist())]).exp()
+    losses = torch.maximum(-per_row * ratios, -per_row * ratios.clamp(1 - 2e-3, 1 + 2.5e-3)) * lengths
+    expected = torch.autograd.grad(losses.mean(), logprobs)[0]
+    tokens = inputs(logprobs, old, per_row.repeat_interleave(lengths), offsets=offsets)
+    weights = sequence_mean_token_sum(offsets, Totals(tokens=16, rows=3)).double()
+    loss = gspo(tokens, clip_low=2e-3, clip_high=2.5e-3).loss
+    assert_close(torch.autograd.grad((loss * weights).sum(), logprobs)[0], expected)
+    assert expected.any()
+
+
 def test_gmpo_hand_checked():
     # row 0: .5 is clipped to .4, -.5 is not: exp(-.05); row 1, A < 0: nothing is clipped, exp(1.25)
     result = gmpo(EXAMPLE)

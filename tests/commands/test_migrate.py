@@ -137,9 +137,45 @@ def test_megatrons_experts_are_spread_over_as_many_ranks_as_share_them(config_of
     assert not any(fate.lost for fate in done.fates.values())
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize(
+    "mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
+)
 def test_every_loss_plans(config_of, mode):
     config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+
+
+def test_verls_gdpo_gets_the_kinds_of_reward_with_their_weights(config_of):
+    words = ["algorithm.adv_estimator=gdpo", "trainer.total_training_steps=2"]
+    keys = 'algorithm.gdpo_reward_keys=["accuracy", "format"]'
+    config, done = config_of(*words, keys, "algorithm.gdpo_reward_weights=[1.0, 0.5]")
+    assert config.algorithm.advantage == "siirl_dask.algorithms:gdpo"
+    assert config.algorithm.advantage_options == {"divide_by_std": True, "weights": {"accuracy": 1.0, "format": 0.5}}
+    assert "advantage: {with: {parts: [accuracy, format]}}" in done.text
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    assert (
+        "2 kinds"
+        in migrate([*words, keys, "algorithm.gdpo_reward_weights=[1]"]).fates["algorithm.gdpo_reward_weights"].lost
+    )
+    assert "the parts of the reward" in migrate(words).report
+
+
+def test_dro_has_its_beta_or_asks_for_it(config_of):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    words = ["algorithm.adv_estimator=grpo", f"{loss}.loss_mode=dro"]
+    config, done = config_of(*words, f"{loss}.dro_beta=0.3")
+    assert config.algorithm.loss == "siirl_dask.algorithms:dro"
+    assert config.algorithm.loss_options == {"beta": 0.3}
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    assert "a dro_beta above 0" in migrate(words).report
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_has_the_clip_ratios_as_limits(config_of, divergence):
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.policy_loss.loss_mode=dppo_{divergence}", f"{actor}.clip_ratio_low=0.1"]
+    config, _ = config_of("algorithm.adv_estimator=grpo", *words, f"{actor}.clip_ratio_high=0.3")
+    assert config.algorithm.loss == "siirl_dask.algorithms:dppo"
+    assert config.algorithm.loss_options == {"low": 0.1, "high": 0.3, "divergence": divergence, "cap": 3.0}
 
 
 @pytest.mark.parametrize("mode", ["gspo", "geo_mean", "sapo", "vanilla"])
@@ -178,6 +214,67 @@ def test_verls_bypass_mode_takes_the_engines_log_probs_and_needs_no_correction(c
     assert config.algorithm.correction == "siirl_dask.algorithms:truncated_is"
 
 
+CORRECTIONS = [
+    ("token", "2.0", None, None, "truncated_is", {"cap": 2.0}),
+    ("token", "0.5_5.0", None, None, "masked_is", {"low": 0.5, "high": 5.0}),
+    ("sequence", "4.0", None, None, "truncated_is", {"cap": 4.0, "level": "sequence"}),
+    ("null", None, "seq_mean_k1", "0.5_4.0", "reject_sequences", {"low": 0.25, "high": 2.0}),
+    ("null", None, "seq_mean_k1", "4.0", "reject_sequences", {"low": 0.25, "high": 4.0}),
+    ("null", None, "seq_sum_k1", "0.5_4.0", "reject_sequences", {"low": 0.25, "high": 2.0, "over": "sum"}),
+    ("null", None, "token_k1", "0.5_4.0", "reject_tokens", {"low": 0.25, "high": 2.0}),
+    ("null", None, "seq_max_k3", "0.1", "reject_divergent",
+     {"limit": 0.1, "estimate": "siirl_dask.algorithms:k3", "over": "max"}),
+    ("sequence", "0.5_2.0", "token_k2,seq_mean_k1", "0.1,0.5_2.0", "combined", {"parts": [
+        {"run": "siirl_dask.algorithms:masked_is", "with": {"low": 0.5, "high": 2.0, "level": "sequence"}},
+        {"run": "siirl_dask.algorithms:reject_divergent",
+         "with": {"limit": 0.1, "estimate": "siirl_dask.algorithms:k2", "over": "token"}},
+        {"run": "siirl_dask.algorithms:reject_sequences", "with": {"low": 0.5, "high": 2.0}},
+    ]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weights", "bounds", "masks", "limits", "function", "options"), CORRECTIONS)
+def test_verls_rollout_correction_becomes_weights_and_masks(
+    config_of, weights, bounds, masks, limits, function, options
+):
+    """verl rejects by the engine's probability over the policy's: bounds of k1 are the inverse ones here."""
+    asked = {"is": weights, "is_threshold": bounds, "rs": masks, "rs_threshold": limits}
+    words = [f"algorithm.rollout_correction.rollout_{name}={value}" for name, value in asked.items() if value]
+    config, done = config_of("algorithm.adv_estimator=grpo", *words, "trainer.total_training_steps=2")
+    assert config.algorithm.correction == f"siirl_dask.algorithms:{function}"
+    assert config.algorithm.correction_options == options
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+
+
+@pytest.mark.parametrize(
+    ("masks", "limits", "said"),
+    [
+        ("seq_max_k1", "0.5_2.0", "nothing is rejected by 'seq_max_k1'"),
+        ("row_mean_k1", "0.5_2.0", "nothing is rejected by 'row_mean_k1'"),
+        ("token_k3", "0.5_2.0", "an upper bound alone"),
+        ("token_k3", "2.0_0.5_1", "is no bound"),
+        ("token_k1", "2.0_0.5", "a lower bound above 0 and up to"),
+        ("token_k3,token_k2,token_k1", "0.1,0.2", "2 thresholds for 3 kinds"),
+    ],
+)
+def test_a_rejection_that_verl_does_not_have_is_named(masks, limits, said):
+    name = "algorithm.rollout_correction.rollout_rs"
+    assert said in migrate([f"{name}={masks}", f"{name}_threshold={limits}"], 10).fates[name].lost
+
+
+def test_verls_reinforce_in_bypass_mode_is_cispo_without_a_lower_bound(config_of):
+    prefix = "algorithm.rollout_correction"
+    words = [f"{prefix}.bypass_mode=True", f"{prefix}.loss_type=reinforce", "trainer.total_training_steps=2"]
+    config, _ = config_of("algorithm.adv_estimator=grpo", *words)
+    assert config.algorithm.loss == "siirl_dask.algorithms:policy_gradient"
+    config, done = config_of(*words, f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=3.0")
+    assert config.algorithm.loss == "siirl_dask.algorithms:cispo"
+    assert config.algorithm.loss_options == {"clip_low": 1.0, "clip_high": 2.0}
+    assert not [name for name, fate in done.fates.items() if fate.lost]
+    _, done = config_of(*words, f"{prefix}.rollout_is=sequence")
+    assert "a cap of at least 1" in done.fates[f"{prefix}.loss_type"].lost
+
+
 def names_of(use):
     return [name for part in TABLE.values() for option in part if option.use is use for name in option.names]
 
@@ -192,6 +289,7 @@ VARIANTS = [
     ["actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
      "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True"],
     ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.adv_estimator=reinforce_plus_plus"],
+    ["algorithm.adv_estimator=gdpo", "actor_rollout_ref.actor.policy_loss.loss_mode=dro"],
 ]  # fmt: skip
 
 
@@ -202,8 +300,8 @@ def test_what_the_table_says_has_a_counterpart_is_read_by_a_rule(name):
 
 
 @pytest.mark.parametrize("size", ["0", "0.5", "-4"])
-def test_a_mini_batch_of_no_prompt_is_named(size):
-    name = "actor_rollout_ref.actor.ppo_mini_batch_size"
+@pytest.mark.parametrize("name", ["actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"])
+def test_a_batch_of_no_prompt_is_named(name, size):
     fate = migrate([f"{name}={size}"], 10).fates[name]
     assert "expected at least 1" in fate.lost
 

@@ -513,3 +513,13 @@ def test_sources_stand_in_for_a_url_change_one_by_one_and_come_back_from_a_file(
         load(file, ["data.sources.math.wieght=2"])
     with pytest.raises(ConfigError, match=r"both given.*data\.url=null"):
         load(file, ["data.url=x"])
+
+
+def test_the_mask_that_looks_at_the_current_policy_goes_with_the_engines_log_probs(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "algorithm: {correction: 'siirl_dask.algorithms:mask_off_policy', correction_options: {limit: 0.5}, "
+        "old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}"
+    )
+    algorithm = load(path, ["data.url=a", "model.path=b"]).algorithm
+    assert algorithm.correction == "siirl_dask.algorithms:mask_off_policy"

@@ -18,6 +18,7 @@ from siirl_dask.algorithms import (
     magrpo,
     marft,
     marft_tokens,
+    max_rl,
     mt_grpo,
     opo,
     pass_at_k,
@@ -40,7 +41,17 @@ from siirl_dask.nodes import (
 )
 from siirl_dask.planner.contract import contract_of
 
-COMPARING = [grpo, partial(grpo, scale="batch"), dr_grpo, rloo, opo, pass_at_k, gpg, partial(gpg, divide_by_std=True)]
+COMPARING = [
+    grpo,
+    max_rl,
+    partial(grpo, scale="batch"),
+    dr_grpo,
+    rloo,
+    opo,
+    pass_at_k,
+    gpg,
+    partial(gpg, divide_by_std=True),
+]
 
 
 def with_own_baseline(outcomes):

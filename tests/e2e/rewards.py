@@ -1,4 +1,4 @@
-"""Rewards that go wrong."""
+"""Rewards that go wrong, and one of several parts."""
 
 import ctypes
 import os
@@ -12,6 +12,13 @@ def fails_on_the_fifth(prompt, response, answer):
 
 def gives_nan(prompt, response, answer):
     return float("nan")
+
+
+def digits_and_variety(prompt, response, answer):
+    """The share of digits, and how many different ones there are, a reward of another scale."""
+    digits = [character for character in response if character.isdigit()]
+    share = len(digits) / 8
+    return {"reward": share, "digits": share, "variety": 100 * len(set(digits))}
 
 
 def never_returns(prompt, response, answer):

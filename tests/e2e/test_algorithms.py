@@ -15,6 +15,7 @@ SHIPPED = ["quickstart", "quickstart_dr_grpo", "quickstart_rloo", "quickstart_re
 VALUES = {
     "lite_ppo": {"advantage_options": {"scale": "batch"}},
     "gpg": {"advantage": f"{ALGORITHMS}:gpg", "loss": f"{ALGORITHMS}:policy_gradient"},
+    "max_rl": {"advantage": f"{ALGORITHMS}:max_rl"},
     "opo": {"advantage": f"{ALGORITHMS}:opo"},
     "pass_at_k": {"advantage": f"{ALGORITHMS}:pass_at_k"},
     "policy_gradient": {"loss": f"{ALGORITHMS}:policy_gradient"},
@@ -24,6 +25,9 @@ VALUES = {
         "loss": f"{ALGORITHMS}:sequence_clip",
         "aggregation": f"{ALGORITHMS}:sequence_mean_token_sum",
     },
+    "dppo": {"loss": f"{ALGORITHMS}:dppo"},
+    "dro": {"loss": f"{ALGORITHMS}:dro", "loss_options": {"beta": 0.5}},
+    "vespo": {"loss": f"{ALGORITHMS}:vespo"},
     "sapo": {"loss": f"{ALGORITHMS}:sapo"},
     "gmpo": {"loss": f"{ALGORITHMS}:gmpo", "aggregation": f"{ALGORITHMS}:sequence_mean_token_mean"},
     "entropy_bonus": {"entropy_coefficient": 1e-3},
@@ -32,6 +36,16 @@ VALUES = {
     "reject_sequences": {
         "correction": f"{ALGORITHMS}:reject_sequences",
         "correction_options": {"low": 0.5, "high": 2.0},
+    },
+    "combined": {
+        "correction": f"{ALGORITHMS}:combined",
+        "correction_options": {
+            "parts": [
+                {"run": f"{ALGORITHMS}:reject_divergent", "with": {"limit": 0.1}},
+                {"run": f"{ALGORITHMS}:mask_off_policy", "with": {"limit": 0.5}},
+                {"run": f"{ALGORITHMS}:truncated_is", "with": {"level": "sequence"}},
+            ],
+        },
     },
 }
 """Algorithms that differ from the quickstart in values only."""
@@ -104,6 +118,29 @@ GRAPHS = {
             "update": _COLUMNS,
         },
     },
+    "high_entropy": {
+        "algorithm": {"correction": f"{ALGORITHMS}:keep_high_entropy"},
+        "nodes": {
+            "old_logprobs": {"with": {"entropies": True}},
+            "forks": {
+                "run": f"{NODES}:choose_high_entropy",
+                "role": "policy",
+                "after": "minibatches",
+                "with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.8},
+            },
+            "near": {
+                "run": f"{NODES}:mask_second_moment",
+                "role": "policy",
+                "after": "forks",
+                "with": {"minibatches": "${algorithm.minibatches}"},
+            },
+            "update": {"after": "near", "with": {"columns": ["high_entropy"]}},
+        },
+    },
+    "gdpo": {
+        "algorithm": {"advantage": f"{ALGORITHMS}:gdpo"},
+        "nodes": {"advantage": {"with": {"parts": ["digits", "variety"]}}},
+    },
     "clip_cov": {
         "algorithm": {"loss": f"{ALGORITHMS}:clip_cov"},
         "nodes": {
@@ -114,6 +151,8 @@ GRAPHS = {
     },
 }
 """Algorithms that are another graph."""
+REWARDS = {"gdpo": ["rewards.function=tests.e2e.rewards:digits_and_variety"]}
+"""Rewards of algorithms that learn from another one."""
 
 
 @pytest.fixture
@@ -129,7 +168,7 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
+SLOW = {"role_baselines", "high_entropy", "gdpo", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
 """Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
 SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
 """Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""
@@ -144,7 +183,8 @@ def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
     sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
     fast = ["trainer.warmup_steps=0", "trainer.lr=4e-3"]
-    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, config_file=config_file(name))
+    own = REWARDS.get(name, [])
+    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, *own, config_file=config_file(name))
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())

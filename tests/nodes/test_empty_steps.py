@@ -19,6 +19,7 @@ from siirl_dask.nodes import (
     estimate_advantage,
     generate,
     generate_with_greedy,
+    mask_truncated,
     measure_answers,
     penalise_kl,
     penalise_overlong,
@@ -80,7 +81,7 @@ def test_nodes_that_other_algorithms_add_take_tables_without_rows():
     rows = rows.append_column("answer", pa.array([], pa.string()))
     rows = generate_with_greedy(ctx, rows, rollout=RolloutConfig(n=2))
     ctx.resource = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(), reward=digit_fraction)
-    rows = penalise_overlong(ctx, score(ctx, rows), max_length=9)
+    rows = penalise_overlong(ctx, score(ctx, mask_truncated(ctx, rows)), max_length=9)
     rows = take_greedy_baselines(ctx, measure_answers(ctx, rows, n=2, k=(1, 2)))
     for name in ("old_logprobs", "reference_logprobs"):
         rows = rows.append_column(name, pa.array([], TYPES[name]))

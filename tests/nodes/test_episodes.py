@@ -37,6 +37,7 @@ from siirl_dask.nodes import (
     draw_minibatches,
     estimate_advantage,
     estimate_token_advantages,
+    mask_truncated,
     measure_answers,
     penalise_kl,
     penalise_overlong,
@@ -313,6 +314,13 @@ def test_a_penalty_on_length_is_of_the_episode_and_falls_due_once():
     split, contexts = on_workers(node, [parts.slice(0, 1), parts.slice(1, 2)])
     assert split["reward"].to_pylist() == [0.0, 0.5, 1.0]
     assert sum(ctx.metrics["reward/overlong_penalty"].weight for ctx in contexts if ctx.metrics) == 2
+
+
+def test_an_episode_that_was_cut_short_is_masked_with_all_its_rows_and_by_its_last_reason():
+    table = table_of([episode(0, [(1, 0), (2, 0)]), episode(1, [(1, 0), (1, 1)])], [(1,), (1,)])
+    table = table.append_column("finish_reason", pa.array(["stop", "length", "length", "stop"]))
+    masked = mask_truncated(context(), table)
+    assert masked["response_mask"].to_pylist() == [[False], [False, False], [True], [True, False]]
 
 
 def test_the_kl_penalty_of_all_segments_counts_and_the_controller_sees_episodes():

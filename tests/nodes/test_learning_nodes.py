@@ -11,12 +11,15 @@ import pytest
 from siirl_dask.algorithms import (
     KLController,
     TokenLoss,
+    dr_grpo,
     gae,
+    gdpo,
     gpg,
     grpo,
     k1,
     policy_loss,
     ppo_clip,
+    reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
 )
@@ -27,6 +30,7 @@ from siirl_dask.nodes import (
     choose_covariant,
     estimate_advantage,
     estimate_token_advantages,
+    mask_truncated,
     penalise_kl,
     penalise_overlong,
     rollout_logprobs,
@@ -35,6 +39,7 @@ from siirl_dask.nodes import (
     update_policy,
 )
 from siirl_dask.planner import DAG, Node, Role, compile_chains
+from siirl_dask.planner.contract import contract_of
 from siirl_dask.schema import TYPES
 from siirl_dask.testing.local_pool import ThreadPeers
 from siirl_dask.testing.rows import build_nothing
@@ -169,6 +174,72 @@ def test_a_response_near_the_limit_gets_a_lower_reward():
     table = rows(reward=[1.0, None, 1.0, 1.0], response_ids=[[0] * 8, [0] * 8, [0] * 7, [0] * 6])
     given = penalise_overlong(context(), table, max_length=8, buffer=2, factor=0.5)
     assert given["reward"].to_pylist() == [0.5, None, 0.75, 1.0]
+
+
+def _kinds(*rewards):
+    return [None if parts is None else list(parts.items()) for parts in rewards]
+
+
+def test_the_parts_of_a_reward_reach_an_advantage_that_asks_for_them():
+    table = rows(
+        group_id=[0, 0, 0],
+        reward=[1.0, None, 0.0],
+        reward_parts=_kinds({"a": 1.0, "b": 7.0, "c": 9.0}, None, {"a": 0.0, "b": 5.0}),
+        response_ids=[[1], [2], [3]],
+    )
+    seen = []
+    node = partial(estimate_advantage, advantage=lambda outcomes: seen.append(outcomes) or outcomes.parts["b"])
+    assert node(context(), table, parts=("a", "b"))["advantage"].to_pylist() == [7.0, None, 5.0]
+    assert {name: rewards.tolist() for name, rewards in seen[0].parts.items()} == {"a": [1.0, 0.0], "b": [7.0, 5.0]}
+    node = partial(estimate_advantage, advantage=gdpo, parts=("a", "b"))
+    whole = node(context(), table)
+    assert whole["advantage"].to_pylist() == pytest.approx([0.5**0.5, None, -(0.5**0.5)], abs=1e-5)
+    with pytest.raises(DataError, match=r"the reward of row 2 has no part 'c' \(it has: \['a', 'b'\]\)"):
+        estimate_advantage(context(), table, advantage=gdpo, parts=("a", "c"))
+
+
+def test_a_kl_in_the_reward_is_refused_beside_parts_that_do_not_hold_it():
+    table = rows(group_id=[0], reward=[1.0], reward_parts=_kinds({"a": 1.0}), response_ids=[[1]], kl_penalty=[[-0.5]])
+    with pytest.raises(DataError, match="put it into the loss"):
+        estimate_advantage(context(), table, advantage=gdpo, parts=("a",))
+
+
+def test_parts_are_read_where_they_are_asked_for():
+    assert "reward_parts" in contract_of(partial(estimate_advantage, advantage=gdpo, parts=("a",))).reads
+    assert "reward_parts" not in contract_of(partial(estimate_advantage, advantage=grpo)).reads
+
+
+def test_a_truncated_response_is_masked_by_its_reason_and_not_by_its_length():
+    table = rows(response_ids=[[1, 2], [3, 4], [5], []], finish_reason=["length", "stop", "length", "length"])
+    ctx = context()
+    masked = mask_truncated(ctx, table)
+    assert masked["response_mask"].to_pylist() == [[False, False], [True, True], [False], []]
+    assert ctx.metrics["response/masked"].value == 0.75
+    turned = rows(response_ids=[[1], [2], [3]], finish_reason=["length", "turns", "stop"])
+    given = mask_truncated(context(), turned, reasons=("length", "turns"))
+    assert given["response_mask"].to_pylist() == [[False], [False], [True]]
+
+
+def test_tokens_that_were_masked_before_stay_masked():
+    table = rows(
+        response_ids=[[1, 2], [3, 4]], response_mask=[[True, False], [False, True]], finish_reason=["stop", "length"]
+    )
+    given = mask_truncated(context(), table)
+    assert given["response_mask"].to_pylist() == [[True, False], [False, False]]
+    assert given.column_names == table.column_names
+
+
+def test_a_masked_rows_reward_counts_in_its_group_and_none_of_its_tokens_in_whitening():
+    table = rows(group_id=[0, 0], reward=[1.0, 3.0], response_ids=[[1, 2], [3, 4, 5]], finish_reason=["stop", "length"])
+    masked = mask_truncated(context(), table)
+    assert estimate_advantage(context(), masked, advantage=dr_grpo)["advantage"].to_pylist() == [-1.0, 1.0]
+    given = estimate_token_advantages(context(), masked, advantage=reinforce_plus_plus)
+    assert given["advantages"].to_pylist() == [[0.0, 0.0], [0.0, 0.0, 0.0]], "one return of two tokens: no variance"
+
+
+def test_a_reason_that_no_response_has_is_refused():
+    with pytest.raises(ValueError, match="'lenght' is none of"):
+        mask_truncated.__contract__.trial(reasons=("lenght",))
 
 
 def _covariance_table():

@@ -21,7 +21,7 @@ OTHER_VALUES = {
     "entropy_coefficient": 0.25,
     "old_logprobs": "siirl_dask.nodes:rollout_logprobs",
     "correction": "siirl_dask.algorithms:masked_is",
-    "correction_options": {"cap": 3.0},
+    "correction_options": {"level": "sequence"},
     "minibatches": 3,
     "split_groups": True,
     "epochs": 2,

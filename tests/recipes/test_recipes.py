@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from siirl_dask import dapo, grpo, ppo, turns
-from siirl_dask.algorithms import ppo_clip, rloo
+from siirl_dask.algorithms import k2, ppo_clip, rloo, truncated_is
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.driver.phases import dags, validation_of
 from siirl_dask.errors import ConfigError
@@ -33,6 +33,26 @@ RECIPES = {
 @pytest.mark.parametrize("config", SPELLED)
 def test_a_recipe_makes_the_dag_that_the_yaml_spells(config):
     assert same_dag(SPELLED[config])(load_config_file(shipped(config)))
+
+
+def test_a_product_of_corrections_is_the_same_dag_in_yaml_and_in_python(tmp_path):
+    path = tmp_path / "combined.yaml"
+    path.write_text(
+        f"""base: {shipped("quickstart")}
+algorithm:
+  correction: siirl_dask.algorithms:combined
+  correction_options:
+    parts:
+      - {{run: "siirl_dask.algorithms:reject_divergent", with: {{limit: 0.1, estimate: "siirl_dask.algorithms:k2"}}}}
+      - siirl_dask.algorithms:truncated_is
+"""
+    )
+    file = load_config_file(path)
+    assert same_dag(grpo)(file)
+    correction = grpo(file.config).node("update").options["loss"].keywords["correction"]
+    mask, weight = correction.keywords["parts"]
+    assert mask.keywords == {"limit": 0.1, "estimate": k2}
+    assert weight is truncated_is
 
 
 def test_the_recipe_of_dapo_makes_its_dag_but_for_half_the_penalty():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from siirl_dask.commands.migrate.correction_rules import set_correction
 from siirl_dask.commands.migrate.draft import Draft
-from siirl_dask.config import ENGINES_LOGPROBS
 
 ACTOR = "actor_rollout_ref.actor"
 _OURS = "siirl_dask.algorithms"
@@ -17,6 +17,7 @@ _ESTIMATORS = {
     "rloo_vectorized": "rloo",
     "opo": "opo",
     "gpg": "gpg",
+    "gdpo": "gdpo",
     "remax": "remax",
     "grpo_passk": "pass_at_k",
     "gae": "gae",
@@ -31,6 +32,9 @@ _LOSSES = {
     "sapo": "sapo",
     "cispo": "cispo",
     "gpg": "policy_gradient",
+    "dro": "dro",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
     "clip_cov": "clip_cov",
     "kl_cov": "kl_cov",
 }
@@ -87,10 +91,35 @@ def set_algorithm(draft: Draft) -> None:
                 draft.became("algorithm.gamma", "algorithm.advantage_options")
         case "remax":
             _add_greedy(draft)
+        case "gdpo":
+            options = _gdpo_options(draft)
+            draft.became("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage_options")
     draft.set("algorithm.advantage", f"{_OURS}:{ours}", name)
     draft.set("algorithm.advantage_options", options, note=f"of {ours}, written out")
     _set_dynamic_sampling(draft)
     _set_reference(draft)
+
+
+def _gdpo_options(draft: Draft) -> dict[str, Any]:
+    """Return the options of gdpo, and have the node hand it the kinds of reward."""
+    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    kinds = [str(kind) for kind in draft.items(keys)]
+    options: dict[str, Any] = {"divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)}
+    draft.nodes["advantage"] = {"with": {"parts": kinds or ["TO_DECIDE"]}}
+    if not kinds:
+        draft.open_questions.append("nodes.advantage.with.parts: the parts of the reward that gdpo compares")
+    draft.became(keys, "nodes.advantage")
+    try:
+        numbers = [float(weight) for weight in draft.items(weights)]
+    except (TypeError, ValueError):
+        draft.lose(weights, "expected a list of numbers; each kind has 1")
+        return options
+    if numbers and len(numbers) != len(kinds):
+        draft.lose(weights, f"{len(numbers)} weights for {len(kinds)} kinds of reward; each kind has 1")
+    elif numbers:
+        options["weights"] = dict(zip(kinds, numbers, strict=True))
+        draft.became(weights, "algorithm.advantage_options")
+    return options
 
 
 def _add_greedy(draft: Draft) -> None:
@@ -205,10 +234,12 @@ def set_loss(draft: Draft) -> None:
         "policy_drift_coeff",
     )
     draft.set("algorithm.loss_options", options, *(f"{ACTOR}.{name}" for name in names))
+    if ours == "dro":
+        draft.became(f"{ACTOR}.policy_loss.dro_beta", "algorithm.loss_options")
     _set_covariant(draft, ours)
     _set_aggregation(draft, ours)
     draft.copy({f"{ACTOR}.entropy_coeff": "algorithm.entropy_coefficient"})
-    _set_correction(draft)
+    set_correction(draft)
 
 
 def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
@@ -227,6 +258,21 @@ def _loss_options(draft: Draft, ours: str) -> dict[str, Any]:
             }
         case "ppo_clip":
             return bounds | {"dual_clip": draft.number(f"{ACTOR}.clip_ratio_c", 3.0)}
+        case "dro":
+            beta = draft.number(f"{ACTOR}.policy_loss.dro_beta", 0.0)
+            if not beta > 0:
+                draft.open_questions.append(
+                    "algorithm.loss_options.beta: verl asks for a dro_beta above 0, and 1 stands in"
+                )
+            return {"beta": beta if beta > 0 else 1.0}
+        case "dppo":
+            mode = draft.text(f"{ACTOR}.policy_loss.loss_mode")
+            return {
+                "low": bounds["clip_low"],
+                "high": bounds["clip_high"],
+                "divergence": "kl" if mode.endswith("kl") else "tv",
+                "cap": draft.number(f"{ACTOR}.clip_ratio_c", 3.0),
+            }
         case "cpgd":
             return bounds | {"drift": draft.number(f"{ACTOR}.policy_drift_coeff", 0.0)}
         case "kl_cov":
@@ -275,25 +321,3 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
         scale = f"{ACTOR}.loss_scale_factor"
         length = int(draft.number(scale, draft.number("data.max_response_length", 512)))
         draft.set("algorithm.aggregation_options", {"length": length}, scale, name)
-
-
-def _set_correction(draft: Draft) -> None:
-    cap, prefix = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
-    kind = draft.text(f"{prefix}.rollout_is", "")
-    if draft.flag(f"{prefix}.bypass_mode", default=False):
-        draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, f"{prefix}.bypass_mode")
-        for name in (cap, f"{prefix}.rollout_is", f"{prefix}.rollout_is_threshold"):
-            draft.lose(name, "with bypass_mode the loss's ratio is to the sampler already")
-        return
-    draft.hold(f"{prefix}.bypass_mode", "old log-probs are of a pass of the policy")
-    if draft.number(cap, -1) > 0:
-        draft.set("algorithm.correction", f"{_OURS}:truncated_is", cap)
-        draft.set("algorithm.correction_options", {"cap": draft.number(cap, 2.0)}, cap)
-    elif kind == "token":
-        threshold = f"{prefix}.rollout_is_threshold"
-        draft.set("algorithm.correction", f"{_OURS}:truncated_is", f"{prefix}.rollout_is")
-        draft.set("algorithm.correction_options", {"cap": draft.number(threshold, 2.0)}, threshold)
-    elif kind:
-        draft.lose(f"{prefix}.rollout_is", "weights of whole sequences are not truncated: see truncated_is, masked_is "
-                   "and reject_sequences in docs/algorithms.md")  # fmt: skip
-    draft.hold(cap, "no cap")

@@ -67,15 +67,27 @@ ALGORITHM = (
     rule("algorithm.gamma algorithm.lam", "algorithm.advantage_options", "discount and gae_lambda"),
     rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "false is dr_grpo; true divides by the group's "
           "std + 1e-6, as grpo does"),
+    rule("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "nodes.advantage, algorithm.advantage_options",
+          "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over responses here, over "
+          "tokens there"),
     rule("algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty", "roles.kl, nodes.kl", "a "
           "KLController and the node penalise_kl"),
     rule("algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches", "nodes.rollout",
           "dags/dapo.yaml, with rounds"),
     rule("algorithm.filter_groups.metric", "", "groups whose rewards are all equal are replaced, by reward"),
-    rule("algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",
-          "algorithm.correction", "token is truncated_is with the threshold as its cap"),
+    rule("algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold "
+          "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
+          "algorithm.correction, algorithm.correction_options", "of weights one bound is truncated_is and two, as in "
+          "0.5_5.0, masked_is; k1 is reject_tokens or reject_sequences with the inverse bounds, since there the "
+          "engine's probability is over the policy's; k2 and k3 are reject_divergent; several are combined. What is "
+          "rejected still counts in the loss's denominator here"),
     rule("algorithm.rollout_correction.bypass_mode", "algorithm.old_logprobs", "true is rollout_logprobs, and no "
           "correction"),
+    rule("algorithm.rollout_correction.loss_type", "algorithm.loss", "reinforce is policy_gradient, and cispo with "
+          "weights of tokens; with bypass_mode alone"),
+    none("algorithm.rollout_correction.rollout_is_batch_normalize", "weights are not divided by their mean over the "
+          "batch"),
+    none("algorithm.rollout_correction.*", "see docs/algorithms.md, Corrections for the sampler"),
     always("algorithm.algorithm_name algorithm.workflow_type", "the DAG follows from the estimator and the filters"),
     none("algorithm.rollout_correction.*", "see docs/algorithms.md: masked_is and reject_sequences reject rows"),
     none("algorithm.use_pf_ppo algorithm.pf_ppo*", "rows are not sampled again by their rewards"),

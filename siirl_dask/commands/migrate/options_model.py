@@ -42,7 +42,9 @@ ACTOR = (
     rule(f"{_A}.clip_ratio {_A}.clip_ratio_low {_A}.clip_ratio_high {_A}.clip_ratio_c {_A}.tau_pos {_A}.tau_neg",
           "algorithm.loss_options", "clip_ratio_c, the dual clip, is 3 by default there and absent here; it is written "
           "out"),
-    rule(f"{_A}.policy_loss.loss_mode {_A}.use_cpgd_loss {_A}.policy_drift_coeff", "algorithm.loss"),
+    rule(f"{_A}.policy_loss.loss_mode {_A}.use_cpgd_loss {_A}.policy_drift_coeff", "algorithm.loss", "dppo_tv and "
+          "dppo_kl are dppo, whose limits are the clip ratios and whose cap is clip_ratio_c"),
+    rule(f"{_A}.policy_loss.dro_beta", "algorithm.loss_options", "beta, with loss_mode dro"),
     rule(f"{_A}.policy_loss.clip_cov_* {_A}.policy_loss.kl_cov_ratio {_A}.policy_loss.ppo_kl_coef",
           "nodes.covariant, algorithm.loss_options", "with loss_mode clip_cov or kl_cov"),
     rule(f"{_A}.loss_agg_mode {_A}.loss_scale_factor {_A}.use_token_level_loss", "algorithm.aggregation",

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.commands.migrate.loss_rules import ACTOR, set_algorithm, set_loss
 from siirl_dask.commands.migrate.rollout_rules import set_profile, set_rollout, set_validation
-from siirl_dask.commands.migrate.trainer_rules import minibatch_count, set_trainer
+from siirl_dask.commands.migrate.trainer_rules import batch_size, minibatch_count, set_trainer
 from siirl_dask.config import MetricsBackend
 
 _MODEL = "actor_rollout_ref.model"
@@ -62,7 +62,8 @@ def _set_steps(draft: Draft, rows: int | None) -> None:
         draft.set("run.steps", int(draft.number(steps, 0)), steps)
         draft.hold("trainer.total_epochs", f"{steps} is given")
         return
-    epochs, batch = int(draft.number("trainer.total_epochs", 30)), int(draft.number("data.train_batch_size", 1024))
+    epochs = int(draft.number("trainer.total_epochs", 30))
+    batch = batch_size(draft)
     counts = [_rows_of(url) for url in _files(draft, "data.train_files")]
     known = rows if rows is not None else sum(filter(None, counts)) if counts and all(counts) else None
     if known:
@@ -98,7 +99,7 @@ def _set_data(draft: Draft) -> None:
         sources = {f"{Path(file).stem}_{place}": {"url": file, "weight": weight}
                    for place, (file, weight) in enumerate(zip(files, weights, strict=True))}  # fmt: skip
         draft.set("data.sources", sources, "data.train_files", note="weights are rows where the file was there")
-    draft.set("data.batch_size", int(draft.number("data.train_batch_size", 1024)), "data.train_batch_size")
+    draft.set("data.batch_size", batch_size(draft), "data.train_batch_size")
     draft.copy({"data.prompt_key": "data.prompt", "data.image_key": "images.column"})
     draft.set("data.answer", "reward_model.ground_truth", note="where their datasets have the answer")
     length = draft.first(

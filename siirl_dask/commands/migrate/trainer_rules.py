@@ -7,12 +7,21 @@ from siirl_dask.commands.migrate.draft import Draft
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 
+def batch_size(draft: Draft) -> int:
+    """Return the prompts of a step. Less than one is lost, and the step has one."""
+    name = "data.train_batch_size"
+    if (size := int(draft.number(name, 1024))) < 1:
+        draft.lose(name, f"{draft.text(name)} is no number of prompts: expected at least 1")
+        return 1
+    return size
+
+
 def minibatch_count(draft: Draft) -> int:
     """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both counted alike.
 
     A mini-batch of less than one prompt is lost, and the step is one mini-batch.
     """
-    batch = int(draft.number("data.train_batch_size", 1024))
+    batch = batch_size(draft)
     name = f"{_ACTOR}.ppo_mini_batch_size"
     if (size := int(draft.number(name, 256))) < 1:
         draft.lose(name, f"{draft.text(name)} is no number of prompts: expected at least 1")

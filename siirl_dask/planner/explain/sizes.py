@@ -13,7 +13,9 @@ from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import (
     ADVANTAGES,
     COVARIANT,
+    ENTROPIES,
     FINISH_REASON,
+    HIGH_ENTROPY,
     IDENTITY,
     KL_PENALTY,
     OLD_LOGPROBS,
@@ -149,6 +151,8 @@ _PER_RESPONSE_TOKEN = (
     ADVANTAGES,
     RETURNS,
     COVARIANT,
+    ENTROPIES,
+    HIGH_ENTROPY,
     TOKEN_VERSIONS,
 )
 """List columns with a value for each token of the response."""
