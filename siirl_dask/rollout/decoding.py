@@ -331,8 +331,7 @@ def use_decoding(model: PreTrainedModel) -> bool:
 
     Tried on a short row and on one that is longer than windows, each with a token more.
     """
-    config = model.config.get_text_config()
-    rows = [[token % config.vocab_size for token in row] for row in ([1, 2, 3], range(trial_length(config)))]
+    rows = trial_rows(model)
     before = attention_of_text(model, None)
     model.set_attn_implementation(attention_of_text(model, EAGER))  # transformers' sdpa leaves soft caps out
     plain = [model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float() for row in rows]
@@ -345,7 +344,7 @@ def use_decoding(model: PreTrainedModel) -> bool:
         first = decoder.logits()
         decoder.append(torch.tensor([row[-1] for row in rows], device=model.device))
         error = float((torch.stack([first, decoder.logits()]) - expected).abs().max())
-        if error <= _rounding(expected, model.dtype):
+        if error <= rounding(expected, model.dtype):
             return True
         reason = f"logits are off by {error:.2g}"
     except Exception as failure:  # a model may do anything with an attention that it does not expect
@@ -353,6 +352,12 @@ def use_decoding(model: PreTrainedModel) -> bool:
     logger.info("%s generates with transformers' generate, which takes longer: %s", type(model).__name__, reason)
     model.set_attn_implementation(before)
     return False
+
+
+def trial_rows(model: PreTrainedModel) -> list[list[int]]:
+    """Return two rows to try a model on: a short one, and one that is longer than windows."""
+    config = model.config.get_text_config()
+    return [[token % config.vocab_size for token in row] for row in ([1, 2, 3], range(trial_length(config)))]
 
 
 def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
@@ -367,6 +372,6 @@ def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
     }
 
 
-def _rounding(logits: Tensor, dtype: torch.dtype) -> float:
+def rounding(logits: Tensor, dtype: torch.dtype) -> float:
     """Return the largest difference that kernels may make which add up in another order."""
     return max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, float(logits.abs().max()))

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from siirl_dask.errors import ConfigError
 from siirl_dask.models.rotary import has_pinned_frequencies
-from siirl_dask.rollout.decoding import Choose, padded
+from siirl_dask.rollout.decoding import Choose, padded, rounding, trial_rows
 
 
 @torch.inference_mode()
@@ -42,6 +44,35 @@ def generate(
         ),
     )
     return chosen.result()
+
+
+@torch.inference_mode()
+def check_generate(model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError where ``generate`` has other log-probs than plain passes of the model: rows of unequal lengths
+    are side by side there, and some models take the padding for tokens.
+    """
+    prompts = trial_rows(model)
+    vocabulary: list[Tensor] = []
+
+    def likeliest(logits: Tensor, rows: NDArray[np.intp], at: int) -> tuple[Tensor, Tensor]:
+        logprobs = logits.log_softmax(-1)
+        vocabulary.append(logprobs)
+        best = logprobs.max(-1)
+        return best.indices, best.values
+
+    tokens, _ = generate(model, prompts, [2, 2], frozenset(), 0, likeliest)
+    found = torch.stack(vocabulary, dim=1)
+    plain = []
+    for prompt, first in zip(prompts, tokens[:, 0].tolist(), strict=True):
+        whole = torch.tensor([[*prompt, first]], device=model.device)
+        plain.append(model(whole, use_cache=False).logits[0, -2:].float())
+    expected = torch.stack(plain)
+    error = float((found - expected.log_softmax(-1)).abs().max())
+    if error > rounding(expected, model.dtype):
+        raise ConfigError(
+            f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs that are off by "
+            f"{error:.2g} in a batch of prompts of unequal lengths; take rollout.engine=vllm, or another model"
+        )
 
 
 class _ChosenTokens(LogitsProcessor):

@@ -37,7 +37,7 @@ from siirl_dask.rollout.engine import (
     serve_all,
 )
 from siirl_dask.rollout.image_prompts import PromptImageReader
-from siirl_dask.rollout.plain_generate import generate
+from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.route_recording import RouteRecorder
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
@@ -70,6 +70,8 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
         self._decodes = use_decoding(self._model)
+        if not self._decodes:
+            check_generate(self._model, model.path)
         if (processor is not None or routing is not None) and not self._decodes:
             raise ConfigError(
                 f"model.path={model.path!r}: a {type(self._model).__name__} generates with transformers' own loop "

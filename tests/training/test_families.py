@@ -17,7 +17,8 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.corrections import correct_modules
 from siirl_dask.rollout.decoding import decode, use_decoding
-from siirl_dask.rollout.plain_generate import generate
+from siirl_dask.rollout.plain_generate import check_generate, generate
+from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs
 from siirl_dask.testing.rows import grouped_rows, split_rows
@@ -28,7 +29,7 @@ from siirl_dask.training.model.trial import _warn_once
 from siirl_dask.training.packing import micro_batches
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
-from tests.training.families import FAMILIES, written
+from tests.training.families import FAMILIES, REFUSED, written
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("qwen2", "qwen2_moe", "qwen3_5_text", "gemma2", "gpt_oss", "granite", "lfm2", "bloom", "llama4_text")
@@ -123,7 +124,10 @@ def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_pr
     correct_modules(engine)
     engine.generation_config = GenerationConfig()
     own = use_decoding(engine)
-    sample = decode if own else generate
+    sample = decode
+    if not own:
+        check_generate(engine, str(folder))
+        sample = generate
     tokens, logprobs = sample(engine, prompts, [LEARNED] * len(prompts), frozenset(), 0, greedy)
     for row, prompt in enumerate(prompts):
         response = tokens[row].tolist()
@@ -212,6 +216,16 @@ def test_a_model_that_takes_no_packed_rows_is_computed_with_padding_and_one_warn
         trainer_of(tmp_path)
     (message,) = [record.message for record in caplog.records if record.name == "siirl_dask.training"]
     assert message.startswith("BloomForCausalLM computes no packed rows, but rows side by side with padding")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(name, tmp_path):
+    model = written(tmp_path, name)
+    with pytest.raises(ConfigError, match=type(model).__name__):
+        trainer_of(tmp_path)
+    with pytest.raises(ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"):
+        TransformersEngine(ModelConfig(path=str(tmp_path)))
 
 
 def test_docs_models_says_of_every_family_how_it_is_computed():
