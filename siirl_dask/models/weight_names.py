@@ -53,6 +53,22 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     return found | {name: (name, making) for name, making in made.items()}
 
 
+def unknown_names(model: PreTrainedModel, in_files: Iterable[str]) -> list[str]:
+    """Return the names in a folder's files of what a model has not, and makes no parameter of: a tower's weights where
+    the model is of text alone, or heads for several tokens.
+    """
+    there = dict.fromkeys(model.state_dict(), True)
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    unknown = []
+    for name in in_files:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if renamed not in there and name not in there:
+            unknown.append(name)
+    return unknown
+
+
 class _Made:
     """Stands for the open file of a parameter that is made of others, and for its slice."""
 

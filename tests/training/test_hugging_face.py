@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from siirl_dask.config import Dtype
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
@@ -68,6 +69,54 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
     assert names_in(tmp_path / "out") == names_in(tmp_path / "base")
     assert difference(tmp_path / "out", learned, str(tmp_path / "base"), Dtype.float32) == 0.0
     assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
+
+
+def image_text_model(folder):
+    """An image-text model whose text transformers takes for a model of its own, as it takes Qwen3.5's."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "vocab_size": VOCABULARY,
+        "head_dim": 16,
+    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    text |= {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32}
+    tower |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
+    config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=tower, image_token_id=260)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_the_bases_tower(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    whole = image_text_model(base)
+    extra = {"mtp.head.weight": torch.ones(3, 2)}
+    save_file(load_file(base / "model.safetensors") | extra, base / "model.safetensors", {"format": "pt"})
+    learned = {
+        name: 1.5 * parameter.detach()
+        for name, parameter in AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters()
+    }
+    out.mkdir()
+    write_hugging_face(out, learned, str(base), Dtype.float32)
+    assert names_in(out) == names_in(base)
+    assert difference(out, learned, str(base), Dtype.float32) == 0.0
+    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert after["mtp.head.weight"].tolist() == extra["mtp.head.weight"].tolist()
+    for name, tensor in before.items():
+        factor = 1.0 if name.startswith(("model.visual", "mtp")) else 1.5
+        assert torch.equal(after[name], factor * tensor), name
+    exported = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if ".visual." not in name:
+                parameter.mul_(1.5)
+        assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
 
 
 def test_a_folder_of_another_model_differs(tmp_path):

@@ -14,6 +14,7 @@ from shutil import copyfile
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -28,6 +29,8 @@ from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.remote import is_of_weights
+from siirl_dask.models.weight_files import open_tensors
+from siirl_dask.models.weight_names import parameter_names, unknown_names
 from siirl_dask.training.model.lora import merged, peft_config
 from siirl_dask.training.parts import stays
 
@@ -53,7 +56,36 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
+    _name_as_in(base, folder, model)
     _copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
+
+
+def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
+    """Give the weights in ``folder`` the names that they have in ``base``, and add those of ``base`` that the model has
+    not, where the two differ: the text of an image-text model is another model to transformers.
+
+    A base whose weights are quantized has scales beside them, which no longer apply: nothing of it is added.
+    """
+    written = open_tensors(str(folder))
+    there = open_tensors(base)
+    if not there or written.keys() == there.keys():
+        return
+    of_base = {parameter: name for name, parameter in parameter_names(model, there).items()}
+    of_written = parameter_names(model, written)
+    state: dict[str, Tensor] = {}
+    for name, file in written.items():
+        new = name if name in there else of_base.get(of_written.get(name, name), name)
+        state[new] = file.get_tensor(name)
+    if "quantization_config" not in (read_config(base) or {}):
+        for name in unknown_names(model, there):
+            tensor = there[name].get_tensor(name)
+            state[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    if state.keys() == written.keys():
+        return
+    written.clear()  # closes the files
+    for file in folder.iterdir():
+        file.unlink()
+    save_torch_state_dict(state, folder, max_shard_size=_SHARD)
 
 
 def _copy_others(base: Path, folder: Path, dtype: str) -> None:
