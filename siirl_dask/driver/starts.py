@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
-from siirl_storage import join, open_fs, remove_tree
+from siirl_storage import StorageError, join, open_fs, remove_tree
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, LoraConfig, ModelConfig, TrainerConfig
@@ -259,7 +259,10 @@ def _key(run: str) -> str:
 
 def _recorded(run_url: str) -> list[str]:
     """Return the folders with models that the run at ``run_url`` has begun with, whole ones alone."""
-    fs, path = open_fs(join(absolute(run_url), FOLDER))
+    try:
+        fs, path = open_fs(join(absolute(run_url), FOLDER))
+    except StorageError as error:
+        raise ConfigError(f"run.url={run_url!r}: {error}") from error
     names = [folder.rstrip("/").rpartition("/")[2] for folder in listed(fs, path)]
     root = path if isinstance(fs, LocalFileSystem) else join(absolute(run_url), FOLDER)
     folders = [join(root, name) for name in sorted(names)]

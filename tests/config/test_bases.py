@@ -110,9 +110,9 @@ def test_a_group_within_a_group_is_merged_key_by_key(write):
 
 
 NESTED = [
-    ("trainer: {lora: {rnk: 1}}", "unknown key 'trainer.lora.rnk' (keys of trainer.lora: ['rank', 'alpha', 'targets'])"
-                                  "; did you mean 'rank'?"),
-    ("trainer: {lora: 4}", "trainer.lora=4: expected a mapping with keys of ['rank', 'alpha', 'targets']"),
+    ("trainer: {lora: {rnk: 1}}", "unknown key 'trainer.lora.rnk' (keys of trainer.lora: ['rank', 'alpha', "
+                                  "'targets', 'path']); did you mean 'rank'?"),
+    ("trainer: {lora: 4}", "trainer.lora=4: expected a mapping with keys of ['rank', 'alpha', 'targets', 'path']"),
     ("trainer: {lora: {rank: high}}", "trainer.lora.rank='high': expected a whole number (int)"),
     ("critic: {fsdp: {ofload: true}}", "unknown key 'critic.fsdp.ofload'"),
     ("rollout: {sleep_level: 1}", "unknown key 'rollout.sleep_level'"),

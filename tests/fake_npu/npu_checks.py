@@ -152,7 +152,7 @@ def test_rotary_norm_and_swiglu_are_held_to_their_references(dtype, counted):
 def test_attention_over_rows_of_several_lengths_is_held_to_its_reference(window, counted):
     def attend(library, query, key, value):
         given = {"packing": Packing(((2, 3), (1, 7)), library=library), "scaling": 0.3, "sliding_window": window}
-        return packed_attention(None, query, key, value, None, **given)[0]
+        return packed_attention(torch.nn.Identity(), query, key, value, None, **given)[0]
 
     held(partial(attend, "torch_npu"), partial(attend, "torch"), (1, 4, 13, 8), (1, 2, 13, 8), (1, 2, 13, 8))
     assert counted["npu_fusion_attention"] == 1
