@@ -77,7 +77,8 @@ def errors(folder, model, rows, trainer=None, rank=None):
     logprobs, _ = network(batch)
     weighed(logprobs).backward()
     found = {name: parameter.grad for name, parameter in network.by_name().items() if parameter.grad is not None}
-    found = {name: full_tensor(grad) for name, grad in found.items()}
+    ranks = 1 if rank is None else rank.size  # all with these rows, over which gradients are summed
+    found = {name: full_tensor(grad) / ranks for name, grad in found.items()}
     own = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     largest = max(float(grad.abs().max()) for grad in own.values())
     off = [float((found[name] - grad).abs().max()) for name, grad in own.items()]
