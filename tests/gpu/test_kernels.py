@@ -12,7 +12,7 @@ from siirl_dask.context import DeviceKind, Rank
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows, signs
 from siirl_dask.training import TrainBatch, build_trainer
-from siirl_dask.training.model.attention import _attend_runs, packed_attention
+from siirl_dask.training.model.attention import Scores, _attend_runs, packed_attention
 from siirl_dask.training.model.attention_kernels import kernel_of
 from siirl_dask.training.packing import Packing
 from tests.gpu import devices
@@ -42,12 +42,45 @@ def test_attention_over_packed_rows_equals_a_call_for_each_length(tell, dtype, w
     def packed(*given):
         return packed_attention(torch.nn.Identity(), *given, None, packing=Packing(RUNS), sliding_window=window)[0][0]
 
-    expected = learned(lambda *given: _attend_runs(*given, RUNS, None, window))
+    expected = learned(lambda *given: _attend_runs(*given, RUNS, Scores(window=window)))
     for one, other in zip(learned(packed), expected, strict=True):
         scale = max(1.0, float(other.abs().max()))
         assert_close(one.float() / scale, other.float() / scale, atol=TOLERANCE[dtype], rtol=0)
     kernel = kernel_of(device, dtype, width, value_width)
     tell(f"{dtype}, heads of {width} and {value_width}: {kernel.name if kernel else 'a call for each length'}")
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_soft_caps_and_sinks_over_packed_rows_are_those_of_a_matrix_of_scores(tell, dtype, softcap, window):
+    """A sink is a score of each head without a value."""
+    device, tokens = torch.device(devices.device().torch_name), sum(count * length for count, length in RUNS)
+    torch.manual_seed(0)
+    heads = [torch.randn(1, count, tokens, 64, dtype=dtype, device=device) for count in (4, 2, 2)]
+    heads.append(torch.randn(4, dtype=dtype, device=device))
+    weights = torch.randn(tokens, 4, 64, device=device)
+
+    def learned(attend):
+        given = [each.clone().requires_grad_() for each in heads]
+        output = attend(*given)
+        return [output, *torch.autograd.grad((output.float() * weights).sum(), given)]
+
+    def packed(query, key, value, sinks):
+        output, _ = packed_attention(
+            torch.nn.Identity(), query, key, value, None, packing=Packing(RUNS), sliding_window=window,
+            softcap=softcap, s_aux=sinks,
+        )  # fmt: skip
+        return output[0]
+
+    def by_scores(query, key, value, sinks):
+        return _attend_runs(query, key, value, RUNS, Scores(window=window, softcap=softcap, sinks=sinks))
+
+    for one, other in zip(learned(packed), learned(by_scores), strict=True):
+        scale = max(1.0, float(other.abs().max()))
+        assert_close(one.float() / scale, other.float() / scale, atol=TOLERANCE[dtype], rtol=0)
+    kernel = kernel_of(device, dtype, 64, 64, plain=False)
+    tell(f"soft caps and sinks, {dtype}: {kernel.name if kernel else 'a matrix of scores'}")
 
 
 @pytest.mark.gpu(packages=["liger_kernel"])
