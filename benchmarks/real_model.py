@@ -45,7 +45,7 @@ def write_rows(path: Path, rows: int, seed: int) -> None:
     import reasoning_gym
 
     sums = reasoning_gym.create_dataset(
-        "chain_sum", size=rows, seed=seed, min_terms=2, max_terms=3, min_digits=1, max_digits=2
+        "chain_sum", size=rows, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
     prompts = []
     answers = []
@@ -113,8 +113,8 @@ def page(options: list[str]) -> str:
     return f"""\
 # A real model
 
-SmolLM2-135M-Instruct (arXiv:2502.02737), whose weights of four bits are unpacked to float32, learns sums of two and
-three numbers of one and two digits (`chain_sum` of reasoning-gym) with GRPO: 8 prompts a step, 8 samples each, of at
+SmolLM2-135M-Instruct (arXiv:2502.02737), whose weights of four bits are unpacked to float32, learns sums and
+differences of two digits (`chain_sum` of reasoning-gym) with GRPO: 8 prompts a step, 8 samples each, of at
 most 16 tokens; a reward of 1 for the right number. Two workers, each on one core, generate with the transformers engine
 and learn; `benchmarks/real_model.yaml` is the configuration.
 
