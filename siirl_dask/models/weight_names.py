@@ -35,9 +35,7 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     found: dict[str, Stored] = {}
     made: dict[str, _Made] = {}
     there = dict.fromkeys(model.state_dict(), True)
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings, converters = _by_kind(get_model_conversion_mapping(model))
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name in sorted(opened, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
@@ -58,9 +56,7 @@ def unknown_names(model: PreTrainedModel, in_files: Iterable[str]) -> list[str]:
     the model is of text alone, or heads for several tokens.
     """
     there = dict.fromkeys(model.state_dict(), True)
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings, converters = _by_kind(get_model_conversion_mapping(model))
     unknown = []
     for name in in_files:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
@@ -119,11 +115,22 @@ def renaming(model: PreTrainedModel) -> Callable[[Iterable[str]], dict[str, str]
 def _renamed(
     changes: list[WeightTransform], prefix: str, there: dict[str, bool], in_files: Iterable[str]
 ) -> dict[str, str]:
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings, converters = _by_kind(changes)
     found = {}
     for name in in_files:
         renamed, converter = rename_source_key(name, renamings, converters, prefix, there)
         if converter is None:
             found[name] = renamed
     return found
+
+
+def _by_kind(changes: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return transformers' changes to stored weights apart: those of names alone, and those of tensors."""
+    renamings: list[WeightRenaming] = []
+    converters: list[WeightConverter] = []
+    for change in changes:
+        if isinstance(change, WeightConverter):
+            converters.append(change)
+        elif isinstance(change, WeightRenaming):
+            renamings.append(change)
+    return renamings, converters
