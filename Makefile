@@ -10,6 +10,9 @@ STAMP := .venv/installed$(addprefix -,$(EXTRA))
 # Or each of the hundreds of processes that tests start compiles the package by itself, for a second.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Python compiles what is imported, when it is: of all that comes with torch and vLLM that is a tenth.
+QUIETLY := --quiet --disable-pip-version-check --no-compile
+
 SINCE ?=
 .PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
 
@@ -18,7 +21,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("siirl_dask needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
+	$(BIN)/pip install $(QUIETLY) "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
 	touch $@
 
 quickstart: install
@@ -85,11 +88,14 @@ test-slow: install
 devices:
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
-# The oldest torch that pyproject.toml allows, with the transformers of its time: machines with GPUs come with such a pair.
+# The oldest torch that pyproject.toml allows, with the transformers of its time: machines with GPUs come with such a pair. All
+# other packages are those of .venv.
 OLDEST := build/oldest
-$(OLDEST)/installed: pyproject.toml
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" -e ".[test]"
+$(OLDEST)/installed: $(STAMP) tests/layered_environment.py
+	$(PYTHON) -m venv --clear --without-pip $(OLDEST)
+	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torch torchvision transformers huggingface-hub
+	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*"
+	$(BIN)/pip --python $(OLDEST)/bin/python check
 	touch $@
 
 # Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which that
@@ -104,11 +110,11 @@ test-oldest: $(OLDEST)/installed
 	$(MAKE) -j 2 --output-sync=target oldest-tests oldest-devices oldest-runs $(BESIDE)
 
 oldest-runs:
-	for backend in torch fsdp; do $(OLDEST)/bin/siirl-dask quickstart cluster.workers=2 \
+	for backend in torch fsdp; do $(OLDEST)/bin/python -m siirl_dask.cli quickstart cluster.workers=2 \
 	  cluster.placement={} run.steps=3 run.url=$(OLDEST)/$$backend trainer.backend=$$backend || exit 1; rm -r $(OLDEST)/$$backend; done
 
 oldest-tests:
-	$(OLDEST)/bin/pytest -m "not alone and not gpu and not slow and not sweep" $(DIFFERED)
+	$(OLDEST)/bin/python -m pytest -m "not alone and not gpu and not slow and not sweep" $(DIFFERED)
 
 oldest-devices:
 	$(MAKE) test-gpu DEVICE=cpu GPU_PYTHON=$(OLDEST)/bin/python
