@@ -14,6 +14,7 @@ import pytest
 
 from siirl_dask.config.file import shipped
 from tests.conftest import digits_overrides
+from tests.forked_programs import ForkedProgram
 from tests.slowdown import Slowdown
 
 MARK = "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
@@ -23,9 +24,9 @@ MARK = "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whene
 class Started:
     """``siirl-dask run`` as a user starts it: a process group of its own, as a terminal gives one."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | ForkedProgram
     url: Path
-    mark: str
+    mark: str | None  # none for one whose keeper knows all that it has started
     family: list = field(default_factory=list)
     shared_memory: set = field(default_factory=set)
     slowdown: float = 1.0  # what bounds of seconds are multiplied by: see tests/slowdown.py
@@ -54,6 +55,8 @@ class Started:
     def processes(self):
         """All processes of the run that are there, also those that left its group and its session."""
         found = []
+        if self.mark is None:
+            return found
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get(MARK) == self.mark:
@@ -78,6 +81,8 @@ class Started:
         self.slowdown = measured.factor
         _, alive = psutil.wait_procs({*self.family, *self.processes()}, timeout=3)
         assert not alive, f"left over: {alive}"
+        if isinstance(self.process, ForkedProgram):
+            assert self.process.left_over() == []
         left = [name for name in self.shared_memory if Path(name).exists()]
         assert not left, f"left over: {left}"
         return seconds, out, err
@@ -89,22 +94,31 @@ def _hear_interrupts():
 
 
 @pytest.fixture
-def start(digits_task, tmp_path):
-    """Start a run on a cluster of its own."""
+def start(digits_task, tmp_path, request):
+    """Start a run on a cluster of its own: by an interpreter of its own in tests that hold times, else forked."""
     started = []
+    interpreter = request.node.get_closest_marker("alone") is not None
 
     def begin(*overrides, config=None):
-        url, mark = tmp_path / "run", uuid4().hex
-        command = [sys.executable, "-m", "siirl_dask.cli", "run", str(config or shipped("quickstart.yaml"))]
-        process = subprocess.Popen(
-            [*command, *digits_overrides(digits_task, url), *overrides],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=_hear_interrupts,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", MARK: mark},
-        )
+        url = tmp_path / "run"
+        words = ["-m", "siirl_dask.cli", "run", str(config or shipped("quickstart.yaml"))]
+        words += [*digits_overrides(digits_task, url), *overrides]
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+        mark = None
+        if interpreter:
+            mark = uuid4().hex
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=_hear_interrupts,
+                env={**environment, MARK: mark},
+            )
+        else:
+            output, errors = (tmp_path / f"{name}-{len(started)}" for name in ("stdout", "stderr"))
+            process = ForkedProgram(words, environment, output, errors)
         started.append(process)
         return Started(process, url, mark)
 

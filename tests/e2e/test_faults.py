@@ -7,8 +7,6 @@ no file in /dev/shm. With ``-s`` each case prints a line of docs/benchmarks/faul
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +19,7 @@ from siirl_dask.config.file import shipped
 from tests.clusters import announced_address
 from tests.conftest import digits_overrides
 from tests.e2e.traps import FILE, FINISH, PLACES, SAVE, START, Order, start_workers
+from tests.forked_programs import ForkedProgram
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 VICTIMS = ("driver", "scheduler", "this worker", "other worker")
@@ -48,20 +47,18 @@ class Run:
 
     def __init__(self, folder, task, *overrides):
         self.order, self.said, self._file = folder / "order", [], folder / "scheduler.json"
-        command = [sys.executable, "-c", SCHEDULER, "--scheduler-file", str(self._file), *QUIET]
-        self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        words = ["-c", SCHEDULER, "--scheduler-file", self._file, *QUIET]
+        self.scheduler = ForkedProgram(words, None, folder / "scheduler.log", alone=True)
         address = announced_address(self._file, self.scheduler)
         self.workers = start_workers(address, 2)
         given = [*digits_overrides(task, folder / "run"), *overrides, f"cluster.address={address}"]
         given += ["cluster.workers=2", "cluster.placement={}", "rewards.processes=1", "checkpoint.every=1"]
         given += ["run.max_restarts=0", "run.grace=0"]
-        self.driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.traps", str(shipped("quickstart.yaml")), *given],
-            env={**os.environ, FILE: str(self.order)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        self.driver = ForkedProgram(
+            ["-m", "tests.e2e.traps", shipped("quickstart.yaml"), *given],
+            {**os.environ, FILE: str(self.order)},
+            folder / "stdout",
+            folder / "stderr",
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

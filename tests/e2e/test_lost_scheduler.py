@@ -1,8 +1,5 @@
 """A scheduler that is started again at its place, with workers, gets the run back."""
 
-import subprocess
-import sys
-
 import pytest
 
 from siirl_dask.driver import run as run_module
@@ -12,6 +9,7 @@ from tests.clusters import announced_address
 from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401
 from tests.e2e.test_resume import check_same
 from tests.e2e.traps import start_workers
+from tests.forked_programs import ForkedProgram
 
 pytestmark = pytest.mark.slow
 SCHEDULER = "from distributed.cli.dask_scheduler import main; main()"
@@ -25,8 +23,8 @@ class Cluster:
     def __init__(self, folder, port=0):
         self.file = folder / "scheduler.json"
         self.file.unlink(missing_ok=True)
-        command = [sys.executable, "-c", SCHEDULER, "--scheduler-file", str(self.file), "--port", str(port), *QUIET]
-        self.scheduler = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        words = ["-c", SCHEDULER, "--scheduler-file", self.file, "--port", port, *QUIET]
+        self.scheduler = ForkedProgram(words, None, folder / "scheduler.log", alone=True)
         self.address = announced_address(self.file, self.scheduler)
         self.workers = start_workers(self.address, 2)
 

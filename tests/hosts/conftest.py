@@ -10,7 +10,9 @@ import pytest
 
 from siirl_dask.config.file import shipped
 from siirl_dask.testing.hosts import DaskCluster, Host, Lab, Links, why_no_lab
+from siirl_dask.worker.fork_server import START_METHOD
 from tests.conftest import digits_overrides
+from tests.forked_programs import ForkedProgram, forked_on
 
 REASON = why_no_lab()
 APART = "cluster.placement={rollout: [0], reward: [0], policy: [1, 2]}"
@@ -23,11 +25,23 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.skip(reason=REASON))
 
 
+def forked_cluster(scheduler, workers, folder, *, environment=None, **options):
+    """A DaskCluster whose processes are forked, and the workers of its nannies as well."""
+    return DaskCluster(
+        scheduler,
+        workers,
+        folder,
+        environment={"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": START_METHOD, **(environment or {})},
+        start=forked_on(folder),
+        **options,
+    )
+
+
 @dataclass
 class Driver:
     """``siirl-dask run`` on a host of the lab."""
 
-    process: subprocess.Popen
+    process: ForkedProgram
     url: Path
     host: Host
 
@@ -78,7 +92,7 @@ def cluster_of_three(tmp_path):
     def make(links=None, ipv6=False, environment=None, count=3, **options):
         lab = Lab(count, links=links or Links(), **options)
         labs.append(lab)
-        return lab, DaskCluster(lab.hosts[0], lab.hosts[:3], tmp_path, ipv6=ipv6, environment=environment)
+        return lab, forked_cluster(lab.hosts[0], lab.hosts[:3], tmp_path, ipv6=ipv6, environment=environment)
 
     yield make
     for lab in labs:

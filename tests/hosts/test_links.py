@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from siirl_dask.testing.hosts import DaskCluster, Lab, Names
+from siirl_dask.testing.hosts import Lab, Names
+from tests.hosts.conftest import forked_cluster
 from tests.slowdown import Slowdown
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -27,7 +28,7 @@ def four_hosts(tmp_path_factory):
             ports = f"{PORTS[0]} {PORTS[-1]}"
             host.run("sh", "-c", f"echo {ports} > /proc/sys/net/ipv4/ip_local_port_range")
         folder = tmp_path_factory.mktemp("dask")
-        yield lab, DaskCluster(lab.hosts[0], lab.hosts[:3], folder, arguments=("--interface", "eth0"))
+        yield lab, forked_cluster(lab.hosts[0], lab.hosts[:3], folder, arguments=("--interface", "eth0"))
 
 
 def message(driver):

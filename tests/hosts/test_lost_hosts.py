@@ -14,9 +14,10 @@ import yaml
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
-from siirl_dask.testing.hosts import DaskCluster, Lab, Names
+from siirl_dask.testing.hosts import Lab, Names
 from tests.conftest import Finished, digits_overrides
 from tests.e2e.test_resume import check_same
+from tests.hosts.conftest import forked_cluster
 from tests.hosts.slurm import jobs, slurm
 from tests.hosts.ssh import ssh
 from tests.hosts.test_launchers import CLI, CLUSTERS, needs_slurm, needs_ssh, start
@@ -132,7 +133,7 @@ def test_a_run_goes_on_when_a_host_has_no_power_and_generates_nothing_again(
     straight, digits_on, config, notes, tmp_path, request, place, overrides, hosts, lost, workers
 ):
     with Lab(hosts) as lab:
-        cluster = DaskCluster(lab.hosts[0], lab.hosts, tmp_path)
+        cluster = forked_cluster(lab.hosts[0], lab.hosts, tmp_path)
         run = Disturbed(lab, tmp_path / "run", notes, place)
         given = [*GIVEN, f"cluster.placement={LOST[place]}", "observe.progress=true", *overrides]
         driver = digits_on(cluster, lab.hosts[0], *given, config_file=config)

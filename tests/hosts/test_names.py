@@ -1,14 +1,11 @@
 """Runs across hosts do not depend on what names the hosts have, or on which kind of address; local ones stay local."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from siirl_dask.config.file import shipped
 from siirl_dask.testing.hosts import Lab, Names
 from tests.conftest import digits_overrides
+from tests.forked_programs import ForkedProgram
 from tests.hosts.conftest import APART
 
 SWEEP = pytest.mark.sweep
@@ -36,9 +33,8 @@ def test_no_process_of_a_run_on_one_machine_listens_to_its_network(digits_task, 
         *(*digits_overrides(digits_task, tmp_path / "run"), "cluster.workers=3", APART, "run.steps=2"),
         *(f"rollout.engine={engine}", "rewards.function=tests.hosts.rewards:nobody_listens_to_the_network"),
     ]
-    command = (sys.executable, "-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides)
+    words = ("-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides)
     with Lab(1) as lab:
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        process = lab.hosts[0].start(*command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+        process = ForkedProgram(words, None, tmp_path / "output", host=lab.hosts[0])
         out, _ = process.communicate()
     assert process.returncode == 0, out

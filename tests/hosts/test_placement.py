@@ -6,8 +6,9 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
-from siirl_dask.testing.hosts import DaskCluster, Lab
+from siirl_dask.testing.hosts import Lab
 from tests.conftest import digits_overrides
+from tests.hosts.conftest import forked_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 CONFIG = shipped("quickstart.yaml")
@@ -18,7 +19,7 @@ def two_hosts(tmp_path_factory):
     with Lab(2) as lab:
         yield (
             lab,
-            DaskCluster(lab.hosts[0], [host for host in lab.hosts for _ in "ab"], tmp_path_factory.mktemp("dask")),
+            forked_cluster(lab.hosts[0], [host for host in lab.hosts for _ in "ab"], tmp_path_factory.mktemp("dask")),
         )
 
 

@@ -1,9 +1,6 @@
 """A run on several hosts gives what the same run gives on one, to the bit, wherever their own names lead."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from siirl_dask.config.file import shipped
 from siirl_dask.testing.hosts import Names
 from tests.conftest import digits_overrides
+from tests.forked_programs import run_forked
 from tests.hosts.conftest import APART
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,8 +35,8 @@ def test_a_run_on_three_hosts_equals_the_same_run_on_one_to_the_bit(cluster_of_t
     apart = digits_on(cluster, lab.hosts[0], *OVERRIDES)
     apart.succeeds()
     overrides = [*digits_overrides(digits_task, tmp_path / "one"), "cluster.workers=3", APART, *OVERRIDES]
-    command = [sys.executable, "-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_forked("-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     rows, metrics, weights = numbers(apart.url)
     expected_rows, expected_metrics, expected_weights = numbers(tmp_path / "one")
     assert all(rows[step].equals(expected_rows[step]) for step in expected_rows)

@@ -1,7 +1,6 @@
 """The scripts in pipelines/ run, and spell the same DAG as the YAML."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from siirl_dask.planner.contract import bare
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
 from tests.conftest import digits_overrides
+from tests.forked_programs import run_forked
 from tests.images.pictures import png
 from tests.recipes.keys import OTHER_VALUES, check_no_key_is_ignored, same_dag
 
@@ -108,14 +108,11 @@ def test_every_script_is_run_here():
     ],
 )
 def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_address, tmp_path):
-    command = [sys.executable, str(PIPELINES / f"{name}.py"), str(shipped(SCRIPTS[name]))]
+    command = [PIPELINES / f"{name}.py", shipped(SCRIPTS[name])]
     settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1", f"cluster.address={cluster_address}"]
     settings += [f"agents.b.model.path={digits_task.model}"] if name == "agents" else []
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, *digits_overrides(digits_task, tmp_path / "run"), *settings, *ITS_OWN.get(name, [])],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120, env=environment,
-    )  # fmt: skip
+    settings += [*digits_overrides(digits_task, tmp_path / "run"), *ITS_OWN.get(name, [])]
+    done = run_forked(*command, *settings, folder=tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "run" / "rollouts" / "step=000001").glob("part-*"))) == 1
 
@@ -149,8 +146,8 @@ def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
     settings += ["validation.url=null", "validation.test_url=null", "data.prepare=null", "data.batch_size=8"]
     settings += [f"run.url={tmp_path / 'run'}", "rollout.engine=transformers", "observe.progress=false"]
     settings += ["trainer.warmup_steps=0"]
-    command = [sys.executable, str(PIPELINES / "vlm.py"), str(shipped("quickstart_vlm.yaml")), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=170)
+    command = [PIPELINES / "vlm.py", shipped("quickstart_vlm.yaml"), *settings]
+    done = run_forked(*command, folder=tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'step': 1" in done.stdout
     assert pq.read_table(tmp_path / "run" / "rollouts" / "step=000001").num_rows == 64

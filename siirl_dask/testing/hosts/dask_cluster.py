@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,15 @@ class DaskCluster:
         ipv6: bool = False,
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
+        start: Callable[..., Any] | None = None,
     ) -> None:
-        """``arguments`` are further ones of ``dask worker``."""
+        """``arguments`` are further ones of ``dask worker``.
+
+        ``start(host, words, environment, output)`` starts what ``python *words`` would, and returns what
+        ``subprocess.Popen`` does; ``output`` is the file for what it prints, or None for ``stdout``.
+        """
         self.folder = folder
+        self._start_program = start or start_interpreter
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         location = f"[{scheduler.address6}]" if ipv6 else scheduler.address
         self.address = f"tcp://{location}:{_PORT}"
@@ -47,22 +53,26 @@ class DaskCluster:
             for number, host in enumerate(workers)
         ]
 
-    def run(self, host: Host, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    def run(self, host: Host, *arguments: object, **options: Any) -> Any:
         """Start a program of Python on a host, with the cluster's environment; its output is read from ``stdout``."""
-        return host.start(
-            *(sys.executable, *arguments),
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **options,
-        )
+        return self._start_program(host, arguments, self.environment, None, **options)
 
     def log(self, name: str) -> str:
         """Return what ``scheduler`` or ``worker-N`` has printed."""
         return Path(self.folder, f"{name}.log").read_text()
 
-    def _start(self, host: Host, name: str, *arguments: object) -> subprocess.Popen[Any]:
-        with Path(self.folder, f"{name}.log").open("w") as log:
-            command = (sys.executable, "-m", "dask", *arguments)
-            return host.start(*command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+    def _start(self, host: Host, name: str, *arguments: object) -> Any:
+        output = Path(self.folder, f"{name}.log")
+        return self._start_program(host, ("-m", "dask", *arguments), self.environment, output)
+
+
+def start_interpreter(
+    host: Host, words: Sequence[object], environment: Mapping[str, str], output: Path | None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start ``python *words`` on a host. Both what it prints and its errors go to ``output``, or to its ``stdout``."""
+    command = (sys.executable, *words)
+    if output is None:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return host.start(*command, env=environment, **pipes, **options)
+    with output.open("w") as log:
+        return host.start(*command, env=environment, stdout=log, stderr=subprocess.STDOUT)

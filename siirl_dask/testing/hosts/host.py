@@ -37,7 +37,7 @@ class Host:
     address6: str = ""
     _first: subprocess.Popen[str] | None = None
     _entry: tuple[str, ...] = ()
-    _started: list[subprocess.Popen[Any]] = field(default_factory=list)
+    _started: list[Any] = field(default_factory=list)
 
     def command(self, *command: object) -> list[str]:
         """Return the command line that runs ``command`` on this host, for ``subprocess``."""
@@ -53,13 +53,20 @@ class Host:
     def start(self, *command: object, **options: Any) -> subprocess.Popen[Any]:
         """Start a command in the background, by ``subprocess.Popen`` with ``options``. It ends with the host."""
         process = subprocess.Popen(self.command(*command), **options)
-        self._started.append(process)
+        self.ends_with_host(process)
         return process
 
-    def signal(self, process: subprocess.Popen[Any], number: signal.Signals) -> None:
-        """Send a signal to a process from ``start``; the one that ``Popen`` knows only waits for it, outside."""
-        for child in _children(process.pid):
-            os.kill(child, number)
+    def ends_with_host(self, process: Any) -> None:
+        """Wait for a process on this host, one that has ``wait()``, when the host has been switched off."""
+        self._started.append(process)
+
+    def signal(self, process: Any, number: signal.Signals) -> None:
+        """Send a signal to a process of this host; the one that ``Popen`` knows only waits for it, outside."""
+        pids = [process.pid]
+        if isinstance(process, subprocess.Popen):
+            pids = _children(process.pid)
+        for pid in pids:
+            os.kill(pid, number)
 
     def crash(self) -> None:
         """Kill all processes of the host. Its kernel goes on: peers are told that its connections are closed."""
