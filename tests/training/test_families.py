@@ -35,16 +35,23 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("qwen2", "qwen2_moe", "qwen3_5_text", "gemma2", "gpt_oss", "granite", "lfm2", "bloom", "llama4_text")
 GROUPS = [(5, [7, 3]), (9, [30]), (2, [1]), (17, [23, 4, 12]), (3, [40]), (20, [50, 100]), (30, [570]), (64, [64, 1])]
 """Tokens of prompts, and of the responses of each: around windows of 8, and chunks of 16 and 64."""
-PARTS = 6  # of all families, for a test each
+SHARDED = [
+    ("qwen2", "mixtral", "gemma2", "gemma3n_text", "gpt_oss", "lfm2_moe", "olmo_hybrid", "gpt2"),
+    ("llama", "qwen3_5_moe_text", "gemma4_text", "deepseek_v3", "nemotron_h", "falcon_h1", "phimoe", "bloom"),
+]
+"""Their parameters are made of several, their buffers come of the config, or their layers are called otherwise."""
+OTHERS = [name for name in FAMILIES if not any(name in part for part in SHARDED)]
+PARTS = [*SHARDED, *(pytest.param(OTHERS[first::4], marks=pytest.mark.sweep) for first in range(4))]
+"""Some families for each test: of all one would take longer than a test may."""
 LEARNED = 20  # steps of greedy sampling
 DOCUMENTED = {"packed": "packed", "padded": "with padding", "own": "own", "generate": "`generate`"}
 
 
-def marked(families):
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in families]
+def marked(families, mark):
+    return [pytest.param(name, marks=() if name in QUICK else mark, id=name) for name in families]
 
 
-@pytest.fixture(scope="module", params=marked(FAMILIES))
+@pytest.fixture(scope="module", params=marked(FAMILIES, pytest.mark.slow))
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("family") / "model"
     return request.param, folder, written(folder, request.param)
@@ -96,6 +103,7 @@ def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_al
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", marked(FAMILIES, pytest.mark.sweep), indirect=True)
 def test_a_critic_sees_the_hidden_states_of_plain_transformers(made):
     _, folder, model = made
     rows = grouped_rows(GROUPS)
@@ -151,6 +159,7 @@ def test_an_exported_model_has_the_names_of_the_base_and_the_log_probs_of_the_tr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made", marked(FAMILIES, pytest.mark.sweep), indirect=True)
 def test_adapters_are_merged_as_they_are_trained(made):
     name, folder, _ = made
     trainer = TrainerConfig(lr=1e-3, lora=LoraConfig(rank=4))
@@ -215,13 +224,12 @@ def shared_rows_error(folder, name, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(PARTS))
-def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transformers(tmp_path, first):
+@pytest.mark.parametrize("families", PARTS, ids=lambda families: families[0])
+def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transformers(tmp_path, families):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
-    families = [*FAMILIES][first::PARTS]
     for found in run_ranks(2, partial(sharded_errors, str(tmp_path), families), ranks):
-        assert [*found] == families
+        assert [*found] == [*families]
         wrong = {name: off for name, off in found.items() if not max(off) < 1e-5}
         assert wrong == {}
 
