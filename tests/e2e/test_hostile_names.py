@@ -98,7 +98,7 @@ def test_commands_read_their_own_run_whatever_it_and_its_neighbour_are_called(tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["local", "s3"])
+@pytest.mark.parametrize("store", ["local", pytest.param("s3", marks=pytest.mark.sweep)])
 def test_a_run_that_goes_on_begins_anew_or_is_evaluated_leaves_its_neighbour_alone(
     store, train, request, digits_task, cluster_address, tmp_path
 ):
