@@ -21,14 +21,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import connection, forkserver, get_context, process, resource_tracker, util
 from pathlib import Path
 from types import ModuleType
 from uuid import uuid4
 
-import dask
-import distributed.utils
 import psutil
 
 from siirl_dask.testing.hosts import Host
@@ -46,6 +43,9 @@ class _Program:
     environment: dict[str, str]
     folder: str
     printed: list[str]
+    """Files for what it prints and for its errors."""
+    host: int | None
+    """Process id of the first process of a host of the lab."""
     alone: bool
 
 
@@ -69,24 +69,29 @@ class ForkedProgram:
         """
         if environment is None:
             environment = os.environ
+        if errors is None:
+            errors = output
+        if cwd is None:
+            cwd = Path.cwd()
         self.returncode: int | None = None
-        self.files = [output, errors or output]
         self.stdout = _Following(output, self)
-        self.stderr = _Following(self.files[1], self)
+        self.stderr = _Following(errors, self)
+        self._merged = errors == output
         self._lock = threading.Lock()
         program = _Program(
             words=[str(word) for word in words],
             environment=dict(environment),
-            folder=str(cwd or Path.cwd()),
-            printed=[str(path) for path in self.files],
+            folder=str(cwd),
+            printed=[str(output), str(errors)],
+            host=None if host is None else host.pid,
             alone=alone,
         )
-        for path in self.files:
-            path.touch()
+        output.touch()
+        errors.touch()
         prepare_processes()
         context = get_context(START_METHOD)
         self._news, others = context.Pipe(duplex=False)
-        self._keeper = context.Process(target=_keep, args=(program, None if host is None else host.pid, others))
+        self._keeper = context.Process(target=_keep, args=(program, others))
         self._keeper.start()
         others.close()
         self.pid: int = self._news.recv()
@@ -104,14 +109,14 @@ class ForkedProgram:
             connection.wait([self._news], timeout)
         status = self.poll()
         if status is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return what it printed since the last reading of ``stdout``, and its errors, once it has ended."""
         self.wait(timeout)
         printed = self.stdout.read()
-        if self.files[0] == self.files[1]:
+        if self._merged:
             return printed, ""
         return printed, self.stderr.read()
 
@@ -136,7 +141,9 @@ class _Following:
     """Reads a file to which a process still writes, as a pipe from that process is read."""
 
     def __init__(self, path, process):
-        self._path, self._process, self._file = path, process, None
+        self._path = path
+        self._process = process
+        self._file = None
 
     def readline(self):
         """Return the next line, or nothing once the process has ended."""
@@ -165,18 +172,19 @@ class _Following:
         return self._file
 
 
-def _keep(program, host, news):
+def _keep(program, news):
     """Start the program, tell its process id, how it ended, and what it left."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     spaces = []
-    if host is not None:
-        spaces = [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in ("ipc", "uts", "net", "mnt")]
-        _enter(libc, os.open(f"/proc/{host}/ns/pid", os.O_RDONLY))  # of its children
+    if program.host is not None:
+        found = Path(f"/proc/{program.host}/ns")
+        spaces = [os.open(found / kind, os.O_RDONLY) for kind in ("ipc", "uts", "net", "mnt")]
+        _enter(libc, os.open(found / "pid", os.O_RDONLY))  # this process stays where it is, its children do not
     pid = os.fork()
     if pid == 0:
         news.close()
-        _be_program(program, partial(list, map(partial(_enter, libc), spaces)))
+        _be_program(program, libc, spaces)
     news.send(pid)
     status = None
     while status is None:
@@ -205,15 +213,16 @@ def _left_over():
     return [f"{child.pid} {child.name()}" for child in psutil.Process().children(recursive=True)]
 
 
-def _be_program(program, enter_host):
-    """Run a program as a process that an interpreter has just started would, to the end of this process."""
+def _be_program(program, libc, spaces):
+    """Run a program in namespaces of a host as an interpreter would, to the end of this process."""
     code = 1
     try:
         os.setsid()
         for number, path in enumerate(program.printed, 1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        enter_host()
+        for space in spaces:
+            _enter(libc, space)
         os.chdir(program.folder)
         _take_environment(program.environment)
         faulthandler.enable()
@@ -259,10 +268,14 @@ def _run(words):
 
 
 def _take_environment(environment):
+    import dask  # not at the top: Dask would take pytest's log handlers for its own
+    import distributed.utils
+
     os.environ.clear()
     os.environ.update(environment)
-    for path in reversed([str(Path.cwd()), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]):
-        if path not in sys.path:
+    named = environment.get("PYTHONPATH", "").split(os.pathsep)
+    for path in [*reversed(named), str(Path.cwd())]:
+        if path and path not in sys.path:
             sys.path.insert(0, path)
     dask.config.refresh()
     distributed.utils._forkserver_preload_set = True  # all that it would name is imported
@@ -332,8 +345,9 @@ def forked_on(folder: Path) -> Callable[[Host, Sequence[object], Mapping[str, st
     """Return how programs are started on hosts of the lab; those without a file for what they print get one."""
 
     def start(host, words, environment, output):
-        printed = output or folder / f"{uuid4().hex}.log"
-        process = ForkedProgram(words, environment, printed, host=host)
+        if output is None:
+            output = folder / f"{uuid4().hex}.log"
+        process = ForkedProgram(words, environment, output, host=host)
         host.ends_with_host(process)
         return process
 
@@ -342,8 +356,11 @@ def forked_on(folder: Path) -> Callable[[Host, Sequence[object], Mapping[str, st
 
 def run_forked(
     *words: object, folder: Path, cwd: Path | None = None, timeout: float = 170
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[str]:
     """Return how a program ended, and what it printed, as ``subprocess.run`` does; ``folder`` takes that."""
+    if START_METHOD != "forkserver":
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)
     name = uuid4().hex
     program = ForkedProgram(words, None, folder / f"{name}-out", folder / f"{name}-err", cwd=cwd)
     try:

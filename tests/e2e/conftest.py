@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from siirl_dask.config.file import shipped
+from siirl_dask.worker.fork_server import START_METHOD
 from tests.conftest import digits_overrides
 from tests.forked_programs import ForkedProgram
 from tests.slowdown import Slowdown
@@ -97,7 +98,7 @@ def _hear_interrupts():
 def start(digits_task, tmp_path, request):
     """Start a run on a cluster of its own: by an interpreter of its own in tests that hold times, else forked."""
     started = []
-    interpreter = request.node.get_closest_marker("alone") is not None
+    interpreter = START_METHOD != "forkserver" or request.node.get_closest_marker("alone") is not None
 
     def begin(*overrides, config=None):
         url = tmp_path / "run"
