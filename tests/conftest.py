@@ -5,6 +5,7 @@ it.
 import atexit
 import gc
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from siirl_dask.config import Config
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.models.broken_imports import hide
-from tests.reports import NoProcesses, skipped_lines
+from tests.reports import UNTIL, NoProcesses, Until, skipped_lines
 from tests.settings import digits_overrides
 
 hide()  # before any test module imports transformers
@@ -52,6 +53,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.reportchars == "a":
         config.option.reportchars = "fExX"  # skipped tests have lines of their own, by reason
+    if UNTIL in os.environ:
+        config.pluginmanager.register(Until(float(os.environ[UNTIL])))
     if config.getoption("no_processes"):
         config.pluginmanager.register(NoProcesses())
         settings.register_profile("no processes", settings.get_profile("shared machine"), max_examples=FEWER_EXAMPLES)

@@ -1,4 +1,4 @@
-"""``pytest --no-processes``, which ``make check`` runs, and the lines that name every test that was skipped.
+"""``pytest --no-processes``, which ``make check`` runs, an end for slow machines, and lines for every skipped test.
 
 Without processes, a test ends as skipped at the moment when it starts a process or imports an engine's package: Python
 reports both before they happen (sys.addaudithook). So nobody sorts tests into a list: a new one is in ``make check`` as
@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing.util
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+UNTIL = "SIIRL_TESTS_UNTIL"
+"""This environment variable says when no more tests begin, in seconds since 1970."""
 ENGINES = ("megatron", "mindspeed", "playwright", "sglang", "transformers", "vllm")
 """Packages that take seconds to import, in each of pytest's processes."""
 STARTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen")
@@ -25,6 +28,7 @@ STARTS = ("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "su
 WHOLE_RUNS = ("e2e", "hosts")
 """Folders of tests that all run on a cluster: not even imported without processes."""
 LEFT = "left to make test: "
+LATE = f"left out: the time was over that {UNTIL} names"
 
 
 class RefusedInThreadError(RuntimeError):
@@ -103,6 +107,19 @@ class NoProcesses:
         if threading.current_thread() is threading.main_thread():
             pytest.skip(self._refused, allow_module_level=True)
         raise RefusedInThreadError(self._refused)  # a thread hands an Exception to who waits for it, and no Skipped
+
+
+class Until:
+    """Skips tests that would begin after a time, so that the others are reported in time. A plugin of pytest."""
+
+    def __init__(self, end: float) -> None:
+        """``end``: seconds since 1970."""
+        self._end = end
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if time.time() > self._end:
+            pytest.skip(LATE)
 
 
 def refusal_in(error: BaseException | None) -> str | None:

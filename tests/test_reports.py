@@ -71,6 +71,19 @@ import sys, pytest
 from tests.reports import NoProcesses
 sys.exit(pytest.main(sys.argv[1:], plugins=[NoProcesses()]))
 """
+ENDS = """
+import sys, types, pytest, tests.reports
+tests.reports.time = types.SimpleNamespace(time=lambda: 0.0)
+sys.exit(pytest.main(sys.argv[1:], plugins=[tests.reports.Until(1.0)]))
+"""
+TWO = """
+import tests.reports
+
+def test_first():
+    tests.reports.time.time = lambda: 2.0
+
+def test_second(): ...
+"""
 NEAR = """
 import sys, pytest
 pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/planner/test_compile.py"])
@@ -118,3 +131,11 @@ def test_a_test_of_the_planner_begins_without_torch_dask_or_an_engine():
     assert done.returncode == 0, done.stderr
     assert "test_compile.py::" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_when_the_time_is_over_no_test_begins_and_those_left_out_are_counted(tmp_path):
+    (tmp_path / "test_two.py").write_text(TWO)
+    done = python(ENDS, "-q", "-rs", "-p", "no:cacheprovider", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed, 1 skipped" in done.stdout
+    assert "the time was over that SIIRL_TESTS_UNTIL names" in done.stdout
