@@ -59,6 +59,7 @@ class Run:
             {**os.environ, FILE: str(self.order)},
             folder / "stdout",
             folder / "stderr",
+            alone=True,
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
