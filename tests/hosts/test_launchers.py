@@ -23,7 +23,7 @@ from siirl_dask.testing.hosts import Lab, Names
 from tests.hosts.slurm import jobs, slurm, why_no_slurm
 from tests.hosts.ssh import ssh, why_no_ssh
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 needs_slurm = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
 needs_ssh = pytest.mark.skipif(why_no_ssh() is not None, reason=str(why_no_ssh()))
 needs_mpi = pytest.mark.skipif(
