@@ -14,6 +14,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.planner import Node, Rows, resolve
 from tests.recipes.keys import same_dag
+from tests.settings import digits_overrides
 
 DOCS = (Path(__file__).parents[2] / "docs" / "dags.md").read_text()
 BREVITY = """
@@ -76,9 +77,11 @@ def keys(data):
                 yield from contract
 
 
-def test_every_key_of_the_json_is_documented(capsys):
-    main(["plan", "--format", "json", str(shipped("grpo_kl.yaml"))])
+def test_every_key_of_the_json_is_documented(digits_task, tmp_path, capsys):
+    overrides = digits_overrides(digits_task, tmp_path / "run")
+    main(["plan", "--format", "json", "--on", "h100", str(shipped("grpo_kl.yaml")), *overrides])
     given = json.loads(capsys.readouterr().out)
+    assert {"first_prompt", "time"} <= set(given)
     table = DOCS[DOCS.index("**`--format json`**") : DOCS.index("**`--format svg`**")]
     assert set(keys(given)) <= set(re.findall(r"`(\w+)`", table))
     assert given["version"] == 1
