@@ -10,8 +10,10 @@ STAMP := .venv/installed$(addprefix -,$(EXTRA))
 # Or each of the hundreds of processes that tests start compiles the package by itself, for a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Python compiles what is imported, when it is: of all that comes with torch and vLLM that is a tenth.
-QUIETLY := --quiet --disable-pip-version-check --no-compile
+# Python compiles what is imported, when it is: of all that comes with torch and vLLM that is a tenth. Where programs that are
+# started without make may not write that down, pip compiles everything.
+QUIETLY := --quiet --disable-pip-version-check
+LAZILY := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
 SINCE ?=
 .PHONY: install quickstart check test test-gpu gpu-bundle test-slow test-oldest sweep lint
@@ -21,7 +23,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("siirl_dask needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install $(QUIETLY) "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
+	$(BIN)/pip install $(QUIETLY) $(LAZILY) "torch>=2.11,<2.14" -e ".[test$(addprefix $(COMMA),$(EXTRA))]"
 	touch $@
 
 quickstart: install
@@ -94,7 +96,7 @@ OLDEST := build/oldest
 $(OLDEST)/installed: $(STAMP) tests/layered_environment.py
 	$(PYTHON) -m venv --clear --without-pip $(OLDEST)
 	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torch torchvision transformers huggingface-hub
-	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*"
+	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*"
 	$(BIN)/pip --python $(OLDEST)/bin/python check
 	touch $@
 
