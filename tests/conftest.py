@@ -54,7 +54,11 @@ def pytest_configure(config):
     if config.option.reportchars == "a":
         config.option.reportchars = "fExX"  # skipped tests have lines of their own, by reason
     if UNTIL in os.environ:
-        config.pluginmanager.register(Until(float(os.environ[UNTIL])))
+        try:
+            end = float(os.environ[UNTIL])
+        except ValueError:
+            raise pytest.UsageError(f"{UNTIL}={os.environ[UNTIL]!r} is not a number of seconds since 1970") from None
+        config.pluginmanager.register(Until(end))
     if config.getoption("no_processes"):
         config.pluginmanager.register(NoProcesses())
         settings.register_profile("no processes", settings.get_profile("shared machine"), max_examples=FEWER_EXAMPLES)

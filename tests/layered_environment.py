@@ -31,6 +31,9 @@ def lay(lower: Path, upper: Path, absent: set[str]) -> None:
     """Link all that ``lower`` has into ``upper``, but for the distributions ``absent``."""
     below = packages(lower)
     above = packages(upper)
+    for folder in (below, above):
+        if not folder.is_dir():
+            sys.exit(f"{folder} is not there: {lower} and {upper} must be virtual environments of one Python")
     for distribution in distributions(path=[str(below)]):
         if distribution.name.lower().replace("_", "-") in absent:
             continue

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from siirl_dask.testing.hosts import Lab, why_no_lab
 from tests.forked_programs import ForkedProgram, run_forked
 
+NO_LAB = why_no_lab()
 SAYS = """
 import json, os, signal, sys
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("SAID"), __name__, os.getsid(0) == os.getpid()]))
@@ -26,6 +28,11 @@ if __name__ == "__main__":
     process.join()
     print(process.exitcode, flush=True)
     sys.exit(0)
+"""
+WHERE = """
+import socket, subprocess
+found = subprocess.run(["ip", "-4", "-br", "addr", "show", "eth0"], capture_output=True, text=True, check=True)
+print(socket.gethostname(), found.stdout.split()[2].partition("/")[0])
 """
 LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
 ENDS = """
@@ -80,3 +87,14 @@ def test_what_it_leaves_is_said(tmp_path):
     left = int(program.communicate(60)[0])
     assert program.left_over() == [f"{left} sleep"]
     os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.skipif(NO_LAB is not None, reason=str(NO_LAB))
+@pytest.mark.parametrize("user", [0, 1000], ids=["root", "a user"])
+def test_it_is_on_a_host_of_the_lab_also_of_one_who_is_not_root(user, tmp_path, monkeypatch):
+    """A user's lab is in a user namespace."""
+    if os.geteuid() == 0:
+        monkeypatch.setattr("os.geteuid", lambda: user)
+    with Lab(1) as lab:
+        program = ForkedProgram(["-c", WHERE], None, tmp_path / "output", host=lab.hosts[0])
+        assert program.communicate(60)[0] == f"host0 {lab.hosts[0].address}\n"

@@ -14,6 +14,18 @@ from siirl_dask.testing.hosts.host import Host
 _PORT = 8786
 
 
+def start_interpreter(
+    host: Host, words: Sequence[object], environment: Mapping[str, str], output: Path | None, **options: Any
+) -> subprocess.Popen[str]:
+    """Start ``python *words`` on a host. Both what it prints and its errors go to ``output``, or to its ``stdout``."""
+    command = (sys.executable, *words)
+    if output is None:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return host.start(*command, env=environment, **pipes, **options)
+    with output.open("w") as log:
+        return host.start(*command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
 class DaskCluster:
     """A scheduler on one host, and a worker on each of ``workers``, named 0, 1, 2; a host may be there several times.
 
@@ -30,7 +42,7 @@ class DaskCluster:
         ipv6: bool = False,
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
-        start: Callable[..., Any] | None = None,
+        start: Callable[..., Any] = start_interpreter,
     ) -> None:
         """``arguments`` are further ones of ``dask worker``.
 
@@ -38,7 +50,7 @@ class DaskCluster:
         ``subprocess.Popen`` does; ``output`` is the file for what it prints, or None for ``stdout``.
         """
         self.folder = folder
-        self._start_program = start or start_interpreter
+        self._start_program = start
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         location = f"[{scheduler.address6}]" if ipv6 else scheduler.address
         self.address = f"tcp://{location}:{_PORT}"
@@ -64,15 +76,3 @@ class DaskCluster:
     def _start(self, host: Host, name: str, *arguments: object) -> Any:
         output = Path(self.folder, f"{name}.log")
         return self._start_program(host, ("-m", "dask", *arguments), self.environment, output)
-
-
-def start_interpreter(
-    host: Host, words: Sequence[object], environment: Mapping[str, str], output: Path | None, **options: Any
-) -> subprocess.Popen[str]:
-    """Start ``python *words`` on a host. Both what it prints and its errors go to ``output``, or to its ``stdout``."""
-    command = (sys.executable, *words)
-    if output is None:
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return host.start(*command, env=environment, **pipes, **options)
-    with output.open("w") as log:
-        return host.start(*command, env=environment, stdout=log, stderr=subprocess.STDOUT)
