@@ -62,6 +62,9 @@ class ModelConfig:
     """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes bfloat16 where the workers
     have accelerators that all compute in it, and float32 elsewhere; a run that goes on keeps the type it began with."""
 
+    float32_head: bool = False
+    """Compute logits from hidden states and head in float32 where the model computes in bfloat16, in trainers and
+    engines alike (arXiv:2506.13585). The weights of the head are rounded to bfloat16 as before."""
     longest_row: int | None = None
     """Tokens of the longest row, prompt and response, for which rotary embeddings are computed that follow it
     (``longrope``). None: those of the run, ``data.max_prompt_length`` and the longest ``rollout.max_response_length``;

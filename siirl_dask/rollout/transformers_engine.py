@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import ModelConfig
@@ -182,5 +183,23 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
     with refused_by_name(model.path, key):
         tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
     network.to(device).eval()  # type: ignore[arg-type]  # a decorator hides its type
+    if model.float32_head:
+        _compute_head_in_float32(network)
     own = HuggingFaceTokenizer(tokenizer, model.path, generation=network.generation_config)
     return network, own.with_options(model)
+
+
+def _compute_head_in_float32(model: PreTrainedModel) -> None:
+    """Let a model give logits that are products in float32 of its hidden states and its head, of any type.
+
+    The weights stay as they are: a tied embedding is the same tensor, and new weights are copied into it.
+    """
+    head = model.get_output_embeddings()
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = head.bias
+        if bias is not None:
+            bias = bias.float()
+        return functional.linear(hidden.float(), head.weight.float(), bias)
+
+    head.forward = forward

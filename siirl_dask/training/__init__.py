@@ -104,7 +104,13 @@ def build_trainer(
     from siirl_dask.training.policy import Policy  # imports transformers
 
     def make() -> PolicyNetwork:
-        network = partial(PolicyNetwork, temperature=rollout.temperature, trainer=trainer, agents=base)
+        network = partial(
+            PolicyNetwork,
+            temperature=rollout.temperature,
+            float32_head=model.float32_head,
+            trainer=trainer,
+            agents=base,
+        )
         return backend.network(network).requires_grad_(False)
 
     with device.stage("the loading of weights"):

@@ -48,7 +48,13 @@ class Reference(HoldsNoGroups):
         self._backend = backend
         self._dtype = torch_dtype(model.dtype, backend.device)
         self._routing = routing
-        make = partial(PolicyNetwork, temperature=temperature, trainer=trainer, routing=routing)
+        make = partial(
+            PolicyNetwork,
+            temperature=temperature,
+            float32_head=model.float32_head,
+            trainer=trainer,
+            routing=routing,
+        )
         self._network = network or backend.network(make).requires_grad_(False)
         if park:
             make_parkable(self._network.parameters())

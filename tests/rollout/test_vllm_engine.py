@@ -32,10 +32,9 @@ def rollout_of(**settings):
 
 
 @contextmanager
-def running(folder, dtype=Dtype.float32, device=DEVICE, **settings):
-    engine = build_engine(
-        device, Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout_of(**settings)
-    )
+def running(folder, dtype=Dtype.float32, device=DEVICE, float32_head=False, **settings):
+    model = ModelConfig(path=str(folder), dtype=dtype, float32_head=float32_head)
+    engine = build_engine(device, Rank(), model=model, rollout=rollout_of(**settings))
     assert isinstance(engine, VllmEngine)
     try:
         yield engine
@@ -160,6 +159,18 @@ def test_bfloat16_generates_and_takes_float32_weights(folder):
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)
         given, expected = (one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact))
     assert given == pytest.approx(expected, abs=0.07)
+
+
+@pytest.mark.slow
+def test_a_float32_head_gives_products_in_float32_before_and_after_new_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    states = torch.randn(3, head.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    with running(folder, Dtype.bfloat16, float32_head=True) as engine:
+        for expected in (head, 2 * head):
+            (logits,) = engine._llm.apply_model(lambda model: model.compute_logits(states))
+            torch.testing.assert_close(logits, states.float() @ expected.bfloat16().float().T, atol=1e-5, rtol=1e-5)
+            engine.load_weights([(name, 2 * weight) for name, weight in weights.items()], 1)
 
 
 @pytest.mark.slow

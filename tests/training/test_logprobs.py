@@ -61,6 +61,29 @@ def test_bfloat16_hidden_states_give_float32_scores_and_gradients():
     assert_close(weight.grad, expected, atol=0.1, rtol=0.1)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("output", OUTPUTS.values(), ids=OUTPUTS.keys())
+def test_a_float32_product_of_bfloat16_states_loses_no_digits(output, bias):
+    hidden, weight, offset, targets = random_inputs(torch.float32, bias=bias)
+    leaves = [weight, offset] if bias else [weight]
+    states = hidden.detach().bfloat16().requires_grad_()
+    exact = states.detach().float().requires_grad_()
+    rounded = [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves]
+
+    found = token_logprobs(states, weight, offset, targets, temperature=0.7, output=output, float32=True, rows=3)
+    expected = plain(exact, rounded[0], rounded[1] if bias else None, targets, 0.7, output)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, atol=1e-5, rtol=0)
+    in_bfloat16 = token_logprobs(states, weight, offset, targets, temperature=0.7, output=output)
+    assert float((in_bfloat16[0] - expected[0]).detach().abs().max()) > 1e-4, "both have as many digits"
+
+    gradients = torch.autograd.grad(found[0].sum(), [states, *leaves])
+    wanted = torch.autograd.grad(expected[0].sum(), [exact, *rounded])
+    assert_close(gradients[0], wanted[0].bfloat16())
+    for one, other in zip(gradients[1:], wanted[1:], strict=True):
+        assert_close(one, other, atol=1e-5, rtol=0)
+
+
 TOKENS, WIDTH, VOCABULARY, ROWS = 48, 64, 1500, 100
 
 

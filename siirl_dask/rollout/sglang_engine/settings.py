@@ -53,6 +53,8 @@ def server_arguments(
         "stream_interval": TOKENS_PER_REPORT,
         "random_seed": 0,  # rows have seeds of their own; without one SGLang draws it
     }
+    if model.float32_head:
+        ours["enable_fp32_lm_head"] = True
     _check_own(own.engine_kwargs, ours)
     return {"log_level": "error", **ours, **own.engine_kwargs}
 

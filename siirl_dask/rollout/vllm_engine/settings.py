@@ -10,7 +10,7 @@ from typing import Any
 from vllm import EngineArgs
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from siirl_dask.config import LoraConfig, ModelConfig, RolloutConfig, Sampler, changed_options, parse_bytes
+from siirl_dask.config import Dtype, LoraConfig, ModelConfig, RolloutConfig, Sampler, changed_options, parse_bytes
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -60,6 +60,8 @@ def llm_arguments(
         "enable_sleep_mode": bool(rollout.vllm.sleep_level) and not on_cpu,
         "tensor_parallel_size": ranks.size,
     }
+    if model.float32_head:
+        ours["hf_overrides"] = {"head_dtype": str(Dtype.float32)}
     if rollout.router_replay:
         ours["async_scheduling"] = False  # a request's places in the cache are looked up when it ends
     if device.index or ranks.size > 1:

@@ -62,6 +62,7 @@ class Replica:
         not known.
         """
         self.device = torch.device(built.device)
+        self._float32_head = built.model.float32_head
         path, megatron = built.model.path, built.trainer.megatron
         sizes = sizes_of(read_config(path) or {}, path)
         check_division(megatron, sizes, path)
@@ -210,8 +211,15 @@ class Replica:
             head = self.stage.value_head
             assert head is not None
             return [linear(predicting.float(), head.weight, head.bias).squeeze(-1)]
-        weight, group = self.stage.output_layer.weight, self.grid.tp
-        return list(shared_logprobs(predicting, weight, targets, temperature=self._temperature, group=group))
+        scores = shared_logprobs(
+            predicting,
+            self.stage.output_layer.weight,
+            targets,
+            temperature=self._temperature,
+            float32=self._float32_head,
+            group=self.grid.tp,
+        )
+        return list(scores)
 
 
 def _meta_model(path: str) -> PreTrainedModel:

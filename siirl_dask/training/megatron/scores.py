@@ -14,17 +14,20 @@ from siirl_dask.training.model.logprobs import token_logprobs
 
 
 def shared_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, group: Any
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, float32: bool = False, group: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs of the targets, and entropy in nats, of ``softmax(hidden @ weight.T / temperature)``.
 
     [K, D], [V / n, D], [K] -> [K], [K], float32, the same on each of the n ranks of ``group``; its ranks hold the rows
-    of the head in their order. Gradients of ``hidden`` are those of the whole vocabulary. All ranks must call, and run
-    the backward pass.
+    of the head in their order. The product has their dtype, or is ``float32``. Gradients of ``hidden`` are those of the
+    whole vocabulary. All ranks must call, and run the backward pass.
     """
     if group.size() == 1:
-        return token_logprobs(hidden, weight, None, targets, temperature=temperature)
+        return token_logprobs(hidden, weight, None, targets, temperature=temperature, float32=float32)
     apply: Any = _SharedLogprobs.apply
+    if float32:
+        hidden = hidden.float()
+        weight = weight.float()
     logits = _Copied.apply(hidden, group) @ weight.T  # type: ignore[no-untyped-call]
     result: tuple[Tensor, Tensor] = apply(logits.float() / temperature, targets, group)
     return result

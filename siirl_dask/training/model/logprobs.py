@@ -29,18 +29,22 @@ def token_logprobs(
     *,
     temperature: float,
     output: HeadOutput = _PLAIN,
+    float32: bool = False,
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs of the targets, and entropy in nats, of ``softmax(logits / temperature)``, where logits are
     what ``output`` makes of ``hidden @ weight.T + bias``.
 
-    [K, D], [V, D], [V] or None, [K] -> [K], [K]. The product has the dtype of ``hidden``, all else at least float32.
-    Both results carry gradients to hidden, weight and bias. ``rows`` of the head make a block; None: as many as the
-    device has room for.
+    [K, D], [V, D], [V] or None, [K] -> [K], [K]. Weight and bias are rounded to the dtype of ``hidden``, which the
+    product has as well, unless it is to be ``float32``; all else is at least float32. Both results carry gradients to
+    hidden, weight and bias. ``rows`` of the head make a block; None: as many as the device has room for.
     """
     rows = rows or logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu")
+    head_dtype = hidden.dtype
+    if float32:
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, rows)
+    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
     return result
 
 
@@ -58,12 +62,14 @@ class _Head:
         targets: Tensor,
         temperature: float,
         output: HeadOutput,
+        head_dtype: torch.dtype,
         rows: int,
     ) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.scale = output.factor / temperature
         """The factor of a product; where logits are bounded, it comes before."""
         self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
+        self._head_dtype = head_dtype
         self._cap = None
         if output.cap is not None:
             self._cap = output.cap / temperature
@@ -75,12 +81,12 @@ class _Head:
         """Yield a block's rows, its part of the head [r, D], its logits [K, r], and its targets [K], -1 elsewhere."""
         for start in range(0, len(self._weight), self._rows):
             block = slice(start, min(start + self._rows, len(self._weight)))
-            part = self._weight[block].to(self._hidden.dtype)
+            part = self._rounded(self._weight[block])
             product = self.like_logits(self._product, len(part))
             if self._bias is None:
                 product.addmm_(self._hidden, part.T, beta=0, alpha=self.scale)  # beta=0 writes over what was there
             else:
-                offsets = self._bias[block].to(self._hidden.dtype)
+                offsets = self._rounded(self._bias[block])
                 torch.addmm(offsets, self._hidden, part.T, beta=self.scale, alpha=self.scale, out=product)
             logits = self.like_logits(self._wide, len(part))
             if logits is not product:
@@ -89,6 +95,10 @@ class _Head:
                 logits.div_(self._cap).tanh_().mul_(self._cap)
             targets = self._targets - start
             yield block, part, logits, targets.where((targets >= 0) & (targets < len(part)), -1)
+
+    def _rounded(self, part: Tensor) -> Tensor:
+        """Return a part of the head with the digits of its dtype, in the dtype of the product."""
+        return part.to(self._head_dtype).to(self._hidden.dtype)
 
     def slope(self, logits: Tensor) -> Tensor | None:
         """Return what logits change by where the scaled products do, in new memory; None where they are the same.
@@ -117,6 +127,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         output: HeadOutput,
+        head_dtype: torch.dtype,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Add up ``s = sum e^(l - m)`` and ``t = sum e^(l - m) (l - m)`` under the highest logit m so far.
@@ -124,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
         So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost.
         """
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, bias, targets, temperature, output, rows)
+        head = _Head(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
         highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
         total, weighted, chosen = torch.zeros_like(highest), torch.zeros_like(highest), torch.zeros_like(highest)
         memory = head.scratch()
@@ -142,6 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.temperature = temperature
         ctx.output = output
+        ctx.head_dtype = head_dtype
         ctx.rows = rows
         return (chosen - highest - total.log()).squeeze(1), entropy.squeeze(1)
 
@@ -153,7 +165,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block
             by_entropy = None
         by_logprob, by_entropy = (None if each is None else each[:, None] for each in (by_logprob, by_entropy))
-        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.output, ctx.rows)
+        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.output, ctx.head_dtype, ctx.rows)
         _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head needs no [V, D] gradient
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
         for_weight = torch.empty_like(weight) if head_learns else None
@@ -172,7 +184,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _write_product(for_weight[block], by_logits, hidden, head.scale)
             if for_bias is not None:
                 for_bias[block] = by_logits.sum(0, dtype=head.dtype) * head.scale
-        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None, None
+        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None, None, None
 
 
 def _by_logits(

@@ -316,6 +316,7 @@ class PolicyNetwork(Network):
         *,
         device: torch.device,
         temperature: float,
+        float32_head: bool = False,
         autocast: bool = False,
         trainer: TrainerConfig | None = None,
         agents: Sequence[str] = ("",),
@@ -323,11 +324,14 @@ class PolicyNetwork(Network):
         always: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """With ``routing`` it replays the routes of a micro-batch that has some."""
+        """With ``float32_head`` logits are products in float32, whatever the dtype of the hidden states. With
+        ``routing`` it replays the routes of a micro-batch that has some.
+        """
         super().__init__(
             model, device=device, autocast=autocast, trainer=trainer, agents=agents, inputs=inputs, always=always
         )
         self.temperature = temperature
+        self._float32_head = float32_head
         if routing is not None:
             replay_routes(model, routing)
             self._packed_alone = True
@@ -347,6 +351,7 @@ class PolicyNetwork(Network):
             batch.targets.to(self.device),
             temperature=self.temperature,
             output=self._head_output,
+            float32=self._float32_head,
         )
         if batch.route is not None:
             logprobs, entropy = to_owners([logprobs, entropy], batch.route)

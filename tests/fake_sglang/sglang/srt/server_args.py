@@ -21,6 +21,7 @@ class ServerArgs:
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
     enable_memory_saver: bool = False
+    enable_fp32_lm_head: bool = False
     chunked_prefill_size: int | None = None
     stream_interval: int = 1
     random_seed: int | None = None

@@ -1,0 +1,113 @@
+"""``model.float32_head``: logits are products in float32 of bfloat16 hidden states and a head rounded to bfloat16."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.rollout import Sampling
+from siirl_dask.rollout.sglang_engine.settings import server_arguments
+from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.tasks.tiny_model import tiny_model
+from siirl_dask.testing.rows import random_rows
+from siirl_dask.training import build_reference, build_trainer
+from tests.settings import trainer_config
+
+WIDE = {"dtype": Dtype.bfloat16, "float32_head": True}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def folder(request, tmp_path_factory):
+    tied = request.param == "qwen3"
+    return tiny_model(tmp_path_factory.mktemp("models") / request.param, seed=1, family=request.param, tied=tied)
+
+
+def head_of(folder):
+    weights = load_file(folder / "model.safetensors")
+    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+
+
+def logprobs_of(states, weight, tokens, temperature):
+    logits = states.float() @ weight.bfloat16().float().T / temperature
+    return logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("make", [build_trainer, build_reference])
+@pytest.mark.parametrize("backend", ["torch", "fsdp", "megatron"])
+def test_trainers_score_with_products_in_float32(folder, make, backend):
+    if backend == "megatron":
+        pytest.importorskip("megatron", reason="megatron-core is not installed: an extra brings it")
+    rows = random_rows([(5, 20)] * 4)
+    built = make(
+        Device("w0"),
+        Rank(),
+        model=ModelConfig(path=str(folder), **WIDE),
+        trainer=trainer_config(backend=backend),
+        rollout=RolloutConfig(temperature=0.7),
+    )
+    seen = states_and_targets(built, backend)
+    logprobs = built.logprobs(rows).logprobs
+    states, targets = (torch.cat(each) for each in (seen.states, seen.targets))
+    assert states.dtype == torch.bfloat16
+    assert_close(logprobs, logprobs_of(states, head_of(folder), targets, 0.7), atol=1e-5, rtol=0)
+
+
+def states_and_targets(built, backend):
+    """Return what a trainer's passes will add: the states that predict tokens, and these."""
+    seen = SimpleNamespace(states=[], targets=[])
+    if backend == "megatron":
+        replica = built._replica
+        scores_of = replica._scores_of
+
+        def noted(predicting, targets):
+            seen.states.append(predicting.detach())
+            seen.targets.append(targets)
+            return scores_of(predicting, targets)
+
+        replica._scores_of = noted
+        return seen
+    network = built._network
+    predicting_states = network.predicting_states
+
+    def noted_states(batch):
+        states = predicting_states(batch)
+        seen.states.append(states.detach())
+        seen.targets.append(batch.targets)
+        return states
+
+    network.predicting_states = noted_states
+    return seen
+
+
+def test_the_transformers_engine_samples_from_products_in_float32(folder):
+    engine = TransformersEngine(ModelConfig(path=str(folder), **WIDE))
+    weights = load_file(folder / "model.safetensors")
+    moved = {name: weight + 0.05 * torch.ones_like(weight) for name, weight in weights.items()}
+    for head in (head_of(folder), head_of(folder) + 0.05):
+        decoder = engine._model.get_decoder()
+        states = []
+        hook = decoder.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state[:, -1]))  # noqa: B023
+        (sample,) = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=6, temperature=0.7))
+        hook.remove()
+        found = torch.tensor(sample.logprobs)
+        tokens = torch.tensor(sample.token_ids)
+        assert_close(found, logprobs_of(torch.cat(states)[: len(tokens)], head, tokens, 0.7), atol=1e-5, rtol=0)
+        engine.load_weights(moved.items(), 1)
+
+
+def test_without_it_the_transformers_engine_rounds_logits(folder):
+    engine = TransformersEngine(ModelConfig(path=str(folder), dtype=Dtype.bfloat16))
+    head = engine._model.get_output_embeddings()
+    assert head(torch.ones(1, head.in_features, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_sglang_is_asked_for_it_by_its_own_argument():
+    rollout = RolloutConfig()
+    for wide in (True, False):
+        model = ModelConfig(path="model", dtype=Dtype.bfloat16, float32_head=wide)
+        arguments = server_arguments(model, rollout, Device("w0"), ["torch_native"])
+        assert arguments.get("enable_fp32_lm_head", False) is wide
