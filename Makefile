@@ -75,11 +75,23 @@ test-gpu:
 gpu-bundle:
 	$(GPU_PYTHON) benchmarks/gpu/bundle.py
 
+# The last transformers 4, beside torch and what both need of .venv, without siirl_dask: it writes base folders as they are on
+# the hub, and reads what was exported of them. pip takes no package to meet a need: it would write through a link.
+TRANSFORMERS4 := build/transformers4
+$(TRANSFORMERS4)/installed: $(STAMP) tests/layered_environment.py
+	$(PYTHON) -m venv --clear --without-pip $(TRANSFORMERS4)
+	$(TRANSFORMERS4)/bin/python tests/layered_environment.py .venv $(TRANSFORMERS4) transformers huggingface-hub tokenizers \
+	  --of torch transformers requests
+	$(BIN)/pip --python $(TRANSFORMERS4)/bin/python install $(QUIETLY) --no-compile --no-deps "transformers==4.57.*" \
+	  "huggingface-hub==0.36.*" "tokenizers==0.22.*"
+	$(BIN)/pip --python $(TRANSFORMERS4)/bin/python check
+	touch $@
+
 # What takes minutes or needs programs of its own, such as Slurm: two at a time, and the hosts of the lab alone, afterwards. To
 # import the files that have none of these takes half a minute.
 SLOW := build/slow-tests
 test-slow: export OMP_NUM_THREADS ?= 1
-test-slow: install
+test-slow: install $(TRANSFORMERS4)/installed
 	mkdir -p $(dir $(SLOW))
 	$(BIN)/python tests/select_tests.py --marked slow > $(SLOW)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not sweep" $$(cat $(SLOW))

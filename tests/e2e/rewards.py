@@ -1,4 +1,4 @@
-"""Rewards that go wrong, and one of several parts."""
+"""Rewards that go wrong, one of several parts, and one of which there is always something to learn."""
 
 import ctypes
 import os
@@ -19,6 +19,11 @@ def digits_and_variety(prompt, response, answer):
     digits = [character for character in response if character.isdigit()]
     share = len(digits) / 8
     return {"reward": share, "digits": share, "variety": 100 * len(set(digits))}
+
+
+def checksum(prompt, response, answer):
+    """Another number for nearly every response, of whatever a random model says."""
+    return sum(map(ord, response)) % 97 / 97
 
 
 def never_returns(prompt, response, answer):
