@@ -40,6 +40,7 @@ OPTIMIZING = (
     "max_grad_norm",
     "max_skipped_steps",
     "ema_decay",
+    "ema_every",
 )
 """Keys of ``trainer`` that belong to an optimizer, and not to the network: agents over one base may differ in them."""
 

@@ -214,7 +214,10 @@ class TrainerConfig:
     max_skipped_steps: int | None = None
     """Most optimizer steps in a row that ``run.on_nan=skip`` leaves out; one more ends the run. None: 10."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights; 0: no average is kept."""
+    """Decay of a moving average of the weights; 0: no average is kept, unless ``ema_every`` is above 1."""
+    ema_every: int = 1
+    """Optimizer steps from one update of the moving average to the next. Above 1 with ``ema_decay`` of 0 the average is
+    a copy of the weights, taken every so many steps."""
     park: bool = False
     """Keep weights and optimizer state in the host's memory while other roles of the worker compute on its
     accelerator, such as the engine; gradients take memory during updates alone."""
@@ -262,10 +265,16 @@ class TrainerConfig:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"trainer.ema_decay={self.ema_decay}: expected 0 to below 1")
+        at_least("trainer", 1, ema_every=self.ema_every)
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"trainer.total_steps={self.total_steps}: expected more than trainer.warmup_steps={self.warmup_steps}"
             )
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a moving average of the weights is kept."""
+        return self.ema_decay > 0 or self.ema_every > 1
 
     def _check_visual_lr(self) -> None:
         """Raise ConfigError for a rate of the tower where nothing of it learns."""

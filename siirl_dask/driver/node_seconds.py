@@ -225,7 +225,7 @@ class NodeSeconds:
         learned = any(work.learns for work in works if work.node.role == role)
         each = 0
         if learned:
-            each = 3 if trainer.ema_decay else 2
+            each = 3 if trainer.keeps_average else 2
         gives = next((w.node for w in works if PARAMETER_DATA in w.node.contract.writes.names), None)
         gathered = self._weight_bytes(gives, model, options) if gives is not None and shards > 1 else 0
         return ParkedModel(

@@ -147,15 +147,22 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
         raise type(error)(f"role {role.name!r}: {error}") from error
 
 
+_GIVEN_BY = {
+    "adapters": "a lora.rank",
+    "averages": "an ema_decay, or an ema_every above 1, with the backend torch or fsdp",
+}
+
+
 def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
     """Raise ConfigError for a node whose role does not provide what the node's function requires."""
     for node in dag.nodes:
         if lacking := sorted(
             set(node.contract.requires) - costs[node.role].provides - provides_of(dag.role(node.role).build)
         ):
+            remedies = " and ".join(_GIVEN_BY.get(ability, f"what provides {ability}") for ability in lacking)
             raise ConfigError(
                 f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(lacking)}, and "
-                f"role {node.role!r} has none: give its trainer a lora.rank, or leave the node out"
+                f"role {node.role!r} has none: give its trainer {remedies}, or leave the node out"
             )
 
 

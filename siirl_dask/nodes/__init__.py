@@ -14,6 +14,7 @@ from siirl_dask.nodes.entropy import choose_high_entropy
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
 from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
 from siirl_dask.nodes.logprobs import (
+    average_logprobs,
     base_logprobs,
     estimate_values,
     policy_logprobs,
@@ -37,6 +38,7 @@ from siirl_dask.nodes.weights import load_weights, publish_weights
 __all__ = [
     "ColumnPath",
     "append_response",
+    "average_logprobs",
     "base_logprobs",
     "bring_out",
     "choose_covariant",

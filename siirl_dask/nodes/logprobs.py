@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
-from siirl_dask.nodes.packed_table import pack_rows
+from siirl_dask.nodes.packed_table import PackedTable, pack_rows
 from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import Changes, columns
 from siirl_dask.schema import (
@@ -26,7 +26,7 @@ from siirl_dask.schema import (
     VALUES,
     fields,
 )
-from siirl_dask.training import Critic, Trainer
+from siirl_dask.training import Critic, TokenScores, Trainer
 
 
 def _writes_entropies(*, entropies: bool) -> Changes:
@@ -76,15 +76,37 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     return _logprobs(ctx, table, REFERENCE_LOGPROBS, base=True)
 
 
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    writes=fields(REFERENCE_LOGPROBS),
+    requires=["averages"],
+)
+def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
+    """Add the log-probs under the moving average of the policy's weights: a reference that follows the policy
+    (TR-DPO, arXiv:2404.09656), and takes no second model.
+
+    The policy needs an average (``trainer.ema_decay``, ``trainer.ema_every``).
+    """
+    ctx.free_device()
+    trainer: Trainer = ctx.resource
+    packed = pack_rows(table)
+    return _with_scores(ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS)
+
+
 def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False, entropies: bool = False) -> pa.Table:
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table, None if column != OLD_LOGPROBS else packed_routes(table))
     scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
-    table = table.append_column(column, packed.per_token(scores.logprobs, TYPES[column]))
+    table = _with_scores(ctx, table, packed, scores, column)
     if entropies:
         table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
-    return _finite(ctx, table, column)
+    return table
+
+
+def _with_scores(ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str) -> pa.Table:
+    return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES))

@@ -131,15 +131,23 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
     )
 
 
-def with_reference(dag: DAG, config: Config) -> DAG:
+def with_reference(dag: DAG, config: Config, function: Function | None = None) -> DAG:
     """Return ``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs; unchanged if that is 0.
 
-    With adapters the reference is the policy without them; otherwise it is a role of its own.
+    ``function`` gets them from the policy. Without one the reference is with adapters the policy without them, and
+    otherwise a role of its own. ConfigError for a function that no term of the loss needs.
     """
     if not config.algorithm.kl_coefficient:
+        if function is not None:
+            raise ConfigError(
+                f"reference={function.__name__} with algorithm.kl_coefficient=0: no term of the loss needs a "
+                "reference; give it a weight, or leave the argument out"
+            )
         return dag
     reference = Node("reference_logprobs", base_logprobs, role="policy", after="rollout", rows=Rows.BALANCED)
-    if config.trainer.lora.rank:
+    if function is not None:
+        dag = dag.add(replace(reference, fn=function))
+    elif config.trainer.lora.rank:
         dag = dag.add(reference)
     else:
         build = partial(

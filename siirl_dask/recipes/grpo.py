@@ -22,12 +22,14 @@ def grpo(
     reward: Function | None = None,
     advantage: Function | None = None,
     loss: Function | None = None,
+    reference: Function | None = None,
     columns: Sequence[str] = (),
 ) -> DAG:
     """Return the DAG of GRPO, or of an algorithm that differs in functions only (Dr.GRPO, GSPO, CISPO, RLOO, ...).
 
-    Each of ``reward``, ``advantage`` and ``loss`` replaces the function that the configuration names. ``columns`` are
-    further columns for the loss. ConfigError for an ``algorithm.*`` key that an argument would override.
+    Each of ``reward``, ``advantage`` and ``loss`` replaces the function that the configuration names. ``reference`` is
+    the node that gets reference log-probs from the policy, such as ``siirl_dask.nodes.average_logprobs``. ``columns``
+    are further columns for the loss. ConfigError for an ``algorithm.*`` key that an argument would override.
     """
     estimate = {"advantage": advantage_of(config, advantage)}
     placement, sample = Rows(str(config.rollout.prompt_placement)), {"rollout": config.rollout}
@@ -49,7 +51,7 @@ def grpo(
         ),
         *learning(config, loss, columns),
     )
-    return with_reference(DAG(roles(config, reward), nodes), config)
+    return with_reference(DAG(roles(config, reward), nodes), config, reference)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class ValueCritic(HoldsNoGroups):
         return full_weights(self._network.merged({}), self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
         self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()

@@ -224,8 +224,12 @@ class Learner:
         return self._optimizer.kept()
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving average of each parameter; nothing without ``ema_decay``."""
+        """Yield the moving average of each parameter; nothing where none is kept."""
         return self._optimizer.ema()
+
+    def averages_in_use(self) -> AbstractContextManager[None]:
+        """Let the parameters have the values of their moving averages inside the block."""
+        return self._optimizer.averages_in_use()
 
     def _backward(
         self,

@@ -136,7 +136,7 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
         GRADIENTS: share(learned, FLOAT32),
         "optimizer state": share(learned, 2 * FLOAT32),
     }
-    if model.trainer.ema_decay:
+    if model.trainer.keeps_average:
         parts["moving average"] = share(learned, FLOAT32)
     return parts
 
@@ -150,7 +150,7 @@ def _held_with_megatron(model: ModelOnWorkers) -> dict[str, int]:
     if model.learns:
         stepped = stepped_on_one_rank(model.size, model.trainer.megatron, model.ranks)
         parts |= {GRADIENTS: FLOAT32 * own, "optimizer state": 2 * FLOAT32 * stepped}
-        parts |= {"moving average": FLOAT32 * stepped} if model.trainer.ema_decay else {}
+        parts |= {"moving average": FLOAT32 * stepped} if model.trainer.keeps_average else {}
     return parts
 
 

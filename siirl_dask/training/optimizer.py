@@ -66,7 +66,7 @@ class Optimizer:
             self._adam.state[part] = {"step": torch.zeros((), device=part.device), **moments}
         device = next(iter(self._parts.values())).device
         self._by_torch = choose_operators(config.operators, device.type, liger=False)["adamw"] != PLUGIN
-        self._ema = {name: part.clone() for name, part in self._parts.items()} if config.ema_decay else {}
+        self._ema = {name: part.clone() for name, part in self._parts.items()} if config.keeps_average else {}
 
     @property
     def lr(self) -> float:
@@ -83,7 +83,7 @@ class Optimizer:
                 self._adam.step()
             else:
                 self._step_fused()
-            if self._ema:
+            if self._ema and self.steps % self._config.ema_every == 0:
                 average = get_ema_multi_avg_fn(self._config.ema_decay)
                 average(list(self._ema.values()), list(self._parts.values()), self.steps)
 
@@ -110,8 +110,24 @@ class Optimizer:
             yield from (self._adam.state[part][moment] for moment in _MOMENTS)
         yield from self._ema.values()
 
+    @contextmanager
+    def averages_in_use(self) -> Iterator[None]:
+        """Let the parameters have the values of their moving averages inside the block."""
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        for name, average in self._ema.items():
+            weight = self._parts[name].clone()
+            self._parts[name].copy_(average)
+            average.copy_(weight)
+
     def ema(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's moving average, laid out like the parameter; nothing without ``ema_decay``."""
+        """Yield each parameter's moving average, laid out like the parameter; nothing where none is kept."""
         for name, average in self._ema.items():
             yield name, like_dtensor(self._parameters[name], average)
 

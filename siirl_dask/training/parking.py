@@ -125,7 +125,7 @@ class ModelMemory:
         An engine on the device may take memory for new weights now.
         """
         self.loaded()
-        self._rest_state()
+        self.rest_state()
 
     def average(self) -> None:
         """Have weights and moving averages on the device."""
@@ -140,7 +140,7 @@ class ModelMemory:
     def rest(self) -> None:
         """Free the device's memory."""
         self._weights.park()
-        self._rest_state()
+        self.rest_state()
 
     def close(self) -> None:
         """Let go of the host's memory; nothing else is possible then."""
@@ -155,7 +155,8 @@ class ModelMemory:
             return {name: self.where_it_is(inner) for name, inner in state.items()}
         return state
 
-    def _rest_state(self) -> None:
+    def rest_state(self) -> None:
+        """Free the device's memory of all but the weights."""
         self._state.park()
         if self._gradients is not None:
             self._gradients.free()

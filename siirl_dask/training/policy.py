@@ -76,6 +76,9 @@ class Reference(HoldsNoGroups):
         """Score like ``logprobs``: a reference's weights never change."""
         return self.logprobs(rows)
 
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        raise TypeError("a reference has no moving averages: give the node the role of a policy")
+
     def update(
         self,
         batches: Sequence[TrainBatch],
@@ -157,6 +160,7 @@ class Policy(Reference):
         parameters = self._network.trainable()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
+        self._keeps_average = trainer.keeps_average
         self._learner = Learner(
             parameters,
             trainer,
@@ -175,6 +179,18 @@ class Policy(Reference):
         with self._network.without_adapters():
             return self._score(replace(rows, routes=None))
 
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        """Score the response tokens under the moving averages of the weights, which choose experts themselves.
+        TypeError where none are kept.
+        """
+        if not self._keeps_average:
+            raise TypeError("no moving averages are kept: set trainer.ema_decay, or trainer.ema_every above 1")
+        self._memory.average()
+        with self._learner.averages_in_use():
+            scores = self._score(replace(rows, routes=None))
+        self._memory.rest_state()
+        return scores
+
     def update(
         self,
         batches: Sequence[TrainBatch],
@@ -189,7 +205,7 @@ class Policy(Reference):
         return metrics
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
         self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()

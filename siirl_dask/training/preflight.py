@@ -164,14 +164,14 @@ def _check_learner(
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     if trainer.lora.path is not None:
         _check_first_adapters(model.path, trainer)
-    provides = frozenset({"adapters"} if trainer.lora.rank else ())
+    provides = _abilities(trainer)
     reads: tuple[str, ...] = (model.path,)
     if trainer.lora.path is not None and not is_remote(trainer.lora.path):  # at a URL each worker reads them itself
         reads = (model.path, trainer.lora.path)
     size = count_parameters(model.path)
     if size is None:
         return RoleCost(provides=provides, reads=reads, process=process_of(trainer))
-    each = _LEARNS + (_AVERAGE if trainer.ema_decay else 0)
+    each = _LEARNS + (_AVERAGE if trainer.keeps_average else 0)
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
     held = each * learned + _SCORES * (whole - learned if adapters is None else whole)
@@ -190,6 +190,16 @@ def _check_learner(
         process=process_of(trainer),
         reads=reads,
     )
+
+
+def _abilities(trainer: TrainerConfig) -> frozenset[str]:
+    """Return what nodes may require of a policy with this trainer."""
+    found = set()
+    if trainer.lora.rank:
+        found.add("adapters")
+    if trainer.keeps_average and trainer.backend is not Backend.megatron:
+        found.add("averages")
+    return frozenset(found)
 
 
 def _longest(config: Config) -> int:

@@ -166,6 +166,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        """Score the response tokens under the moving averages of the weights. TypeError where none are kept."""
+        ...
+
     def update(
         self,
         batches: Sequence[TrainBatch],

@@ -24,6 +24,31 @@ def test_the_natural_diamond_gives_the_same_rows_apart_and_on_one_worker(train):
     assert apart.records()[1]["metrics"]["policy/reference_kl"] > 0
 
 
+def test_a_reference_that_is_a_copy_of_the_policy_follows_it_and_goes_on_where_a_run_stopped(train, tmp_path):
+    """The copy is taken after the second step, with an optimizer step for each."""
+    config = tmp_path / "average.yaml"
+    config.write_text(
+        yaml.safe_dump({"base": [str(shipped("quickstart.yaml")), str(shipped("dags/grpo_average.yaml"))]})
+    )
+    follows = ["trainer.ema_every=2", "algorithm.minibatches=1", "algorithm.kl_coefficient=0.1"]
+    settings = [
+        *follows,
+        "checkpoint.every=2",
+        "cluster.workers=2",
+        "cluster.placement={rollout: [0], reward: [0], policy: [1]}",
+    ]
+    straight = train("straight", *settings, "run.steps=4", config_file=config)
+    for step in (1, 2, 3, 4):
+        table = straight.table("rollouts", step)
+        old, reference = (table[name].to_pylist() for name in ("old_logprobs", "reference_logprobs"))
+        assert (old == reference) == (step in (1, 3)), step
+    train("resumed", *settings, "run.steps=2", config_file=config)
+    resumed = train("resumed", *settings, "run.steps=4", config_file=config)
+    for step in (3, 4):
+        expected, got = (run.table("rollouts", step) for run in (straight, resumed))
+        assert got["reference_logprobs"].to_pylist() == expected["reference_logprobs"].to_pylist()
+
+
 def test_the_diamond_gives_the_same_numbers_as_the_same_nodes_in_a_chain(train, tmp_path):
     config = shipped("grpo_kl.yaml")
     chain = tmp_path / "chain.yaml"

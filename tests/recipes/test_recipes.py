@@ -9,7 +9,7 @@ from siirl_dask.algorithms import k2, ppo_clip, rloo, truncated_is
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.driver.phases import dags, validation_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import base_logprobs, estimate_turn_advantages
+from siirl_dask.nodes import average_logprobs, base_logprobs, estimate_turn_advantages
 from siirl_dask.planner.contract import bare
 from siirl_dask.rewards import exact_match
 from tests.recipes.keys import check_no_key_is_ignored, same_dag, spelled_by
@@ -131,6 +131,17 @@ def test_with_adapters_the_policy_without_them_is_the_reference():
     assert [role.name for role in dag.roles] == ["rollout", "reward", "policy"]
     assert bare(dag.node("reference_logprobs").fn) is base_logprobs
     assert "reference_logprobs" in dag.node("advantage").after
+
+
+def test_a_recipe_and_a_file_make_the_average_of_the_policy_its_reference(tmp_path):
+    given = ["algorithm.kl_coefficient=0.1", "trainer.ema_decay=0.9"]
+    spelled = tmp_path / "average.yaml"
+    spelled.write_text(f"base: [{shipped('quickstart.yaml')}, {shipped('dags/grpo_average.yaml')}]")
+    file = load_config_file(spelled, given)
+    assert same_dag(lambda config: grpo(config, reference=average_logprobs))(file)
+    assert bare(dags(file)[0].node("reference_logprobs").fn) is average_logprobs
+    with pytest.raises(ConfigError, match=r"reference=average_logprobs with algorithm\.kl_coefficient=0"):
+        grpo(load(shipped("quickstart")), reference=average_logprobs)
 
 
 def test_an_environment_that_is_given_replaces_that_of_the_config_and_nothing_is_scored():

@@ -69,11 +69,11 @@ class MegatronLearner(Learner):
         return metrics
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving average of each parameter, of which other replicas may have kept some; nothing without
-        ``ema_decay``. All ranks of the role must call.
+        """Yield the moving average of each parameter, of which other replicas may have kept some; nothing where none
+        is kept. All ranks of the role must call.
         """
         averages = dict(super().ema())
-        if self._divided is None or not self._config.ema_decay:
+        if self._divided is None or not self._config.keeps_average:
             return iter(averages.items())
         held = {name: averages.get(name, torch.empty_like(each)) for name, each in self._weights.parameters.items()}
         with self._waiting():

@@ -82,6 +82,9 @@ class MegatronReference(_Scoring):
         """Score like ``logprobs``: a reference's weights never change."""
         return self.logprobs(rows)
 
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        raise TypeError("a reference has no moving averages: give the node the role of a policy")
+
     def update(
         self,
         batches: Sequence[TrainBatch],
@@ -100,7 +103,7 @@ class _Learning(_Scoring):
         self._learner = MegatronLearner(self._replica, built.trainer, waiting=waiting)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing without ``ema_decay``."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
         averages = dict(self._learner.ema())
         return self._replica.weights.full(averages, self._replica.dtype) if averages else iter(())
 
@@ -155,6 +158,9 @@ class MegatronPolicy(_Learning):
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         raise TypeError("there are no adapters to leave out: trainer.backend=megatron has none")
+
+    def average_logprobs(self, rows: PackedRows) -> TokenScores:
+        raise TypeError("trainer.backend=megatron does not score under moving averages: take torch or fsdp")
 
     def update(
         self,
