@@ -56,6 +56,11 @@ def write_rows(path: Path, rows: int, seed: int) -> None:
     pq.write_table(pa.table({"prompt": prompts, "answer": answers}), path)
 
 
+def task_folder() -> Path:
+    """Return the folder of model and rows."""
+    return _DATA.absolute()
+
+
 def prepare() -> None:
     """Write the model and the rows where they are not there yet."""
     from siirl_dask.models.broken_imports import hide
@@ -65,8 +70,9 @@ def prepare() -> None:
 
     if not (_DATA / "model" / "config.json").exists():
         write_smollm2(_DATA / "model")
-    write_rows(_DATA / "train.parquet", _TRAIN_ROWS, seed=1)
-    write_rows(_DATA / "validation.parquet", _VALIDATION_ROWS, seed=2)
+    for name, rows, seed in (("train", _TRAIN_ROWS, 1), ("validation", _VALIDATION_ROWS, 2)):
+        if not (_DATA / f"{name}.parquet").exists():
+            write_rows(_DATA / f"{name}.parquet", rows, seed)
 
 
 def records(phase: str) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
 _PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
 _LAST = 10  # steps that stand for the end of a run
 QUIET = 1.5  # load beyond which times are not to be trusted
+_MANY = 20  # samples per second that need no decimals
 _LAYOUTS = {
     "speed": "one worker, one core",
     "speed of 2 workers": "two workers that do everything, two cores",
@@ -153,7 +154,8 @@ def speed_table(found: Mapping[str, Any]) -> str:
 
 def _rates(rates: Mapping[str, float], ours: Sequence[str]) -> list[str]:
     """Return samples per second of each kind of run, and the ratios of ours to TRL's."""
-    return [*(f"{rate:.0f}" for rate in rates.values()), *(f"{rates[kind] / rates[TRL]:.2f}" for kind in ours)]
+    digits = 0 if min(rates.values()) >= _MANY else 2
+    return [*(f"{rate:.{digits}f}" for rate in rates.values()), *(f"{rates[kind] / rates[TRL]:.2f}" for kind in ours)]
 
 
 def how(part: Measured) -> str:
