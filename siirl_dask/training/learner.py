@@ -246,7 +246,7 @@ class Learner:
 
     def _step(self) -> None:
         """Update the parameters from their gradients."""
-        self._optimizer.step()
+        self._optimizer.step(self._group, self._waiting)
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum each of ``sums`` over all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import cos, pi
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from siirl_dask.config import Schedule, TrainerConfig
 from siirl_dask.devices import fused
 from siirl_dask.devices.operators import PLUGIN, choose_operators
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.muon import MOMENTUM, ShardedMatrices, WholeMatrices
+from siirl_dask.training.muon import MOMENTUM, ShardedMatrices, Waiting, WholeMatrices
 from siirl_dask.training.parallel.dtensor import like_dtensor, local, shard_count
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -86,18 +86,22 @@ class Optimizer:
         """Learning rate of the last step, but for parameters with their own; before the first, the configured one."""
         return learning_rate(self._config, max(1, self.steps)) if self.steps else self._config.lr
 
-    def step(self) -> None:
-        """Update parameters and moving averages from ``gradients``."""
+    def step(self, group: Any = None, waiting: Waiting = nullcontext) -> None:
+        """Update parameters and moving averages from ``gradients``.
+
+        The ranks of ``group``, which step the same parameters along the same gradients, share the work of ``matrices``;
+        None is a group of one. ``waiting()`` is entered for what waits for other ranks.
+        """
         self.steps += 1
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr * group[_RATE]
+        for of_rate in self._adam.param_groups:
+            of_rate["lr"] = self.lr * of_rate[_RATE]
         with _threads(self._cores):
             if self._by_torch:
                 self._adam.step()
             else:
                 self._step_fused()
             if self._muon is not None:
-                self._muon.step(self.lr)
+                self._muon.step(self.lr, group, waiting)
             if self._ema:
                 average = get_ema_multi_avg_fn(self._config.ema_decay)
                 average(list(self._ema.values()), list(self._parts.values()), self.steps)

@@ -22,6 +22,7 @@ from tests.training.roles import policy
 
 BACKENDS = {
     "torch": {"backend": "torch"},
+    "torch, Muon": {"backend": "torch", "optimizer": "muon"},
     "fsdp": {"backend": "fsdp"},
     "fsdp, Muon": {"backend": "fsdp", "optimizer": "muon"},
     "fsdp, 2 replicas": {"backend": "fsdp", "shard_size": 1},

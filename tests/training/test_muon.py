@@ -27,6 +27,7 @@ from siirl_dask.training.optimizer import Optimizer, learning_rate
 from siirl_dask.training.parallel.dtensor import full_tensor
 from siirl_dask.training.parallel.mesh import role_mesh
 from siirl_dask.training.preflight import count_matrices
+from siirl_dask.training.remedies import with_remedies
 from tests.conftest import digits_overrides
 from tests.settings import trainer_config
 from tests.training.roles import critic, policy
@@ -38,7 +39,12 @@ SETTINGS |= {"warmup_steps": 1, "min_lr_ratio": 0.1, "ema_decay": 0.75, "betas":
 RATES = {"wide": 0.5, "norm": 2.0}
 STEPS = 4
 FSDP = {"backend": "fsdp", "gather_size": "0B"}
-LAYERS = {"sharded": FSDP, "offloaded": FSDP | {"offload": True}, "replicated": {}}
+LAYERS = {
+    "sharded": FSDP,
+    "offloaded": FSDP | {"offload": True},
+    "replicated": {},
+    "shards of one": FSDP | {"shard_size": 1},
+}
 
 
 def drawn(name, step=0):
@@ -73,6 +79,17 @@ class Plain:
             self.optimizers[name].step()
             decay = self.config.ema_decay
             self.averages[name].mul_(decay).add_(self.parameters[name], alpha=1 - decay)
+
+    def momentum(self, name):
+        """Return the momentum of a matrix, or of a stack of them."""
+        buffers = [self.optimizers[name].state[part]["momentum_buffer"] for part in self.pairs[name]]
+        return torch.stack(buffers) if self.parameters[name].ndim == 3 else buffers[0].clone()
+
+    def held(self):
+        """Return weights, and the momentum of each matrix."""
+        matrices = [name for name, each in self.optimizers.items() if isinstance(each, torch.optim.Muon)]
+        weights = {name: each.clone() for name, each in self.parameters.items()}
+        return weights | {f"{name}.momentum": self.momentum(name) for name in matrices}
 
 
 def whole(name):
@@ -116,10 +133,7 @@ def test_steps_equal_those_of_torchs_optimizers_bit_for_bit(expected):
     state = optimizer.state()
     for name in MATRICES:
         assert set(state[name]) == {"momentum_buffer", "ema"}
-        buffers = [expected.optimizers[name].state[part]["momentum_buffer"] for part in expected.pairs[name]]
-        assert torch.equal(
-            state[name]["momentum_buffer"].reshape(-1), torch.cat([each.reshape(-1) for each in buffers])
-        )
+        assert torch.equal(state[name]["momentum_buffer"], expected.momentum(name))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +151,7 @@ def test_ranks_that_each_step_some_parameters_step_them_alike(expected, halves):
 
 
 def on_shards(rank):
-    """Whole parameters after the steps of ranks that have shards; 7, 3 and 5 rows are no even shares."""
+    """Return whole parameters after the steps of ranks that have shards; 7, 3 and 5 rows are no even shares."""
     mesh = role_mesh(rank, None, torch.device("cpu"))
     optimizer, parameters = stepping(
         SHAPES, lambda name: nn.Parameter(distribute_tensor(drawn(name), mesh, [Shard(0)]))
@@ -166,8 +180,18 @@ def weights_of(trainer):
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
+def held(trainer):
+    """Return weights, and the momentum of each matrix."""
+    momenta = {
+        f"{name}.momentum": full_tensor(state["momentum_buffer"]).clone()
+        for name, state in trainer.state()["optimizer"].items()
+        if "momentum_buffer" in state
+    }
+    return weights_of(trainer) | momenta
+
+
 def followed(folder, rank, **settings):
-    """Weights of a policy after each step, and those of torch's optimizers that were given its gradients."""
+    """Return what a policy holds after each step, and what torch's optimizers do that were given its gradients."""
     config = trainer_config(**{**SETTINGS, "lr": 1e-2, **settings})
     trainer = policy(folder, config, rank=rank)
     before = weights_of(trainer)
@@ -176,8 +200,24 @@ def followed(folder, rank, **settings):
     for _ in range(STEPS):
         advance(trainer, rank)
         plain.step({name: full_tensor(each.grad).clone() for name, each in trainer._network.by_name().items()})
-        found.append((weights_of(trainer), {name: each.clone() for name, each in plain.parameters.items()}))
+        found.append((held(trainer), plain.held()))
     return found
+
+
+def shared(folder, rank, **settings):
+    """Count the matrices that this rank's torch.optim.Muon steps."""
+    trainer = policy(folder, trainer_config(**SETTINGS | settings), rank=rank)
+    counts, step = [], torch.optim.Muon.step
+
+    def counted(self):
+        counts.append(sum(len(group["params"]) for group in self.param_groups))
+        step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Muon, "step", counted)
+        for _ in range(STEPS):
+            advance(trainer, rank)
+    return sum(counts)
 
 
 def is_matrix(name):
@@ -185,9 +225,10 @@ def is_matrix(name):
 
 
 def in_each_rank(folders, rank):
-    results = {"shards": on_shards(rank)}
+    results = {"shards": on_shards(rank), "shared": {}}
     for kind, settings in LAYERS.items():
         results[kind] = followed(folders["dense"], rank, **settings)
+        results["shared"][kind] = shared(folders["dense"], rank, **settings)
     results["experts, sharded"] = followed(folders["experts"], rank, **FSDP)
     return results
 
@@ -205,6 +246,14 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folders, tmp_path_factory):
     return run_ranks(2, partial(in_each_rank, folders), tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_workers_share_the_matrices(ranks):
+    shared = [seen["shared"] for seen in ranks]
+    layers = 2 * 7 * STEPS  # matrices of two layers
+    for kind in LAYERS:
+        each = layers if kind == "shards of one" else layers // 2
+        assert [counts[kind] for counts in shared] == [each, each], kind
 
 
 def test_shards_of_any_size_step_like_whole_parameters(ranks, expected):
@@ -297,26 +346,40 @@ def test_a_plan_counts_one_moment_of_each_matrix(digits_task, backend):
         changes = [f"trainer.optimizer={optimizer}", f"trainer.backend={backend}"]
         file = load_config_file(shipped("quickstart"), [*digits_overrides(digits_task, "run"), *changes])
         phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-        held[optimizer] = check(file.config, phases).memory[0].roles["policy"]
+        roles = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
+        held[optimizer] = roles["policy"]
     counted = count_matrices(str(digits_task.model), file.config.trainer, None)
     assert counted > 0
     assert held["adamw"] - held["muon"] == 4 * counted // (2 if backend == "fsdp" else 1)
 
 
+def on_one_worker(path, config):
+    return ModelOnWorkers(
+        size=count_parameters(path),
+        architecture=read_architecture(path),
+        trainer=config,
+        dtype=Dtype.float32,
+        ranks=1,
+        tokens=64,
+        matrices=count_matrices(path, config, None),
+    )
+
+
+def test_a_plan_that_proposes_adapters_proposes_adamw_for_them(folders):
+    proposed = {}
+    for optimizer in OptimizerName:
+        one = on_one_worker(str(folders["dense"]), trainer_config(optimizer=optimizer))
+        remedies = with_remedies(one, "trainer", lambda trainer: 64, lambda trainer: 10).remedies
+        (proposed[optimizer],) = (remedy for remedy in remedies if "lora.rank" in remedy.setting)
+    assert proposed["adamw"].setting == "trainer.lora.rank=16"
+    assert proposed["muon"].setting == "trainer.optimizer=adamw trainer.lora.rank=16"
+    assert proposed["muon"].footprint == proposed["adamw"].footprint
+
+
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_the_planned_memory_is_that_of_one_moment_of_each_matrix(folders, model):
     path, config = str(folders[model]), trainer_config(optimizer="muon", ema_decay=0.5)
-    planned = held_bytes(
-        ModelOnWorkers(
-            size=count_parameters(path),
-            architecture=read_architecture(path),
-            trainer=config,
-            dtype=Dtype.float32,
-            ranks=1,
-            tokens=1,
-            matrices=count_matrices(path, config, None),
-        )
-    )
+    planned = held_bytes(on_one_worker(path, config))
     trainer = policy(folders[model], config)
     held = sum(each.nbytes for each in trainer._learner.kept())
     assert planned["optimizer state"] + planned["moving average"] == held
