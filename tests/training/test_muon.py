@@ -23,6 +23,7 @@ from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, flat, load_sta
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.memory import ModelOnWorkers, held_bytes
+from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.optimizer import Optimizer, learning_rate
 from siirl_dask.training.parallel.dtensor import full_tensor
 from siirl_dask.training.parallel.mesh import role_mesh
@@ -30,6 +31,7 @@ from siirl_dask.training.preflight import count_matrices
 from siirl_dask.training.remedies import with_remedies
 from tests.conftest import digits_overrides
 from tests.settings import trainer_config
+from tests.training.families import written
 from tests.training.roles import critic, policy
 
 SHAPES = {"embedding": (6, 4), "tall": (7, 3), "wide": (3, 8), "square": (5, 5), "experts": (3, 4, 6), "norm": (5,)}
@@ -289,6 +291,25 @@ def test_the_matrices_are_those_of_the_layers(folders):
     values = critic(folders["dense"], trainer_config(optimizer="muon")).state()["optimizer"]
     assert set(values["value_head.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert [name for name in values if "momentum_buffer" in values[name]]
+
+
+@pytest.mark.parametrize(
+    ("family", "others"),
+    [
+        ("mamba", {"mixer.A_log", "mixer.conv1d.weight"}),
+        ("gpt_oss", {"experts.gate_up_proj_bias", "experts.down_proj_bias"}),
+        ("qwen2_moe", {"mlp.shared_expert_gate.weight"}),
+    ],
+)
+def test_what_is_no_linear_map_inside_a_layer_stays_adamws(tmp_path, family, others):
+    config = trainer_config(optimizer="muon")
+    network = PolicyNetwork(written(tmp_path, family), device=torch.device("cpu"), temperature=1.0, trainer=config)
+    matrices, found = network.matrices(), set()
+    for name, parameter in network.trainable().items():
+        if ".layers." in name and parameter.ndim > 1 and name not in matrices:
+            found.add(next((other for other in others if name.endswith(f".{other}")), name))
+    assert found == others
+    assert matrices
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "fsdp"}])
