@@ -170,7 +170,8 @@ class ShardedMatrices:
         """Take the gradient into the momentum, as torch.optim.Muon does, and return what is to be orthogonalised, on
         the device.
         """
-        gradient, momentum = self._parts[name].grad, self.momentum[name]
+        gradient = self._parts[name].grad
+        momentum = self.momentum[name]
         assert gradient is not None
         momentum.lerp_(gradient, 1 - _DECAY)
         return gradient.lerp(momentum, _DECAY).to(self._device)

@@ -60,7 +60,9 @@ class Plain:
     def __init__(self, parameters, matrices, config, rates):
         self.parameters = {name: each.detach().clone() for name, each in parameters.items()}
         self.averages = {name: each.clone() for name, each in self.parameters.items()}
-        self.config, self.rates, self.taken = config, rates, 0
+        self.config = config
+        self.rates = rates
+        self.taken = 0
         self.pairs = {name: [*each] if each.ndim == 3 else [each] for name, each in self.parameters.items()}
         self.optimizers = {}
         for name, parts in self.pairs.items():
@@ -209,7 +211,8 @@ def followed(folder, rank, **settings):
 def shared(folder, rank, **settings):
     """Count the matrices that this rank's torch.optim.Muon steps."""
     trainer = policy(folder, trainer_config(**SETTINGS | settings), rank=rank)
-    counts, step = [], torch.optim.Muon.step
+    counts = []
+    step = torch.optim.Muon.step
 
     def counted(self):
         counts.append(sum(len(group["params"]) for group in self.param_groups))
@@ -304,7 +307,8 @@ def test_the_matrices_are_those_of_the_layers(folders):
 def test_what_is_no_linear_map_inside_a_layer_stays_adamws(tmp_path, family, others):
     config = trainer_config(optimizer="muon")
     network = PolicyNetwork(written(tmp_path, family), device=torch.device("cpu"), temperature=1.0, trainer=config)
-    matrices, found = network.matrices(), set()
+    matrices = network.matrices()
+    found = set()
     for name, parameter in network.trainable().items():
         if ".layers." in name and parameter.ndim > 1 and name not in matrices:
             found.add(next((other for other in others if name.endswith(f".{other}")), name))
@@ -399,8 +403,8 @@ def test_a_plan_that_proposes_adapters_proposes_adamw_for_them(folders):
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_the_planned_memory_is_that_of_one_moment_of_each_matrix(folders, model):
-    path, config = str(folders[model]), trainer_config(optimizer="muon", ema_decay=0.5)
-    planned = held_bytes(on_one_worker(path, config))
+    config = trainer_config(optimizer="muon", ema_decay=0.5)
+    planned = held_bytes(on_one_worker(str(folders[model]), config))
     trainer = policy(folders[model], config)
     held = sum(each.nbytes for each in trainer._learner.kept())
     assert planned["optimizer state"] + planned["moving average"] == held

@@ -40,7 +40,8 @@ from siirl_dask.errors import CheckpointError
 from siirl_dask.training.files.staging import copy_to_host
 
 _MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
-_MOMENT_OF_ADAMW, _MOMENT_OF_MUON = "exp_avg", "momentum_buffer"  # Muon's run has AdamW's as well
+_MOMENT_OF_ADAMW = "exp_avg"
+_MOMENT_OF_MUON = "momentum_buffer"  # a run with Muon has AdamW's as well
 _KNOWN = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -307,7 +308,8 @@ class _Planner(DefaultLoadPlanner):
 
 def _check_optimizer(wanted: Collection[str], written: Collection[str]) -> None:
     """Raise CheckpointError where the names of a state are of another optimizer than those of a checkpoint."""
-    here, there = _optimizer_of(wanted), _optimizer_of(written)
+    here = _optimizer_of(wanted)
+    there = _optimizer_of(written)
     if here is not None and there is not None and here != there:
         raise CheckpointError(
             f"it has the optimizer's state of trainer.optimizer={there}, and this run has trainer.optimizer={here}: go "
