@@ -31,9 +31,9 @@ GRPO with SmolLM2-135M-Instruct on the sums of [a real model](real_model.md) by 
 ALIKE = """\
 **Alike**: model folder, chat template and prompts in the same order; 8 prompts a step with 8 samples each, of at most
 16 tokens, at temperature 1; one optimizer step a step in float32, with no pass for old log-probs: ours are the
-engine's, TRL has none where each sample is learned from once; loss `grpo` with clip 0.2 and no KL; AdamW, learning rate 1e-5
-after a rise over 2 steps; gradients clipped at norm 1. Both generate with transformers, all samples at once, on two
-cores: TRL is one process with two threads, ours two workers with one thread each.
+engine's, TRL has none where each sample is learned from once; loss `grpo` with clip 0.2 and no KL; AdamW, learning
+rate 1e-5 after a rise over 2 steps; gradients clipped at norm 1. Both generate with transformers, all samples at once,
+on two cores: TRL is one process with two threads, ours two workers with one thread each.
 
 Fresh processes take turns, in reversed order every other round, pinned to the same cores with all that they start. A
 step is all of it: prompts, samples, rewards, update, new weights, and here also every row written to disk. The start

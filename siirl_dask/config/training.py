@@ -81,6 +81,15 @@ class Backend(StrEnum):
     """Layers, and parts of each layer, on different workers of the role (megatron-core)."""
 
 
+class OptimizerName(StrEnum):
+    """Optimizer of a trained model; see docs/training.md."""
+
+    adamw = "adamw"
+    """AdamW of all parameters."""
+    muon = "muon"
+    """Muon of the matrices of the layers, and AdamW of the other parameters."""
+
+
 class Schedule(StrEnum):
     """Course of the learning rate after the warm-up."""
 
@@ -192,6 +201,8 @@ class TrainerConfig:
     package is installed, its kernels run, and nothing else fuses these layers or divides them."""
     operators: dict[str, str] = field(default_factory=dict)
     """Libraries of fused operators, such as ``{rms_norm: torch}``; others are chosen by device: docs/devices.md."""
+    optimizer: OptimizerName = OptimizerName.adamw
+    """Optimizer: ``adamw``; or ``muon``, which steps the matrices of the layers by Muon, and the rest by AdamW."""
     lr: float = 1e-6
     """Learning rate after the warm-up."""
     visual_lr: float | None = None
@@ -201,7 +212,7 @@ class TrainerConfig:
     eps: float = 1e-8
     """Number that AdamW adds to the root of the second moment."""
     weight_decay: float = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay of AdamW and Muon."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Schedule = Schedule.constant
@@ -255,6 +266,11 @@ class TrainerConfig:
                 f"trainer.freeze={[*map(str, self.freeze)]} with trainer.lora.rank={self.lora.rank}: no weights learn "
                 "beside adapters; trainer.lora.targets says which layers have any"
             )
+        if self.optimizer == OptimizerName.muon and self.lora.rank:
+            raise ConfigError(
+                f"trainer.optimizer=muon with trainer.lora.rank={self.lora.rank}: Muon steps whole matrices, and "
+                "adapters are factors of one; take trainer.optimizer=adamw, or leave the adapters out"
+            )
         self._check_visual_lr()
         if self.liger is True and self.compile:
             raise ConfigError(
@@ -296,6 +312,7 @@ class TrainerConfig:
             "freeze": bool(self.freeze),
             "liger": self.liger is True,
             "lora.rank": self.lora.rank,
+            "optimizer=muon": self.optimizer == OptimizerName.muon,
             "park": self.park,
             "visual_lr": self.visual_lr is not None,
         }
@@ -314,6 +331,7 @@ class TrainerConfig:
             "compile": self.compile,
             "liger": self.liger is True,
             "lora.rank": self.lora.rank,
+            "optimizer=muon": self.optimizer == OptimizerName.muon,
         }
         if conflicts := [f"trainer.{name}" for name, value in others.items() if value]:
             raise ConfigError(

@@ -18,7 +18,7 @@ from the node that writes parameters to the one that reads them. Everything else
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from siirl_dask.config import Backend, Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
@@ -263,7 +263,7 @@ class NodeSeconds:
             vllm = takes_vllm(rollout.engine)
             if not vllm or not takes_layers(one.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
                 return everything
-        adapters = count_adapters(one.path, replace(self.config.trainer, lora=lora))
+        adapters = count_adapters(one.path, TrainerConfig(lora=lora))
         return everything if adapters is None else _FLOAT32 * adapters.total
 
     def _model(self, model: ModelConfig, workers: int) -> _Model | None:

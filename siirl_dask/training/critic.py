@@ -48,6 +48,7 @@ class ValueCritic(HoldsNoGroups):
             rank,
             rates=rates,
             shard_ranks=backend.shard_ranks,
+            matrices=self._network.matrices(),
             waiting=waiting,
             cores=cores,
         )

@@ -127,6 +127,7 @@ class Learner:
         rates: Mapping[str, float] = MappingProxyType({}),
         shard_ranks: Sequence[int] | None = None,
         stepped: Collection[str] | None = None,
+        matrices: Collection[str] = (),
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         cores: int = 0,
     ) -> None:
@@ -134,7 +135,7 @@ class Learner:
         ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
         gradients over ``rank.group``; None where every rank holds the whole model. ``stepped`` are the parameters
         that this rank steps; None: all. ``waiting()`` is entered for what waits for other ranks.
-        ``cores`` as for ``Optimizer``.
+        ``matrices`` and ``cores`` as for ``Optimizer``.
         """
         self._waiting = waiting
         self._group: Any = None
@@ -142,7 +143,7 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(parameters, config, rates, stepped, cores=cores)
+        self._optimizer = Optimizer(parameters, config, rates, stepped, matrices=matrices, cores=cores)
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 
@@ -249,7 +250,7 @@ class Learner:
 
     def _step(self) -> None:
         """Update the parameters from their gradients."""
-        self._optimizer.step()
+        self._optimizer.step(self._group, self._waiting)
 
     def _total(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Sum each of ``sums`` over all ranks."""

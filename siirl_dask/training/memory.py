@@ -1,7 +1,8 @@
 """Arithmetic of a trained or scoring model's memory on an accelerator: what it holds, and what a pass takes besides.
 
-held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter; with adapters those of the
-            adapters, and 4 bytes for each frozen weight; with fsdp a shard of that, which may be in the host's memory
+held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, or 12 of a matrix that Muon
+            steps; with adapters those of the adapters, and 4 bytes for each frozen weight; with fsdp a shard of that,
+            which may be in the host's memory
 parked      what is held, with trainer.park: in the host's memory but for the gradients, and on the device in its turn
 gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
 activations what autograd keeps for each token of a micro-batch, and a layer's temporary values; the same for each patch
@@ -45,6 +46,8 @@ class ModelOnWorkers:
     """Parameters of adapters; 0: all weights learn but the frozen ones, or none."""
     frozen: int = 0
     """Parameters of the parts that do not learn (``trainer.freeze``)."""
+    matrices: int = 0
+    """Parameters that Muon steps."""
     tower: Tower | None = None
     """The part that sees images; None where there are none."""
     image_share: float = 0.0
@@ -134,7 +137,7 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
     parts |= {
         f"{named}{_WEIGHTS}": share(learned, FLOAT32),
         GRADIENTS: share(learned, FLOAT32),
-        "optimizer state": share(learned, 2 * FLOAT32),
+        "optimizer state": share(2 * learned - model.matrices, FLOAT32),
     }
     if model.trainer.keeps_average:
         parts["moving average"] = share(learned, FLOAT32)

@@ -1,9 +1,9 @@
-"""AdamW (arXiv:1711.05101) in float32 on a rank's part of the parameters: full tensors or shards."""
+"""AdamW (arXiv:1711.05101), and Muon of matrices, in float32 on a rank's part of the parameters: whole or shards."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import cos, pi
 from types import MappingProxyType
 from typing import Any
@@ -11,15 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from siirl_dask.config import Schedule, TrainerConfig
 from siirl_dask.devices import fused
 from siirl_dask.devices.operators import PLUGIN, choose_operators
 from siirl_dask.errors import ConfigError
+from siirl_dask.training.muon import MOMENTUM, ShardedMatrices, Waiting, WholeMatrices
 from siirl_dask.training.parallel.dtensor import like_dtensor, local, shard_count
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
 _RATE = "rate"  # of a group of parameters, in units of the learning rate
 
 
@@ -35,10 +38,12 @@ class Optimizer:
         rates: Mapping[str, float] = MappingProxyType({}),
         stepped: Collection[str] | None = None,
         *,
+        matrices: Collection[str] = (),
         cores: int = 0,
     ) -> None:
         """``rates`` are learning rates, in units of the configured one, of parameters that have another. Where other
         ranks step the rest, ``stepped`` are the names of this rank's, at least one: the state is of these alone.
+        ``matrices`` are the parameters that Muon steps, as ``Network.matrices`` gives them; AdamW steps the others.
         A step of parameters in the host's memory takes ``cores`` threads; 0: as many as torch has.
         """
         self._cores = cores
@@ -50,8 +55,9 @@ class Optimizer:
         self._parts = {name: local(parameter) for name, parameter in self._parameters.items()}
         for name, part in self._parts.items():
             part.grad = gradients[name]
-        groups: dict[float, list[Tensor]] = {}
-        for name, part in self._parts.items():
+        by_adamw = {name: part for name, part in self._parts.items() if name not in matrices}
+        groups: dict[float, list[Tensor]] = {1.0: []}  # empty where all that this rank steps are matrices
+        for name, part in by_adamw.items():
             groups.setdefault(rates.get(name, 1.0), []).append(part)
         self._adam = torch.optim.AdamW(
             [{"params": parts, _RATE: rate} for rate, parts in groups.items()],
@@ -61,9 +67,16 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        for part in self._parts.values():
-            moments = {name: torch.zeros_like(part) for name in _MOMENTS}
-            self._adam.state[part] = {"step": torch.zeros((), device=part.device), **moments}
+        self._state: dict[str, dict[str, Tensor]] = {}
+        for name, part in by_adamw.items():
+            moments = {moment: torch.zeros_like(part) for moment in _MOMENTS}
+            self._state[name] = {_STEP: torch.zeros((), device=part.device), **moments}
+            self._adam.state[part] = self._state[name]
+        self._muon = _muon(
+            {name: each for name, each in self._parameters.items() if name in matrices}, self._parts, rates, config
+        )
+        if self._muon is not None:
+            self._state |= {name: {MOMENTUM: momentum} for name, momentum in self._muon.momentum.items()}
         device = next(iter(self._parts.values())).device
         self._by_torch = choose_operators(config.operators, device.type, liger=False)["adamw"] != PLUGIN
         self._ema = {name: part.clone() for name, part in self._parts.items()} if config.keeps_average else {}
@@ -73,16 +86,22 @@ class Optimizer:
         """Learning rate of the last step, but for parameters with their own; before the first, the configured one."""
         return learning_rate(self._config, max(1, self.steps)) if self.steps else self._config.lr
 
-    def step(self) -> None:
-        """Update parameters and moving averages from ``gradients``."""
+    def step(self, group: Any = None, waiting: Waiting = nullcontext) -> None:
+        """Update parameters and moving averages from ``gradients``.
+
+        The ranks of ``group``, which step the same parameters along the same gradients, share the work of ``matrices``;
+        None is a group of one. ``waiting()`` is entered for what waits for other ranks.
+        """
         self.steps += 1
-        for group in self._adam.param_groups:
-            group["lr"] = self.lr * group[_RATE]
+        for of_rate in self._adam.param_groups:
+            of_rate["lr"] = self.lr * of_rate[_RATE]
         with _threads(self._cores):
             if self._by_torch:
                 self._adam.step()
             else:
                 self._step_fused()
+            if self._muon is not None:
+                self._muon.step(self.lr, group, waiting)
             if self._ema and self.steps % self._config.ema_every == 0:
                 average = get_ema_multi_avg_fn(self._config.ema_decay)
                 average(list(self._ema.values()), list(self._parts.values()), self.steps)
@@ -106,8 +125,8 @@ class Optimizer:
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the moments and moving averages, which are kept from step to step."""
-        for part in self._parts.values():
-            yield from (self._adam.state[part][moment] for moment in _MOMENTS)
+        for name in self._parts:
+            yield from (tensor for kind, tensor in self._state[name].items() if kind != _STEP)
         yield from self._ema.values()
 
     @contextmanager
@@ -132,15 +151,35 @@ class Optimizer:
             yield name, like_dtensor(self._parameters[name], average)
 
     def state(self) -> dict[str, Any]:
-        """Return the live tensors ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, with ``"ema"`` where one is kept."""
+        """Return the live tensors ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, of a matrix that Muon steps
+        ``{"momentum_buffer"}``, with ``"ema"`` where one is kept.
+        """
         state: dict[str, Any] = {}
-        for name, part in self._parts.items():
-            adam = self._adam.state[part]
-            moments = {moment: like_dtensor(self._parameters[name], adam[moment]) for moment in _MOMENTS}
-            state[name] = {"step": adam["step"], **moments}
+        for name in self._parts:
+            parameter = self._parameters[name]
+            state[name] = {
+                kind: tensor if kind == _STEP else like_dtensor(parameter, tensor)
+                for kind, tensor in self._state[name].items()
+            }
         for name, average in self.ema():
             state[name]["ema"] = average
         return state
+
+
+def _muon(
+    parameters: Mapping[str, nn.Parameter],
+    parts: Mapping[str, Tensor],
+    rates: Mapping[str, float],
+    config: TrainerConfig,
+) -> WholeMatrices | ShardedMatrices | None:
+    """Return Muon of ``parameters``, which are whole or sharded all alike; None without any."""
+    own = {name: parts[name] for name in parameters}
+    sharded = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+    if sharded:
+        return ShardedMatrices(sharded, own, rates, config.weight_decay)
+    if own:
+        return WholeMatrices(own, rates, config.weight_decay)
+    return None
 
 
 @contextmanager

@@ -167,6 +167,7 @@ class Policy(Reference):
             rank,
             rates=self._network.rates(),
             shard_ranks=backend.shard_ranks,
+            matrices=self._network.matrices(),
             waiting=waiting,
             cores=cores,
         )

@@ -1,8 +1,9 @@
 """Preflight of policies, references, critics and reward models: layouts, adapters, and each worker's memory.
 
-A model that learns takes 16 bytes per parameter (weights, gradients and AdamW's two moments in float32), and 4 more
-with a moving average of the weights. A reference takes 4. With adapters the model takes 4 and the adapters learn. With
-``trainer.backend=fsdp`` a worker holds its shard of that, plus the layers that are gathered at one time.
+A model that learns takes 16 bytes per parameter (weights, gradients and AdamW's two moments in float32), 4 less of a
+matrix that Muon steps, and 4 more with a moving average of the weights. A reference takes 4. With adapters the model
+takes 4 and the adapters learn. With ``trainer.backend=fsdp`` a worker holds its shard of that, plus the layers that are
+gathered at one time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from siirl_dask.config import (
     Config,
     ImagesConfig,
     ModelConfig,
+    OptimizerName,
     RolloutConfig,
     TrainerConfig,
     parse_bytes,
@@ -41,10 +43,12 @@ from siirl_dask.training.remedies import with_remedies
 
 _LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
 _WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
+_MOMENT = 4  # bytes per parameter: Muon has one moment, AdamW two
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _EXPERTS = ".experts."
 _ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
 _ADAPTER_A, _ADAPTER_B = ".lora_A.weight", ".lora_B.weight"  # of models/adapters.py, which imports torch
+_OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
@@ -174,11 +178,12 @@ def _check_learner(
     each = _LEARNS + (_AVERAGE if trainer.keeps_average else 0)
     whole = _parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
-    held = each * learned + _SCORES * (whole - learned if adapters is None else whole)
+    fewer = _MOMENT * count_matrices(model.path, trainer, images)
+    held = each * learned - fewer + _SCORES * (whole - learned if adapters is None else whole)
     elsewhere = (each - _WEIGHT - _GRADIENT) * _stepped_elsewhere(size, trainer, len(workers))
     copied = 0
     if config.checkpoint.every and config.checkpoint.asynchronous:
-        copied = _share((each - _GRADIENT) * learned, trainer, len(workers)) - elsewhere
+        copied = _share((each - _GRADIENT) * learned - fewer, trainer, len(workers)) - elsewhere
     memory = _share(held, trainer, len(workers)) - elsewhere + _gathered(size, trainer, learns=True)
     computing, device = _passes(size, model, trainer, len(workers), config, key, images)
     return RoleCost(
@@ -250,6 +255,7 @@ def _passes(
         tokens=tokens(trainer),
         adapters=adapters(trainer) if learns and trainer.lora.rank else 0,
         frozen=count_frozen(model.path, trainer, images) if learns else 0,
+        matrices=count_matrices(model.path, trainer, images) if learns else 0,
         tower=read_tower(model.path),
         image_share=config.data.max_prompt_length / longest if family_seen(model.path, images)[1] else 0.0,
         learns=learns,
@@ -315,6 +321,28 @@ def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None)
     if trainer.lora.rank or not parts:
         return 0
     return sum(prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family))
+
+
+def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
+    """Count the parameters of the model in ``path`` that Muon steps: those of ``Network.matrices``, by their names in
+    files. Layers that are not called so count as AdamW's, which takes more.
+    """
+    if trainer.optimizer != OptimizerName.muon:
+        return 0
+    family, sees = family_seen(path, images)
+    frozen = frozen_parts(trainer, family, sees_images=sees)
+    return sum(
+        prod(shape)
+        for name, shape in parameter_shapes(path).items()
+        if _is_matrix(name, shape, in_tower(name, family) is not None) and not stays(name, frozen, family)
+    )
+
+
+def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
+    if not of_tower and _OF_LAYERS.fullmatch(name) is None:
+        return False
+    linear = len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
+    return linear and min(shape[-2:]) > 1
 
 
 def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from siirl_dask.config import Backend, TrainerConfig
+from siirl_dask.config import Backend, OptimizerName, TrainerConfig
 from siirl_dask.planner import Footprint, Remedy
 from siirl_dask.training.memory import ModelOnWorkers, footprint
 
@@ -46,7 +46,10 @@ def _changes(
         trainer = replace(model.trainer, **fields)  # type: ignore[arg-type]  # each is a field's value
         learned = adapters(trainer) if trainer.lora.rank else 0
         frozen = 0 if learned else model.frozen
-        return replace(model, trainer=trainer, tokens=tokens(trainer), adapters=learned, frozen=frozen)
+        matrices = 0 if learned else model.matrices
+        return replace(
+            model, trainer=trainer, tokens=tokens(trainer), adapters=learned, frozen=frozen, matrices=matrices
+        )
 
     split = model.trainer.fsdp.tensor_parallel > 1 or model.trainer.backend is Backend.megatron
     if model.learns and not model.trainer.gradient_checkpointing:
@@ -76,5 +79,8 @@ def _changes(
         yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
     if model.learns and not model.adapters and not split:
         whole = f"{key}.freeze=[] " if model.trainer.freeze else ""
-        model = changed(lora=replace(model.trainer.lora, rank=_RANK), freeze=[])
+        if model.trainer.optimizer != OptimizerName.adamw:
+            whole += f"{key}.optimizer={OptimizerName.adamw} "  # Muon steps no adapters
+        lora = replace(model.trainer.lora, rank=_RANK)
+        model = changed(lora=lora, freeze=[], optimizer=OptimizerName.adamw)
         yield f"{whole}{key}.lora.rank={_RANK}", model

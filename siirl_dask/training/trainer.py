@@ -204,8 +204,9 @@ class Trainer(Protocol):
 
         The state is nested dicts of tensors (DTensors where sharded), complete also before the first update.
         ``model`` is ``{name: float32 weight}`` by the names of ``weights()``; where adapters learn, the adapters alone.
-        ``optimizer`` is ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, with ``"ema"`` where one is kept. ``progress``
-        holds counts, one tensor each. Weights and moments are live. A state fits any number of ranks and any backend.
+        ``optimizer`` is ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, of a matrix that Muon steps
+        ``{"momentum_buffer"}``, with ``"ema"`` where one is kept. ``progress`` holds counts, one tensor each. Weights
+        and moments are live. A state fits any number of ranks and any backend.
         """
         ...
 

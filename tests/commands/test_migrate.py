@@ -117,6 +117,23 @@ def test_adapters_to_begin_with_are_taken_where_their_rank_is_given(config_of):
     assert "trainer.lora.rank" in str(done.fates[f"{model}.lora_adapter_path"].lost)
 
 
+@pytest.mark.parametrize(
+    ("more", "optimizer"),
+    [
+        ("critic.optim.optimizer=AdamW", "muon"),
+        ("actor_rollout_ref.model.lora_rank=8", "adamw"),
+        ("actor_rollout_ref.actor.strategy=megatron", "adamw"),
+    ],
+)
+def test_muon_is_muon_where_there_are_whole_matrices(config_of, more, optimizer):
+    name = "actor_rollout_ref.actor.optim.optimizer"
+    config, done = config_of("algorithm.adv_estimator=grpo", f"{name}=Muon", more)
+    assert (config.trainer.optimizer, config.critic.optimizer) == (optimizer, "adamw")
+    assert bool(done.fates[name].lost) == (optimizer == "adamw")
+    _, done = config_of("algorithm.adv_estimator=grpo", f"{name}=Adafactor")
+    assert done.fates[name].lost == "there is no such optimizer: AdamW or Muon"
+
+
 def test_megatrons_layout_is_megatrons_here(config_of):
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
     layout = [f"{actor}.megatron.tensor_model_parallel_size=2", f"{actor}.megatron.pipeline_model_parallel_size=4"]

@@ -22,7 +22,9 @@ from tests.training.roles import policy
 
 BACKENDS = {
     "torch": {"backend": "torch"},
+    "torch, Muon": {"backend": "torch", "optimizer": "muon"},
     "fsdp": {"backend": "fsdp"},
+    "fsdp, Muon": {"backend": "fsdp", "optimizer": "muon"},
     "fsdp, 2 replicas": {"backend": "fsdp", "shard_size": 1},
     "fsdp, sequence parallel": {"backend": "fsdp", "sequence_parallel": 2},
     "fsdp, tensor parallel": {"backend": "fsdp", "tensor_parallel": 2},

@@ -37,6 +37,8 @@ CASES = {
     "averages": {"ema_decay": 0.5},
     "adapters": {"lora_rank": 2},
     "shards": {"backend": "fsdp"},
+    "Muon": {"optimizer": "muon"},
+    "shards, Muon": {"backend": "fsdp", "optimizer": "muon"},
     "shards, adapters": {"backend": "fsdp", "lora_rank": 2, "gradient_checkpointing": True},
 }
 

@@ -98,11 +98,12 @@ def optimizer(theirs: str, ours: str) -> tuple[Option, ...]:
         rule(f"{theirs}.min_lr_ratio {theirs}.min_lr", f"{ours}.min_lr_ratio"),
         rule(f"{theirs}.weight_decay", f"{ours}.weight_decay", "0.01 by default there, 0 here"),
         rule(f"{theirs}.betas", f"{ours}.betas"),
-        rule(f"{theirs}.optimizer", "", "AdamW (in Megatron adam) is how it is"),
+        rule(f"{theirs}.optimizer", f"{ours}.optimizer", "AdamW (in Megatron adam) is the default here; Muon is "
+              "muon, but with megatron or adapters"),
         always(f"{theirs}.optimizer_impl {theirs}.total_training_steps {theirs}.lr_warmup_init "
                 f"{theirs}.zero_indexed_step {theirs}.use_checkpoint_opt_param_scheduler", "a schedule ends with the "
                 "run, and a resume goes on with it"),
-        none(f"{theirs}.*", "AdamW is the only optimizer, with the options of trainer"),
+        none(f"{theirs}.*", "AdamW and Muon are the optimizers, with the options of trainer"),
     )  # fmt: skip
 
 

@@ -151,8 +151,22 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     elif draft.has(f"{theirs}.min_lr"):
         least = draft.number(f"{theirs}.min_lr", 0.0) / draft.entries[f"{ours}.lr"].value
         draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
-    kind = draft.text(f"{theirs}.optimizer", "AdamW")
-    (draft.hold if kind.lower() in ("adam", "adamw") else draft.lose)(f"{theirs}.optimizer", "AdamW is the optimizer")
+    _set_kind(draft, ours, f"{theirs}.optimizer")
+
+
+def _set_kind(draft: Draft, ours: str, theirs: str) -> None:
+    """Set the optimizer, which is AdamW unless Muon was given and has whole matrices to step."""
+    kind = draft.text(theirs, "AdamW").lower()
+    if kind in ("adam", "adamw"):
+        draft.hold(theirs, "AdamW is the default here")
+    elif kind != "muon":
+        draft.lose(theirs, "there is no such optimizer: AdamW or Muon")
+    elif draft.entries[f"{ours}.backend"].value == "megatron":
+        draft.lose(theirs, "the backend megatron steps by AdamW: docs/training.md")
+    elif f"{ours}.lora.rank" in draft.entries:
+        draft.lose(theirs, "Muon steps no adapters: docs/training.md")
+    else:
+        draft.set(f"{ours}.optimizer", "muon", theirs, note="its steps are as long as AdamW's, so give AdamW's rate")
 
 
 def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:

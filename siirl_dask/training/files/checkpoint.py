@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecRe
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -40,6 +40,8 @@ from siirl_dask.errors import CheckpointError
 from siirl_dask.training.files.staging import copy_to_host
 
 _MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
+_MOMENT_OF_ADAMW = "exp_avg"
+_MOMENT_OF_MUON = "momentum_buffer"  # a run with Muon has AdamW's as well
 _KNOWN = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -288,6 +290,12 @@ class _Planner(DefaultLoadPlanner):
         super().__init__()
         self._progress = progress
 
+    def create_local_plan(self) -> LoadPlan:
+        """Return what to read. CheckpointError, by its key, where another optimizer wrote the state."""
+        assert self.metadata is not None
+        _check_optimizer(self.state_dict, self.metadata.state_dict_metadata)
+        return super().create_local_plan()
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
         self._progress()
@@ -296,6 +304,25 @@ class _Planner(DefaultLoadPlanner):
         """Load a value that is no tensor like the base class, which would unpickle anything."""
         path = self.mappings[read_item.dest_index.fqn]
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
+
+
+def _check_optimizer(wanted: Collection[str], written: Collection[str]) -> None:
+    """Raise CheckpointError where the names of a state are of another optimizer than those of a checkpoint."""
+    here = _optimizer_of(wanted)
+    there = _optimizer_of(written)
+    if here is not None and there is not None and here != there:
+        raise CheckpointError(
+            f"it has the optimizer's state of trainer.optimizer={there}, and this run has trainer.optimizer={here}: go "
+            f"on with {there}, or begin a run of its own with the weights (model.path=RUN@STEP)"
+        )
+
+
+def _optimizer_of(names: Collection[str]) -> str | None:
+    """Return the optimizer that has a state of such names; None where no optimizer's are among them."""
+    kinds = {name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER)}
+    if _MOMENT_OF_MUON in kinds:
+        return "muon"
+    return "adamw" if _MOMENT_OF_ADAMW in kinds else None
 
 
 def _pass_on(done: Future[Digests], url: str, writer: _Writer, written: Future[Any]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from siirl_dask.config import Part, TrainerConfig
+from siirl_dask.config import OptimizerName, Part, TrainerConfig
 from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, LIGER, REFERENCE
 from siirl_dask.errors import ConfigError
@@ -161,6 +162,26 @@ class Network(nn.Module):
         factor = trainer.visual_lr / trainer.lr
         return {name: factor for name in self.trainable() if is_of(Part.visual, name, self._family)}
 
+    def matrices(self) -> set[str]:
+        """Return the names of the parameters that Muon steps: of those that learn the weights [out, in] of the layers,
+        of the decoder and of a tower, and the stacks of such, as experts are. None without ``trainer.optimizer=muon``.
+
+        Embeddings, head and value head lie outside of the layers. Inside, what is no linear map stays AdamW's: norms,
+        biases, convolutions, maps to a single number, and the 2-D parameters of state-space layers, which are no
+        ``weight``.
+        """
+        if self._trainer is None or self._trainer.optimizer != OptimizerName.muon:
+            return set()
+        hidden = {
+            parameter
+            for layer in [*self.layers(), *self.tower_layers()]
+            for module in layer.modules()
+            if not isinstance(module, (nn.Embedding, _ConvNd))
+            for name, parameter in module.named_parameters(recurse=False)
+            if (parameter.ndim == 3 or (parameter.ndim == 2 and name == "weight")) and min(parameter.shape[-2:]) > 1
+        }
+        return {name for name, parameter in self.trainable().items() if parameter in hidden}
+
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's parameters with adapters merged; ``others`` replace parameters of the same name."""
         named: dict[str, Tensor] = {**self.by_name(), **others}
@@ -183,8 +204,8 @@ class Network(nn.Module):
             layers = only_list_of_layers(decoder)
         if layers is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no layers to shard, compute again or compile one by one; "
-                "take trainer.backend=torch without trainer.gradient_checkpointing"
+                f"{type(self.model).__name__} has no layers to shard, compute again, compile or step by Muon one by "
+                "one; take trainer.backend=torch and trainer.optimizer=adamw, without trainer.gradient_checkpointing"
             )
         return list(layers)
 

@@ -41,6 +41,10 @@ class AgentNetwork:
         """Return the learning rates, in units of the agent's own, of adapters that have another one."""
         return self._used().rates(self._trainer)
 
+    def matrices(self) -> set[str]:
+        """Return no names: Muon steps no adapters."""
+        return set()
+
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters with the agent's adapters merged; ``others`` replace parameters of the same name."""
         return self._used().merged(others)
