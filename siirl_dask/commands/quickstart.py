@@ -36,10 +36,15 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     url, steps = config.run.url, config.run.steps
     files = {
         "every sample": join(url, "rollouts"),
-        "validation": join(url, "validation"),
         "metrics": join(url, "metrics.jsonl"),
         "summary": join(url, "summary.json"),
     }
+    before: list[Sample] = []
+    after: list[Sample] = []
+    if config.validation.url is not None:
+        files["validation"] = join(url, "validation")
+        before = _validation_rows(url, 0)
+        after = _validation_rows(url, steps)
     if config.observe.plot:
         files["plot"] = join(url, "plot.png")
     command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # typed as it was here
@@ -48,7 +53,6 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         f"{command} plan {os.path.relpath(config_file.resolve())}",
         f"{command} quickstart run.name=mine trainer.lr=5e-5",
     )
-    before, after = (_validation_rows(url, step) for step in (0, steps))
     console.print(
         render_end_of_run(EndOfRun(summary=summary, files=files, before=before, after=after, next_lines=next_lines))
     )

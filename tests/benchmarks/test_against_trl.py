@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +10,18 @@ from siirl_storage import open_table
 
 from benchmarks.against_trl.cases import cases
 from benchmarks.against_trl.page import write_page
+from benchmarks.against_trl.real_setting import RealSetting
 from benchmarks.against_trl.rows import Rows, packed, padded
-from benchmarks.against_trl.run_ours import run_ours
+from benchmarks.against_trl.run_ours import overrides, run_ours
 from benchmarks.against_trl.setting import Curves, Setting, prompts_in_order
 from benchmarks.against_trl.update import apart, distance, is_equal, make_trainer, our_update
 from siirl_dask.config import TrainerConfig
+from siirl_dask.config.file import load_config_file
 from siirl_dask.tasks.sorting import write_digits_task
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.reference_model import load_model
 
+REAL_MODEL = Path(__file__).parents[2] / "benchmarks" / "real_model.yaml"
 PAD = 256
 ROWS = Rows(
     prompts=[[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]],
@@ -121,3 +125,14 @@ def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
 def test_steps_that_warm_up_are_not_timed():
     curves = Curves(rewards=[], entropy=[], ends=[10.0, 11.0, 13.0, 15.0], accuracy=[])
     assert curves.samples_per_second(rows=8, skip=2) == pytest.approx(8 * 2 / 4.0)
+
+
+def test_a_real_models_run_has_the_settings_that_its_page_says(digits_task, tmp_path):
+    """On a small model: two workers, one optimizer step a step, old log-probs of the engine."""
+    setting = RealSetting(folder=str(digits_task.train.parent), steps=1, max_prompt=32, validate=False)
+    assert setting.task.model == digits_task.model
+    values = overrides(setting, str(tmp_path / "run"))
+    config = load_config_file(REAL_MODEL, [f"{key}={value}" for key, value in values.items()]).config
+    assert (config.cluster.workers, config.data.batch_size, config.rollout.n) == (2, 8, 8)
+    assert (config.algorithm.minibatches, config.rollout.max_response_length, config.trainer.lr) == (1, 16, 1e-5)
+    assert config.algorithm.old_logprobs == "siirl_dask.nodes:rollout_logprobs"

@@ -6,6 +6,9 @@ import duckdb
 import pytest
 
 from siirl_dask.cli import main
+from siirl_dask.commands.quickstart import quickstart
+from siirl_dask.config.file import shipped
+from tests.settings import digits_overrides
 
 PROMISED = {
     "prompt_text", "response", "prompt_ids", "response_ids", "rollout_logprobs", "old_logprobs",
@@ -48,6 +51,17 @@ def test_reward_and_validation_rise(finished):
     assert sum(rewards[-3:]) / 3 > 0.5
     assert finished.summary.validation.last > finished.summary.validation.first + 0.3
     assert finished.summary.validation.test > 0.4
+
+
+def test_a_quickstart_without_validation_ends_as_any_other(digits_task, cluster_address, tmp_path, capsys):
+    url = tmp_path / "run"
+    overrides = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", "run.steps=1"]
+    quickstart(shipped("quickstart.yaml"), overrides)
+    words = capsys.readouterr().out.split()
+    assert "complete" in words
+    assert "Validation" not in words
+    found = [name for name in ("rollouts", "validation") if any(word.endswith(f"run/{name}") for word in words)]
+    assert found == ["rollouts"]
 
 
 def test_the_summary_file_has_what_is_documented(finished):
