@@ -44,6 +44,8 @@ from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.rollout.weight_loading import WeightLoader
 
+_WIDENED = 2**22  # most elements of a head that are in float32 at once, where the model is not
+
 
 class TransformersEngine(MergesAdapters, HoldsNoGroups):
     """A RolloutEngine over a causal or image-text model of transformers, in batches of at most ``max_rows`` rows."""
@@ -192,14 +194,17 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
 def _compute_head_in_float32(model: PreTrainedModel) -> None:
     """Let a model give logits that are products in float32 of its hidden states and its head, of any type.
 
-    The weights stay as they are: a tied embedding is the same tensor, and new weights are copied into it.
+    The weights stay as they are: a tied embedding is the same tensor, and new weights are copied into it. A part of the
+    head is widened at a time, since all of it would take gigabytes.
     """
     head = model.get_output_embeddings()
+    rows = max(1, _WIDENED // head.in_features)
 
     def forward(hidden: Tensor) -> Tensor:
-        bias = head.bias
-        if bias is not None:
-            bias = bias.float()
-        return functional.linear(hidden.float(), head.weight.float(), bias)
+        wide = hidden.float()
+        logits = torch.cat([functional.linear(wide, part.float()) for part in head.weight.split(rows)], dim=-1)
+        if head.bias is not None:
+            logits += head.bias.float()
+        return logits
 
     head.forward = forward

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.rollout import Sampling
+from siirl_dask.rollout import Sampling, transformers_engine
 from siirl_dask.rollout.sglang_engine.settings import server_arguments
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.tasks.tiny_model import tiny_model
@@ -83,7 +83,9 @@ def states_and_targets(built, backend):
     return seen
 
 
-def test_the_transformers_engine_samples_from_products_in_float32(folder):
+@pytest.mark.parametrize("widened", [2**22, 5000, 1], ids=["whole", "in parts", "row by row"])
+def test_the_transformers_engine_samples_from_products_in_float32(folder, widened, monkeypatch):
+    monkeypatch.setattr(transformers_engine, "_WIDENED", widened)
     engine = TransformersEngine(ModelConfig(path=str(folder), **WIDE))
     weights = load_file(folder / "model.safetensors")
     moved = {name: weight + 0.05 * torch.ones_like(weight) for name, weight in weights.items()}
