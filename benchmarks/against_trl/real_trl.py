@@ -7,36 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from tempfile import TemporaryDirectory
+from functools import partial
 
 from siirl_dask.models.broken_imports import hide
 
 hide()
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from trl import GRPOTrainer  # noqa: E402
-
 from real_model import sum_is_right  # noqa: E402
 
 from .real_setting import RealSetting  # noqa: E402
-from .run_trl import Notes, arguments, train  # noqa: E402
-from .setting import Curves, answer_to, prompts_in_order  # noqa: E402
-
-
-def run_trl(setting: RealSetting) -> Curves:
-    torch.set_num_threads(setting.cores)
-    notes = Notes()
-    with TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=str(setting.task.model),
-            reward_funcs=score,
-            args=arguments(setting, folder),
-            train_dataset=Dataset.from_list(prompts_in_order(setting)),
-            callbacks=[notes],
-        )
-        train(trainer, setting)
-    return Curves(rewards=notes.rewards, entropy=notes.entropy, ends=notes.ends, accuracy=[])
+from .run_trl import run_trl  # noqa: E402
+from .setting import answer_to  # noqa: E402
 
 
 def score(completions: Sequence[Sequence[Mapping[str, str]]], answer: Sequence[str], **others: object) -> list[float]:
@@ -45,4 +26,4 @@ def score(completions: Sequence[Sequence[Mapping[str, str]]], answer: Sequence[s
 
 
 if __name__ == "__main__":
-    answer_to(sys.argv[1:], run_trl, RealSetting)
+    answer_to(sys.argv[1:], partial(run_trl, reward=score), RealSetting)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -40,13 +41,18 @@ class Notes(TrainerCallback):
             self.entropy.append(logs["entropy"])
 
 
-def run_trl(setting: Setting) -> Curves:
+def score(completions: list[str], answer: list[str], **others: object) -> list[float]:
+    return [sorted_digits(None, given, wanted) for given, wanted in zip(completions, answer, strict=True)]
+
+
+def run_trl(setting: Setting, reward: Callable[..., list[float]] = score) -> Curves:
+    """``reward`` is one of TRL's reward functions."""
     torch.set_num_threads(setting.cores)
     notes = Notes()
     with TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=str(setting.task.model),
-            reward_funcs=score,
+            reward_funcs=reward,
             args=arguments(setting, folder),
             train_dataset=Dataset.from_list(prompts_in_order(setting)),
             callbacks=[notes],
@@ -65,10 +71,6 @@ def train(trainer: GRPOTrainer, setting: Setting) -> None:
     warmup = max(1, setting.warmup)
     trainer.lr_scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))  # its own begins at 0
     trainer.train()
-
-
-def score(completions: list[str], answer: list[str], **others: object) -> list[float]:
-    return [sorted_digits(None, given, wanted) for given, wanted in zip(completions, answer, strict=True)]
 
 
 def arguments(setting: Setting, folder: str, **others: Any) -> GRPOConfig:

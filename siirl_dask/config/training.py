@@ -290,7 +290,9 @@ class TrainerConfig:
     @property
     def keeps_average(self) -> bool:
         """Whether a moving average of the weights is kept."""
-        return self.ema_decay > 0 or self.ema_every > 1
+        if self.ema_decay > 0:
+            return True
+        return self.ema_every > 1
 
     def _check_visual_lr(self) -> None:
         """Raise ConfigError for a rate of the tower where nothing of it learns."""

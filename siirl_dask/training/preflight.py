@@ -341,8 +341,9 @@ def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | Non
 def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
     if not of_tower and _OF_LAYERS.fullmatch(name) is None:
         return False
-    linear = len(shape) == 3 or (len(shape) == 2 and name.endswith(".weight"))
-    return linear and min(shape[-2:]) > 1
+    if len(shape) == 2 and not name.endswith(".weight"):
+        return False
+    return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:

@@ -10,25 +10,12 @@ from siirl_dask.context import Device
 from siirl_dask.rollout import Sampling, transformers_engine
 from siirl_dask.rollout.sglang_engine.settings import server_arguments
 from siirl_dask.rollout.transformers_engine import TransformersEngine
-from siirl_dask.tasks.tiny_model import tiny_model
-
-WIDE = {"dtype": Dtype.bfloat16, "float32_head": True}
+from tests.float32_heads import FAMILIES, WIDE, head_of, logprobs_of, write_model
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    tied = request.param == "qwen3"
-    return tiny_model(tmp_path_factory.mktemp("models") / request.param, seed=1, family=request.param, tied=tied)
-
-
-def head_of(folder):
-    weights = load_file(folder / "model.safetensors")
-    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-
-
-def logprobs_of(states, weight, tokens, temperature):
-    logits = states.float() @ weight.bfloat16().float().T / temperature
-    return logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    return write_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
 @pytest.mark.parametrize("widened", [2**22, 5000, 1], ids=["whole", "in parts", "row by row"])

@@ -6,33 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows
 from siirl_dask.training import build_reference, build_trainer
+from tests.float32_heads import FAMILIES, WIDE, head_of, logprobs_of, write_model
 from tests.settings import trainer_config
 
-WIDE = {"dtype": Dtype.bfloat16, "float32_head": True}
 
-
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    tied = request.param == "qwen3"
-    return tiny_model(tmp_path_factory.mktemp("models") / request.param, seed=1, family=request.param, tied=tied)
-
-
-def head_of(folder):
-    weights = load_file(folder / "model.safetensors")
-    return weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-
-
-def logprobs_of(states, weight, tokens, temperature):
-    logits = states.float() @ weight.bfloat16().float().T / temperature
-    return logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    return write_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
 
 @pytest.mark.parametrize("make", [build_trainer, build_reference])
