@@ -44,7 +44,7 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def blocks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logprobs, entropy = token_logprobs(hidden, weight, None, targets, temperature=_TEMPERATURE)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, None, targets, temperature=_TEMPERATURE)
     return logprobs.sum() + entropy.sum()
 
 

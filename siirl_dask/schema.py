@@ -85,6 +85,8 @@ OLD_LOGPROBS = "old_logprobs"
 """list<float>. Log-probability of each response token under the policy before this step's update."""
 ENTROPIES = "entropies"
 """list<float>. Entropy, in nats, of the policy before this step's update at each response token."""
+COLLISION_PROBS = "collision_probs"
+"""list<float>. Collision probability (the sum of squared probabilities) of that policy at each response token."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """list<float>. Log-probability of each response token under the reference policy."""
 REWARD_PARTS = "reward_parts"
@@ -162,6 +164,7 @@ TYPES: Mapping[str, pa.DataType] = {
     REWARD_PARTS: pa.map_(pa.string(), pa.float32()),
     OLD_LOGPROBS: pa.large_list(pa.float32()),
     ENTROPIES: pa.large_list(pa.float32()),
+    COLLISION_PROBS: pa.large_list(pa.float32()),
     REFERENCE_LOGPROBS: pa.large_list(pa.float32()),
     GREEDY: pa.bool_(),
     GREEDY_REWARD: pa.float32(),

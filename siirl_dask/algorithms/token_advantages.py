@@ -36,9 +36,14 @@ class TokenOutcomes:
     """[K] bool: True on the tokens that the loss trains on."""
     values: Tensor | None = None
     """[K] float32 values of a critic; None when no node estimated them."""
+    logprobs: Tensor | None = None
+    """[K] float32 log-probs of the tokens; None when the node does not bring them."""
+    collision: Tensor | None = None
+    """[K] float32 collision probabilities (sums of squared probabilities of the vocabulary), as ``logprobs``."""
 
     def __post_init__(self) -> None:
         check_shapes("[K]", rewards=self.rewards, mask=self.mask, values=self.values)
+        check_shapes("[K]", rewards=self.rewards, logprobs=self.logprobs, collision=self.collision)
         tokens, rows = len(self.rewards), len(self.group_ids)
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != tokens:
             raise ValueError(
@@ -120,6 +125,51 @@ def reinforce_plus_plus_baseline(outcomes: TokenOutcomes) -> TokenAdvantages:
         Outcomes(rewards=sums[has_tokens], group_ids=outcomes.group_ids[has_tokens], lengths=lengths[has_tokens])
     )
     return TokenAdvantages(advantages=spread(advantages, outcomes.offsets), returns=spread(sums, outcomes.offsets))
+
+
+def optimal_token_baseline(outcomes: TokenOutcomes, *, zero_tail: bool = True) -> TokenAdvantages:
+    """Subtract from the rewards to come, at each place, the baseline of least variance (arXiv:2602.07078). [K].
+
+    A token's squared score is estimated by ``w = 1 - 2 p + sum of p^2``, that of a row up to place t by ``W_t = w_1 +
+    ... + w_t``, and the baseline of a group at place t is ``sum of G_t W_t / (sum of W_t + 1e-8)`` over its rows, where
+    ``G_t`` is a row's sum of rewards from t on. Places count the tokens of the mask, as in verl's form for turns. From
+    the place on where a group has one row left, that row would be compared with itself: its baseline is 0, and with
+    ``zero_tail`` False its own, which leaves next to nothing; a group of one row always has 0. Returns are ``G``.
+    ValueError without log-probs and collision probabilities.
+    """
+    if outcomes.logprobs is None or outcomes.collision is None:
+        raise ValueError(
+            "optimal_token_baseline needs log-probs and collision probabilities: set the options "
+            "probabilities=True of the node estimate_token_advantages and collision_probs=True of policy_logprobs"
+        )
+    mask = outcomes.mask
+    learned = TokenOutcomes(
+        rewards=outcomes.rewards[mask],
+        group_ids=outcomes.group_ids,
+        offsets=torch.cat([outcomes.offsets[:1], row_sums(mask.long(), outcomes.offsets).cumsum(0)]),
+        mask=mask[mask],
+    )
+    layout = _Layout(learned)
+    to_come = layout.pad(learned.rewards).flip(1).cumsum(1).flip(1)
+    probabilities = outcomes.logprobs[mask].double().exp()
+    energy = layout.pad(1 - 2 * probabilities + outcomes.collision[mask]).cumsum(1) * layout.mask
+
+    _, group_of_row = outcomes.group_ids.unique(return_inverse=True)
+    groups = int(group_of_row.max()) + 1 if layout.rows else 0
+    none = to_come.new_zeros(groups, layout.longest)
+    weighted = none.index_add(0, group_of_row, to_come * energy)
+    weights = none.index_add(0, group_of_row, energy)
+    rows_left = none.index_add(0, group_of_row, layout.mask.double())
+    compared = rows_left > 1
+    if not zero_tail:
+        compared = compared.any(1, keepdim=True).expand_as(compared)
+    baselines = torch.where(compared, weighted / (weights + _EPSILON), 0)[group_of_row]
+
+    advantages = torch.zeros_like(outcomes.rewards)
+    advantages[mask] = layout.pack(to_come - baselines).float()
+    returns = torch.zeros_like(outcomes.rewards)
+    returns[mask] = layout.pack(to_come).float()
+    return TokenAdvantages(advantages=advantages, returns=returns)
 
 
 def moments(values: Tensor, mask: Tensor) -> tuple[float, float, float]:

@@ -29,12 +29,14 @@ from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
     AGENT,
+    COLLISION_PROBS,
     EPISODE_ID,
     GREEDY,
     GREEDY_REWARD,
     GROUP_ID,
     KL_PENALTY,
     MINIBATCH,
+    OLD_LOGPROBS,
     RESPONSE_IDS,
     RESPONSE_MASK,
     RETURNS,
@@ -55,9 +57,19 @@ def _try_rows(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...]
     _check_count(advantage(outcomes), "advantages")
 
 
-def _try_tokens(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> None:
-    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    outcomes = TokenOutcomes(rewards=none, group_ids=ids, offsets=torch.zeros(1).long(), mask=none.bool(), values=none)
+def _try_tokens(
+    *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
+) -> None:
+    none = torch.zeros(0)
+    outcomes = TokenOutcomes(
+        rewards=none,
+        group_ids=none.long(),
+        offsets=torch.zeros(1).long(),
+        mask=none.bool(),
+        values=none,
+        logprobs=none if probabilities else None,
+        collision=none if probabilities else None,
+    )
     estimated = advantage(outcomes)
     _check_count(estimated.advantages, "advantages")
     _check_count(estimated.returns, "returns")
@@ -84,7 +96,9 @@ def _two_samples(group_ids: Tensor, parts: tuple[str, ...]) -> Outcomes:
     )
 
 
-def _tokens_learn_alone(*, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True) -> bool:
+def _tokens_learn_alone(
+    *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
+) -> bool:
     """Return whether the same holds for samples of one token; with ``whiten`` the batch's mean is a baseline."""
     if whiten:
         return True
@@ -103,6 +117,8 @@ def _two_tokens(group_ids: Tensor) -> TokenOutcomes:
         offsets=torch.arange(3),
         mask=torch.ones(2, dtype=torch.bool),
         values=torch.full((2,), 0.5),
+        logprobs=torch.full((2,), 0.5).log(),
+        collision=torch.full((2,), 0.5),
     )
 
 
@@ -113,6 +129,10 @@ def _check_count(values: Tensor, name: str) -> None:
 
 def _reads_parts(*, parts: tuple[str, ...], **options: object) -> Changes:
     return Changes(reads=(REWARD_PARTS,) if parts else ())
+
+
+def _reads_probabilities(*, probabilities: bool = False, **options: object) -> Changes:
+    return Changes(reads=(OLD_LOGPROBS, COLLISION_PROBS) if probabilities else ())
 
 
 def _parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -176,16 +196,23 @@ def estimate_advantage(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
     optional=[RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
     writes=fields(ADVANTAGES, RETURNS),
+    depends_on_options=_reads_probabilities,
     trial=_try_tokens,
     learns_alone=_tokens_learn_alone,
 )
 def estimate_token_advantages(
-    ctx: Context, table: pa.Table, *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True
+    ctx: Context,
+    table: pa.Table,
+    *,
+    advantage: Callable[[TokenOutcomes], TokenAdvantages],
+    whiten: bool = True,
+    probabilities: bool = False,
 ) -> pa.Table:
     """Add an advantage and a return for each response token. The row's reward falls on its last token in the mask.
 
     The rows of an episode are one row here: its segments lie end to end, and what follows a segment's last token is the
     next one's first. With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers.
+    ``probabilities`` brings log-probs and collision probabilities, which ``policy_logprobs`` writes.
     """
     comparable = whole_episodes(table, REWARD)
     scored = table.filter(comparable)
@@ -202,6 +229,8 @@ def estimate_token_advantages(
         offsets=offsets,
         mask=mask,
         values=packed(scored[VALUES])[0] if VALUES in scored.column_names else None,
+        logprobs=packed(scored[OLD_LOGPROBS])[0] if probabilities else None,
+        collision=packed(scored[COLLISION_PROBS])[0] if probabilities else None,
     )
     estimated = advantage(outcomes)
     advantages = estimated.advantages

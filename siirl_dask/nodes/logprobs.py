@@ -13,6 +13,7 @@ from siirl_dask.nodes.packed_table import PackedTable, pack_rows
 from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import Changes, columns
 from siirl_dask.schema import (
+    COLLISION_PROBS,
     ENTROPIES,
     IMAGES,
     OBSERVED_IMAGES,
@@ -29,21 +30,38 @@ from siirl_dask.schema import (
 from siirl_dask.training import Critic, TokenScores, Trainer
 
 
-def _writes_entropies(*, entropies: bool) -> Changes:
-    return Changes(writes=fields(ENTROPIES) if entropies else {})
+def _writes_scores(*, entropies: bool, collision_probs: bool) -> Changes:
+    columns = []
+    if entropies:
+        columns.append(ENTROPIES)
+    if collision_probs:
+        columns.append(COLLISION_PROBS)
+    return Changes(writes=fields(*columns))
 
 
 @columns(
     reads=[PROMPT_IDS, RESPONSE_IDS],
     if_written=[IMAGES, OBSERVED_IMAGES, ROUTED_EXPERTS],
     writes=fields(OLD_LOGPROBS),
-    depends_on_options=_writes_entropies,
+    depends_on_options=_writes_scores,
 )
-def policy_logprobs(ctx: Context, table: pa.Table, *, entropies: bool = False) -> pa.Table:
+def policy_logprobs(
+    ctx: Context, table: pa.Table, *, entropies: bool = False, collision_probs: bool = False
+) -> pa.Table:
     """Add the log-probs under the policy before this step's update, with ``rollout.router_replay`` on the engine's
-    routes. With ``entropies`` also add the entropy at each response token, of the same pass.
+    routes. With ``entropies`` also add the entropy at each response token, and with ``collision_probs`` the sum of
+    squared probabilities, both of the same pass.
     """
-    return _logprobs(ctx, table, OLD_LOGPROBS, entropies=entropies)
+    ctx.free_device()
+    trainer: Trainer = ctx.resource
+    packed = pack_rows(table, packed_routes(table))
+    scores = trainer.logprobs(packed.rows)
+    table = _with_scores(ctx, table, packed, scores, OLD_LOGPROBS)
+    if entropies:
+        table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
+    if collision_probs:
+        table = table.append_column(COLLISION_PROBS, packed.per_token(scores.collision, TYPES[COLLISION_PROBS]))
+    return table
 
 
 @columns(reads=[ROLLOUT_LOGPROBS], writes=fields(OLD_LOGPROBS))
@@ -59,7 +77,10 @@ def rollout_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(REFERENCE_LOGPROBS))
 def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the reference policy."""
-    return _logprobs(ctx, table, REFERENCE_LOGPROBS)
+    ctx.free_device()
+    trainer: Trainer = ctx.resource
+    packed = pack_rows(table)
+    return _with_scores(ctx, table, packed, trainer.logprobs(packed.rows), REFERENCE_LOGPROBS)
 
 
 @columns(
@@ -73,7 +94,10 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 
     The policy needs adapters (``trainer.lora.rank``).
     """
-    return _logprobs(ctx, table, REFERENCE_LOGPROBS, base=True)
+    ctx.free_device()
+    trainer: Trainer = ctx.resource
+    packed = pack_rows(table)
+    return _with_scores(ctx, table, packed, trainer.base_logprobs(packed.rows), REFERENCE_LOGPROBS)
 
 
 @columns(
@@ -92,17 +116,6 @@ def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
     return _with_scores(ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS)
-
-
-def _logprobs(ctx: Context, table: pa.Table, column: str, *, base: bool = False, entropies: bool = False) -> pa.Table:
-    ctx.free_device()
-    trainer: Trainer = ctx.resource
-    packed = pack_rows(table, None if column != OLD_LOGPROBS else packed_routes(table))
-    scores = trainer.base_logprobs(packed.rows) if base else trainer.logprobs(packed.rows)
-    table = _with_scores(ctx, table, packed, scores, column)
-    if entropies:
-        table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
-    return table
 
 
 def _with_scores(ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str) -> pa.Table:

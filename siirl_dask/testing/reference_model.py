@@ -45,13 +45,16 @@ def response_logprobs(
 
 def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -> TokenScores:
     """Score each row by itself, as a Trainer scores packed rows."""
-    logprobs, entropy = [], []
+    logprobs = []
+    entropy = []
+    collision = []
     for row, prompt in split_rows(rows):
         tokens = row[:prompt].tolist(), row[prompt:].tolist()
         scores = response_scores(model, *tokens, temperature)
         logprobs.append(response_logprobs(model, *tokens, temperature))
         entropy.append(-(scores.exp() * scores).sum(-1).detach())
-    return TokenScores(torch.cat(logprobs), torch.cat(entropy))
+        collision.append((2 * scores).exp().sum(-1).detach())
+    return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(collision))
 
 
 PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]

@@ -104,11 +104,12 @@ class TrainerTests:
             expected = plain_scores(load_model(folder), rows, _TEMPERATURE)
             assert_close(scores.logprobs, expected.logprobs, atol=1e-5, rtol=0)
             assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
+            assert_close(scores.collision, expected.collision, atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]], ids=["no rows", "no responses"])
     def test_rows_without_responses_have_no_scores(self, folder: Path, lengths: Lengths) -> None:
         scores = self.build(folder).logprobs(random_rows(lengths))
-        assert (scores.logprobs.shape, scores.entropy.shape) == ((0,), (0,))
+        assert (scores.logprobs.shape, scores.entropy.shape, scores.collision.shape) == ((0,), (0,), (0,))
 
     def test_loss_and_gradient_norm_are_a_mean_over_tokens(self, folder: Path) -> None:
         trainer = self.build(folder)

@@ -69,8 +69,8 @@ class Reference(HoldsNoGroups):
         self._memory.score()
         parts = [self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)]
         self._network.reshard()
-        logprobs, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
-        return TokenScores(logprobs, entropy)
+        logprobs, entropy, collision = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
+        return TokenScores(logprobs, entropy, collision)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
         """Score like ``logprobs``: a reference's weights never change."""
@@ -235,7 +235,7 @@ class Policy(Reference):
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
         for part in self._backend.micro_batches(with_routes(batch.rows, self._routing), self._network.inputs):
-            logprobs, entropy = self._network(part)
+            logprobs, entropy, _ = self._network(part)
             selection = select_tokens(batch, part, logprobs.device)
             yield (
                 selection.attach(loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs),

@@ -67,6 +67,8 @@ class TokenScores:
     """[K] float32, log-probs at the trainer's temperature."""
     entropy: Tensor
     """[K] float32, entropy in nats of the same distribution."""
+    collision: Tensor
+    """[K] float32, collision probability of the same distribution: the sum of its squared probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def test_the_test_files_listed_are_those_that_exist():
 
 def test_the_yaml_that_is_shown_makes_dags(tmp_path):
     blocks = [yaml.safe_load(block) for block in re.findall(r"(?:^    .*\n)+", TEXT, re.MULTILINE)]
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     for at, block in enumerate(blocks):
         path = tmp_path / f"{at}.yaml"
         path.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), **block}))

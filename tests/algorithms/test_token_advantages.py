@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from siirl_dask.algorithms import (
     TokenOutcomes,
     gae,
     moments,
+    optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     whitened,
@@ -202,3 +204,72 @@ def test_whitening_of_masked_tokens_alone_gives_0():
 def test_whitening_of_a_nonfinite_number_makes_all_nan(number):
     tokens, mask = torch.tensor([1.0, number, 2.0]), torch.ones(3).bool()
     assert whitened(tokens, mask, moments(tokens, mask)).isnan().all()
+
+
+def with_probabilities(outcomes, logprobs, collision):
+    return replace(outcomes, logprobs=torch.tensor(logprobs).float(), collision=torch.tensor(collision).float())
+
+
+def optimal_baseline_by_definition(rows, groups, zero_tail):
+    """Baseline and rewards to come of each unmasked token, row after row, of (unmasked, reward, logprob, collision)."""
+    learned = [[token[1:] for token in row if token[0]] for row in rows]
+
+    def to_come(row, place):
+        return sum(reward for reward, _, _ in learned[row][place:])
+
+    def energy(row, place):
+        return sum(1 - 2 * math.exp(logprob) + collision for _, logprob, collision in learned[row][: place + 1])
+
+    found = []
+    for row, tokens in enumerate(learned):
+        group = [other for other in range(len(rows)) if groups[other] == groups[row] and learned[other]]
+        for place in range(len(tokens)):
+            there = [other for other in group if len(learned[other]) > place]
+            weights = [energy(other, place) for other in there]
+            baseline = sum(to_come(other, place) * weight for other, weight in zip(there, weights, strict=True))
+            baseline /= sum(weights) + 1e-8
+            alone = len(there) == 1 if zero_tail else len(group) == 1
+            found.append((0.0 if alone else baseline, to_come(row, place)))
+    return found
+
+
+def test_the_optimal_token_baseline_hand_checked():
+    outcomes = with_probabilities(
+        pack([[(True, 0, 0), (True, 1.0, 0)], [(True, 0, 0)], [(True, 0, 0), (False, 0, 0), (True, 0, 0)]]),
+        logprobs=[math.log(0.5), math.log(0.25), math.log(0.5), math.log(0.75), 0.0, math.log(0.5)],
+        collision=[0.5, 0.25, 0.375, 0.625, 1.0, 0.5],
+    )
+    # squared scores 0.5, 0.75 | 0.375 | 0.125, -, 0.5; energies 0.5, 1.25 | 0.375 | 0.125, 0.625
+    first, second = 0.5 / 1.0, 1.25 / 1.875
+    found = optimal_token_baseline(outcomes)
+    assert_close(found.advantages, torch.tensor([1 - first, 1 - second, -first, -first, 0.0, -second]))
+    assert_close(found.returns, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+PROBABLE = st.tuples(
+    st.booleans(), st.floats(-2, 2, width=32), st.floats(-3, -0.25, width=32), st.floats(0.125, 1, width=32)
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(PROBABLE, max_size=5)), min_size=1, max_size=6), st.booleans())
+def test_the_optimal_token_baseline_is_that_of_the_definition_at_every_place(rows, zero_tail):
+    groups = [group for group, _ in rows]
+    tokens = [[(unmasked, reward, 0.0) for unmasked, reward, _, _ in row] for _, row in rows]
+    flat = [token for _, row in rows for token in row]
+    # no squared score is negative: a sum of squares is at least the square of the chosen probability
+    collision = [max(collision, math.exp(2 * logprob)) for _, _, logprob, collision in flat]
+    outcomes = with_probabilities(pack(tokens, groups), [logprob for _, _, logprob, _ in flat], collision)
+    squares = iter(collision)
+    exact = [[(unmasked, reward, logprob, next(squares)) for unmasked, reward, logprob, _ in row] for _, row in rows]
+    expected = optimal_baseline_by_definition(exact, groups, zero_tail)
+    found = optimal_token_baseline(outcomes, zero_tail=zero_tail)
+    mask = outcomes.mask
+    wanted = torch.tensor([to_come - baseline for baseline, to_come in expected])
+    assert_close(found.advantages[mask], wanted, atol=1e-4, rtol=1e-4)
+    assert_close(found.returns[mask], torch.tensor([to_come for _, to_come in expected]), atol=1e-5, rtol=1e-5)
+    assert not found.advantages[~mask].any()
+
+
+def test_the_optimal_token_baseline_without_probabilities_names_the_nodes_options():
+    with pytest.raises(ValueError, match=r"probabilities=True .* collision_probs=True"):
+        optimal_token_baseline(EXAMPLE)

@@ -94,7 +94,19 @@ def test_a_yaml_file_of_ppo_gets_its_critic_and_its_divergence_in_the_reward(con
 
 @pytest.mark.parametrize(
     "estimator",
-    ["grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"],
+    [
+        "grpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "remax",
+        "grpo_passk",
+        "gae",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ],
 )
 @pytest.mark.parametrize("kl", ["", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"])
 def test_every_estimator_plans_with_and_without_a_reference(config_of, estimator, kl):

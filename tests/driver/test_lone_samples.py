@@ -85,6 +85,7 @@ def test_an_advantage_with_another_baseline_does_not(advantage):
         (algorithms.reinforce_plus_plus, False, True),
         (reinforce_plus_plus_baseline, True, True),
         (reinforce_plus_plus_baseline, False, False),
+        (algorithms.optimal_token_baseline, False, False),
     ],
 )
 def test_advantages_of_tokens_are_asked_alike(advantage, whiten, learns):

@@ -137,6 +137,16 @@ GRAPHS = {
             "update": {"after": "near", "with": {"columns": ["high_entropy"]}},
         },
     },
+    "optimal_token_baseline": {
+        "algorithm": {"advantage": f"{ALGORITHMS}:optimal_token_baseline"},
+        "nodes": {
+            "old_logprobs": {"with": {"collision_probs": True}},
+            "advantage": {
+                "run": f"{NODES}:estimate_token_advantages",
+                "with": {"whiten": False, "probabilities": True},
+            },
+        },
+    },
     "gdpo": {
         "algorithm": {"advantage": f"{ALGORITHMS}:gdpo"},
         "nodes": {"advantage": {"with": {"parts": ["digits", "variety"]}}},
@@ -168,7 +178,15 @@ def config_file(tmp_path):
     return find
 
 
-SLOW = {"role_baselines", "high_entropy", "gdpo", "quickstart_rloo", "quickstart_cispo", "quickstart_cpgd"}
+SLOW = {
+    "role_baselines",
+    "high_entropy",
+    "gdpo",
+    "optimal_token_baseline",
+    "quickstart_rloo",
+    "quickstart_cispo",
+    "quickstart_cpgd",
+}
 """Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
 SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
 """Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""

@@ -129,7 +129,7 @@ class Moved:
     def logprobs(self, rows):
         self.seen.append(rows.tokens.tolist())
         count = int(rows.offsets[-1] - rows.prompt_lengths.sum())
-        return TokenScores(torch.full((count,), -0.5), torch.zeros(count))
+        return TokenScores(torch.full((count,), -0.5), torch.zeros(count), torch.ones(count))
 
 
 def turns_of_two(**others):

@@ -224,7 +224,7 @@ def test_an_engine_sleeps_while_another_role_computes():
     class Scores:
         def logprobs(self, rows):
             assert slept, "the engine was still awake"
-            return TokenScores(torch.zeros(0), torch.zeros(0))
+            return TokenScores(torch.zeros(0), torch.zeros(0), torch.zeros(0))
 
     engine, trainer = Sleeper(), Scores()
     ctx = context(trainer)

@@ -65,7 +65,7 @@ class Seen:
     def logprobs(self, rows):
         self.rows = rows
         count = len(rows.tokens) - int(rows.prompt_lengths.sum())
-        return TokenScores(torch.zeros(count), torch.zeros(count))
+        return TokenScores(torch.zeros(count), torch.zeros(count), torch.ones(count))
 
 
 def context(resource):

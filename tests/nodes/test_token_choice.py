@@ -140,14 +140,19 @@ def test_impossible_options_are_refused_before_a_run(choose, options):
 
 class Scorer:
     def logprobs(self, packed):
-        return TokenScores(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 1.5, 2.5]))
+        return TokenScores(
+            torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 1.5, 2.5]), torch.tensor([0.25, 0.5, 0.75])
+        )
 
 
-def test_entropies_come_of_the_pass_that_log_probs_come_of_and_where_asked_for():
+@pytest.mark.parametrize(
+    ("column", "expected"), [("entropies", [[0.5, 1.5], [2.5]]), ("collision_probs", [[0.25, 0.5], [0.75]])]
+)
+def test_other_scores_come_of_the_pass_that_log_probs_come_of_and_where_asked_for(column, expected):
     table = rows(prompt_ids=[[1], [2]], response_ids=[[3, 4], [5]])
-    given = policy_logprobs(context(Scorer()), table, entropies=True)
-    assert given["old_logprobs"].to_pylist() == [[-1.0, -2.0], [-3.0]]
-    assert given["entropies"].to_pylist() == [[0.5, 1.5], [2.5]]
-    assert "entropies" not in policy_logprobs(context(Scorer()), table).column_names
-    assert "entropies" in contract_of(partial(policy_logprobs, entropies=True)).writes.names
-    assert "entropies" not in contract_of(policy_logprobs).writes.names
+    scored = policy_logprobs(context(Scorer()), table, **{column: True})
+    assert scored["old_logprobs"].to_pylist() == [[-1.0, -2.0], [-3.0]]
+    assert scored[column].to_pylist() == expected
+    assert column not in policy_logprobs(context(Scorer()), table).column_names
+    assert column in contract_of(partial(policy_logprobs, **{column: True})).writes.names
+    assert column not in contract_of(policy_logprobs).writes.names

@@ -81,7 +81,7 @@ def learn(trainer, rank, prepared=lambda rows: rows):
     """Take three updates. Rank 0 has most rows, the last of four has none."""
     seen = {"metrics": [advance(trainer, rank, at, prepared) for at in range(3)]}
     scores = trainer.logprobs(prepared(own_rows(rank, LENGTHS)))
-    seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy}
+    seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy, "collision": scores.collision}
     seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
@@ -120,7 +120,7 @@ def assert_learned(name, size, seen, expected):
                 assert_close(result[kind][key], weight, atol=1e-4, rtol=0)
         for key, weight in result["weights"].items():
             assert torch.equal(weight, seen[0][name]["weights"][key])
-    for score in ("logprobs", "entropy"):
+    for score in ("logprobs", "entropy", "collision"):
         together = torch.cat([seen[rank][name][score] for rank in range(size)])
         assert_close(together, expected[score], atol=1e-4, rtol=0)
 

@@ -82,7 +82,7 @@ def errors(folder, model, rows, trainer=None, rank=None):
     network = policy._network
     network.requires_grad_(True)
     (batch,) = micro_batches(rows, len(rows.tokens))
-    logprobs, _ = network(batch)
+    logprobs, *_ = network(batch)
     weighed(logprobs).backward()
     found = {name: parameter.grad for name, parameter in network.by_name().items() if parameter.grad is not None}
     ranks = 1 if rank is None else rank.size  # all with these rows, over which gradients are summed

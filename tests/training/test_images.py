@@ -120,7 +120,7 @@ def test_a_group_through_the_tower_once_gives_the_gradients_of_each_row_by_itsel
         tower.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         network.model.double()
         for batch in micro_batches(rows, budget, inputs=network.inputs):
-            logprobs, _ = network(batch)
+            logprobs, *_ = network(batch)
             part = signs(rows)[batch.tokens]
             if len(part):
                 (logprobs * part).sum().backward()

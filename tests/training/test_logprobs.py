@@ -26,7 +26,8 @@ def random_inputs(dtype=torch.float64, bias=True):
 def plain(hidden, weight, bias, targets, temperature, output=PLAIN):
     logits = output.logits(torch.nn.functional.linear(hidden, weight, bias))
     scores = (logits / temperature).log_softmax(-1)
-    return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
+    collision = scores.exp().square().sum(-1)
+    return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1), collision
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
@@ -45,7 +46,7 @@ def test_gradients_equal_finite_differences(which, output):
     *leaves, targets = random_inputs()
 
     def result(*tensors):
-        logprobs, entropy = token_logprobs(*tensors, targets, temperature=0.7, output=output, rows=3)
+        logprobs, entropy, _ = token_logprobs(*tensors, targets, temperature=0.7, output=output, rows=3)
         return (logprobs, entropy, logprobs * entropy)[which]
 
     assert torch.autograd.gradcheck(result, leaves)
@@ -53,7 +54,7 @@ def test_gradients_equal_finite_differences(which, output):
 
 def test_bfloat16_hidden_states_give_float32_scores_and_gradients():
     hidden, weight, _, targets = random_inputs(torch.float32, bias=False)
-    logprobs, entropy = token_logprobs(hidden.bfloat16(), weight, None, targets, temperature=1.0)
+    logprobs, entropy, _ = token_logprobs(hidden.bfloat16(), weight, None, targets, temperature=1.0)
     assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
     logprobs.sum().backward()
     expected = torch.autograd.grad(plain(hidden, weight, None, targets, 1.0)[0].sum(), weight)[0]
@@ -92,7 +93,7 @@ def score_and_learn(dtype, weight_dtype):
     hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, dtype=weight_dtype, requires_grad=True)
     with Made() as made:
-        logprobs, entropy = token_logprobs(hidden, weight, None, torch.arange(TOKENS), temperature=0.7, rows=ROWS)
+        logprobs, entropy, _ = token_logprobs(hidden, weight, None, torch.arange(TOKENS), temperature=0.7, rows=ROWS)
         torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
     return made
 

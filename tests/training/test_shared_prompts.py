@@ -96,7 +96,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_by_itself(tmp_path, famil
     (batch,) = micro_batches(rows, 10**6)
     assert batch.shared is not None
     assert batch.input_ids.numel() == 17 + 44 + 12 + 14 + 3 + 17 + 33
-    logprobs, entropy = network(batch)
+    logprobs, entropy, _ = network(batch)
     expected = plain_scores(model, rows, 0.7)
     assert_close(logprobs, expected.logprobs, atol=1e-5, rtol=0)
     assert_close(entropy.detach(), expected.entropy, atol=1e-4, rtol=0)

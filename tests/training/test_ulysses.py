@@ -173,7 +173,7 @@ def policy_batch(trainer, rows):
         rollout_logprobs=scores.logprobs,
         advantages=signs(rows),
     )
-    return [scores.logprobs, scores.entropy], batch
+    return [scores.logprobs, scores.entropy, scores.collision], batch
 
 
 def value_batch(critic, rows):

@@ -23,6 +23,8 @@ _ESTIMATORS = {
     "gae": "gae",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
 """Their estimators, and our advantages."""
 _LOSSES = {
@@ -89,6 +91,13 @@ def set_algorithm(draft: Draft) -> None:
             if ours == "reinforce_plus_plus":
                 options = {"discount": draft.number("algorithm.gamma", 1.0)}
                 draft.became("algorithm.gamma", "algorithm.advantage_options")
+        case "optimal_token_baseline":
+            draft.nodes["old_logprobs"] = {"with": {"collision_probs": True}}
+            draft.nodes["advantage"] = {
+                "run": "siirl_dask.nodes:estimate_token_advantages",
+                "with": {"whiten": False, "probabilities": True},
+            }
+            draft.became(f"{ACTOR}.calculate_sum_pi_squared", "nodes.old_logprobs")
         case "remax":
             _add_greedy(draft)
         case "gdpo":

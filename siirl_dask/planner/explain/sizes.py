@@ -12,6 +12,7 @@ from siirl_dask.planner.contract import option_at
 from siirl_dask.planner.node import Node, Rows
 from siirl_dask.schema import (
     ADVANTAGES,
+    COLLISION_PROBS,
     COVARIANT,
     ENTROPIES,
     FINISH_REASON,
@@ -152,6 +153,7 @@ _PER_RESPONSE_TOKEN = (
     RETURNS,
     COVARIANT,
     ENTROPIES,
+    COLLISION_PROBS,
     HIGH_ENTROPY,
     TOKEN_VERSIONS,
 )

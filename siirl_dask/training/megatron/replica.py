@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -35,7 +35,7 @@ from siirl_dask.training.megatron.weights import StageWeights
 from siirl_dask.training.model.layers import recompute
 from siirl_dask.training.model.operators import say
 from siirl_dask.training.packing import MicroBatch, idle_batch, micro_batches
-from siirl_dask.training.trainer import Batch, PackedRows
+from siirl_dask.training.trainer import Batch, PackedRows, TokenScores
 
 B = TypeVar("B", bound=Batch)
 Evaluate = Callable[[B, MicroBatch, Sequence[Tensor]], tuple[TokenLoss, Tensor]]
@@ -58,7 +58,7 @@ class Replica:
     """The model over this rank's replica. Every rank of it makes the same calls, with rows of its own."""
 
     def __init__(self, built: Built, *, learns: bool, temperature: float | None) -> None:
-        """It scores log-prob and entropy at ``temperature``, or with None values. ConfigError for a model that is
+        """It scores ``TokenScores`` at ``temperature``, or with None values. ConfigError for a model that is
         not known.
         """
         self.device = torch.device(built.device)
@@ -68,6 +68,7 @@ class Replica:
         check_division(megatron, sizes, path)
         self.grid = Grid(built.rank, megatron, self.device)
         self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
+        self._count = 1 if temperature is None else len(fields(TokenScores))
         self.dtype = torch_dtype(built.model.dtype, self.device)
         operators = operators_of(built.trainer, self.device.type)
         say(operators)
@@ -93,11 +94,10 @@ class Replica:
 
     @torch.no_grad()
     def score(self, rows: PackedRows) -> list[Tensor]:
-        """Score this rank's response tokens: log-prob and entropy, or values. [K] float32 each, on the CPU."""
+        """Return the ``TokenScores`` of this rank's response tokens, or their values. [K] float32 each, on the CPU."""
         joined, own = joined_rows(rows, self.grid)
         parts = self._parts(joined)
-        count = 1 if self._temperature is None else 2
-        scores: list[Tensor] = [torch.empty(0, device=self.device)] * count
+        scores: list[Tensor] = [torch.empty(0, device=self.device)] * self._count
         if parts:
             found = self._run(
                 self._enough(parts, joined), lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden))
@@ -105,7 +105,7 @@ class Replica:
             scores = [torch.cat(each) for each in zip(*found, strict=True)]
         if self.grid.pipeline > 1:
             total = sum(len(part.targets) for part in parts)
-            all_scores = torch.stack(scores) if self.grid.last else torch.empty(count, total, device=self.device)
+            all_scores = torch.stack(scores) if self.grid.last else torch.empty(self._count, total, device=self.device)
             source = dist.get_global_rank(self.grid.pp, self.grid.pipeline - 1)
             dist.broadcast(all_scores, source, group=self.grid.pp)
             scores = list(all_scores)
@@ -122,7 +122,7 @@ class Replica:
             parts = self._parts(batch.rows)
             if not parts:
                 if self.grid.last:
-                    none = [torch.empty(0, device=self.device)] * (1 if self._temperature is None else 2)
+                    none = [torch.empty(0, device=self.device)] * self._count
                     weigh(*evaluate(batch, idle_batch(batch.rows), none))
                 return
             newest: list[tuple[TokenLoss, Tensor]] = []

@@ -172,7 +172,7 @@ class MegatronPolicy(_Learning):
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
 
         def evaluate(batch: TrainBatch, part: MicroBatch, scores: Sequence[Tensor]) -> tuple[TokenLoss, Tensor]:
-            logprobs, entropy = scores
+            logprobs, entropy, _ = scores
             selection = select_tokens(batch, part, logprobs.device)
             loss = loss_fn(loss_inputs(batch, selection, logprobs, entropy))
             return selection.attach(loss, logprobs), selection.offsets

@@ -15,12 +15,13 @@ from siirl_dask.training.model.logprobs import token_logprobs
 
 def shared_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, float32: bool = False, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of the targets, and entropy in nats, of ``softmax(hidden @ weight.T / temperature)``.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of squared probabilities)
+    of ``softmax(hidden @ weight.T / temperature)``.
 
-    [K, D], [V / n, D], [K] -> [K], [K], float32, the same on each of the n ranks of ``group``; its ranks hold the rows
-    of the head in their order. The product has their dtype, or is ``float32``. Gradients of ``hidden`` are those of the
-    whole vocabulary. All ranks must call, and run the backward pass.
+    [K, D], [V / n, D], [K] -> [K], [K], [K], float32, the same on each of the n ranks of ``group``; its ranks hold the
+    rows of the head in their order. The product has their dtype, or is ``float32``. Gradients of ``hidden`` are those
+    of the whole vocabulary. All ranks must call, and run the backward pass.
     """
     if group.size() == 1:
         return token_logprobs(hidden, weight, None, targets, temperature=temperature, float32=float32)
@@ -29,7 +30,7 @@ def shared_logprobs(
         hidden = hidden.float()
         weight = weight.float()
     logits = _Copied.apply(hidden, group) @ weight.T  # type: ignore[no-untyped-call]
-    result: tuple[Tensor, Tensor] = apply(logits.float() / temperature, targets, group)
+    result: tuple[Tensor, Tensor, Tensor] = apply(logits.float() / temperature, targets, group)
     return result
 
 
@@ -77,8 +78,10 @@ class _Copied(torch.autograd.Function):
 
 class _SharedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-        """[K, V / n] float32, [K]. With m the highest logit, ``log p = l - m - log s`` and ``H = log s - t / s``."""
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[K, V / n] float32, [K]. With m the highest logit, ``log p = l - m - log s``, ``H = log s - t / s``, and the
+        sum of squared probabilities is ``q / s^2``.
+        """
         highest = logits.detach().amax(1)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         shifted = logits - highest[:, None]
@@ -86,17 +89,19 @@ class _SharedLogprobs(torch.autograd.Function):
         at = targets - group.rank() * logits.shape[1]
         inside = (at >= 0) & (at < logits.shape[1])
         chosen = shifted.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1).where(inside, 0)
-        sums = torch.stack([exps.sum(1), (exps * shifted).sum(1), chosen])
+        sums = torch.stack([exps.sum(1), (exps * shifted).sum(1), exps.square().sum(1), chosen])
         dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums.unbind(0)
+        total, weighted, squares, chosen = sums.unbind(0)
         entropy = total.log() - weighted / total
         scores = shifted - total.log()[:, None]  # log p of this part of the vocabulary
         ctx.save_for_backward(scores, at.where(inside, -1), entropy)
-        return chosen - total.log(), entropy
+        collision = squares / total.square()
+        ctx.mark_non_differentiable(collision)
+        return chosen - total.log(), entropy, collision
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``."""
         scores, at, entropy = ctx.saved_tensors
         factor = by_logprob[:, None] + by_entropy[:, None] * (scores + entropy[:, None])

@@ -1,4 +1,5 @@
-"""Log-probability and entropy of response tokens from hidden states, a block of the vocabulary at a time.
+"""Log-probability, entropy and collision probability of response tokens from hidden states, a block of the
+vocabulary at a time.
 
 The logits of the whole vocabulary are never in memory at once: 4k tokens of a 152k vocabulary would take 2.5 GB, and
 their gradients as much again. Blocks are of the vocabulary rather than of tokens, so that the head's gradient, the
@@ -31,20 +32,21 @@ def token_logprobs(
     output: HeadOutput = _PLAIN,
     float32: bool = False,
     rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of the targets, and entropy in nats, of ``softmax(logits / temperature)``, where logits are
-    what ``output`` makes of ``hidden @ weight.T + bias``.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of squared probabilities)
+    of ``softmax(logits / temperature)``, where logits are what ``output`` makes of ``hidden @ weight.T + bias``.
 
-    [K, D], [V, D], [V] or None, [K] -> [K], [K]. Weight and bias are rounded to the dtype of ``hidden``, which the
-    product has as well, unless it is to be ``float32``; all else is at least float32. Both results carry gradients to
-    hidden, weight and bias. ``rows`` of the head make a block; None: as many as the device has room for.
+    [K, D], [V, D], [V] or None, [K] -> [K], [K], [K]. Weight and bias are rounded to the dtype of ``hidden``, which the
+    product has as well, unless it is to be ``float32``; all else is at least float32. Log-probs and entropy carry
+    gradients to hidden, weight and bias; collision probabilities carry none. ``rows`` of the head make a block; None:
+    as many as the device has room for.
     """
     rows = rows or logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu")
     head_dtype = hidden.dtype
     if float32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
+    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
     return result
 
 
@@ -129,24 +131,34 @@ class _TokenLogprobs(torch.autograd.Function):
         output: HeadOutput,
         head_dtype: torch.dtype,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Add up ``s = sum e^(l - m)`` and ``t = sum e^(l - m) (l - m)`` under the highest logit m so far.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add up ``s = sum e^(l - m)``, ``t = sum e^(l - m) (l - m)`` and ``q = sum e^(2 (l - m))`` under the highest
+        logit m so far.
 
-        So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost.
+        So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost. The sum
+        of squared probabilities is q / s^2.
         """
         ctx.set_materialize_grads(False)
         head = _Head(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
         highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
-        total, weighted, chosen = torch.zeros_like(highest), torch.zeros_like(highest), torch.zeros_like(highest)
+        total = torch.zeros_like(highest)
+        weighted = torch.zeros_like(highest)
+        squares = torch.zeros_like(highest)
+        chosen = torch.zeros_like(highest)
         memory = head.scratch()
         for _, part, logits, at in head.blocks():
             inside = at[:, None]
             chosen = torch.where(inside >= 0, logits.gather(1, inside.clamp(min=0)), chosen)
             higher = torch.maximum(highest, logits.amax(1, keepdim=True))
             fall = highest - higher
-            weighted, total = (weighted + total * fall) * fall.exp(), total * fall.exp()
+            shrink = fall.exp()
+            weighted = (weighted + total * fall) * shrink
+            total = total * shrink
+            squares = squares * shrink.square()
             exps = torch.exp(logits.sub_(higher), out=head.like_logits(memory, len(part)))
-            total, weighted = total + exps.sum(1, keepdim=True), weighted + logits.mul_(exps).sum(1, keepdim=True)
+            total = total + exps.sum(1, keepdim=True)
+            weighted = weighted + logits.mul_(exps).sum(1, keepdim=True)
+            squares = squares + torch.linalg.vector_norm(exps, dim=1, keepdim=True).square()
             highest = higher
         entropy = total.log() - weighted / total
         normalizer = highest + total.log()
@@ -155,11 +167,15 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.output = output
         ctx.head_dtype = head_dtype
         ctx.rows = rows
-        return (chosen - highest - total.log()).squeeze(1), entropy.squeeze(1)
+        collision = squares.squeeze(1) / total.squeeze(1).square()
+        ctx.mark_non_differentiable(collision)
+        return (chosen - highest - total.log()).squeeze(1), entropy.squeeze(1), collision
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both over the temperature."""
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block

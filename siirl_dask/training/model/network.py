@@ -329,7 +329,9 @@ class Network(nn.Module):
 
 
 class PolicyNetwork(Network):
-    """A causal model. ``forward`` gives log-prob and entropy at ``temperature`` of each response token, [K] each."""
+    """A causal model. ``forward`` gives log-prob, entropy and collision probability at ``temperature`` of each response
+    token, [K] each.
+    """
 
     def __init__(
         self,
@@ -360,12 +362,13 @@ class PolicyNetwork(Network):
     def _named_as_in_files(self) -> nn.Module:
         return self.model
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         if not batch.input_ids.numel():
-            return torch.zeros(0, device=self.device), torch.zeros(0, device=self.device)
+            none = torch.zeros(0, device=self.device)
+            return none, none.clone(), none.clone()
         head = self.model.get_output_embeddings()
         hidden = self.predicting_states(batch)
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy, collision = token_logprobs(
             hidden,
             head.weight,
             head.bias,
@@ -375,10 +378,10 @@ class PolicyNetwork(Network):
             float32=self._float32_head,
         )
         if batch.route is not None:
-            logprobs, entropy = to_owners([logprobs, entropy], batch.route)
+            logprobs, entropy, collision = to_owners([logprobs, entropy, collision], batch.route)
         if batch.own_rows is not None:
-            logprobs, entropy = select_own_rows([logprobs, entropy], batch.own_rows)
-        return logprobs, entropy
+            logprobs, entropy, collision = select_own_rows([logprobs, entropy, collision], batch.own_rows)
+        return logprobs, entropy, collision
 
 
 class ValueNetwork(Network):

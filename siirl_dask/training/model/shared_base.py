@@ -25,9 +25,9 @@ class AgentNetwork:
         self._network, self._agent, self._temperature = network, agent, temperature
         self._trainer, self.inputs = trainer, network.inputs
 
-    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = self._used()(batch)
-        return logprobs, entropy
+    def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        scores: tuple[Tensor, Tensor, Tensor] = self._used()(batch)
+        return scores
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield those of the base, and all agents' adapters."""
