@@ -29,7 +29,7 @@ from siirl_dask.devices import check_plugins
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _EXPORTED = [dtype for dtype in Dtype if dtype is not Dtype.auto]
-_NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "export")
+_NEED_TORCH = ("run", "plan", "quickstart", "replay", "eval", "export", "unpack")
 _EVAL_OPTIONS = {
     "n": ("validation.n", "N", "samples per prompt"),
     "k": ("validation.k", "1,4,8", "values of k for pass@k; default: 1 and N"),
@@ -93,6 +93,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_data(commands)
     add_migrate(commands.add_parser("migrate", help="turn a verl or siiRL config into one of ours", epilog=EXIT_CODES))
     _add_export(commands.add_parser("export", help="write a checkpoint as a Hugging Face folder", epilog=EXIT_CODES))
+    unpacked = commands.add_parser("unpack", help="write a quantized model as one that trains", epilog=EXIT_CODES)
+    unpacked.add_argument("model", metavar="MODEL", help="the model's folder or URL, such as hf://openai/gpt-oss-20b")
+    unpacked.add_argument("to", metavar="DEST", help="a folder or URL where there is nothing yet")
     chosen, more = parser.parse_known_args(arguments)  # key=value or SQL after an option, which argparse leaves over
     unknown = any(text.startswith("-") for text in more)
     if not unknown and hasattr(chosen, "overrides"):
@@ -232,6 +235,11 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             step = export(chosen.run, chosen.to, **options)
             verified = ", and gives the log-probs of its weights" if chosen.verify else ""
             print(f"{chosen.role} of step {step} is in {chosen.to}{verified}")
+        case "unpack":
+            from siirl_dask.commands.unpack import unpack
+
+            method = unpack(chosen.model, chosen.to)
+            print(f"the weights of {chosen.model}, which were packed by {method}, are in {chosen.to}, unpacked")
 
 
 def _plan(chosen: argparse.Namespace) -> None:

@@ -106,7 +106,7 @@ def write_folder(
     if adapter and not adapted:
         raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:
-        with _room_for(folder, weights, kind):
+        with room_for(folder, _nbytes(weights, kind)):
             write_adapters(folder, weights, config.trainer, config.model.path, kind)
         return
     family, sees = family_seen(config.model.path, config.images)
@@ -117,7 +117,7 @@ def write_folder(
         weights = with_base(weights, config.trainer, base)
     elif frozen:
         weights = with_frozen(weights, frozen, base)
-    with _room_for(folder, weights, kind):
+    with room_for(folder, _nbytes(weights, kind)):
         write_hugging_face(folder, weights, base, kind)
     if verify:
         differ_by = difference(folder, weights, base, kind)
@@ -128,15 +128,19 @@ def write_folder(
             )
 
 
-@contextmanager
-def _room_for(folder: Path, weights: Mapping[str, Any], dtype: Dtype) -> Iterator[None]:
-    """Raise ConfigError, with what is missing, where the disk of ``folder`` is too small for ``weights``."""
+def _nbytes(weights: Mapping[str, Any], dtype: Dtype) -> int:
+    """Return the bytes of weights in files of a type."""
     import torch
 
     from siirl_dask.models.number_type import torch_dtype
 
     number_bytes = torch_dtype(dtype, torch.device("cpu")).itemsize
-    nbytes = number_bytes * sum(weight.numel() for weight in weights.values())
+    return number_bytes * sum(int(weight.numel()) for weight in weights.values())
+
+
+@contextmanager
+def room_for(folder: Path, nbytes: int) -> Iterator[None]:
+    """Raise ConfigError, with what is missing, where the disk of ``folder`` is too small for a model of ``nbytes``."""
     try:
         yield
     except Exception as error:  # safetensors has a class of its own, and in it the system's number as text

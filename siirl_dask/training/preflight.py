@@ -31,6 +31,7 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import check_adapter_folder
 from siirl_dask.models.architecture import read_architecture, read_config, read_tower
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
+from siirl_dask.models.packed_weights import check_not_packed
 from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
@@ -94,6 +95,7 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
     model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
+    check_not_packed(model.path)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))
     check_frequencies_are_pinned(model)
@@ -155,6 +157,7 @@ def _check_learner(
 ) -> RoleCost:
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
+    check_not_packed(model.path)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))
     check_frequencies_are_pinned(model)

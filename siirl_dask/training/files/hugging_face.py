@@ -57,7 +57,7 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
         if not is_of_weights(file.name):
             file.unlink()
     _name_as_in(base, folder, model)
-    _copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
+    copy_others(Path(base), folder, str(model.dtype).removeprefix("torch."))
 
 
 def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
@@ -88,7 +88,7 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
     save_torch_state_dict(state, folder, max_shard_size=_SHARD)
 
 
-def _copy_others(base: Path, folder: Path, dtype: str) -> None:
+def copy_others(base: Path, folder: Path, dtype: str) -> None:
     """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are ``dtype``."""
     for file in base.iterdir():
         hidden = file.name.startswith(".")
