@@ -8,7 +8,7 @@ on, as vLLM reads them. The names are those of Qwen's mixtures, and of the famil
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,22 +44,6 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
             sources = tuple(tuple((opened[names[each]], names[each]) for each in expert) for expert in needed)
             rest[f"{experts}.{parameter}"] = _Joined(sources)
     return rest
-
-
-def each_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights by their names in files, given those by parameter: a tensor for each expert, views without copies.
-
-    Weights that are no joined experts are yielded as they are.
-    """
-    for name, tensor in weights:
-        experts, _, parameter = name.rpartition(".")
-        if parameter not in _PARTS or not experts.endswith(".experts"):
-            yield name, tensor
-            continue
-        for expert, both in enumerate(tensor):
-            parts = _PARTS[parameter]
-            for part, own in zip(parts, both.chunk(len(parts)), strict=True):
-                yield f"{experts}.{expert}.{part}.weight", own
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ transformers knows how the one follows from the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -122,6 +123,41 @@ def _renamed(
         if converter is None:
             found[name] = renamed
     return found
+
+
+class FileNames:
+    """Turns parameters of a model into the weights that its files have, as ``save_pretrained`` does, one after the
+    other: names that differ, and experts apart that are one parameter.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """The model may be without memory, and is not kept alive."""
+        changes = get_model_conversion_mapping(model, add_legacy=False)
+        changes = [change.reverse_transform() for change in reversed(changes) if not isinstance(change, PrefixChange)]
+        self._renamings, self._converters = _by_kind(changes)
+        self._by_pattern = {
+            pattern: converter for converter in self._converters for pattern in converter.source_patterns
+        }
+        self._config = model.config
+
+    def of(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by their names in files. One that is made of several parameters waits for all of them."""
+        waiting: dict[str, WeightConverter] = {}
+        for name, tensor in parameters:
+            renamed, pattern = rename_source_key(name, self._renamings, self._converters, reverse=True)
+            if pattern is None:
+                yield renamed, tensor
+                continue
+            converter = waiting.setdefault(renamed, deepcopy(self._by_pattern[pattern]))
+            converter.add_tensor(renamed, name, pattern, cast(Any, tensor))
+            if len(converter.collected_tensors) == len(converter.source_patterns):
+                yield from self._converted(waiting.pop(renamed), renamed)
+        for renamed, converter in waiting.items():
+            yield from self._converted(converter, renamed)
+
+    def _converted(self, converter: WeightConverter, renamed: str) -> Iterator[tuple[str, Tensor]]:
+        for name, made in converter.convert(renamed, config=self._config).items():
+            yield name, made[0] if isinstance(made, list) else made
 
 
 def _by_kind(changes: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:

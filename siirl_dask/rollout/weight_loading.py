@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from siirl_dask.errors import PeerError, RunError, SiirlError
 from siirl_dask.models.loading import class_of_config
-from siirl_dask.models.weight_names import renaming
+from siirl_dask.models.weight_files import open_tensors
+from siirl_dask.models.weight_names import FileNames, renaming
 from siirl_dask.rollout.engine import WeightStream
 
 
@@ -46,21 +48,27 @@ class Replacement:
 class WeightLoader:
     """Names and shapes of a model's parameters. Tied parameters go by the first of their names."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, files: Mapping[str, Any] | None = None) -> None:
+        """``files`` are the open files of the folder's tensors, by name: its buffers are read from them."""
         self._renamed = renaming(model)
+        self._file_names = FileNames(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        renamed = self._renamed(files or {})
+        buffers = model.state_dict().keys() - parameters.keys()
+        self._buffers = {name: file for name, file in (files or {}).items() if renamed.get(name) in buffers}
         first: dict[int, str] = {}
         self._names: dict[str, str] = {}
         self._shapes: dict[str, list[int]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in parameters.items():
             self._names[name] = first.setdefault(id(parameter), name)
             self._shapes[self._names[name]] = list(parameter.shape)
 
     @classmethod
     def of_folder(cls, path: str) -> WeightLoader:
-        """Read them from the model's config: no weights are read, no memory is used."""
+        """Read them from the model's config: no memory is used for weights. ConfigError for unreadable files."""
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(path, local_files_only=True)
-            return cls(class_of_config(config).from_config(config))
+            return cls(class_of_config(config).from_config(config), open_tensors(path))
 
     @property
     def shapes(self) -> Mapping[str, list[int]]:
@@ -70,6 +78,16 @@ class WeightLoader:
     def in_files(self, names: Iterable[str]) -> dict[str, str]:
         """Return the name in a folder's files of each parameter that is there, by the parameter's first name."""
         return {self._names[own]: name for name, own in self._renamed(names).items() if own in self._names}
+
+    def as_in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights by the names, and in the parts, that a folder's files have, as other libraries load them; after
+        them the buffers that are saved with weights, which no trainer changes.
+
+        A library that makes its weights anew forgets buffers that do not come.
+        """
+        yield from self._file_names.of(weights)
+        for name, file in self._buffers.items():
+            yield name, file.get_tensor(name)
 
     def fit(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over all weights, each under its first name.

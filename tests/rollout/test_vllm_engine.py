@@ -18,10 +18,12 @@ from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling, build_engine
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
+from siirl_dask.rollout.vllm_engine.reloading import NewWeights
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.engines import EngineTests
 from siirl_dask.testing.reference_model import PROMPTS, assert_agrees_with_trainer
 from tests.settings import rollout_config
+from tests.training import families
 
 DEVICE = Device("w0")
 SWEEP = pytest.mark.sweep
@@ -94,6 +96,38 @@ def test_logprobs_equal_the_trainers_for_each_family(tmp_path, family, tied):
     folder = tiny_model(tmp_path / "model", seed=3, family=family, tied=tied)
     with running(folder) as engine:
         assert_agrees_with_trainer(engine, folder, after=(0, 1, 5))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "mixtral", *(pytest.param(name, marks=SWEEP) for name in ("glm4_moe", "gemma2", "granite"))]
+)
+def test_logprobs_equal_the_trainers_after_updates_where_files_have_other_names_or_vllm_other_loaders(
+    tmp_path, name, monkeypatch
+):
+    """Experts apart in files and together in the trainer; sinks and biases; biases that are buffers; soft caps."""
+    monkeypatch.setitem(families.SIZES, "hidden_size", 128)  # vLLM has no kernels for smaller heads on a CPU
+    settings = {
+        key: 64 if key == "moe_intermediate_size" else value for key, value in families.FAMILIES[name].settings.items()
+    }
+    monkeypatch.setitem(families.FAMILIES, name, replace(families.FAMILIES[name], settings=settings | {"head_dim": 32}))
+    families.written(tmp_path, name)
+    with running(tmp_path) as engine:
+        assert_agrees_with_trainer(engine, tmp_path, after=(0, 1))
+
+
+def test_weights_that_vllm_leaves_as_they_were_end_the_run_by_name(folder, monkeypatch):
+    """A loader that copies into a parameter itself does so into a tensor without memory, and vLLM only warns."""
+    weights = load_file(folder / "model.safetensors")
+    with running(folder) as engine:
+        monkeypatch.setattr(NewWeights, "__iter__", without_mlp)
+        with pytest.raises(RunError, match="version 1: it left out MergedColumnParallelLinear"):
+            engine.load_weights(weights.items(), 1)
+        with pytest.raises(RunError, match="failed to load weights before"):
+            engine.load_weights(weights.items(), 2)
+
+
+def without_mlp(weights):
+    return ((name, tensor) for name, tensor in weights._weights if "gate_proj" not in name and "up_proj" not in name)
 
 
 def test_preempted_rows_get_the_same_tokens_and_a_full_cache_is_told(folder):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -19,6 +20,7 @@ from siirl_dask.models.corrections import correct_modules
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.weight_loading import WeightLoader
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs
 from siirl_dask.testing.rows import grouped_rows, split_rows
@@ -273,3 +275,12 @@ def test_docs_models_says_of_every_family_how_it_is_computed():
     for family in FAMILIES.values():
         expected[family.kind] = [DOCUMENTED[family.rows], DOCUMENTED[family.loop]]
     assert table == expected
+
+
+def test_weights_go_to_other_libraries_by_the_names_and_in_the_parts_of_the_familys_files(made):
+    _, folder, model = made
+    files = load_file(folder / "model.safetensors")
+    sent = dict(WeightLoader.of_folder(str(folder)).as_in_files(model.named_parameters()))
+    assert sent.keys() == files.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(tensor, files[name]), name

@@ -16,7 +16,6 @@ from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, DeviceKind, HoldsNoGroups
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError, RunError, counted
-from siirl_dask.models.experts import each_expert
 from siirl_dask.rollout.base_weights import BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
     Generation,
@@ -166,7 +165,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     def _replace(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Hand SGLang all weights, and have it forget what others have made."""
         self._demand(self._engine.begin_weight_update())
-        for layer in _by_layer(each_expert(weights)):
+        for layer in _by_layer(self._parameters.as_in_files(weights)):
             self._demand(self._engine.update_weights_from_tensor(named_tensors=layer, flush_cache=False))
             self._progress()
         self._demand(self._engine.end_weight_update())

@@ -19,7 +19,6 @@ from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, RunError, counted
 from siirl_dask.images.processor import ImageProcessor
-from siirl_dask.models.experts import each_expert
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.rollout.base_weights import Adapters, BaseWeights, MergesAdapters
 from siirl_dask.rollout.engine import (
@@ -47,6 +46,7 @@ from vllm.distributed.parallel_state import get_tp_group, get_world_group, model
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
 from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights, use_logprobs_mode  # noqa: E402
+from siirl_dask.rollout.vllm_engine.reloading import NewWeights, nothing_left_out  # noqa: E402
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
@@ -138,11 +138,13 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         ValueError, before anything changes, if the names or shapes do not fit; RunError when vLLM fails half way.
         """
         self._replacement.check()
-        weights = self._parameters.fit(tensors, version)
+        weights = NewWeights(self._parameters.as_in_files(self._parameters.fit(tensors, version)))
         self._sleep.wake_weights()
         with self._replacement.to(version):
             with self._eager(), vllm_process.untouched():
-                self._llm.collective_rpc(reload_weights, kwargs={"weights_iterator": each_expert(weights)})
+                with nothing_left_out(self._llm):
+                    self._llm.collective_rpc(reload_weights, kwargs={"weights_iterator": iter(weights)})
+                self._llm.apply_model(weights.copy_sinks)
                 if self._on_cpu:
                     self._llm.apply_model(_pack)
             self._forget_prompts()

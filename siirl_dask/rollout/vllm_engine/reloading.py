@@ -1,0 +1,98 @@
+"""New weights for vLLM's model in the form in which vLLM takes all of them, and what it leaves as it was.
+
+vLLM 0.32 loads into tensors without memory and fills them layer by layer, through the loaders of parameters. Models
+that copy a tensor into a parameter themselves copy into nothing: vLLM warns, and goes on with the weights that it had.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from vllm import LLM
+from vllm.distributed import get_tensor_model_parallel_rank
+
+_OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$")
+_SINKS = "sinks"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_LEFT_OUT = re.compile(
+    r"(?P<layer>\w+): Failed to load weights|Following weights were not loaded from checkpoint: (?P<names>.+)",
+    re.DOTALL,
+)
+
+
+class NewWeights:
+    """Weights on their way to vLLM, by the names of files.
+
+    GPT-OSS's experts and sinks are what vLLM would copy into nothing: experts go one by one, through the loader, and
+    sinks afterwards.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = weights
+        self._sinks: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, those of all experts together [E, ...] an expert at a time."""
+        for name, tensor in self._weights:
+            if name.endswith(f".{_SINKS}"):
+                self._sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+                continue
+            matched = _OF_ALL_EXPERTS.match(name)
+            if matched is None:
+                yield name, tensor
+                continue
+            for expert, own in enumerate(tensor):
+                yield f"{matched['experts']}.{expert}.{matched['part']}", own
+
+    def copy_sinks(self, model: nn.Module) -> None:
+        """Copy the sinks of this rank's heads into vLLM's model."""
+        for name, tensor in self._sinks.items():
+            parameter = model.get_parameter(name)
+            heads = len(parameter)
+            parameter.data.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+
+
+@contextmanager
+def nothing_left_out(llm: LLM) -> Iterator[None]:
+    """Raise RuntimeError, by name, where vLLM leaves weights of the model as they were: it only warns."""
+    layers: set[str] = set()
+    weights: set[str] = set()
+
+    def note(record: logging.LogRecord) -> bool:
+        matched = _LEFT_OUT.search(record.getMessage())
+        if matched is None:
+            return True
+        if matched["layer"] is not None:
+            layers.add(matched["layer"])
+        weights.update(re.findall(r"'([^']+)'", matched["names"] or ""))
+        return False
+
+    loggers = [logging.getLogger(f"{_RELOAD}.{name}") for name in ("layerwise", "inplace")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addFilter(note)
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeFilter(note)
+            logger.setLevel(level)
+    with_weights: set[str] = llm.apply_model(_layers_with_weights)[0]
+    left_out = (layers & with_weights) | {name for name in weights if not name.endswith(f".{_SINKS}")}
+    if left_out:
+        raise RuntimeError(f"it left out {', '.join(sorted(left_out))}, and would go on with their old weights")
+
+
+def _layers_with_weights(model: nn.Module) -> set[str]:
+    """Return the classes of layers with parameters of their own, other than sinks: buffers follow from the config."""
+    found = set()
+    for layer in model.modules():
+        names = {name for name, _ in layer.named_parameters(recurse=False)}
+        if names - {_SINKS}:
+            found.add(type(layer).__name__)
+    return found
