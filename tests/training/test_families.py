@@ -16,6 +16,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.corrections import correct_modules
+from siirl_dask.models.slower_families import GENERATED, PADDED
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.transformers_engine import TransformersEngine
@@ -101,6 +102,7 @@ def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_al
     assert of_logprobs < 1e-5
     assert of_gradients < 1e-5
     assert layout == FAMILIES[name].rows
+    assert (layout == "padded") is (FAMILIES[name].kind in PADDED)
 
 
 @pytest.mark.slow
@@ -148,6 +150,7 @@ def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_pr
         assert response == expected.indices.tolist()
         assert (logprobs[row] - expected.values).abs().max() < 1e-4
     assert ("own" if own else "generate") == FAMILIES[name].loop
+    assert own is (FAMILIES[name].kind not in GENERATED)
 
 
 @pytest.mark.slow
@@ -261,6 +264,11 @@ def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(nam
         trainer_of(tmp_path)
     with pytest.raises(ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"):
         TransformersEngine(ModelConfig(path=str(tmp_path)))
+
+
+def test_what_a_plan_says_of_rows_and_loops_is_what_the_trials_of_these_families_find():
+    assert {*PADDED} == {family.kind for family in FAMILIES.values() if family.rows == "padded"}
+    assert {*GENERATED} == {family.kind for family in FAMILIES.values() if family.loop == "generate"}
 
 
 def test_docs_models_says_of_every_family_how_it_is_computed():
