@@ -176,7 +176,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ema", action="store_true", help="the moving average of the weights (trainer.ema_decay)")
     command.add_argument("--dtype", choices=_EXPORTED, type=Dtype, help="default: as the run's model.dtype")
     command.add_argument("--adapter", action="store_true", help="the adapters alone, for peft (trainer.lora.rank)")
-    command.add_argument("--verify", action="store_true", help="load what was written, and compare its log-probs")
+    command.add_argument("--verify", action="store_true", help="load what was written, compare tensors and log-probs")
 
 
 def _dispatch(chosen: argparse.Namespace) -> None:

@@ -203,10 +203,15 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
         notes.append(
             f"workers {worker_ranges(idle, workers)} have nothing to do: cluster.placement gives every role other ones"
         )
+    roles: dict[str, list[str]] = {}
     for name, cost in costs.items():
-        notes += [f"role {name!r}: {note}" for note in cost.notes]
+        for note in cost.notes:
+            roles.setdefault(note, []).append(repr(name))
         if cost.memory is None and not cost.notes:
             notes.append(f"role {name!r}: its model is not on this machine, so its memory is not counted")
+    for note, names in roles.items():
+        subject = "role" if len(names) == 1 else "roles"
+        notes.append(f"{subject} {', '.join(names)}: {note}")
     return notes
 
 

@@ -50,15 +50,18 @@ def load_pretrained(
     *,
     unused: tuple[str, ...] = (),
     longest_row: int | None = None,
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Load the model in ``path`` with ``kind``, a class of transformers such as AutoModelForCausalLM.
 
-    Rotary frequencies are pinned for rows of ``longest_row`` tokens, as ``pin_frequencies`` says. ConfigError,
-    beginning with ``subject``, when it cannot be loaded or the folder lacks some of its weights, but for those whose
-    names begin with one of ``unused``.
+    ``config`` takes the place of the folder's own. Rotary frequencies are pinned for rows of ``longest_row`` tokens, as
+    ``pin_frequencies`` says. ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some
+    of its weights, but for those whose names begin with one of ``unused``.
     """
     with refused_by_name(path, subject):
-        model, info = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+        model, info = kind.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     if missing := sorted(name for name in info["missing_keys"] if not name.startswith(unused)):
         raise ConfigError(f"{subject}: its weights lack {missing}, which would be random numbers")
     correct_modules(model)

@@ -52,6 +52,14 @@ def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict
     return found | {name: (name, making) for name, making in made.items()}
 
 
+def read_stored(stored: Stored) -> Tensor:
+    """Read the whole of a tensor, as ``stored_parameters`` found it."""
+    name, file = stored
+    part = file.get_slice(name)
+    tensor: Tensor = part[tuple(slice(0, size) for size in part.get_shape())]
+    return tensor
+
+
 def unknown_names(model: PreTrainedModel, in_files: Iterable[str]) -> list[str]:
     """Return the names in a folder's files of what a model has not, and makes no parameter of: a tower's weights where
     the model is of text alone, or heads for several tokens.

@@ -31,6 +31,7 @@ from siirl_dask.models.architecture import read_architecture, read_config
 from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_frequencies_of_sglang, check_longest_row
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
+from siirl_dask.models.slower_families import loop_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
 from siirl_dask.rollout.memory import EngineOnWorkers, engine_footprint
@@ -141,6 +142,9 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         lora = options.get("lora")
         device = _on_device(parameters, model, rollout, workers, config, uses_vllm, lora)
     notes = _notes(rollout.tensor_parallel_size, workers)
+    if not uses_vllm and rollout.engine is not Engine.sglang:
+        loop = loop_note(model.path)
+        notes += () if loop is None else (loop,)
     cost = RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
     agent, base = options.get("agent", ""), tuple(options.get("base", ()))
     if not base:

@@ -18,6 +18,7 @@ from siirl_dask.devices.operators import AUTO, LIBRARIES, MINDSPEED, choose_oper
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.shapes import read_widths
+from siirl_dask.models.slower_families import why_padded
 from siirl_dask.training.megatron.families import check_model
 from siirl_dask.training.megatron.mindspeed import check_installed
 
@@ -153,7 +154,15 @@ def check_divides(option: str, size: int, workers: int) -> None:
 
 
 def check_all_attend(path: str, size: int, option: str) -> None:
-    """Check that a model that is to be divided has layers of attention alone, by its config. ConfigError if not."""
+    """Check that a model that is to be divided packs its rows, and has layers of attention alone, by its config.
+    ConfigError if not.
+    """
+    padded = why_padded(path)
+    if padded is not None:
+        raise ConfigError(
+            f"trainer.fsdp.{option}={size}: the rows of {path!r} are computed with padding ({padded}) and are not "
+            "divided; leave it out"
+        )
     config = read_config(path) or {}
     kinds = config.get("text_config", config).get("layer_types") or []
     others = sorted({str(kind) for kind in kinds if not str(kind).endswith("attention") or kind == "linear_attention"})
@@ -167,9 +176,12 @@ def check_all_attend(path: str, size: int, option: str) -> None:
 def check_heads(trainer: TrainerConfig, path: str) -> None:
     """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
     sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
-    if sequence == tensor == 1 or (widths := read_widths(path)) is None:
+    if sequence == tensor == 1:
         return
     check_all_attend(path, max(sequence, tensor), "sequence_parallel" if sequence > 1 else "tensor_parallel")
+    widths = read_widths(path)
+    if widths is None:
+        return
     if sequence > 1 and (widths.heads is None or widths.heads % sequence):
         raise ConfigError(
             f"trainer.fsdp.sequence_parallel={sequence}: expected a divisor of the {widths.heads} heads of {path!r}"

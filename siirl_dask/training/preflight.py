@@ -35,6 +35,7 @@ from siirl_dask.models.packed_weights import check_not_packed
 from siirl_dask.models.remote import is_remote
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
+from siirl_dask.models.slower_families import rows_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay, process_of
 from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
@@ -110,7 +111,14 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(size, model, trainer, len(workers), config, "trainer", images, learns=False)
     memory = held + _gathered(size, trainer, learns=False)
-    return RoleCost(memory=memory, computing=computing, device=device, reads=(model.path,), process=process)
+    return RoleCost(
+        memory=memory,
+        computing=computing,
+        device=device,
+        reads=(model.path,),
+        process=process,
+        notes=_notes(trainer, model),
+    )
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
@@ -197,7 +205,14 @@ def _check_learner(
         provides=provides,
         process=process_of(trainer),
         reads=reads,
+        notes=_notes(trainer, model),
     )
+
+
+def _notes(trainer: TrainerConfig, model: ModelConfig) -> tuple[str, ...]:
+    """Return a sentence on rows that are not packed; none for megatron, whose families all pack them."""
+    note = None if trainer.backend is Backend.megatron else rows_note(model.path)
+    return () if note is None else (note,)
 
 
 def _abilities(trainer: TrainerConfig) -> frozenset[str]:

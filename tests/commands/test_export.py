@@ -7,11 +7,11 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from siirl_dask.cli import main
-from siirl_dask.config import Engine, ModelConfig, RolloutConfig, VllmConfig
+from siirl_dask.config import Dtype, Engine, ModelConfig, RolloutConfig, VllmConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
@@ -30,6 +30,7 @@ from siirl_dask.training import build_trainer
 from siirl_dask.training.files import hugging_face
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from tests.conftest import digits_overrides
+from tests.training.families import written
 
 ROWS = random_rows(LENGTHS)
 KINDS = {
@@ -38,13 +39,21 @@ KINDS = {
     "experts": ({"family": "qwen3_moe"}, []),
     "adapters": ({}, ["trainer.lora.rank=4"]),
 }
+BIASED = ("glm4_moe", "deepseek_v3")
+"""Families whose experts have biases, which are buffers."""
 
 
 @pytest.fixture
 def run(request, digits_task, tmp_path):
     """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step 2."""
-    model, options = KINDS[getattr(request, "param", "tied")]
-    url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", **model)
+    kind = getattr(request, "param", "tied")
+    url, base = str(tmp_path / "run"), tmp_path / "base"
+    if kind in BIASED:
+        written(base, kind)
+        options = []
+    else:
+        model, options = KINDS[kind]
+        tiny_model(base, **model)
     more = [f"model.path={base}", "trainer.ema_decay=0.9", *options]
     file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
     config = file.config
@@ -56,8 +65,8 @@ def run(request, digits_task, tmp_path):
         for number, weight in enumerate(trainer.state()["model"].values()):
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
         folder = checkpoints.folder(step)
-        written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
-        files = {f"policy/{name}": digest for name, digest in written.items()}
+        saved = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+        files = {f"policy/{name}": digest for name, digest in saved.items()}
         checkpoints.commit(folder, State(step=step, roles=["policy"]), files)
     return url, base, trainer
 
@@ -131,6 +140,62 @@ def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_mo
         with pytest.raises(ConfigError, match="what was written is another model: its log-probs differ by"):
             export(url, str(tmp_path / "other"), verify=True)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("run", BIASED, indirect=True)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+def test_verify_finds_biases_of_experts_that_are_not_the_bases(run, dtype, tmp_path):
+    url, base, _ = run
+    export(url, str(tmp_path / "out"), dtype=dtype, verify=True)
+    biases = {name: each for name, each in load_file(base / "model.safetensors").items() if "correction_bias" in name}
+    name = min(biases)
+    planted = {
+        f"{name} differs by .* from the base's": {name: torch.zeros_like(biases[name])},
+        rf"its weights lack \['{name}": {name: None},
+    }
+    buffers_of_base = hugging_face._buffers_of
+    for said, fault in planted.items():
+
+        def wrong(folder, model, fault=fault):
+            buffers = buffers_of_base(folder, model) | fault
+            return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hugging_face, "_buffers_of", wrong)
+            with pytest.raises(ConfigError, match=said):
+                export(url, str(tmp_path / "other"), dtype=dtype, verify=True)
+        assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("run", ["adapters"], indirect=True)
+@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+def test_verify_finds_adapters_that_were_merged_with_another_factor(run, dtype, tmp_path):
+    url, *_ = run
+    export(url, str(tmp_path / "out"), dtype=dtype, verify=True)
+    merged = hugging_face.merged
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "merged", lambda named, scaling, device: merged(named, 1.5 * scaling, device))
+        with pytest.raises(ConfigError, match=r"proj\.weight differs by .* from the checkpoint's"):
+            export(url, str(tmp_path / "other"), dtype=dtype, verify=True)
+
+
+@pytest.mark.parametrize("run", ["experts"], indirect=True)
+def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
+    url, *_ = run
+    copy_others = hugging_face._copy_others
+
+    def spoil(base, folder, dtype):
+        copy_others(base, folder, dtype)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        name = max(name for name in tensors if ".experts." in name)
+        tensors[name][-1, -1] += 1e-3
+        save_file(tensors, file, {"format": "pt"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hugging_face, "_copy_others", spoil)
+        with pytest.raises(ConfigError, match=r"experts.* differs by 0\.001 from the checkpoint's"):
+            export(url, str(tmp_path / "out"), verify=True)
 
 
 def test_it_goes_to_any_store_and_never_over_something(run, tmp_path):

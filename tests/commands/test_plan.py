@@ -21,6 +21,7 @@ from siirl_dask.driver.preflight import check
 from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters
+from siirl_dask.models.slower_families import loop_note, rows_note
 from siirl_dask.planner import dag_from_spec
 from siirl_dask.planner.explain.tables import readable_bytes
 from siirl_dask.tasks.tiny_vlm import tiny_vlm
@@ -28,6 +29,7 @@ from siirl_dask.testing.rows import flat
 from siirl_dask.training import build_trainer
 from tests.conftest import digits_overrides
 from tests.models.configs import QWEN2_5_7B, QWEN2_5_HALF_B, QWEN2_5_VL_3B, write_config
+from tests.training.families import written
 
 KL = str(shipped("grpo_kl.yaml"))
 
@@ -105,6 +107,43 @@ def test_a_model_that_is_not_there_yet_bounds_no_weights(capsys, digits):
     text = " ".join(planned(capsys, *digits, "model.path=none").split())
     assert "weights -> load_weights ? replicated in parts" in text
     assert "role 'policy': its model is not on this machine" in text
+
+
+PADDED_ROWS = (
+    "note: roles 'policy', 'reference': rows: with padding (bloom: its attention cannot be replaced), which takes "
+    "longer"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "loop"),
+    [
+        ("bloom", PADDED_ROWS, "note: role 'rollout': loop: transformers' generate (bloom), which takes longer"),
+        ("stablelm", None, "note: role 'rollout': loop: transformers' generate (stablelm), which takes longer"),
+        ("qwen2", None, None),
+    ],
+)
+def test_a_plan_says_which_families_take_a_slower_way(capsys, digits, tmp_path, family, rows, loop):
+    written(tmp_path / "model", family)
+    path = f"model.path={tmp_path / 'model'}"
+    lines = planned(capsys, *digits, path, "rollout.engine=transformers").splitlines()
+    assert [line for line in lines if "rows: " in line] == ([] if rows is None else [rows])
+    assert [line for line in lines if "loop: " in line] == ([] if loop is None else [loop])
+    assert "loop: " not in planned(capsys, *digits, path, "rollout.engine=vllm")
+
+
+def test_the_text_of_an_image_text_model_is_known_by_its_own_kind(tmp_path):
+    write_config(tmp_path, {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
+    assert rows_note(str(tmp_path)) == "rows: with padding (llama4_text: it attends in chunks), which takes longer"
+    assert loop_note(str(tmp_path)) == "loop: transformers' generate (llama4_text), which takes longer"
+
+
+def test_rows_that_are_not_packed_are_refused_before_the_start_where_ranks_are_to_divide_them(capsys, digits, tmp_path):
+    written(tmp_path / "model", "bloom")
+    shares = ["trainer.backend=fsdp", "trainer.fsdp.sequence_parallel=2", "cluster.placement={}"]
+    said = refused(capsys, *digits, f"model.path={tmp_path / 'model'}", *shares)
+    assert "trainer.fsdp.sequence_parallel=2: the rows of " in said
+    assert "are computed with padding (bloom: its attention cannot be replaced) and are not divided" in said
 
 
 def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):

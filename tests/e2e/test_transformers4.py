@@ -1,5 +1,5 @@
 """Base folders as transformers 4.57 writes them are trained and exported, and it reads the trainer's log-probs out of
-the exports.
+the exports, of rows with images as well.
 """
 
 import json
@@ -7,13 +7,25 @@ import os
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from siirl_dask.cli import main
+from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
+from siirl_dask.context import Device, Rank
+from siirl_dask.images.noise import noise
+from siirl_dask.tasks.tiny_vlm import tiny_vlm
+from siirl_dask.testing.image_rows import READ, pack, processor_of
+from siirl_dask.training import build_trainer
+from siirl_dask.training.files.hugging_face import write_hugging_face
+from siirl_dask.training.files.verify import check_export
+from siirl_dask.training.model.vision import plain_arguments
+from tests.settings import trainer_config
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -41,6 +53,23 @@ GLM4_MOE = {
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+MROPE = {"type": "mrope", "mrope_section": [4, 6, 6]}  # as the hub's Qwen2.5-VL and Qwen3-VL say
+INTERLEAVED = {"rope_type": "default", "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+TEXT = {**SIZES, "hidden_size": 128, "rope_theta": 5e5, "tie_word_embeddings": True}
+TOWER = {
+    "hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "out_hidden_size": 128,
+}  # fmt: skip
+IMAGE_TEXT = {
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_scaling": MROPE},
+        "vision_config": {**TOWER, "fullatt_block_indexes": [1], "window_size": 32},
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "head_dim": 32, "rope_scaling": INTERLEAVED},
+        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    },
+}
 RUN = (
     "run.steps=2",
     "data.batch_size=4",
@@ -149,7 +178,7 @@ def base(request, transformers4, tmp_path):
     return folder, given
 
 
-def tensors(folder):
+def tensors_of(folder):
     """The shape of each tensor in a folder's files, and the type of its numbers, by its name."""
     found = {}
     for file in folder.glob(f"*{WEIGHTS}"):
@@ -199,14 +228,93 @@ def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(base, tran
     config = (folder / "config.json").read_text()
     assert (export / "config.json").read_text() == config.replace('"bfloat16"', '"float32"')
     assert others(export) == others(folder)
-    assert tensors(export) == {name: (shape, "F32") for name, (shape, _) in tensors(folder).items()}
+    assert tensors_of(export) == {name: (shape, "F32") for name, (shape, _) in tensors_of(folder).items()}
     texts = [row["prompt"] for row in scored]
     assert transformers4.ask("encode", folder=str(export), texts=texts)["ids"] == [prompt for prompt, _ in rows]
     if given.dtype == "bfloat16":
         main(["export", str(run.url), str(tmp_path / "short"), "--step", "1", "--dtype", "bfloat16"])
         assert (tmp_path / "short" / "config.json").read_text() == config
-        assert tensors(tmp_path / "short") == tensors(folder)
+        assert tensors_of(tmp_path / "short") == tensors_of(folder)
 
     # what this transformers writes is another model to that one: it would be seen here
     AutoConfig.from_pretrained(export).save_pretrained(export)
     assert apart(read(export)["logprobs"], expected) > 1e-2
+
+
+def image_text_base(transformers4, family, folder):
+    """Write a tiny image-text model whose config and weights are transformers 4.57's, with tokenizer and processors."""
+    tiny_vlm(folder, family=family)
+    config = json.loads((folder / "config.json").read_text())
+    tokens = {key: value for key, value in config.items() if key.endswith("_token_id") and isinstance(value, int)}
+    written = folder.with_name("written")
+    written.mkdir()
+    settings = {**IMAGE_TEXT[family], **tokens, "tie_word_embeddings": True}
+    transformers4.ask(
+        "write", folder=str(written), kind=family, settings=settings, dtype="float32", shard="5GB",
+        later_layer=None,
+    )  # fmt: skip
+    for name in ("config.json", "model.safetensors"):
+        copyfile(written / name, folder / name)
+    return tokens
+
+
+def rows_of_images(folder, tokens):
+    """Rows that show no image, one, and two, each behind the token by which transformers 4.57 finds images."""
+    processor = processor_of(folder)
+    images = (noise(24, 16, 0), noise(16, 40, 1))
+    shown = {}
+    for image in images:
+        marks = [processor.image_token] * processor.tokens(image)
+        shown[image] = [tokens["vision_start_token_id"], *marks, tokens["vision_end_token_id"]]
+    first, second = images
+    return [
+        ([5, 6, 7], [8, 9, 10, 11], ()),
+        ([1, *shown[first], 2, 3], [4, 5, 6], (first,)),
+        ([*shown[second], 9, *shown[first], 12], [*range(20, 50)], (second, first)),
+    ]
+
+
+@pytest.mark.parametrize("family", IMAGE_TEXT)
+def test_transformers_4_reads_the_trainers_log_probs_of_rows_with_images_out_of_an_export(
+    family, transformers4, tmp_path
+):
+    folder = tmp_path / "base"
+    export = tmp_path / "export"
+    rows = rows_of_images(folder, image_text_base(transformers4, family, folder))
+    model = ModelConfig(path=str(folder))
+    trainer = build_trainer(
+        Device("w"), Rank(), model=model, trainer=trainer_config(), rollout=RolloutConfig(), images=READ
+    )
+    for number, weight in enumerate(trainer.state()["model"].values()):
+        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    expected = trainer.logprobs(pack(rows)).logprobs.double()
+    weights = dict(trainer.weights())
+    export.mkdir()
+    write_hugging_face(export, weights, str(folder), Dtype.float32)
+    check_export(export, weights, str(folder), Dtype.float32)
+
+    processor = processor_of(folder)
+    tensors = {}
+    for number, (prompt, response, images) in enumerate(rows):
+        pixels = [processor.pixels(image) for image in images]
+        seen = plain_arguments(torch.tensor([prompt + response]), pixels, processor.image_token)
+        tensors |= {f"{number}.{name}": seen[name] for name in seen if name in ("pixel_values", "image_grid_thw")}
+    save_file(tensors, tmp_path / "images.safetensors")
+
+    def read(path):
+        texts = [[prompt, response] for prompt, response, _ in rows]
+        return transformers4.ask("read", folder=str(path), rows=texts, images=str(tmp_path / "images.safetensors"))
+
+    found = read(export)
+    untrained = read(folder)
+    assert (flat(found["logprobs"]) - expected).abs().max() < 1e-5
+    assert (flat(untrained["logprobs"]) - expected).abs().max() > 1e-2
+    assert (found["missing"], found["unexpected"]) == ([], untrained["unexpected"])
+    assert (export / "config.json").read_text() == (folder / "config.json").read_text()
+    assert others(export) == others(folder)
+    assert tensors_of(export) == tensors_of(folder)
+
+    # of what this transformers writes that one cannot compute the positions
+    AutoConfig.from_pretrained(export).save_pretrained(export)
+    with pytest.raises(AssertionError, match=r"read .*'NoneType' object"):
+        read(export)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen2TokenizerFast,
@@ -25,6 +26,8 @@ from transformers import (
 PAD = "<|pad|>"
 END = "<|end|>"
 WEIGHTS = "*.safetensors"
+SEEN = ("pixel_values", "image_grid_thw")
+"""Arguments for the images of a row."""
 
 
 def write(folder, kind, settings, dtype, shard, later_layer):
@@ -33,7 +36,8 @@ def write(folder, kind, settings, dtype, shard, later_layer):
     """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**settings)
-    model = AutoModelForCausalLM.from_config(config)
+    class_of_model = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    model = class_of_model.from_config(config)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,16 +89,25 @@ def add_layer(folder, number):
     index.write_text(json.dumps(listed, indent=2) + "\n")
 
 
-def read(folder, rows):
-    """Return what transformers finds in a folder, and the log-probs of each row: prompts and responses of token ids."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+def read(folder, rows, images=None):
+    """Return what transformers finds in a folder, and the log-probs of each row: prompts and responses of token ids.
+    ``images`` is a file of what the model sees in each row; there is none for a model of text.
+    """
+    class_of_model = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
+    model, info = class_of_model.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
     model.eval()
+    tensors = {} if images is None else load_file(images)
     logprobs = []
-    for prompt, response in rows:
+    for number, (prompt, response) in enumerate(rows):
+        seen = {name: tensors[f"{number}.{name}"] for name in SEEN if f"{number}.{name}" in tensors}
+        ids = torch.tensor([prompt + response])
+        if images is not None:
+            # as processors give it: without one Qwen3-VL takes equal positions of an image for rows that are packed
+            seen["attention_mask"] = torch.ones_like(ids)
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = model(ids, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
         scores = logits.log_softmax(-1)
         logprobs.append(scores.gather(1, torch.tensor(response)[:, None]).squeeze(1).tolist())
     return {

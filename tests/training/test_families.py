@@ -17,6 +17,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
 from siirl_dask.models.corrections import correct_modules
+from siirl_dask.models.slower_families import GENERATED, PADDED
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.transformers_engine import TransformersEngine
@@ -25,7 +26,8 @@ from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.reference_model import response_logprobs
 from siirl_dask.testing.rows import grouped_rows, split_rows
 from siirl_dask.training import TrainBatch, build_critic, build_trainer
-from siirl_dask.training.files.hugging_face import difference, write_hugging_face
+from siirl_dask.training.files.hugging_face import write_hugging_face
+from siirl_dask.training.files.verify import check_export
 from siirl_dask.training.model.row_layout import decoder_of
 from siirl_dask.training.model.trial import _warn_once
 from siirl_dask.training.packing import micro_batches
@@ -102,6 +104,7 @@ def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_al
     assert of_logprobs < 1e-5
     assert of_gradients < 1e-5
     assert layout == FAMILIES[name].rows
+    assert (layout == "padded") is (FAMILIES[name].kind in PADDED)
 
 
 @pytest.mark.slow
@@ -149,6 +152,7 @@ def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_pr
         assert response == expected.indices.tolist()
         assert (logprobs[row] - expected.values).abs().max() < 1e-4
     assert ("own" if own else "generate") == FAMILIES[name].loop
+    assert own is (FAMILIES[name].kind not in GENERATED)
 
 
 @pytest.mark.slow
@@ -156,7 +160,7 @@ def test_an_exported_model_has_the_names_of_the_base_and_the_log_probs_of_the_tr
     _, folder, _ = made
     weights = {name: tensor + 0.01 for name, tensor in trainer_of(folder).weights()}
     write_hugging_face(tmp_path, weights, str(folder), Dtype.float32)
-    assert difference(tmp_path, weights, str(folder), Dtype.float32) == 0
+    check_export(tmp_path, weights, str(folder), Dtype.float32)
     assert (tmp_path / "config.json").read_text() == (folder / "config.json").read_text()
 
 
@@ -262,6 +266,11 @@ def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(nam
         trainer_of(tmp_path)
     with pytest.raises(ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"):
         TransformersEngine(ModelConfig(path=str(tmp_path)))
+
+
+def test_what_a_plan_says_of_rows_and_loops_is_what_the_trials_of_these_families_find():
+    assert {*PADDED} == {family.kind for family in FAMILIES.values() if family.rows == "padded"}
+    assert {*GENERATED} == {family.kind for family in FAMILIES.values() if family.loop == "generate"}
 
 
 def test_docs_models_says_of_every_family_how_it_is_computed():

@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from siirl_dask.config import Dtype
+from siirl_dask.errors import ConfigError
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
-from siirl_dask.training.files.hugging_face import difference, weight_buffers, write_hugging_face
+from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
+from siirl_dask.training.files.verify import check_export
 
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -67,7 +69,7 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
         expected = model.eval()(TOKENS).logits
     assert torch.equal(logits(tmp_path / "out"), expected)
     assert names_in(tmp_path / "out") == names_in(tmp_path / "base")
-    assert difference(tmp_path / "out", learned, str(tmp_path / "base"), Dtype.float32) == 0.0
+    check_export(tmp_path / "out", learned, str(tmp_path / "base"), Dtype.float32)
     assert bool(buffers) is (family in ("gemma4", "glm4_moe", "deepseek_v3"))
 
 
@@ -105,7 +107,7 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
     out.mkdir()
     write_hugging_face(out, learned, str(base), Dtype.float32)
     assert names_in(out) == names_in(base)
-    assert difference(out, learned, str(base), Dtype.float32) == 0.0
+    check_export(out, learned, str(base), Dtype.float32)
     before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
     assert after["mtp.head.weight"].tolist() == extra["mtp.head.weight"].tolist()
     for name, tensor in before.items():
@@ -119,16 +121,34 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
         assert torch.equal(exported(TOKENS).logits, whole(TOKENS).logits)
 
 
+def test_a_tower_that_is_not_the_bases_is_found_though_the_text_is_the_trained_one(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    image_text_model(base)
+    learned = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
+    out.mkdir()
+    write_hugging_face(out, learned, str(base), Dtype.float32)
+    written = load_file(out / "model.safetensors")
+    name = "model.visual.patch_embed.proj.weight"
+    save_file({**written, name: 2 * written[name]}, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"another model: {name} is not that of"):
+        check_export(out, learned, str(base), Dtype.float32)
+    del written[name]
+    save_file(written, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"another model: it lacks {name}, which .* has beside the model"):
+        check_export(out, learned, str(base), Dtype.float32)
+
+
 def test_a_folder_of_another_model_differs(tmp_path):
     base = tiny_model(tmp_path / "base")
     weights = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
     (tmp_path / "out").mkdir()
     write_hugging_face(tmp_path / "out", weights, str(base), Dtype.bfloat16)
-    assert difference(tmp_path / "out", weights, str(base), Dtype.bfloat16) == 0.0
+    check_export(tmp_path / "out", weights, str(base), Dtype.bfloat16)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 10.0
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    assert difference(tmp_path / "out", weights, str(base), Dtype.bfloat16) > 0.01
+    with pytest.raises(ConfigError, match="another model: its log-probs differ by"):
+        check_export(tmp_path / "out", weights, str(base), Dtype.bfloat16)
 
 
 def test_all_files_that_hold_no_weights_are_copied_as_they_are_but_for_the_type(tmp_path):

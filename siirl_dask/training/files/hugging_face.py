@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from siirl_dask.config import Dtype, Part, TrainerConfig
 from siirl_dask.errors import ConfigError
@@ -25,7 +25,6 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import PREFIX, WEIGHTS
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
-from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.remote import is_of_weights
@@ -110,37 +109,6 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
         if isinstance(part, dict):
             _set_dtype(part, dtype)
     return bool(there)
-
-
-def difference(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> float:
-    """Return by how much log-probs of random tokens differ between the model in ``folder``, loaded as any folder is,
-    and the model of the folder ``base`` with ``weights``.
-
-    ConfigError if ``folder`` cannot be loaded, or lacks weights.
-    """
-    subject = _subject(base)
-    kind = model_class(base, subject)
-    with refused_by_name(base, subject):
-        expected = kind.from_config(
-            AutoConfig.from_pretrained(base, local_files_only=True), dtype=torch_dtype(dtype, _CPU)
-        )
-    correct_modules(expected)
-    expected.load_state_dict(dict(weights) | _buffers_of(base, expected), strict=False)  # tied weights are there once
-    written = load_pretrained(kind, str(folder), torch_dtype(dtype, _CPU), f"the folder {folder}")
-    words = _words(expected.config)
-    drawn = torch.randint(0, len(words), (2, 64), generator=torch.Generator().manual_seed(0))
-    tokens = torch.tensor(words)[drawn]
-    with torch.no_grad():
-        logprobs = [model.eval()(tokens).logits.float().log_softmax(-1) for model in (expected, written)]
-    return float((logprobs[0] - logprobs[1]).abs().max())
-
-
-def _words(config: PretrainedConfig) -> list[int]:
-    """Return the tokens of a model but those that its config names, such as an image's, which would want an image."""
-    text = config.get_text_config()
-    named = {**text.to_dict(), **config.to_dict()}
-    special = {value for key, value in named.items() if key.endswith("token_id") and isinstance(value, int)}
-    return [token for token in range(text.vocab_size) if token not in special]
 
 
 def weight_buffers(base: str) -> list[str]:
