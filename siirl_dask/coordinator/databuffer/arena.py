@@ -1,8 +1,8 @@
-"""The arena: memory that rows are received into, kept for reuse and open to the other processes of this host.
+"""The arena: memory that rows are received into, held for reuse and open to the other processes of this host.
 
 Fresh memory costs more than what is done with it: the kernel clears each page when it is first touched, which takes
 several times as long as copying into it. So a worker keeps its segments. A segment is a memfd (Linux): it has no name
-that could outlive its processes, and a peer that is given its handle maps it and writes rows where they finally belong.
+that could outlive its processes, and a peer that has its handle maps it and writes rows where they finally belong.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ class Segment:
     def allocate(self, size: int) -> int | None:
         """Return the offset of the first ``size`` free bytes, which are free no more; None where none fit."""
         for place, (start, stop) in enumerate(self.free):
-            if stop - start >= size:
-                self.free[place : place + 1] = [(start + size, stop)] if stop - start > size else []
+            if stop - start > size:
+                self.free[place] = (start + size, stop)
+                return start
+            if stop - start == size:
+                del self.free[place]
                 return start
         return None
 
@@ -125,9 +128,7 @@ class Arena:
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._segments: list[Segment] = []
-        self._returned: deque[tuple[Segment, int, int]] = (
-            deque()
-        )  # a finalizer may run under the lock: no locking there
+        self._returned: deque[tuple[Segment, int, int]] = deque()  # finalizers may run under the lock: it needs none
         self._lock = threading.Lock()
 
     def allocate(self, size: int) -> Block:
@@ -149,7 +150,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes of all segments, in use or kept."""
+        """Bytes of all segments, in use or held for reuse."""
         return sum(segment.size for segment in self._segments)
 
     def collect(self) -> None:
@@ -158,10 +159,10 @@ class Arena:
             self._collect()
 
     def retire(self, segment: Segment) -> None:
-        """Allocate from a segment no more, because a peer may still write where it was told to.
+        """Allocate from a segment no more, because a peer may still write to the place that it was sent.
 
         A pull that failed has sent its places to sources, and a source that was slow may write there long after. The
-        blocks that are in use stay valid; the rest of the segment is given to nobody, so a late write spoils nothing.
+        blocks that are in use stay valid; nothing else is allocated in the segment, so a late write spoils nothing.
         """
         with self._lock:
             segment.retired = True
@@ -169,9 +170,11 @@ class Arena:
 
     def _find(self, size: int) -> tuple[Segment, int]:
         for segment in self._segments:
-            if (offset := segment.allocate(size)) is not None:
+            offset = segment.allocate(size)
+            if offset is not None:
                 return segment, offset
-        segment = Segment(max(_SEGMENT, -(-(size + _HEADER) // mmap.PAGESIZE) * mmap.PAGESIZE))
+        pages = -(-(size + _HEADER) // mmap.PAGESIZE)
+        segment = Segment(max(_SEGMENT, pages * mmap.PAGESIZE))
         self._segments.append(segment)
         offset = segment.allocate(size)
         assert offset is not None

@@ -11,7 +11,7 @@ from siirl_dask.errors import Aborted
 
 
 class Slots:
-    """One slot a key, made by whoever comes first, the publisher or a peer that waits for it."""
+    """One slot a key, made for whoever is first, the publisher or a peer that waits for it."""
 
     def __init__(self) -> None:
         self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
@@ -34,8 +34,11 @@ class Slots:
         return _result(self._slots[key]) if key in self._slots else None
 
     def all_published(self) -> Iterator[Published]:
-        """Give everything that is published and not forgotten."""
-        return (published for slot in self._slots.values() if (published := _result(slot)) is not None)
+        """Yield everything that is published and not forgotten."""
+        for slot in self._slots.values():
+            published = _result(slot)
+            if published is not None:
+                yield published
 
     def forget(self, before: int) -> None:
         """Drop the slots of iterations before sequence number ``before``, but for tables that peers still read."""
@@ -64,4 +67,6 @@ class Slots:
 
 def _result(slot: asyncio.Future[Published]) -> Published | None:
     """Return what a slot holds; None before anything is published, and after an abort."""
-    return slot.result() if slot.done() and not slot.cancelled() and slot.exception() is None else None
+    if not slot.done() or slot.cancelled() or slot.exception() is not None:
+        return None
+    return slot.result()
