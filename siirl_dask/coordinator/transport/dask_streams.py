@@ -46,7 +46,7 @@ _HELLO_TIMEOUT = 10.0  # seconds for a connection to say which run it is of
 _ATTEMPT = 0.2  # of the timeout: seconds for one attempt to connect; behind a link that was down a new one is quicker
 _PAUSE = 0.1  # seconds between two attempts
 _LOOKS = 4  # attempts to reach the listener of a peer that answers nothing
-_MAX_IDLE = 512  # connections kept for the next requests
+_MAX_IDLE = 512  # connections held for the next requests
 _PER_MEMBER = 64  # connections that each member may have here
 _SMALL = 2**17  # bytes: a message up to this is sent as one buffer and read as one
 _LARGEST_PIECE = 2**30  # bytes: TLS takes no 2 GiB at once
@@ -112,7 +112,9 @@ class DaskStreams:
         return worker in self._addresses
 
     async def ask(self, worker: str, request: Request) -> Reply:
-        stream = self._take_idle(worker) or await self._connect(self._addresses[worker])
+        stream = self._take_idle(worker)
+        if stream is None:
+            stream = await self._connect(self._addresses[worker])
         try:
             await stream.send(wire.pack(0, request.pack()))
             reply = await stream.receive(request.reply_bounds)
@@ -128,7 +130,8 @@ class DaskStreams:
             return False
         _, place = parse_address(self._addresses[worker])
         host, port = parse_host_port(place)
-        loop, attempt = asyncio.get_running_loop(), seconds / _LOOKS
+        loop = asyncio.get_running_loop()
+        attempt = seconds / _LOOKS
         end = loop.time() + seconds
         while loop.time() < end:
             with suppress(OSError):  # TimeoutError as well: the way to it may be up again a moment later
@@ -170,7 +173,8 @@ class DaskStreams:
         """Open a connection, and try again while there is time: a link may be down for a moment. OSError when not."""
         loop = asyncio.get_running_loop()
         scheme, place = parse_address(address)
-        connector, end = get_backend(scheme).get_connector(), loop.time() + self._timeout
+        connector = get_backend(scheme).get_connector()
+        end = loop.time() + self._timeout
         while True:
             try:
                 async with asyncio.timeout(self._timeout * _ATTEMPT):
@@ -197,7 +201,7 @@ class DaskStreams:
         try:
             await self._answer_all(_Stream(comm))
         except OSError:
-            pass  # the peer has closed it, or is gone: whoever waits for that peer is told by its own pings
+            pass  # the peer has closed it, or is gone: whoever waits for that peer learns it by pings
         except Aborted:
             pass  # the peer is being aborted as well
         except PeerError as error:

@@ -21,10 +21,12 @@ from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import PeerError
 
 PRELUDE = struct.Struct("<IIQ")
-MAX_REQUEST_HEAD, MAX_REPLY_HEAD = 2**20, 2**23
-"""Bytes of a head. Statistics of a thousand sources make a reply's; a list of empty lists takes 64 times its bytes."""
+MAX_REQUEST_HEAD = 2**20
+"""Bytes of a request's head. A list of empty lists takes 64 times its bytes once it is unpacked."""
+MAX_REPLY_HEAD = 2**23
+"""Bytes of a reply's head, such as one with statistics of a thousand sources."""
 MAX_REQUEST_FRAMES = 2**26
-"""Bytes of all frames of a request: numbers of rows, and results of work that was taken over."""
+"""Bytes of all frames of a request: numbers of rows, and results of stolen work."""
 _MAX_FRAMES = 2**16
 _MAX_DEPTH = 32  # of lists and mappings within each other
 _LONG = 2**10  # bytes from which a value of the head travels as a frame
@@ -140,7 +142,8 @@ def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
     """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
     if not isinstance(data, bytes):
         raise PeerError(f"received {short(data)}: expected bytes")
-    messages, at = list[Message](), 0
+    messages: list[Message] = []
+    at = 0
     while at < len(data):
         if len(messages) == at_most or len(data) - at < PRELUDE.size:
             raise PeerError(f"received {len(data)} bytes: expected {at_most} whole messages at most")
@@ -159,9 +162,11 @@ def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
 
 def _check_plain(value: object) -> None:
     """Raise ValueError for values within each other more than 32 times, TypeError for any that is no plain data."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
-        if (depth := depth + 1) > _MAX_DEPTH:
+        depth += 1
+        if depth > _MAX_DEPTH:
             raise ValueError(f"values within values more than {_MAX_DEPTH} times")
         below: list[object] = []
         for item in level:
