@@ -38,7 +38,9 @@ class _Held:
 
     def has(self, rows: Ints) -> bool:
         places = np.searchsorted(self.rows, rows)
-        return bool((places < len(self.rows)).all()) and bool((self.rows[places] == rows).all())
+        if (places == len(self.rows)).any():
+            return False
+        return bool((self.rows[places] == rows).all())
 
     def slice(self, row: int) -> pa.Table:
         """Return one row, which is held."""
@@ -64,7 +66,8 @@ class RowReader:
         self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
         self._held_bytes = 0
         stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
-        self._read_rows, self._read_bytes = 1, 1 + _UNPACKED * stored  # a guess, until a row group has been read
+        self._read_rows = 1  # both are a guess, until a row group has been read
+        self._read_bytes = 1 + _UNPACKED * stored
 
     def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
@@ -73,7 +76,6 @@ class RowReader:
 
         DataError for a file that cannot be read, or rows that take more than the limit.
         """
-        slices, size = [], 0
         by_group: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_group.setdefault(row.group, []).append(number)
@@ -81,9 +83,11 @@ class RowReader:
         for group, numbers in by_group.items():
             budget = self._keep * len(numbers) // len(rows)
             wanted = np.array([rows[number].row for number in numbers], np.int64)
-            held = self._hold((group, columns), wanted, [following[number] for number in numbers], budget)
+            held = self._hold(group, columns, wanted, [following[number] for number in numbers], budget)
             for number in numbers:
                 sources[number] = held
+        slices = []
+        size = 0
         for row, source in zip(rows, sources, strict=True):
             assert source is not None
             slices.append(source.slice(row.row))
@@ -92,13 +96,16 @@ class RowReader:
                 raise too_large(f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit)
         return pa.concat_tables(slices).combine_chunks()
 
-    def _hold(self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int) -> _Held:
+    def _hold(
+        self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
+    ) -> _Held:
         """Return a group's rows with those that are wanted, read now if they are not held already."""
-        held = self._held.pop(key, None)
-        self._held_bytes -= held.nbytes if held else 0
+        held = self._held.pop((group, columns), None)
+        if held is not None:
+            self._held_bytes -= held.nbytes
         if held is None or not held.has(wanted):
-            held = self._read(*key, wanted, following, budget)
-        self._held[key] = held  # at the end: the dict's order is that of use
+            held = self._read(group, columns, wanted, following, budget)
+        self._held[group, columns] = held  # at the end: the dict's order is that of use
         self._held_bytes += held.nbytes
         self._shrink()
         return held
@@ -109,7 +116,8 @@ class RowReader:
         fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
         held = _Held.of(self._decode(self._groups[group], columns, chosen), chosen)
-        self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + held.nbytes
+        self._read_rows += len(chosen)
+        self._read_bytes += held.nbytes
         if held.nbytes <= budget:
             return held
         fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)  # longer ones than before
