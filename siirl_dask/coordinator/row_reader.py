@@ -24,7 +24,7 @@ _UNPACKED = 4  # times its bytes in the file that a row is guessed to take
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldRows:
     """Rows of a row group, in ascending order."""
 
     table: pa.Table
@@ -33,8 +33,8 @@ class _Held:
     nbytes: int
 
     @staticmethod
-    def of(table: pa.Table, rows: Ints) -> _Held:
-        return _Held(table, rows, int(table.nbytes) + rows.nbytes)
+    def of(table: pa.Table, rows: Ints) -> _HeldRows:
+        return _HeldRows(table, rows, int(table.nbytes) + rows.nbytes)
 
     def has(self, rows: Ints) -> bool:
         places = np.searchsorted(self.rows, rows)
@@ -63,7 +63,7 @@ class RowReader:
         self._limit = read_limit
         self._footers = FooterCache()
         self._keep = keep
-        self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
+        self._held: dict[tuple[int, tuple[str, ...]], _HeldRows] = {}  # least recently used first
         self._held_bytes = 0
         stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
         self._read_rows = 1  # both are a guess, until a row group has been read
@@ -79,7 +79,7 @@ class RowReader:
         by_group: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_group.setdefault(row.group, []).append(number)
-        sources: list[_Held | None] = [None] * len(rows)
+        sources: list[_HeldRows | None] = [None] * len(rows)
         for group, numbers in by_group.items():
             budget = self._keep * len(numbers) // len(rows)
             wanted = np.array([rows[number].row for number in numbers], np.int64)
@@ -98,7 +98,7 @@ class RowReader:
 
     def _hold(
         self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
-    ) -> _Held:
+    ) -> _HeldRows:
         """Return a group's rows with those that are wanted, read now if they are not held already."""
         held = self._held.pop((group, columns), None)
         if held is not None:
@@ -112,16 +112,16 @@ class RowReader:
 
     def _read(
         self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
-    ) -> _Held:
+    ) -> _HeldRows:
         fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
-        held = _Held.of(self._decode(self._groups[group], columns, chosen), chosen)
+        held = _HeldRows.of(self._decode(self._groups[group], columns, chosen), chosen)
         self._read_rows += len(chosen)
         self._read_bytes += held.nbytes
         if held.nbytes <= budget:
             return held
         fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)  # longer ones than before
-        return _Held.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
+        return _HeldRows.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
 
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
         try:

@@ -24,7 +24,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Return the step of a folder by its name, as ``step_name`` gives it; None for any other folder."""
+    """Return the step of a folder by its name, as ``step_name`` makes it; None for any other folder."""
     matched = _STEP.fullmatch(folder)
     return int(matched[1]) if matched else None
 
@@ -70,15 +70,15 @@ def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Ta
         record = read_record(folder)
         if record is None:
             raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
-        same = count == len(record.parts)
-        parts = [part for at, part in enumerate(record.parts) if part.rows and (at == index or not same)]
-        tables = [_read_part(folder, part, max_bytes) for part in parts]
+        reads_all = count != len(record.parts)
+        parts = list(record.parts) if reads_all else [record.parts[index]]
+        tables = [_read_part(folder, part, max_bytes) for part in parts if part.rows]
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
     if not tables:
         return None
     rows = pa.concat_tables(tables)
-    return rows if same else _own_groups(rows, index, count)
+    return _own_groups(rows, index, count) if reads_all else rows
 
 
 def _own_groups(rows: pa.Table, index: int, count: int) -> pa.Table:

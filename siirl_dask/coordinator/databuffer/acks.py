@@ -44,6 +44,11 @@ class Acks:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
+    def add_and_flush(self, source: str, key: TransitionKey, rows: int) -> None:
+        """Ack now that ``rows`` of a source's rows of a transition have arrived."""
+        self.add(source, key, rows)
+        self.flush()
+
     def flush(self) -> None:
         """Send now what has been collected."""
         if self._timer is not None:

@@ -37,7 +37,7 @@ _NONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names a segment of a process. The nonce tells a process from one that was restarted under the same pid."""
+    """Names a segment of a process. The nonce differs when a process was restarted under the same pid."""
 
     pid: int
     fd: int
@@ -48,7 +48,7 @@ class Handle:
         return list(astuple(self))
 
 
-class Segment:
+class SharedSegment:
     """One shared mapping, cut into blocks. Its blocks keep it alive; the kernel frees it with its last mapping."""
 
     def __init__(self, size: int) -> None:
@@ -98,12 +98,12 @@ class Segment:
                 self.free.append((start, stop))
 
 
-class Block:
+class ArenaBlock:
     """A range of bytes of a segment. It returns to the arena when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "offset", "segment", "size")
 
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+    def __init__(self, segment: SharedSegment, offset: int, size: int) -> None:
         self.segment = segment
         self.offset = offset
         self.size = size
@@ -127,17 +127,18 @@ class Arena:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._segments: list[Segment] = []
-        self._returned: deque[tuple[Segment, int, int]] = deque()  # finalizers may run under the lock: it needs none
+        self._segments: list[SharedSegment] = []
+        # Appended to by finalizers, which may run under the lock: a deque needs none.
+        self._returned: deque[tuple[SharedSegment, int, int]] = deque()
         self._lock = threading.Lock()
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> ArenaBlock:
         """Return ``size`` bytes, aligned to 64 and not cleared."""
         rounded = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
         with self._lock:
             self._collect()
             segment, offset = self._find(rounded)
-        block = Block(segment, offset, size)
+        block = ArenaBlock(segment, offset, size)
         weakref.finalize(block, self._returned.append, (segment, offset, rounded)).atexit = False
         return block
 
@@ -158,7 +159,7 @@ class Arena:
         with self._lock:
             self._collect()
 
-    def retire(self, segment: Segment) -> None:
+    def retire(self, segment: SharedSegment) -> None:
         """Allocate from a segment no more, because a peer may still write to the place that it was sent.
 
         A pull that failed has sent its places to sources, and a source that was slow may write there long after. The
@@ -168,13 +169,13 @@ class Arena:
             segment.retired = True
             self._segments = [other for other in self._segments if other is not segment]
 
-    def _find(self, size: int) -> tuple[Segment, int]:
+    def _find(self, size: int) -> tuple[SharedSegment, int]:
         for segment in self._segments:
             offset = segment.allocate(size)
             if offset is not None:
                 return segment, offset
         pages = -(-(size + _HEADER) // mmap.PAGESIZE)
-        segment = Segment(max(_SEGMENT, pages * mmap.PAGESIZE))
+        segment = SharedSegment(max(_SEGMENT, pages * mmap.PAGESIZE))
         self._segments.append(segment)
         offset = segment.allocate(size)
         assert offset is not None

@@ -19,7 +19,7 @@ from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMa
 from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable, unpack_others
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, other_columns_schema
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey
@@ -63,7 +63,7 @@ class SharedTableReader:
         self._transport_mode = transport_mode
         self._attachments = Attachments(writable=False)  # a target can spoil nobody else's rows
 
-    async def read(self, edge: Edge, origin: Origin) -> SharedRows | None:
+    async def read(self, edge: Edge, origin: RowOrigin) -> SharedRows | None:
         """Return an origin's rows; None when its worker shares nothing, or not with this process.
 
         PeerError when what it shares is no table of the edge.
@@ -101,7 +101,7 @@ class SharedTableReader:
             raise PeerError(f"edge {edge.name}: what worker {worker!r} shares is no table: {error}") from error
 
     def _map(
-        self, edge: Edge, origin: Origin, lengths: RowLengths, shared: SharedTable
+        self, edge: Edge, origin: RowOrigin, lengths: RowLengths, shared: SharedTable
     ) -> tuple[dict[str, pa.ChunkedArray], pa.Table]:
         """Return the variable-length columns of all rows of a source over its memory, and a copy of the other ones.
 
@@ -111,8 +111,8 @@ class SharedTableReader:
         assert lengths.group_lengths
         mapped = self._attachments.attach(shared.handle)
         hold = _Hold(mapped)
-        ack = partial(self._acks.add, origin.worker, origin.key, len(origin.positions))
-        weakref.finalize(hold, _ack_on_loop, asyncio.get_running_loop(), self._acks, ack).atexit = False
+        ack = partial(self._acks.add_and_flush, origin.worker, origin.key, len(origin.positions))
+        weakref.finalize(hold, _call_on_loop, asyncio.get_running_loop(), ack).atexit = False
         columns = {}
         for name, group in lengths.offset_groups.items():
             kind = edge.schema.field(name).type
@@ -147,7 +147,9 @@ def _buffer(hold: _Hold, start: int, size: int) -> pa.Buffer:
     return pa.foreign_buffer(hold.mapped.ctypes.data + start, size, hold)
 
 
-def _shared_rows(origin: Origin, columns: Mapping[str, pa.ChunkedArray], others: pa.Table, nbytes: int) -> SharedRows:
+def _shared_rows(
+    origin: RowOrigin, columns: Mapping[str, pa.ChunkedArray], others: pa.Table, nbytes: int
+) -> SharedRows:
     return SharedRows(
         source=origin.worker,
         positions=origin.positions,
@@ -158,15 +160,10 @@ def _shared_rows(origin: Origin, columns: Mapping[str, pa.ChunkedArray], others:
     )
 
 
-def _ack_on_loop(loop: asyncio.AbstractEventLoop, acks: Acks, add: Callable[[], None]) -> None:
-    """Ack rows from whatever thread the garbage collector runs in: acks belong to the event loop."""
-
-    def ack() -> None:
-        add()
-        acks.flush()
-
+def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call on the event loop, from whatever thread the garbage collector runs in: acks belong to the loop."""
     with suppress(RuntimeError):  # the loop is closed: the run is over
-        loop.call_soon_threadsafe(ack)
+        loop.call_soon_threadsafe(call)
 
 
 def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:

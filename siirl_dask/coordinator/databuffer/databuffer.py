@@ -14,7 +14,7 @@ A row's way from the worker that made it to the worker that needs it:
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
 | read | rows that a source of its host shares stay where they are | ``borrow`` |
 | by group | blobs are fetched once for each group of its rows, if they are not here already | ``group_pull`` |
-| ack | it tells sources that the rows have arrived, and they free them | ``acks`` |
+| ack | it acks the rows at their sources, which free them | ``acks`` |
 
 Requests between workers go through ``transport``. All of them but the ack are reads, which can be repeated.
 """
@@ -41,7 +41,7 @@ from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
 from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.databuffer.shares import Shares
-from siirl_dask.coordinator.databuffer.slots import Slots
+from siirl_dask.coordinator.databuffer.slots import PublishedSlots
 from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.coordinator.layout.routes import count_near, count_takers
@@ -95,7 +95,7 @@ class Databuffer:
         self._worker = worker
         self._expected = ExpectedKeys(run, edges, Window(_AHEAD) if window is None else window)
         self._limits = Limits() if limits is None else limits
-        self._slots = Slots()
+        self._slots = PublishedSlots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._transport_mode = transport_mode
         self._hosts = {} if hosts is None else hosts
@@ -220,10 +220,9 @@ class Databuffer:
         """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
 
         By group these are a row of each group that it has rows of; groups in the tables ``already_here`` are taken from
-        there.
-        ``on_owned`` is called when all sources have made their rows, and these are known, before they are fetched.
-        PeerError when a source cannot give them, DataError when a group is at no source, Aborted when the run is
-        stopped.
+        there. ``on_owned`` is called when all sources have made their rows, and these are known, before they are
+        fetched. PeerError when a source cannot send them, DataError when a group is at no source, Aborted when the run
+        is stopped.
         """
         key = self.key(edge, iteration, part)
         guide_key = self.key(guide, iteration, part)

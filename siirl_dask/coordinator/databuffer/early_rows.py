@@ -99,8 +99,7 @@ class EarlyRows:
     async def answer(self, body: Mapping[str, Any]) -> Reply:
         """Return the next rows for a target as soon as they are worth a message; an empty reply when there are no more.
 
-        The body names the target, the number of the message, and the most bytes that the target takes. PeerError where
-        it does not.
+        The body has the target, the number of the message, and the limit of its bytes. PeerError where it has not.
         """
         target = body.get("target")
         number = body.get("number")
@@ -116,7 +115,8 @@ class EarlyRows:
             if queue.last is not None:
                 self._allowance.give(queue.last.nbytes)
                 queue.last = None
-            if queue.ready.is_set() and (rows := self._take(queue, limit)):
+            rows = self._take(queue, limit) if queue.ready.is_set() else []
+            if rows:
                 queue.last = _pack(rows, self._columns)
                 queue.sent += 1
                 return queue.last

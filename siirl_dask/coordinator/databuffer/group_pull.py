@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.layout.groups import GroupShare
 from siirl_dask.coordinator.transport.messages import TransitionKey
@@ -37,7 +37,7 @@ async def pull_groups(
     groups_here = [rows[GROUP_ID].to_numpy() for rows in here]
     share = groups.without(np.concatenate([np.zeros(0, np.int64), *groups_here]))
     origins = [
-        Origin(
+        RowOrigin(
             worker=edge.sources[source],
             key=key,
             positions=positions,

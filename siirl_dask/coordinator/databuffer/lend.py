@@ -3,7 +3,7 @@
 It does so once, however many targets there are; none of them makes a copy or has to ask, since the statistics say
 where the columns lie. A target gets one slice per range of rows, a few microseconds each, so this is for long rows such
 as parameters. Rows that have one owner are written to where they belong instead (see ``pull``): that is one copy as
-well, and gives one piece. The source reuses the memory when every target has dropped its last reference to it.
+well, and makes one piece. The source reuses the memory when every target has dropped its last reference to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.databuffer.arena import Arena, Block, Handle, unpack_handle
+from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, Handle, unpack_handle
 from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, build_column, element_width
 from siirl_dask.coordinator.transport.frames import from_frames, to_frames
 from siirl_dask.errors import PeerError
@@ -144,7 +144,7 @@ def _places(start: int, sizes: Sequence[int]) -> list[int]:
     return places
 
 
-def _copy(chunks: Sequence[RaggedColumn], block: Block, start: int) -> None:
+def _copy(chunks: Sequence[RaggedColumn], block: ArenaBlock, start: int) -> None:
     for chunk in chunks:
         size = _size(chunk)
         block.bytes[start : start + size] = chunk.values[:size]
@@ -156,7 +156,7 @@ def _over_block(
     ragged: Mapping[str, Sequence[RaggedColumn]],
     sizes: Mapping[str, int],
     starts: Mapping[str, int],
-    block: Block,
+    block: ArenaBlock,
 ) -> pa.Table:
     """Return the table with its variable-length columns over the block, which then lives as long as the table: the
     node's own copy can be freed, and what is published is what peers read.

@@ -24,7 +24,7 @@ from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows
-from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, Origin, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowOrigin, other_columns_schema
 from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
@@ -81,7 +81,7 @@ class Puller:
     async def pull(
         self,
         edge: Edge,
-        origins: Sequence[Origin],
+        origins: Sequence[RowOrigin],
         identity: pa.Table,
         *,
         ack: bool = True,
@@ -131,7 +131,7 @@ class Puller:
             else:
                 self.acks.add(source, key, count)
 
-    async def _own_table(self, origins: Sequence[Origin], *, ack: bool) -> pa.Table | None:
+    async def _own_table(self, origins: Sequence[RowOrigin], *, ack: bool) -> pa.Table | None:
         """Return the table that this worker published itself when it is all of the rows: nothing is copied."""
         if [origin.worker for origin in origins] != [self._worker]:
             return None
@@ -144,7 +144,7 @@ class Puller:
             published.ack(len(positions))
         return table
 
-    async def _source_rows(self, edge: Edge, origin: Origin) -> SourceRows:
+    async def _source_rows(self, edge: Edge, origin: RowOrigin) -> SourceRows:
         """Return the rows to fetch from a worker, with their lengths, for which it may have to be asked."""
         announced = origin.lengths
         if announced is None:
@@ -165,7 +165,7 @@ class Puller:
             domain=announced.domain,
         )
 
-    async def _ask_lengths(self, edge: Edge, origin: Origin, last_group: int) -> Sequence[Ints]:
+    async def _ask_lengths(self, edge: Edge, origin: RowOrigin, last_group: int) -> Sequence[Ints]:
         """Return the lengths of a source's rows by offset group, from group 0 to ``last_group`` at least."""
         worker = origin.worker
         positions = origin.positions
@@ -211,7 +211,7 @@ class Puller:
         else:
             await self._fetch_by_messages(buffer, rows, in_flight)
 
-    async def _ack(self, origins: Sequence[Origin], fetched: Sequence[SourceRows]) -> None:
+    async def _ack(self, origins: Sequence[RowOrigin], fetched: Sequence[SourceRows]) -> None:
         """Ack the rows that are here now, for sources to free. Rows of shared tables are acked by their holds instead,
         but for this worker's own, which count as acked at once: its table keeps their memory.
         """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.databuffer.arena import Arena, Block, Segment
+from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSegment
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
 from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
@@ -29,7 +29,7 @@ _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The rows of a pull that come from one worker (see ``Origin``), and how long they are."""
+    """The rows of a pull that are fetched from one worker (see ``RowOrigin``), and how long they are."""
 
     source: str
     key: TransitionKey
@@ -75,7 +75,7 @@ class RowRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _GroupLayout:
     """The places of all rows of the result in the columns of an offset group, in elements."""
 
     lengths: Ints
@@ -86,8 +86,8 @@ class _Layout:
 @dataclass(frozen=True, slots=True)
 class _Column:
     width: int
-    layout: _Layout
-    block: Block
+    layout: _GroupLayout
+    block: ArenaBlock
 
 
 class ReceiveBuffer:
@@ -179,8 +179,8 @@ class ReceiveBuffer:
 
         None where memory cannot be shared.
         """
-        segments: list[Segment] = []
-        layouts: list[_Layout] = []
+        segments: list[SharedSegment] = []
+        layouts: list[_GroupLayout] = []
         columns = []
         for column in (self._columns[name] for name in rows.wanted):
             if column.block.segment not in segments:
@@ -222,7 +222,7 @@ class ReceiveBuffer:
         """Bytes of the other columns that have arrived."""
         return sum(table.nbytes for _, table in self._others)
 
-    def segments(self) -> set[Segment]:
+    def segments(self) -> set[SharedSegment]:
         """Return the segments that the result lies in."""
         return {column.block.segment for column in self._columns.values()}
 
@@ -235,13 +235,13 @@ class ReceiveBuffer:
         """Return the result over the memory, once all rows are there. ArrowException when they are no such table."""
         return pa.table([self._column(field.name, field.type) for field in self.schema], schema=self.schema)
 
-    def _lay_out(self) -> dict[str, _Layout]:
+    def _lay_out(self) -> dict[str, _GroupLayout]:
         """Return the layout of each variable-length column.
 
         Columns share a layout where every source has them in one offset group, which is where their arrays of lengths
         are the same objects (see ``RowLengths.select``).
         """
-        by_arrays: dict[tuple[int, ...], _Layout] = {}
+        by_arrays: dict[tuple[int, ...], _GroupLayout] = {}
         layouts = {}
         for name in self.schema.names:
             sources = [rows for rows in self._sources if name in rows.lengths]
@@ -254,7 +254,7 @@ class ReceiveBuffer:
                     lengths[rows.destinations] = rows.lengths[name]
                 if lengths.sum(dtype=np.float64) > physical_memory():  # as floats: integers from a peer could overflow
                     raise PeerError(f"rows of column {name!r} are said to be longer than this machine's memory")
-                by_arrays[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
+                by_arrays[key] = _GroupLayout(lengths, starts_of(lengths), int(lengths.sum()))
             layouts[name] = by_arrays[key]
         return layouts
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, pack_row_lengths, unpack_row_lengths
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, pack_row_lengths, unpack_row_lengths
 from siirl_dask.coordinator.layout.assignment import PullShare, row_statistics
 from siirl_dask.coordinator.layout.routes import routes_to
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
@@ -56,16 +56,16 @@ class Relays:
 
     async def origins(
         self, edge: Edge, key: TransitionKey, share: PullShare, row_lengths: Mapping[int, RowLengths], *, part: bool
-    ) -> list[Origin]:
+    ) -> list[RowOrigin]:
         """Return where this worker takes the rows of its share from, once its relays have them.
 
         ``part``: the rows are a part of a table, whose sources wait for its acks.
         """
         routes = routes_to(self._worker, edge, self._hosts)
-        direct: list[Origin] = []
-        by_relay: dict[int, list[Origin]] = {}
+        direct: list[RowOrigin] = []
+        by_relay: dict[int, list[RowOrigin]] = {}
         for source, positions in share.positions.items():
-            origin = Origin(
+            origin = RowOrigin(
                 worker=edge.sources[source],
                 key=key,
                 positions=positions,
@@ -99,13 +99,13 @@ class Relays:
         self,
         edge: Edge,
         key: TransitionKey,
-        origins: Sequence[Origin],
+        origins: Sequence[RowOrigin],
         *,
         targets: Sequence[str],
         index: int,
         identity: pa.Table,
         part: bool,
-    ) -> Origin:
+    ) -> RowOrigin:
         """Return the rows of ``origins`` as those of one relay, number ``index`` of ``targets`` on this host.
 
         It passes them on in the order of the result.
@@ -125,13 +125,13 @@ class Relays:
             reply = await self._transport.request(relay, Request(Op.PASSED_ON, relayed))
         lengths = unpack_row_lengths(reply.header.get("row_lengths"), reply.frames, 1, edge.schema).get(0)
         positions = np.arange(len(destinations))
-        return Origin(worker=relay, key=relayed, positions=positions, destinations=destinations, lengths=lengths)
+        return RowOrigin(worker=relay, key=relayed, positions=positions, destinations=destinations, lengths=lengths)
 
     async def _pass_on(
         self,
         edge: Edge,
         key: TransitionKey,
-        origins: Sequence[Origin],
+        origins: Sequence[RowOrigin],
         *,
         identity: pa.Table,
         takers: int,
@@ -152,7 +152,7 @@ class Relays:
         self._acking.add(acking)
         acking.add_done_callback(self._acking.discard)
 
-    async def _ack(self, origins: Sequence[Origin], published: Published | None) -> None:
+    async def _ack(self, origins: Sequence[RowOrigin], published: Published | None) -> None:
         """Ack the rows of all origins, once those that were published of them are acked by this host's targets."""
         if published is not None:
             await published.all_acked.wait()

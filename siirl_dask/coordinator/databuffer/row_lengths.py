@@ -50,7 +50,7 @@ class RowLengths:
     def select(self, positions: Ints) -> dict[str, Ints]:
         """Return the lengths, by column, of the rows at ``positions``. PeerError when the source published fewer.
 
-        Columns of one group get the same array object: ``receive_buffer`` tells groups apart by that.
+        Columns of one group get the same array object: ``receive_buffer`` recognizes groups by that.
         """
         assert self.group_lengths is not None
         if any(len(lengths) <= positions.max(initial=-1) for lengths in self.group_lengths):
@@ -70,8 +70,8 @@ class RowLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Rows of a pull that one worker gives: a source, or a target of this host that passes rows on."""
+class RowOrigin:
+    """Rows of a pull that one worker has: a source, or a target of this host that passes rows on."""
 
     worker: str
     key: TransitionKey

@@ -10,7 +10,7 @@ from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import Aborted
 
 
-class Slots:
+class PublishedSlots:
     """One slot a key, made for whoever is first, the publisher or a peer that waits for it."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Slots:
         self.aborted: str | None = None
 
     def slot(self, key: TransitionKey) -> asyncio.Future[Published]:
-        """Return the slot of a key."""
+        """Return the slot of a key, made if it is not there yet."""
         if key not in self._slots:
             self._slots[key] = asyncio.get_running_loop().create_future()
             if self.aborted is not None:
@@ -31,7 +31,9 @@ class Slots:
 
     def find(self, key: TransitionKey) -> Published | None:
         """Return what is published under a key; None before that, and after an abort."""
-        return _result(self._slots[key]) if key in self._slots else None
+        if key not in self._slots:
+            return None
+        return _result(self._slots[key])
 
     def all_published(self) -> Iterator[Published]:
         """Yield everything that is published and not forgotten."""

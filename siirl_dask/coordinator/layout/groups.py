@@ -1,6 +1,6 @@
 """The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
 
-The source has a row of each group, the guide tells who owns the rows that read it. All targets compute the same, so
+The source has a row of each group, the guide decides who owns the rows that read it. All targets compute the same, so
 they also know together how often each row of the source is taken, and ack it so often in all.
 """
 

@@ -1,8 +1,8 @@
 """Preferences: a target for each row, known before its length is.
 
-Balancing needs the lengths of all rows, so nobody can tell who will own a row before the last one is made. Rows that
-lie with none of the targets therefore prefer one, by their source and group alone, and balancing moves away from there
-only what it must: of many rows 85 to 100 % of the tokens stay. A row that is finished early can travel there meanwhile.
+Balancing needs the lengths of all rows, so no row has an owner before the last one is made. Rows that lie with none of
+the targets therefore prefer one, by their source and group alone, and balancing moves away from there only what it
+must: of many rows 85 to 100 % of the tokens stay. A row that is finished early can travel there meanwhile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Carries requests between hosts over byte streams that Dask's comms open: tcp or tls, as the cluster speaks.
 
-Dask gives the addresses, the connections, their keep-alive and the certificates. It reads no byte of them: a listener
-of one's own leaves out Dask's handshake, which unpickles what arrives as every message of Dask's does, and the format
-is that of ``wire``. Neither the scheduler nor the client sees any of it.
+Dask provides the addresses, the connections, their keep-alive and the certificates. It reads no byte of them: a
+listener of one's own leaves out Dask's handshake, which unpickles what arrives as every message of Dask's does, and the
+format is that of ``wire``. Neither the scheduler nor the client sees any of it.
 
 A connection carries one request at a time, and there are as many as requests are under way: the kernel's buffers limit
 one over the round trip, several fill the link.
@@ -243,7 +243,7 @@ class _Stream:
                 sent: asyncio.Future[None] = stream.write(piece)
         return sent
 
-    async def receive(self, bounds: wire.Bounds) -> wire.Message:
+    async def receive(self, bounds: wire.MessageBounds) -> wire.Message:
         """Return the next message. OSError at the end of the stream, PeerError for what is no message."""
         prelude = wire.read_prelude(await self.read(wire.PRELUDE.size), bounds)
         top = await self.read(prelude.top)

@@ -201,7 +201,7 @@ class Carrier(Protocol):
     async def ask(self, worker: str, request: Request) -> Reply: ...
 
     async def runs(self, worker: str, seconds: float) -> bool:
-        """Return whether the peer's process runs, as far as the kernel of its host tells within ``seconds``.
+        """Return whether the peer's process runs, as far as the kernel of its host shows within ``seconds``.
 
         Nothing in the process itself needs to answer.
         """

@@ -33,7 +33,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOM
 
 
 def socket_name(run: str, worker: str, address: str) -> str:
-    """Return the abstract name of a worker's socket. The address tells a worker from its successor of the same name."""
+    """Return the abstract name of a worker's socket. A successor of that name has another: its address differs."""
     return "\0siirl-" + sha256(f"{run} {worker} {address}".encode()).hexdigest()
 
 
@@ -203,11 +203,11 @@ class _Channel(asyncio.Protocol):
         if self.lost is None and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(buffers)
 
-    def allow(self, bounds: wire.Bounds) -> None:
+    def allow(self, bounds: wire.MessageBounds) -> None:
         """Allow for replies of this size: this side has asked for one. An earlier one may be on its way still."""
         head = max(bounds.head, self._bounds.head)
         frames = max(bounds.frames, self._bounds.frames)
-        self._bounds = wire.Bounds(head, frames)
+        self._bounds = wire.MessageBounds(head, frames)
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task until it is done, and cancel it when the connection is lost."""

@@ -35,14 +35,14 @@ _INDEX = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class MessageBounds:
     """Bytes that a message may have."""
 
     head: int
     frames: int
 
 
-REQUEST = Bounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
+REQUEST = MessageBounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _outlined(value: Any, frames: list[memoryview]) -> Any:
     return value
 
 
-def read_prelude(data: bytes | bytearray, bounds: Bounds) -> Prelude:
+def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
     """Return the prelude at the start of ``data``. PeerError for a head or a number of frames beyond the bounds."""
     head, frames, number = PRELUDE.unpack_from(data)
     if head > bounds.head or frames > _MAX_FRAMES:
@@ -106,7 +106,7 @@ def read_prelude(data: bytes | bytearray, bounds: Bounds) -> Prelude:
     return Prelude(head, frames, number)
 
 
-def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: Bounds) -> tuple[int, ...]:
+def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: MessageBounds) -> tuple[int, ...]:
     """Return the sizes of the frames, from what follows the prelude. PeerError when they are beyond the bounds."""
     sizes = struct.unpack_from(f"<{prelude.frames}Q", top)
     if sum(sizes) > bounds.frames:
@@ -138,7 +138,7 @@ def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Messa
     return Message(prelude.number, head, frames[:own])
 
 
-def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
+def read_messages(data: object, bounds: MessageBounds, at_most: int) -> list[Message]:
     """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
     if not isinstance(data, bytes):
         raise PeerError(f"received {short(data)}: expected bytes")
