@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from siirl_dask.errors import DataError
 from siirl_dask.schema import GROUP_ID, is_blob
 
-Places = NDArray[np.intp]
-"""[rows] index of a row in a table."""
+RowIndex = NDArray[np.intp]
+"""[rows] index of each of some rows in a table."""
 
 
-def rows_at(table: pa.Table, places: Places) -> pa.Table:
-    """Return the rows at ``places``, each as often as it is named. Blobs are not copied: each is a slice."""
-    index = pa.array(places)
-    columns = [_slices(column, places) if is_blob(column.type) else column.take(index) for column in table.columns]
+def rows_at(table: pa.Table, index: RowIndex) -> pa.Table:
+    """Return the rows at ``index``, each as often as it is named. Blobs are not copied: each is a slice."""
+    columns = [_take(column, index) for column in table.columns]
     return pa.table(columns, schema=table.schema)
 
 
@@ -44,16 +43,14 @@ def with_values_of_groups(table: pa.Table, values: pa.Table, names: Sequence[str
     known[known] = groups[index[known]] == wanted[known]
     if not known.all():
         raise missing_groups(np.unique(wanted[~known]), names, source)
-    places = first[index]
+    rows = first[index]
     for name in names:
-        column = values[name]
-        spread = _slices(column, places) if is_blob(column.type) else column.take(pa.array(places))
-        table = table.append_column(values.schema.field(name), spread)
+        table = table.append_column(values.schema.field(name), _take(values[name], rows))
     return table
 
 
 def missing_groups(groups: NDArray[Any], names: Collection[str], source: str) -> DataError:
-    """Return the error for groups that have rows here and none in the table that their blobs come from."""
+    """Return the error for groups that have rows here and none in the table that has their blobs."""
     return DataError(
         f"{len(groups)} groups have rows here and no {[*names]} in the rows of {source!r} (first group_id "
         f"{groups[0]}): a node that numbers groups anew, or keeps some for later steps, declares groups='new' in its "
@@ -63,20 +60,24 @@ def missing_groups(groups: NDArray[Any], names: Collection[str], source: str) ->
 
 def one_of_each_group(table: pa.Table) -> pa.Table:
     """Return the first row of each group, in the order of the table."""
-    groups = _groups(table)
-    _, first = np.unique(groups, return_index=True)
-    return table if len(first) == len(groups) else rows_at(table, np.sort(first))
+    _, first = np.unique(_groups(table), return_index=True)
+    if len(first) == table.num_rows:
+        return table
+    return rows_at(table, np.sort(first))
 
 
 def once_per_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
     """Return the table to store: of each group the first row has the values of ``names``, and the others null."""
     _, first = np.unique(_groups(table), return_index=True)
-    has = np.isin(np.arange(table.num_rows), first)
+    is_first = np.isin(np.arange(table.num_rows), first)
     for name in names:
-        at, column = table.column_names.index(name), table[name]
+        column = table[name]
         null = pa.nulls(1, column.type)
-        parts = [chunk for row, own in enumerate(has) for chunk in (column.slice(row, 1).chunks if own else [null])]
-        table = table.set_column(at, table.schema.field(name), pa.chunked_array(parts, column.type))
+        chunks: list[pa.Array] = []
+        for row, has_value in enumerate(is_first):
+            chunks.extend(column.slice(row, 1).chunks if has_value else [null])
+        stored = pa.chunked_array(chunks, column.type)
+        table = table.set_column(table.column_names.index(name), table.schema.field(name), stored)
     return table
 
 
@@ -85,14 +86,14 @@ def filled_by_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
     Its groups are whole.
     """
+    groups = _groups(table)
     for name in names:
         column = table[name]
-        there = np.flatnonzero(np.asarray(column.is_valid(), dtype=np.bool_))
-        groups = _groups(table)
-        valued = dict(zip(groups[there].tolist(), there.tolist(), strict=True))
-        places = np.array([valued.get(group, row) for row, group in enumerate(groups.tolist())], dtype=np.intp)
-        at = table.column_names.index(name)
-        table = table.set_column(at, table.schema.field(name), _slices(column, places))
+        valid = np.flatnonzero(np.asarray(column.is_valid(), dtype=np.bool_))
+        row_of_group = dict(zip(groups[valid].tolist(), valid.tolist(), strict=True))
+        rows = np.array([row_of_group.get(group, row) for row, group in enumerate(groups.tolist())], dtype=np.intp)
+        index = table.column_names.index(name)
+        table = table.set_column(index, table.schema.field(name), _slices(column, rows))
     return table
 
 
@@ -101,9 +102,16 @@ def _groups(table: pa.Table) -> NDArray[np.int64]:
     return groups
 
 
-def _slices(column: pa.ChunkedArray, places: Places) -> pa.ChunkedArray:
-    """Return the values at ``places`` as slices, one for each run of rows that follow each other."""
-    ends = np.flatnonzero(np.diff(places) != 1) + 1
-    runs = np.split(places, ends) if len(places) else []
-    parts = [chunk for run in runs for chunk in column.slice(int(run[0]), len(run)).chunks]
-    return pa.chunked_array(parts, column.type)
+def _take(column: pa.ChunkedArray, index: RowIndex) -> pa.ChunkedArray:
+    """Return the values at ``index``; blobs as slices, which are no copies."""
+    return _slices(column, index) if is_blob(column.type) else column.take(pa.array(index))
+
+
+def _slices(column: pa.ChunkedArray, index: RowIndex) -> pa.ChunkedArray:
+    """Return the values at ``index`` as slices, one for each run of rows that follow each other."""
+    chunks: list[pa.Array] = []
+    if len(index):
+        ends = np.flatnonzero(np.diff(index) != 1) + 1
+        for run in np.split(index, ends):
+            chunks.extend(column.slice(int(run[0]), len(run)).chunks)
+    return pa.chunked_array(chunks, column.type)

@@ -1,7 +1,7 @@
 """The global order of a dataset: which row comes at which position of which step, as a pure function of a seed.
 
 A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are shuffled within each, and
-the resulting order is cut into B equal ranges: stream j gives the prompt at position j of every step. A worker that
+the resulting order is cut into B equal ranges: stream j has the prompt at position j of every step. A worker that
 owns a range of positions therefore reads one range of row groups and nothing else, and the rows of a step do not depend
 on how many workers there are. The order changes with each epoch; the last step of an epoch is shorter when B does not
 divide the dataset, so no row is lost or repeated.
@@ -63,7 +63,7 @@ class GlobalOrder:
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
         self._within = lru_cache(maxsize=1)(self._shuffled_rows)  # of neighbouring streams, which share a row group
-        self._known = max(_LEAST_KNOWN, known_rows // batch_size)
+        self._window_rows = max(_LEAST_KNOWN, known_rows // batch_size)
         self._windows: dict[int, _Window] = {}  # by stream
 
     def prompt_numbers(self, step: int) -> range:
@@ -73,7 +73,8 @@ class GlobalOrder:
         """
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         first = epoch_step * len(self._streams)
-        return range(epoch * self._rows + first, epoch * self._rows + min(first + len(self._streams), self._rows))
+        stop = min(first + len(self._streams), self._rows)
+        return range(epoch * self._rows + first, epoch * self._rows + stop)
 
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
         """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so: those of its streams."""
@@ -91,28 +92,35 @@ class GlobalOrder:
         return RowPosition(position, group, int(rows[0]), number)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the next rows that the stream of prompt ``number`` gives after it, in order, of the same row group."""
-        return self._from(number)[1][1:]
+        """Return the next rows that the stream of prompt ``number`` has after it, in order, of the same row group."""
+        _, rows = self._from(number)
+        return rows[1:]
 
     def _from(self, number: int) -> tuple[int, Ints]:
-        """Return the row group of prompt ``number``, and rows of it that its stream gives from there on."""
-        epoch, at, slot = self._place(number)
+        """Return the row group of prompt ``number``, and rows of it that its stream has from there on."""
+        epoch, index, slot = self._place(number)
         groups, starts = self._epoch(epoch)
-        group, start = int(groups[slot]), int(starts[slot])
+        group = int(groups[slot])
+        start = int(starts[slot])
         stream = self.stream(number)
-        known = self._windows.get(stream)
-        if known is None or known.epoch != epoch or not known.first <= at < known.first + len(known.rows):
-            end = min(at + self._known, self._streams[stream][1], start + int(self._sizes[group]))
-            known = _Window(epoch, at, self._within(epoch, group)[at - start : end - start].astype(np.int64))
-            self._windows[stream] = known
-        return group, known.rows[at - known.first :]
+        window = self._windows.get(stream)
+        if window is None or window.epoch != epoch or not window.first <= index < window.first + len(window.rows):
+            _, stream_end = self._streams[stream]
+            end = min(index + self._window_rows, stream_end, start + int(self._sizes[group]))
+            rows = self._within(epoch, group)[index - start : end - start]
+            window = _Window(epoch, first=index, rows=rows.astype(np.int64))
+            self._windows[stream] = window
+        return group, window.rows[index - window.first :]
 
     def _place(self, number: int) -> tuple[int, int, int]:
         """Return the epoch of prompt ``number``, its index in the epoch's order, and its group's."""
         epoch, within_epoch = divmod(number, self._rows)
         epoch_step, stream = divmod(within_epoch, len(self._streams))
-        at = self._streams[stream][0] + epoch_step
-        return epoch, at, int(np.searchsorted(self._epoch(epoch)[1], at, side="right")) - 1
+        stream_start, _ = self._streams[stream]
+        index = stream_start + epoch_step
+        _, group_starts = self._epoch(epoch)
+        slot = int(np.searchsorted(group_starts, index, side="right")) - 1
+        return epoch, index, slot
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
         """Return the row groups in this epoch's order, and the global index of each one's first row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -51,9 +52,10 @@ class Dataloader:
         dataset = opened(dataset)
         self._batch_size = dataset.batch_size
         self._schema = dataset_schema(dataset)
-        self._order, self._tables = _order(dataset), _table_readers(dataset)
+        self._order = _order(dataset)
+        self._tables = _table_readers(dataset)
         self._reader = ThreadPoolExecutor(1, "siirl-dataloader")
-        self._ahead: dict[tuple[range, tuple[str, ...], int, int], Future[pa.Table]] = {}
+        self._ahead: dict[_StepPart, Future[pa.Table]] = {}
         self._drawn = range(position or 0, position or 0)  # numbers of the last step's prompts
         self._drew_more = position is not None  # from then on steps follow the last number
 
@@ -65,11 +67,13 @@ class Dataloader:
     def load(self, step: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
         """Return the rows of worker ``index`` of ``count`` in ``step``, by position, and read the next step's ahead."""
         self._drawn = self._step_numbers(step)
-        wanted = (self._drawn, tuple(columns), index, count)
-        future = self._ahead.pop(wanted, None) or self._reader.submit(self._read, *wanted)
-        following = (self._step_numbers(step + 1), *wanted[1:])
+        wanted = _StepPart(self._drawn, tuple(columns), index, count)
+        future = self._ahead.pop(wanted, None)
+        if future is None:
+            future = self._reader.submit(self._read, wanted)
+        following = replace(wanted, numbers=self._step_numbers(step + 1))
         if self._batch_size is not None and not self._drew_more and following not in self._ahead:
-            self._ahead[following] = self._reader.submit(self._read, *following)
+            self._ahead[following] = self._reader.submit(self._read, following)
         return future.result()
 
     def draw_prompts(self, wanted: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
@@ -81,13 +85,15 @@ class Dataloader:
         start, stop = split(wanted, count)[index]
         numbers = range(self._drawn.stop + start, self._drawn.stop + stop)
         rows = [self._order.row_position(number, number - first) for number in numbers]
-        self._drawn, self._drew_more = range(first, self._drawn.stop + wanted), True
+        self._drawn = range(first, self._drawn.stop + wanted)
+        self._drew_more = True
         self._ahead.clear()  # what was read ahead is no longer what the next step begins with
         return self._reader.submit(self._read_rows, rows, tuple(columns)).result()
 
     def seek(self, position: int) -> None:
-        """Go on with the prompt of that number, as ``position`` gave it after an earlier step."""
-        self._drawn, self._drew_more = range(position, position), True
+        """Go on with the prompt of that number, as ``position`` returned it after an earlier step."""
+        self._drawn = range(position, position)
+        self._drew_more = True
         self._ahead.clear()
 
     def close(self) -> None:
@@ -98,8 +104,9 @@ class Dataloader:
             return self._order.prompt_numbers(step)
         return range(self._drawn.stop, self._drawn.stop + (self._batch_size or 0))
 
-    def _read(self, numbers: range, columns: tuple[str, ...], index: int, count: int) -> pa.Table:
-        return self._read_rows(self._order.worker_rows(numbers, index, count), columns)
+    def _read(self, part: _StepPart) -> pa.Table:
+        rows = self._order.worker_rows(part.numbers, part.index, part.count)
+        return self._read_rows(rows, part.columns)
 
     def _read_rows(self, rows: Sequence[RowPosition], columns: tuple[str, ...]) -> pa.Table:
         schema = pa.schema([self._schema.field(name) for name in columns])
@@ -111,20 +118,35 @@ class Dataloader:
         if len(by_source) == 1:
             return self._read_source(rows, schema)
         parts = [self._read_source([rows[place] for place in places], schema) for places in by_source.values()]
-        if (size := sum(int(part.nbytes) for part in parts)) > self._tables[0].limit:
-            raise too_large("the mixture", f"a step of {len(rows)} rows", size, self._tables[0].limit)
+        size = sum(int(part.nbytes) for part in parts)
+        limit = self._tables[0].limit
+        if size > limit:
+            raise too_large("the mixture", f"a step of {len(rows)} rows", size, limit)
         order = np.argsort(np.concatenate([*by_source.values()]))
         return pa.concat_tables(parts).take(pa.array(order)).combine_chunks()
 
     def _read_source(self, rows: Sequence[RowPosition], schema: pa.Schema) -> pa.Table:
         """Return rows that are all from one source, with their identity columns."""
-        read = self._tables[rows[0].source].read
+        table = self._tables[rows[0].source]
         position = pa.array([row.position for row in rows], pa.int64())
         numbers = pa.array([row.number for row in rows], TYPES[PROMPT_NUMBER])
         tokens = pa.array(np.zeros(len(rows), "i8"))
-        shaped = {ROW_ID: position, GROUP_ID: position, TOKENS: tokens, PROMPT_NUMBER: numbers}
-        shaped |= read(rows, [self._order.following_rows(row.number) for row in rows], schema)
-        return pa.table([shaped[name] for name in schema.names], schema=schema).combine_chunks()
+        columns = {ROW_ID: position, GROUP_ID: position, TOKENS: tokens, PROMPT_NUMBER: numbers}
+        following = [self._order.following_rows(row.number) for row in rows]
+        columns |= table.read(rows, following, schema)
+        return pa.table([columns[name] for name in schema.names], schema=schema).combine_chunks()
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPart:
+    """The part of a step that one worker reads."""
+
+    numbers: range
+    """The step's prompts."""
+    columns: tuple[str, ...]
+    index: int
+    """The worker's, of ``count``."""
+    count: int
 
 
 class _TableReader:
@@ -149,7 +171,7 @@ class _TableReader:
         """
         origins = [self._origins[row.group] for row in rows]
         numbers = [first + row.row for row, (_, first) in zip(rows, origins, strict=True)]
-        shaped: dict[str, pa.Array | pa.ChunkedArray] = {
+        columns: dict[str, pa.Array | pa.ChunkedArray] = {
             DATA_PART: pa.array([part for part, _ in origins], TYPES[DATA_PART]),
             DATA_ROW: pa.array(numbers, TYPES[DATA_ROW]),
         }
@@ -157,14 +179,16 @@ class _TableReader:
         paths = {name: self._paths.get(name, name) for name in schema.names if name not in own}
         if self._name is not None and SOURCE_NAME in paths:
             del paths[SOURCE_NAME]
-            shaped[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
+            columns[SOURCE_NAME] = pa.repeat(pa.scalar(self._name, TYPES[SOURCE_NAME]), len(rows))
         firsts = {path.split(".")[0] for path in paths.values()}
         names = tuple(sorted(firsts.intersection(self._known)))
         table = self._rows.read(rows, following, names) if names else None
         for name, path in paths.items():
-            there = table is not None and path.split(".")[0] in names
-            shaped[name] = _extract(table, path) if there else pa.nulls(len(rows), schema.field(name).type)
-        return shaped
+            if table is not None and path.split(".")[0] in names:
+                columns[name] = _extract(table, path)
+            else:
+                columns[name] = pa.nulls(len(rows), schema.field(name).type)
+        return columns
 
 
 def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:

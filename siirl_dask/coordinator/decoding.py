@@ -1,6 +1,6 @@
 """Decodes columns of a dataset: values one by one, where files have dictionaries, runs, and lists that are views.
 
-Arrow's own cast from a list view to a list reads beyond its buffers: lists came out empty, or as others' (pyarrow 26).
+Arrow's own cast from a list view to a list reads beyond its buffers: lists were empty, or others' (pyarrow 26).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def needs_decoding(kind: pa.DataType) -> bool:
-    """Tell whether a type is, or nests, one that Arrow does not cast."""
+    """Return whether a type is, or nests, one that Arrow does not cast."""
     if isinstance(kind, pa.BaseExtensionType):
         return needs_decoding(kind.storage_type)
     if pa.types.is_run_end_encoded(kind) or _is_list_view(kind):
@@ -40,28 +40,28 @@ def decode(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
     ArrowInvalid for values that it cannot hold.
     """
-    given = array.type
+    stored = array.type
     types = pa.types
-    if not needs_decoding(given):
+    if not needs_decoding(stored):
         return array.cast(kind)
-    if isinstance(given, pa.BaseExtensionType):
+    if isinstance(stored, pa.BaseExtensionType):
         return decode(array.storage, kind)
-    if types.is_run_end_encoded(given):
+    if types.is_run_end_encoded(stored):
         rows = np.arange(array.offset, array.offset + len(array))
         runs = np.searchsorted(array.run_ends.to_numpy(), rows, side="right")
         return decode(array.values, kind).take(pa.array(runs))
-    if types.is_dictionary(given):
+    if types.is_dictionary(stored):
         return decode(array.dictionary, kind).take(array.indices)
-    if _is_list_view(given) or types.is_list(given) or types.is_large_list(given):
+    if _is_list_view(stored) or types.is_list(stored) or types.is_large_list(stored):
         return _list(array, kind)
-    if types.is_fixed_size_list(given):
-        size = given.list_size
+    if types.is_fixed_size_list(stored):
+        size = stored.list_size
         items = decode(array.values.slice(array.offset * size, len(array) * size), kind.value_type)
         return pa.FixedSizeListArray.from_arrays(items, type=kind, mask=array.is_null())
-    if types.is_struct(given):
+    if types.is_struct(stored):
         fields = [decode(array.field(index), field.type) for index, field in enumerate(kind)]
         return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
-    if types.is_map(given):
+    if types.is_map(stored):
         return _map(array, kind)
     return array.cast(kind)
 

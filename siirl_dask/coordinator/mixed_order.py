@@ -3,7 +3,7 @@
 The sources' weights are the leaves of a tree. At each fork the first n prompts are divided by rounding n times the left
 side's part, so the side of prompt n, and its number there, follow from n alone: no random draws, and nothing to replay
 where a run resumes. After any number of prompts each source is within a prompt or two of its exact part. Within a
-source the order is that of ``GlobalOrder``, epoch after epoch, so a short source begins anew while a long one goes on.
+source the order is that of ``GlobalOrder``, epoch after epoch, so a short source starts over while a long one goes on.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ class Interleaving:
 
     def place(self, number: int) -> tuple[int, int]:
         """Return the source of prompt ``number`` of the mixture, and the prompt's number in that source."""
-        at = self._root
-        while not isinstance(at, int):
-            left = at.left_of(number)
-            if at.left_of(number + 1) > left:
-                at, number = at.left, left
+        branch = self._root
+        while not isinstance(branch, int):
+            left = branch.left_of(number)
+            if branch.left_of(number + 1) > left:
+                branch = branch.left
+                number = left
             else:
-                at, number = at.right, number - left
-        return at, number
+                branch = branch.right
+                number -= left
+        return branch, number
 
 
 def _tree(weights: Sequence[int], first: int, stop: int) -> _Fork | int:
@@ -57,10 +59,10 @@ def _tree(weights: Sequence[int], first: int, stop: int) -> _Fork | int:
         return first
     middle = (first + stop) // 2
     return _Fork(
-        _tree(weights, first, middle),
-        _tree(weights, middle, stop),
-        sum(weights[first:middle]),
-        sum(weights[first:stop]),
+        left=_tree(weights, first, middle),
+        right=_tree(weights, middle, stop),
+        left_weight=sum(weights[first:middle]),
+        weight=sum(weights[first:stop]),
     )
 
 
@@ -102,10 +104,10 @@ class MixedOrder:
         """Return where prompt number ``number`` lies, as the one at ``position`` of its batch."""
         source, within = self._interleaving.place(number)
         row = self._orders[source].row_position(within, position)
-        return RowPosition(position, row.group, row.row, number, source)
+        return RowPosition(position, row.group, row.row, number=number, source=source)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the next rows that the stream of prompt ``number`` gives after it, in order, of the same row group."""
+        """Return the next rows that the stream of prompt ``number`` has after it, in order, of the same row group."""
         source, within = self._interleaving.place(number)
         return self._orders[source].following_rows(within)
 

@@ -24,7 +24,7 @@ _UNPACKED = 4  # times its bytes in the file that a row is guessed to take
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldRows:
     """Rows of a row group, in ascending order."""
 
     table: pa.Table
@@ -33,12 +33,14 @@ class _Held:
     nbytes: int
 
     @staticmethod
-    def of(table: pa.Table, rows: Ints) -> _Held:
-        return _Held(table, rows, int(table.nbytes) + rows.nbytes)
+    def of(table: pa.Table, rows: Ints) -> _HeldRows:
+        return _HeldRows(table, rows, int(table.nbytes) + rows.nbytes)
 
     def has(self, rows: Ints) -> bool:
         places = np.searchsorted(self.rows, rows)
-        return bool((places < len(self.rows)).all()) and bool((self.rows[places] == rows).all())
+        if (places == len(self.rows)).any():
+            return False
+        return bool((self.rows[places] == rows).all())
 
     def slice(self, row: int) -> pa.Table:
         """Return one row, which is held."""
@@ -61,10 +63,11 @@ class RowReader:
         self._limit = read_limit
         self._footers = FooterCache()
         self._keep = keep
-        self._held: dict[tuple[int, tuple[str, ...]], _Held] = {}  # least recently used first
+        self._held: dict[tuple[int, tuple[str, ...]], _HeldRows] = {}  # least recently used first
         self._held_bytes = 0
         stored = sum(part.nbytes for part in snapshot.parts) // max(1, snapshot.num_rows)
-        self._read_rows, self._read_bytes = 1, 1 + _UNPACKED * stored  # a guess, until a row group has been read
+        self._read_rows = 1  # both are a guess, until a row group has been read
+        self._read_bytes = 1 + _UNPACKED * stored
 
     def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
@@ -73,17 +76,18 @@ class RowReader:
 
         DataError for a file that cannot be read, or rows that take more than the limit.
         """
-        slices, size = [], 0
         by_group: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             by_group.setdefault(row.group, []).append(number)
-        sources: list[_Held | None] = [None] * len(rows)
+        sources: list[_HeldRows | None] = [None] * len(rows)
         for group, numbers in by_group.items():
             budget = self._keep * len(numbers) // len(rows)
             wanted = np.array([rows[number].row for number in numbers], np.int64)
-            held = self._hold((group, columns), wanted, [following[number] for number in numbers], budget)
+            held = self._hold(group, columns, wanted, [following[number] for number in numbers], budget)
             for number in numbers:
                 sources[number] = held
+        slices = []
+        size = 0
         for row, source in zip(rows, sources, strict=True):
             assert source is not None
             slices.append(source.slice(row.row))
@@ -92,28 +96,32 @@ class RowReader:
                 raise too_large(f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit)
         return pa.concat_tables(slices).combine_chunks()
 
-    def _hold(self, key: tuple[int, tuple[str, ...]], wanted: Ints, following: Sequence[Ints], budget: int) -> _Held:
+    def _hold(
+        self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
+    ) -> _HeldRows:
         """Return a group's rows with those that are wanted, read now if they are not held already."""
-        held = self._held.pop(key, None)
-        self._held_bytes -= held.nbytes if held else 0
+        held = self._held.pop((group, columns), None)
+        if held is not None:
+            self._held_bytes -= held.nbytes
         if held is None or not held.has(wanted):
-            held = self._read(*key, wanted, following, budget)
-        self._held[key] = held  # at the end: the dict's order is that of use
+            held = self._read(group, columns, wanted, following, budget)
+        self._held[group, columns] = held  # at the end: the dict's order is that of use
         self._held_bytes += held.nbytes
         self._shrink()
         return held
 
     def _read(
         self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
-    ) -> _Held:
+    ) -> _HeldRows:
         fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
-        held = _Held.of(self._decode(self._groups[group], columns, chosen), chosen)
-        self._read_rows, self._read_bytes = self._read_rows + len(chosen), self._read_bytes + held.nbytes
+        held = _HeldRows.of(self._decode(self._groups[group], columns, chosen), chosen)
+        self._read_rows += len(chosen)
+        self._read_bytes += held.nbytes
         if held.nbytes <= budget:
             return held
         fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)  # longer ones than before
-        return _Held.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
+        return _HeldRows.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
 
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
         try:

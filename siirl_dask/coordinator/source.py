@@ -82,7 +82,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several sources, of which each step takes prompts by weight. A source that is short begins anew."""
+    """Several sources, of which each step takes prompts by weight. A source that is short starts over."""
 
     shares: tuple[Share, ...]
     """In the order of their names, so that it does not matter how they were written."""
@@ -106,10 +106,10 @@ def training_dataset(data: DataConfig, seed: int) -> Dataset:
     if not data.sources:
         return Source.of(data, batch_size=data.batch_size, seed=seed)
     shares = []
-    for name, given in sorted(data.sources.items()):
-        source = Source.of(data, url=given.url, batch_size=data.batch_size, seed=seed)
-        source = replace(source, prompt=given.prompt or data.prompt, answer=given.answer or data.answer)
-        shares.append(Share(name, Fraction(str(given.weight)), source))  # 0.7 is seven tenths, as it was written
+    for name, settings in sorted(data.sources.items()):
+        source = Source.of(data, url=settings.url, batch_size=data.batch_size, seed=seed)
+        source = replace(source, prompt=settings.prompt or data.prompt, answer=settings.answer or data.answer)
+        shares.append(Share(name, Fraction(str(settings.weight)), source))  # 0.7 is seven tenths, as it was written
     return Mixture(shares=tuple(shares), batch_size=data.batch_size, seed=seed)
 
 
@@ -162,7 +162,7 @@ def refuse_text(url: str) -> None:
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
-    """Return the columns that the dataloader gives: identity, origin, ``prompt``, ``answer``, all others as they are.
+    """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all others as they are.
 
     Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
     Dictionaries (pandas' categories), views (polars' texts, lists) and runs are decoded.
@@ -183,8 +183,8 @@ def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
 
 
 def _column_type(schema: pa.Schema, path: str, source: Source) -> pa.DataType:
-    names, kind = path.split("."), pa.struct(list(schema))
-    for name in names:
+    kind = pa.struct(list(schema))
+    for name in path.split("."):
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
             raise DataError(
@@ -206,7 +206,7 @@ def columns_of(source: Source) -> pa.Schema:
 
 
 def dataset_schema(dataset: Dataset, columns: Callable[[Source], pa.Schema] = columns_of) -> pa.Schema:
-    """Return the columns that the dataloader gives of ``dataset``, whose tables have ``columns``.
+    """Return the columns that the dataloader reads of ``dataset``, whose tables have ``columns``.
 
     Of a mixture these are the columns of all sources, and ``source_name``. Where a source has no such column, it is
     null; a column whose type differs between sources is left out. DataError for prompts or answers that differ in type,

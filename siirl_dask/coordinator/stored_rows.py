@@ -24,7 +24,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Return the step of a folder by its name, as ``step_name`` gives it; None for any other folder."""
+    """Return the step of a folder by its name, as ``step_name`` makes it; None for any other folder."""
     matched = _STEP.fullmatch(folder)
     return int(matched[1]) if matched else None
 
@@ -49,13 +49,15 @@ def read_stored_rows(
         record = read_record(folder)
         if record is None:
             raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
-        split_groups = not whole or count == len(record.parts)
-        share = _share(record, index, count) if split_groups else _share(record, 0, 1)
-        tables = [_read(folder, part, group, rows, schema, max_bytes) for part, group, rows in share]
+        reads_all = whole and count != len(record.parts)  # groups may lie in several parts
+        share = _share(record, 0, 1) if reads_all else _share(record, index, count)
+        tables = [
+            _read(folder, part, group, rows=rows, schema=schema, max_bytes=max_bytes) for part, group, rows in share
+        ]
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
     rows = pa.concat_tables([schema.empty_table(), *tables])
-    return rows if split_groups else _own_groups(rows, index, count)
+    return _own_groups(rows, index, count) if reads_all else rows
 
 
 def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Table | None:
@@ -68,15 +70,15 @@ def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Ta
         record = read_record(folder)
         if record is None:
             raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
-        same = count == len(record.parts)
-        parts = [part for at, part in enumerate(record.parts) if part.rows and (at == index or not same)]
-        tables = [_read_part(folder, part, max_bytes) for part in parts]
+        reads_all = count != len(record.parts)
+        parts = list(record.parts) if reads_all else [record.parts[index]]
+        tables = [_read_part(folder, part, max_bytes) for part in parts if part.rows]
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
     if not tables:
         return None
     rows = pa.concat_tables(tables)
-    return rows if same else _own_groups(rows, index, count)
+    return _own_groups(rows, index, count) if reads_all else rows
 
 
 def _own_groups(rows: pa.Table, index: int, count: int) -> pa.Table:
@@ -98,7 +100,8 @@ def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int,
         own = record.parts[index]
         return [(own, group, range(rows)) for group, rows in enumerate(own.groups) if rows]
     start, stop = split(sum(part.rows for part in record.parts), count)[index]
-    pieces, first = [], 0
+    pieces = []
+    first = 0
     for part, group in groups:
         rows = part.groups[group]
         wanted = range(max(start - first, 0), min(stop - first, rows))
@@ -108,10 +111,11 @@ def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int,
     return pieces
 
 
-def _read(folder: str, part: Part, group: int, rows: range, schema: Schema, max_bytes: int) -> pa.Table:
+def _read(folder: str, part: Part, group: int, *, rows: range, schema: Schema, max_bytes: int) -> pa.Table:
     fs, path = open_fs(join(folder, part.path))
     chosen = None if len(rows) == part.groups[group] else rows
     table = read_rows(fs, path, group, schema.names, part.groups, rows=chosen, max_bytes=max_bytes)
-    if missing := [name for name in schema.names if name not in table.column_names]:
+    missing = [name for name in schema.names if name not in table.column_names]
+    if missing:
         raise DataError(f"{folder!r} holds rows without {missing}: another DAG or version of siirl_dask wrote them")
     return table if table.schema.equals(schema) else table.cast(schema)

@@ -288,7 +288,7 @@ class DAGWorker(WorkerPlugin):
 
     def describe_wait(self) -> dict[str, object]:
         """Return where this worker's task is, whom it waits for, and its stacks; the event loop's thread calls this."""
-        owed = [list(one) for one in self._plane.transport.owed()] if hasattr(self, "_plane") else []
+        owed = [list(one) for one in self._plane.transport.pending_replies()] if hasattr(self, "_plane") else []
         pulse = self.pulse
         return {"place": pulse.place, "waits": pulse.waits, "owed": owed, "stacks": stacks(pulse.thread)}
 

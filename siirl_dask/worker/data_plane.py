@@ -108,7 +108,7 @@ class DataPlane:
             str(worker.name),
             edges,
             self.transport,
-            way=settings.transport,
+            transport_mode=settings.transport,
             limits=settings.limits,
             quadratic_from=settings.quadratic_from,
             hosts=hosts,

@@ -147,7 +147,7 @@ class ChainRun:
         trace, traffic, owned = runtime.trace, runtime.databuffer.traffic, list[int]()
         began, before = time.monotonic_ns(), traffic.total
         pulling = runtime.databuffer.pull(
-            edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()), have=have
+            edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()), already_here=have
         )
         try:
             return self._wait(pulling)

@@ -29,12 +29,12 @@ SCHEMA = pa.schema(
 ITERATION = Iteration("train", 1, 0)
 SMALL = Limits(memory=2**20, message=200, inline_lengths=0)
 WAYS = {
-    "large messages": {"limits": Limits(), "way": TransportMode.dask},
-    "messages": {"limits": SMALL, "way": TransportMode.dask},
-    "shared memory": {"limits": SMALL, "way": TransportMode.shm},
+    "large messages": {"limits": Limits(), "transport_mode": TransportMode.dask},
+    "messages": {"limits": SMALL, "transport_mode": TransportMode.dask},
+    "shared memory": {"limits": SMALL, "transport_mode": TransportMode.shm},
 }
 """Settings that have every row copied, by how it travels."""
-SHARED_TABLES = {"limits": Limits(share_from=0), "way": TransportMode.shm}
+SHARED_TABLES = {"limits": Limits(share_from=0), "transport_mode": TransportMode.shm}
 """Settings that have replicated rows read where they lie."""
 
 

@@ -1,4 +1,4 @@
-"""Acks tell sources, shortly after a pull, which rows have arrived and may be freed."""
+"""Acks: shortly after a pull, sources learn which rows have arrived and may be freed."""
 
 from __future__ import annotations
 
@@ -37,26 +37,32 @@ class Acks:
         self._closed = False
 
     def add(self, source: str, key: TransitionKey, rows: int) -> None:
-        """Have ``source`` told soon that ``rows`` of its rows of a transition have arrived."""
+        """Ack soon that ``rows`` of a source's rows of a transition have arrived."""
         if self._closed:
             return
         self._pending.setdefault(source, []).append((key, rows))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self.flush)
 
+    def add_and_flush(self, source: str, key: TransitionKey, rows: int) -> None:
+        """Ack now that ``rows`` of a source's rows of a transition have arrived."""
+        self.add(source, key, rows)
+        self.flush()
+
     def flush(self) -> None:
         """Send now what has been collected."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        pending, self._pending = self._pending, {}
+        pending = self._pending
+        self._pending = {}
         for source, acks in pending.items():
             task = asyncio.create_task(self._send(source, acks))
             self._sending.add(task)  # the loop itself keeps no reference to a task
             task.add_done_callback(self._sending.discard)
 
     async def wait(self) -> None:
-        """Send now what has been collected, and wait until every source has heard."""
+        """Send now what has been collected, and wait until every source has received it."""
         self.flush()
         await asyncio.gather(*self._sending)
 

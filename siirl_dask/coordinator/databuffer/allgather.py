@@ -4,7 +4,7 @@ Members are the edge's sources, then its other targets; the parent of member ``i
 Statistics go up among the sources, and the whole comes down to whoever asks. Each member asks its parent once, however
 many ask it. A tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
 
-Because members ask, a target that waits finds out when a peer is gone: a push that never comes tells nobody.
+Because members ask, a target that waits finds out when a peer is gone: of a push that never arrives nobody learns.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OwnStatistics = Callable[[TransitionKey], Coroutine[Any, Any, GatheredStatistics
 
 
 class StatisticsTree:
-    """One worker's place in the trees of all its edges. Belongs to the event loop."""
+    """One worker as a member of the trees of all its edges. Belongs to the event loop."""
 
     def __init__(self, worker: str, transport: Transport, own: OwnStatistics) -> None:
         self._worker = worker
@@ -65,11 +65,12 @@ class StatisticsTree:
         return await self._once(edge, key, Op.ALL_STATISTICS)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        """Answer a child or the parent. PeerError when this worker has no place in the edge's tree."""
+        """Answer a child or the parent. PeerError when this worker is no member of the edge's tree."""
         members = edge.sources if request.op == Op.SUBTREE_STATISTICS else _members(edge)
         if self._worker not in members:
             raise PeerError(f"worker {self._worker!r} has no part in the statistics of edge {edge.name}")
-        return (await self._once(edge, request.key, Op(request.op))).reply
+        gathered = await self._once(edge, request.key, Op(request.op))
+        return gathered.reply
 
     def forget(self, before: int) -> None:
         """Drop what was gathered in iterations before sequence number ``before``."""
@@ -93,17 +94,19 @@ class StatisticsTree:
         return asyncio.shield(task)
 
     async def _gather_subtree(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
-        place = edge.sources.index(self._worker)
-        children = edge.sources[FAN_OUT * place + 1 : FAN_OUT * place + FAN_OUT + 1]
-        asks = (self._ask(edge, child, Request(Op.SUBTREE_STATISTICS, key)) for child in children)
-        return GatheredStatistics.merge(await gather_or_cancel(self._own(key), *asks))
+        member = edge.sources.index(self._worker)
+        children = edge.sources[FAN_OUT * member + 1 : FAN_OUT * member + FAN_OUT + 1]
+        request = Request(Op.SUBTREE_STATISTICS, key)
+        parts = await gather_or_cancel(self._own(key), *(self._ask(edge, child, request) for child in children))
+        return GatheredStatistics.merge(parts)
 
     async def _ask_parent(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
         members = _members(edge)
-        place = members.index(self._worker)
-        if place == 0:  # the root: its subtree is all sources
+        member = members.index(self._worker)
+        if member == 0:  # the root: its subtree is all sources
             return await self._once(edge, key, Op.SUBTREE_STATISTICS)
-        return await self._ask(edge, members[(place - 1) // FAN_OUT], Request(Op.ALL_STATISTICS, key))
+        parent = members[(member - 1) // FAN_OUT]
+        return await self._ask(edge, parent, Request(Op.ALL_STATISTICS, key))
 
     async def _ask(self, edge: Edge, worker: str, request: Request) -> GatheredStatistics:
         reply = await self._transport.request(worker, request)

@@ -1,8 +1,8 @@
-"""The arena: memory that rows are received into, kept for reuse and open to the other processes of this host.
+"""The arena: memory that rows are received into, held for reuse and open to the other processes of this host.
 
 Fresh memory costs more than what is done with it: the kernel clears each page when it is first touched, which takes
 several times as long as copying into it. So a worker keeps its segments. A segment is a memfd (Linux): it has no name
-that could outlive its processes, and a peer that is given its handle maps it and writes rows where they finally belong.
+that could outlive its processes, and a peer that has its handle maps it and writes rows where they finally belong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names a segment of a process. The nonce tells a process from one that was restarted under the same pid."""
+    """Names a segment of a process. The nonce differs when a process was restarted under the same pid."""
 
     pid: int
     fd: int
@@ -48,7 +48,7 @@ class Handle:
         return list(astuple(self))
 
 
-class Segment:
+class SharedSegment:
     """One shared mapping, cut into blocks. Its blocks keep it alive; the kernel frees it with its last mapping."""
 
     def __init__(self, size: int) -> None:
@@ -80,8 +80,11 @@ class Segment:
     def allocate(self, size: int) -> int | None:
         """Return the offset of the first ``size`` free bytes, which are free no more; None where none fit."""
         for place, (start, stop) in enumerate(self.free):
-            if stop - start >= size:
-                self.free[place : place + 1] = [(start + size, stop)] if stop - start > size else []
+            if stop - start > size:
+                self.free[place] = (start + size, stop)
+                return start
+            if stop - start == size:
+                del self.free[place]
                 return start
         return None
 
@@ -95,12 +98,12 @@ class Segment:
                 self.free.append((start, stop))
 
 
-class Block:
+class ArenaBlock:
     """A range of bytes of a segment. It returns to the arena when nothing refers to it any more."""
 
     __slots__ = ("__weakref__", "offset", "segment", "size")
 
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+    def __init__(self, segment: SharedSegment, offset: int, size: int) -> None:
         self.segment = segment
         self.offset = offset
         self.size = size
@@ -124,19 +127,18 @@ class Arena:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._segments: list[Segment] = []
-        self._returned: deque[tuple[Segment, int, int]] = (
-            deque()
-        )  # a finalizer may run under the lock: no locking there
+        self._segments: list[SharedSegment] = []
+        # Appended to by finalizers, which may run under the lock: a deque needs none.
+        self._returned: deque[tuple[SharedSegment, int, int]] = deque()
         self._lock = threading.Lock()
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> ArenaBlock:
         """Return ``size`` bytes, aligned to 64 and not cleared."""
         rounded = max(_ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
         with self._lock:
             self._collect()
             segment, offset = self._find(rounded)
-        block = Block(segment, offset, size)
+        block = ArenaBlock(segment, offset, size)
         weakref.finalize(block, self._returned.append, (segment, offset, rounded)).atexit = False
         return block
 
@@ -149,7 +151,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes of all segments, in use or kept."""
+        """Bytes of all segments, in use or held for reuse."""
         return sum(segment.size for segment in self._segments)
 
     def collect(self) -> None:
@@ -157,21 +159,23 @@ class Arena:
         with self._lock:
             self._collect()
 
-    def retire(self, segment: Segment) -> None:
-        """Allocate from a segment no more, because a peer may still write where it was told to.
+    def retire(self, segment: SharedSegment) -> None:
+        """Allocate from a segment no more, because a peer may still write to the place that it was sent.
 
         A pull that failed has sent its places to sources, and a source that was slow may write there long after. The
-        blocks that are in use stay valid; the rest of the segment is given to nobody, so a late write spoils nothing.
+        blocks that are in use stay valid; nothing else is allocated in the segment, so a late write spoils nothing.
         """
         with self._lock:
             segment.retired = True
             self._segments = [other for other in self._segments if other is not segment]
 
-    def _find(self, size: int) -> tuple[Segment, int]:
+    def _find(self, size: int) -> tuple[SharedSegment, int]:
         for segment in self._segments:
-            if (offset := segment.allocate(size)) is not None:
+            offset = segment.allocate(size)
+            if offset is not None:
                 return segment, offset
-        segment = Segment(max(_SEGMENT, -(-(size + _HEADER) // mmap.PAGESIZE) * mmap.PAGESIZE))
+        pages = -(-(size + _HEADER) // mmap.PAGESIZE)
+        segment = SharedSegment(max(_SEGMENT, pages * mmap.PAGESIZE))
         self._segments.append(segment)
         offset = segment.allocate(size)
         assert offset is not None

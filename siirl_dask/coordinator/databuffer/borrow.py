@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMa
 from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable, unpack_others
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, other_columns_schema
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey
@@ -49,46 +50,47 @@ class SharedTableReader:
     """Reads what sources of this host share with one worker, itself included."""
 
     def __init__(
-        self, worker: str, own: Callable[[TransitionKey], Awaitable[Published]], acks: Acks, way: TransportMode
+        self,
+        worker: str,
+        own_published: Callable[[TransitionKey], Awaitable[Published]],
+        acks: Acks,
+        transport_mode: TransportMode,
     ) -> None:
-        """``own`` waits until this worker has published its rows of a transition, and returns them."""
+        """``own_published`` waits until this worker has published its rows of a transition, and returns them."""
         self._worker = worker
-        self._own = own
+        self._own_published = own_published
         self._acks = acks
-        self._way = way
+        self._transport_mode = transport_mode
         self._attachments = Attachments(writable=False)  # a target can spoil nobody else's rows
 
-    async def read(self, edge: Edge, origin: Origin) -> SharedRows | None:
+    async def read(self, edge: Edge, origin: RowOrigin) -> SharedRows | None:
         """Return an origin's rows; None when its worker shares nothing, or not with this process.
 
         PeerError when what it shares is no table of the edge.
         """
-        lengths = origin.lengths
-        if (
-            lengths is None
-            or lengths.shared_table is None
-            or not lengths.group_lengths
-            or self._way is TransportMode.dask
-        ):
+        if self._transport_mode is TransportMode.dask:
             return None
-        worker, key, positions, destinations = origin.worker, origin.key, origin.positions, origin.destinations
+        worker = origin.worker
+        lengths = origin.lengths
+        if lengths is None or lengths.shared_table is None or not lengths.group_lengths:
+            return None
         nbytes = sum(
             int(column_lengths.sum()) * (element_width(edge.schema.field(name).type) or 0)
-            for name, column_lengths in lengths.select(positions).items()
+            for name, column_lengths in lengths.select(origin.positions).items()
         )
         if worker == self._worker:
-            published = await self._own(key)
+            published = await self._own_published(origin.key)
             columns = {name: published.shared_column(name) for name in lengths.offset_groups}
-            others = published.other_columns(positions)
-            return SharedRows(worker, positions, destinations, columns, others, nbytes)
+            others = published.other_columns(origin.positions)
+            return _shared_rows(origin, columns, others, nbytes)
         if lengths.domain != shared_memory_domain():
             return None
         try:
-            columns, all_others = self._map(edge, key, worker, len(positions), lengths, lengths.shared_table)
-            others = all_others.take(pa.array(positions))
-            return SharedRows(worker, positions, destinations, columns, others, nbytes)
+            columns, all_others = self._map(edge, origin, lengths, lengths.shared_table)
+            others = all_others.take(pa.array(origin.positions))
+            return _shared_rows(origin, columns, others, nbytes)
         except CannotMap as error:
-            if self._way is TransportMode.shm:
+            if self._transport_mode is TransportMode.shm:
                 raise PeerError(
                     f"data.transport=shm, but memory of worker {worker!r} cannot be read: {error}"
                 ) from error
@@ -99,7 +101,7 @@ class SharedTableReader:
             raise PeerError(f"edge {edge.name}: what worker {worker!r} shares is no table: {error}") from error
 
     def _map(
-        self, edge: Edge, key: TransitionKey, worker: str, rows: int, lengths: RowLengths, shared: SharedTable
+        self, edge: Edge, origin: RowOrigin, lengths: RowLengths, shared: SharedTable
     ) -> tuple[dict[str, pa.ChunkedArray], pa.Table]:
         """Return the variable-length columns of all rows of a source over its memory, and a copy of the other ones.
 
@@ -109,17 +111,18 @@ class SharedTableReader:
         assert lengths.group_lengths
         mapped = self._attachments.attach(shared.handle)
         hold = _Hold(mapped)
-        loop = asyncio.get_running_loop()
-        weakref.finalize(hold, _ack_on_loop, loop, self._acks, worker, key, rows).atexit = False
+        ack = partial(self._acks.add_and_flush, origin.worker, origin.key, len(origin.positions))
+        weakref.finalize(hold, _call_on_loop, asyncio.get_running_loop(), ack).atexit = False
         columns = {}
         for name, group in lengths.offset_groups.items():
-            field, column_lengths = edge.schema.field(name), lengths.group_lengths[group]
+            kind = edge.schema.field(name).type
+            column_lengths = lengths.group_lengths[group]
             elements = int(column_lengths.sum(dtype=np.float64))  # the lengths are a peer's: integers could overflow
-            size = elements * (element_width(field.type) or 0)
+            size = elements * (element_width(kind) or 0)
             start = shared.starts.get(name)
             if start is None or start % ALIGNMENT or start + size > len(mapped):
                 raise IndexError(f"column {name!r} lies outside of the segment, or not at a multiple of {ALIGNMENT}")
-            columns[name] = build_column(field.type, column_lengths, _buffer(hold, start, size))
+            columns[name] = build_column(kind, column_lengths, _buffer(hold, start, size))
         stop = shared.others_start + shared.others_size
         if stop > len(mapped):
             raise IndexError("the other columns lie outside of the segment")
@@ -144,15 +147,23 @@ def _buffer(hold: _Hold, start: int, size: int) -> pa.Buffer:
     return pa.foreign_buffer(hold.mapped.ctypes.data + start, size, hold)
 
 
-def _ack_on_loop(loop: asyncio.AbstractEventLoop, acks: Acks, worker: str, key: TransitionKey, rows: int) -> None:
-    """Ack rows from whatever thread the garbage collector runs in: acks belong to the event loop."""
+def _shared_rows(
+    origin: RowOrigin, columns: Mapping[str, pa.ChunkedArray], others: pa.Table, nbytes: int
+) -> SharedRows:
+    return SharedRows(
+        source=origin.worker,
+        positions=origin.positions,
+        destinations=origin.destinations,
+        columns=columns,
+        others=others,
+        nbytes=nbytes,
+    )
 
-    def ack() -> None:
-        acks.add(worker, key, rows)
-        acks.flush()
 
+def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call on the event loop, from whatever thread the garbage collector runs in: acks belong to the loop."""
     with suppress(RuntimeError):  # the loop is closed: the run is over
-        loop.call_soon_threadsafe(ack)
+        loop.call_soon_threadsafe(call)
 
 
 def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
@@ -169,11 +180,9 @@ def concat_slices(pieces: Sequence[tuple[Ints, Ints, pa.ChunkedArray]], kind: pa
     """Return one column out of slices of several, without copying: a piece is (destinations, positions, column), and
     row ``positions[i]`` of its column goes to ``destinations[i]``.
     """
-    destinations = np.concatenate([destinations for destinations, _, _ in pieces])
-    rows = np.concatenate([positions for _, positions, _ in pieces])
-    piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])
-    order = np.argsort(destinations)
-    rows, piece = rows[order], piece[order]
+    order = np.argsort(np.concatenate([destinations for destinations, _, _ in pieces]))
+    rows = np.concatenate([positions for _, positions, _ in pieces])[order]
+    piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])[order]
     breaks = (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1])  # a slice ends where its rows do not go on
     starts = np.flatnonzero(np.concatenate(([True], breaks)))
     ends = np.append(starts[1:], len(rows))

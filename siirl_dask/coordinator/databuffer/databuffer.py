@@ -8,13 +8,13 @@ A row's way from the worker that made it to the worker that needs it:
 | gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
 | assign | it computes, as every target does, which rows are its own and who has them | ``shares``, ``layout`` |
 | lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
-| early | rows that a source has finished while it makes others may have come before that | ``early`` |
+| early | rows that a source has finished while it makes others may have arrived before that | ``early`` |
 | relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
 | lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
 | fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
 | read | rows that a source of its host shares stay where they are | ``borrow`` |
-| by group | blobs come once for each group of its rows, if they are not here already | ``group_pull`` |
-| ack | it tells sources that the rows have arrived, and they free them | ``acks`` |
+| by group | blobs are fetched once for each group of its rows, if they are not here already | ``group_pull`` |
+| ack | it acks the rows at their sources, which free them | ``acks`` |
 
 Requests between workers go through ``transport``. All of them but the ack are reads, which can be repeated.
 """
@@ -32,7 +32,7 @@ from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
-from siirl_dask.coordinator.databuffer.early import Early
+from siirl_dask.coordinator.databuffer.early import EarlyTraffic
 from siirl_dask.coordinator.databuffer.expected import ExpectedKeys
 from siirl_dask.coordinator.databuffer.group_pull import pull_groups
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
@@ -41,7 +41,7 @@ from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
 from siirl_dask.coordinator.databuffer.serve import RowServer
 from siirl_dask.coordinator.databuffer.shares import Shares
-from siirl_dask.coordinator.databuffer.slots import Slots
+from siirl_dask.coordinator.databuffer.slots import PublishedSlots
 from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.coordinator.layout.routes import count_near, count_takers
@@ -82,7 +82,7 @@ class Databuffer:
         edges: Mapping[str, Edge],
         transport: Transport,
         *,
-        way: TransportMode = TransportMode.auto,
+        transport_mode: TransportMode = TransportMode.auto,
         limits: Limits | None = None,
         quadratic_from: int = 0,
         hosts: Hosts | None = None,
@@ -93,31 +93,60 @@ class Databuffer:
             check_types(edge.schema)
         self._run = run
         self._worker = worker
-        self._expected = ExpectedKeys(run, edges, window or Window(_AHEAD))
-        self._limits = limits or Limits()
-        self._slots = Slots()
+        self._expected = ExpectedKeys(run, edges, Window(_AHEAD) if window is None else window)
+        self._limits = Limits() if limits is None else limits
+        self._slots = PublishedSlots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
-        self._way = way
-        self._hosts = hosts or {}
+        self._transport_mode = transport_mode
+        self._hosts = {} if hosts is None else hosts
         self._copy_threads = CopyThreads()
-        self._shares = Shares(worker, self._statistics_tree, self._copy_threads, quadratic_from, self._hosts)
+        self._shares = Shares(
+            worker=worker,
+            statistics=self._statistics_tree,
+            copy_threads=self._copy_threads,
+            quadratic_from=quadratic_from,
+            hosts=self._hosts,
+        )
         traffic = Traffic(worker, self._hosts)
-        memory, message = self._limits.memory // 8, self._limits.early_message
-        given = (worker, self._hosts, transport, traffic, self._copy_threads)
-        self._early = Early(*given, prefetch=prefetch, memory=memory, message=message)
-        early = any(map(self._early.moves, edges.values()))
-        self.arena = Arena(keep=self._limits.memory // 2 - (memory if early else 0))
+        early_memory = self._limits.memory // 8
+        self._early = EarlyTraffic(
+            worker=worker,
+            hosts=self._hosts,
+            transport=transport,
+            traffic=traffic,
+            copy_threads=self._copy_threads,
+            prefetch=prefetch,
+            memory=early_memory,
+            message_bytes=self._limits.early_message,
+        )
+        reusable_memory = self._limits.memory // 2
+        if any(self._early.moves(edge) for edge in edges.values()):
+            reusable_memory -= early_memory
+        self.arena = Arena(keep=reusable_memory)
         self._row_server = RowServer(self.arena, self._copy_threads, self._limits)
         self._puller = Puller(
-            worker, transport, self._slots.wait, self.arena, self._copy_threads, self._limits, way, traffic
+            worker=worker,
+            transport=transport,
+            own_published=self._slots.wait,
+            arena=self.arena,
+            copy_threads=self._copy_threads,
+            limits=self._limits,
+            transport_mode=transport_mode,
+            traffic=traffic,
         )
-        pass_on = partial(self._offer, shared=way is not TransportMode.dask)
-        inline = self._limits.inline_lengths
-        self._relays = Relays(worker, self._hosts, transport, self._puller, self._slots.slot, pass_on, inline)
+        self._relays = Relays(
+            worker=worker,
+            hosts=self._hosts,
+            transport=transport,
+            puller=self._puller,
+            slot=self._slots.slot,
+            offer=partial(self._offer, shared=transport_mode is not TransportMode.dask),
+            inline_lengths=self._limits.inline_lengths,
+        )
 
     @property
     def unacked_bytes(self) -> int:
-        """Bytes in memory that this worker has published and keeps until they are acked."""
+        """Bytes of published rows that this worker holds in memory until they are acked."""
         return sum(published.nbytes for published in self._slots.all_published())
 
     @property
@@ -126,38 +155,43 @@ class Databuffer:
 
     def key(self, edge: Edge, iteration: Iteration, part: int | None = None) -> TransitionKey:
         name = f"{iteration.plan}/{edge.name}"
-        key = TransitionKey(self._run, iteration.sequence, name if part is None else f"{name}/{part}")
+        if part is not None:
+            name = f"{name}/{part}"
+        key = TransitionKey(self._run, iteration.sequence, name)
         self._expected.own(key, part)
         return key
 
     async def publish(self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None) -> None:
         """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
-        table = one_of_each_group(table) if edge.by_group else table
+        if edge.by_group:
+            table = one_of_each_group(table)
         statistics = row_statistics(table, edge.sources.index(self._worker))
         moving = _as_declared(table, edge.schema) if edge.moves and table.num_rows else None
-        published = Published(statistics, moving, table.num_rows * count_takers(self._worker, edge, self._hosts))
+        acks = table.num_rows * count_takers(self._worker, edge, self._hosts)
+        published = Published(statistics, moving, unacked=acks)
         key = self.key(edge, iteration, part)
         await self._offer(key, published, shared=self._is_shared(edge))
         await self._early.published(edge, key, published)
 
     def leaves_early(self, edge: Edge) -> bool:
-        """Tell whether finished rows of an edge can leave this worker before it publishes them."""
+        """Return whether finished rows of an edge can leave this worker before it publishes them."""
         return self._early.leaves(edge)
 
     def hand_over(self, edge: Edge, iteration: Iteration, rows: pa.Table) -> None:
-        """Let finished rows travel, which will be in the table that is published later."""
+        """Send finished rows ahead of the table that will contain them, which is published later."""
         self._early.hand_over(edge, self.key(edge, iteration), rows)
 
     def prefetch(self, edges: Iterable[Edge], iteration: Iteration) -> None:
-        """Begin to take rows of the edges that their sources hand over. The ``pull`` of each edge uses them."""
+        """Begin to fetch rows of the edges that their sources have finished. The ``pull`` of each edge uses them."""
         for edge in edges:
             self._early.prefetch(edge, self.key(edge, iteration))
 
     async def _offer(self, key: TransitionKey, published: Published, *, shared: bool) -> None:
-        """Have peers find what is published; ``shared``: in memory that they can map, if that pays."""
+        """Make a published table available to peers; ``shared``: in memory that they can map, if that pays."""
         if published.table is not None and published.nbytes + self.unacked_bytes > self._limits.memory // 4:
-            table, folder = published.table, self._limits.spill_folder
-            published.table, published.spilled = await asyncio.to_thread(spill, table, folder)
+            on_disk, mapping = await asyncio.to_thread(spill, published.table, self._limits.spill_folder)
+            published.table = on_disk
+            published.spilled = mapping
         elif published.table is not None and shared:
             await self._copy_threads.run(published.nbytes, published.share, self.arena, self._limits.share_from)
         if published.table is not None:
@@ -181,21 +215,24 @@ class Databuffer:
         iteration: Iteration,
         part: int | None = None,
         on_owned: Callable[[], object] = lambda: None,
-        have: Sequence[pa.Table] = (),
+        already_here: Sequence[pa.Table] = (),
     ) -> pa.Table:
         """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
 
-        By group these are a row of each group that it has rows of; what is in the tables ``have`` is taken from there.
-        ``on_owned`` is called when all sources have made their rows, and these are known, before they are fetched.
-        PeerError when a source cannot give them, DataError when a group is at no source, Aborted when the run is
-        stopped.
+        By group these are a row of each group that it has rows of; groups in the tables ``already_here`` are taken from
+        there. ``on_owned`` is called when all sources have made their rows, and these are known, before they are
+        fetched. PeerError when a source cannot send them, DataError when a group is at no source, Aborted when the run
+        is stopped.
         """
-        key, guide_key = self.key(edge, iteration, part), self.key(guide, iteration, part)
+        key = self.key(edge, iteration, part)
+        guide_key = self.key(guide, iteration, part)
         try:
             if edge.by_group and edge.rows is not Rows.REPLICATED:
                 groups, row_lengths = await self._shares.groups(edge, key, guide, guide_key)
                 on_owned()
-                return await pull_groups(self._puller, edge, key, groups, row_lengths, have)
+                return await pull_groups(
+                    self._puller, edge, key, groups, row_lengths=row_lengths, already_here=already_here
+                )
             share, row_lengths = await self._shares.rows(edge, key, guide, guide_key)
             on_owned()
             origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
@@ -214,10 +251,11 @@ class Databuffer:
         PeerError refuses requests of another run, of an iteration that is over, and for rows that were not published.
         """
         edge = self._expected.edge(request.key)
-        if request.op == Op.ACK:  # first: it may come when its iteration is forgotten and its rows are freed
+        if request.op == Op.ACK:  # first: it may arrive when its iteration is forgotten and its rows are freed
             return self._take_acks(request.body.get("acks"))
         self._expected.check_iteration(request.key)
-        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and relay_of(request.key.edge)[1] is None:
+        _, relay = relay_of(request.key.edge)
+        if request.op in (Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS) and relay is None:
             return await self._statistics_tree.answer(edge, request)
         if request.op == Op.EARLY:
             return await self._early.answer(edge, request)
@@ -232,7 +270,7 @@ class Databuffer:
         return await self._row_server.fetch(published, positions, request.body)
 
     async def wait_for_acks(self) -> None:
-        """Wait until sources have heard which of their rows this worker has. Runs need not: acks are sent anyway."""
+        """Wait until sources have received the acks of this worker. Runs need not: acks are sent anyway."""
         await self._puller.acks.wait()
 
     def forget(self, before: int) -> None:
@@ -254,7 +292,7 @@ class Databuffer:
         self._slots.abort(reason)
 
     def close(self) -> None:
-        """Release all memory that is kept and the segments of peers."""
+        """Release all memory, and the segments of peers."""
         self._statistics_tree.close()
         self._early.close()
         self._slots.clear()
@@ -264,22 +302,26 @@ class Databuffer:
         self._copy_threads.close()
 
     def _is_shared(self, edge: Edge) -> bool:
-        """Tell whether one copy in shared memory replaces several: where peers on this host get the same rows."""
-        several = edge.rows is Rows.REPLICATED and count_near(self._worker, edge, self._hosts) > 1
-        return several and self._way is not TransportMode.dask
+        """Return whether one copy in shared memory replaces several: where peers on this host get the same rows."""
+        if self._transport_mode is TransportMode.dask or edge.rows is not Rows.REPLICATED:
+            return False
+        return count_near(self._worker, edge, self._hosts) > 1
 
     async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
-        """Wait until this worker has published, and return what it tells everyone about its rows."""
-        published, edge = await self._slots.wait(key), self._expected.edge(key)
+        """Wait until this worker has published, and return what every target learns about its rows."""
+        published = await self._slots.wait(key)
+        edge = self._expected.edge(key)
         if published.table is None:
             return GatheredStatistics(published.statistics)
-        source, max_bytes = edge.sources.index(self._worker), self._limits.inline_lengths // len(edge.sources)
+        source = edge.sources.index(self._worker)
+        max_bytes = self._limits.inline_lengths // len(edge.sources)
         return GatheredStatistics(published.statistics, {source: published.row_lengths(source, max_bytes)})
 
     def _take_acks(self, acks: object) -> Reply:
         """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""
         for sequence, edge, rows in read_acks(acks):
-            if (published := self._slots.find(TransitionKey(self._run, sequence, edge))) is not None:
+            published = self._slots.find(TransitionKey(self._run, sequence, edge))
+            if published is not None:
                 published.ack(rows)
         return Reply()
 

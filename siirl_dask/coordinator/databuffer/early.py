@@ -1,9 +1,9 @@
-"""Early rows of one worker: those that it hands over before their table is whole, and those that come to it so.
+"""Early traffic of one worker: rows that it sends, and rows that it receives, before their table is whole.
 
 While a node makes rows, a link would be idle until the last one is there, and then all rows would move at once. Where
-the node hands over what it has finished, this moves meanwhile to the target that each row prefers (see
-``layout.preference``). The owners are computed afterwards from all rows as ever, so what came early changes nothing but
-what is still to be fetched; where it went to another than the owner, it is dropped and fetched.
+the node hands over what it has finished, each row moves meanwhile to the target that it prefers (see
+``layout.preference``). The owners are computed afterwards from all rows as ever, so early rows change nothing but what
+is still to be fetched; a row that went to another target than its owner is dropped there and fetched by the owner.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from siirl_dask.planner import Edge, Hosts
 from siirl_dask.schema import ROW_ID
 
 
-class Early:
+class EarlyTraffic:
     """One worker's early rows, of all edges and iterations. Belongs to the event loop.
 
     Args:
         prefetch: See ``data.prefetch``.
         memory: Bytes for rows that wait here to travel, or wait here for their owner to be known.
-        message: Bytes of rows that are worth a message.
+        message_bytes: Bytes of rows that are worth a message.
     """
 
     def __init__(
         self,
+        *,
         worker: str,
         hosts: Hosts,
         transport: Transport,
         traffic: Traffic,
         copy_threads: CopyThreads,
-        *,
         prefetch: bool | None,
         memory: int,
-        message: int,
+        message_bytes: int,
     ) -> None:
         self._worker = worker
         self._hosts = hosts
@@ -53,26 +53,30 @@ class Early:
         self._traffic = traffic
         self._copy_threads = copy_threads
         self._prefetch = prefetch
-        self._message = message
+        self._message_bytes = message_bytes
         self.allowance = Allowance(memory)
-        self._leaving: dict[TransitionKey, EarlyRows] = {}
-        self._coming: dict[TransitionKey, EarlyPull] = {}
+        self._outgoing: dict[TransitionKey, EarlyRows] = {}
+        self._incoming: dict[TransitionKey, EarlyPull] = {}
         self._closed = False
 
     def leaves(self, edge: Edge) -> bool:
-        """Tell whether rows of an edge can leave this worker early."""
-        return bool(_columns(edge) and early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch))
+        """Return whether rows of an edge can leave this worker early."""
+        if not _early_columns(edge):
+            return False
+        return bool(early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch))
 
     def moves(self, edge: Edge) -> bool:
-        """Tell whether rows of an edge can leave this worker or come to it early."""
-        return self.leaves(edge) or bool(_columns(edge) and any(self._gets(edge, source) for source in edge.sources))
+        """Return whether rows of an edge can leave this worker or arrive at it early."""
+        if self.leaves(edge):
+            return True
+        return bool(self._early_sources(edge))
 
     def hand_over(self, edge: Edge, key: TransitionKey, rows: pa.Table) -> None:
-        """Let finished rows travel."""
+        """Offer finished rows to the targets that they prefer."""
         self._rows(edge, key).add(rows)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        """Give a target the next rows. PeerError where the edge has no rows that leave this worker early."""
+        """Send a target the next rows. PeerError where the edge has no rows that leave this worker early."""
         if not self.leaves(edge):
             raise PeerError(
                 f"asked for early rows of edge {request.key.edge}, of which worker {self._worker!r} has none"
@@ -80,10 +84,10 @@ class Early:
         return await self._rows(edge, request.key).answer(request.body)
 
     async def published(self, edge: Edge, key: TransitionKey, published: Published) -> None:
-        """Stop handing over: all rows of a key can be pulled. NodeError when rows that left early are others."""
+        """Stop sending early: all rows of a key can be pulled. NodeError when rows that left early are others there."""
         if not self.leaves(edge):
             return
-        rows = self._rows(edge, key)  # made here if nobody has asked yet: who asks later hears that no more will come
+        rows = self._rows(edge, key)  # made here if nobody has asked yet: who asks later learns that there are no more
         rows.close()
         if published.table is not None:
             ids = published.statistics[ROW_ID].tolist()
@@ -92,54 +96,77 @@ class Early:
 
     def prefetch(self, edge: Edge, key: TransitionKey) -> None:
         """Begin to ask for the rows of an edge that will probably be this worker's."""
-        sources = [source for source in edge.sources if self._gets(edge, source)]
-        if sources and _columns(edge) and key not in self._coming and not self._closed:
-            target = edge.targets.index(self._worker)
-            given = (sources, _columns(edge), self._transport, self._traffic, self.allowance, self._message)
-            self._coming[key] = EarlyPull(edge, key, target, *given)
+        sources = self._early_sources(edge)
+        if not sources or key in self._incoming or self._closed:
+            return
+        self._incoming[key] = EarlyPull(
+            edge=edge,
+            key=key,
+            target=edge.targets.index(self._worker),
+            sources=sources,
+            columns=_early_columns(edge),
+            transport=self._transport,
+            traffic=self._traffic,
+            allowance=self.allowance,
+            message_bytes=self._message_bytes,
+        )
 
     @asynccontextmanager
     async def arrived(self, key: TransitionKey) -> AsyncIterator[Mapping[str, Sequence[EarlyBatch]]]:
-        """Give what has come of a key, by source, to use inside; it is freed afterwards. All sources have published."""
-        if (pull := self._coming.get(key)) is None:
+        """Yield what has arrived of a key, by source; it is freed afterwards. All sources have published."""
+        pull = self._incoming.get(key)
+        if pull is None:
             yield {}
             return
         try:
             yield await pull.finish()
         finally:
-            self._coming.pop(key, pull).drop()
+            self._incoming.pop(key, pull).drop()
 
     def forget(self, before: int) -> None:
         """Drop everything of iterations before sequence number ``before``."""
-        for key in [key for key in self._leaving if key.sequence < before]:
-            self._leaving.pop(key).close()
-        for key in [key for key in self._coming if key.sequence < before]:
-            self._coming.pop(key).drop()
+        for key in [key for key in self._outgoing if key.sequence < before]:
+            self._outgoing.pop(key).close()
+        for key in [key for key in self._incoming if key.sequence < before]:
+            self._incoming.pop(key).drop()
 
     def close(self) -> None:
         """Stop asking and answering, and free all rows."""
         self._closed = True
-        for rows in self._leaving.values():
+        for rows in self._outgoing.values():
             rows.close()
-        for pull in self._coming.values():
+        for pull in self._incoming.values():
             pull.drop()
-        self._coming.clear()
+        self._incoming.clear()
 
-    def _gets(self, edge: Edge, source: str) -> bool:
-        return self._worker in early_targets(edge, source, self._hosts, prefetch=self._prefetch).values()
+    def _early_sources(self, edge: Edge) -> list[str]:
+        """Return the sources of an edge that rows can arrive from early."""
+        if not _early_columns(edge):
+            return []
+        return [
+            source
+            for source in edge.sources
+            if self._worker in early_targets(edge, source, self._hosts, prefetch=self._prefetch).values()
+        ]
 
     def _rows(self, edge: Edge, key: TransitionKey) -> EarlyRows:
-        """Return the rows of a key, made by whoever comes first: the node or a target."""
-        if key not in self._leaving:
-            targets = early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch)
-            given = (edge.sources.index(self._worker), _columns(edge), targets, self._message, self.allowance)
-            self._leaving[key] = EarlyRows(edge, *given)
+        """Return the rows of a key, made for whoever is first: the node or a target."""
+        if key not in self._outgoing:
+            rows = EarlyRows(
+                edge=edge,
+                source=edge.sources.index(self._worker),
+                columns=_early_columns(edge),
+                targets=early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch),
+                message_bytes=self._message_bytes,
+                allowance=self.allowance,
+            )
             if self._closed:
-                self._leaving[key].close()
-        return self._leaving[key]
+                rows.close()
+            self._outgoing[key] = rows
+        return self._outgoing[key]
 
 
-def _columns(edge: Edge) -> list[str]:
+def _early_columns(edge: Edge) -> list[str]:
     """Return the edge's columns that travel early: variable-length ones, which are heavy and lie row by row."""
     declared = edge.early.columns if edge.early else ()
     return [name for name in declared if element_width(edge.schema.field(name).type) is not None]

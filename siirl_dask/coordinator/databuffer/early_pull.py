@@ -1,7 +1,7 @@
 """Early rows, at a target: it asks each source for finished rows while their table is not whole, one message at a time.
 
-They are kept as they came until the owners of all rows are known. Those that are this worker's are then copied to their
-places instead of being fetched; the others are dropped.
+They are held as they arrived until the owners of all rows are known. Those that are this worker's are then copied to
+their places instead of being fetched; the others are dropped.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from siirl_dask.planner import Edge
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAX_ROWS = 2**20  # rows in a message: a peer that sends more of them, all empty, is refused
 _MAX_ROW_ID = 2**62
-_ROOM = 64  # a message may have so many times the bytes that are worth one, where a row is long
+_MAX_MESSAGE = 64  # times the bytes that are worth a message: a message of long rows may have so many
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyBatch:
-    """Rows that came in one message."""
+    """Rows that arrived in one message."""
 
     row_ids: Ints
-    """[rows] in the order in which they came."""
+    """[rows] in the order in which they arrived."""
     lengths: Mapping[str, Ints]
     """[rows] elements, by column."""
     frames: Mapping[str, Frame]
@@ -46,13 +46,14 @@ class EarlyBatch:
 
 
 class EarlyPull:
-    """Rows of one edge and iteration that come early to this worker. Belongs to the event loop.
+    """Rows of one edge and iteration that arrive early at this worker. Belongs to the event loop.
 
-    ``sources`` are asked for ``columns``; what comes counts against ``allowance`` until it is dropped.
+    ``sources`` are asked for ``columns``; what arrives counts against ``allowance`` until it is dropped.
     """
 
     def __init__(
         self,
+        *,
         edge: Edge,
         key: TransitionKey,
         target: int,
@@ -61,7 +62,7 @@ class EarlyPull:
         transport: Transport,
         traffic: Traffic,
         allowance: Allowance,
-        message: int,
+        message_bytes: int,
     ) -> None:
         self._key = key
         self._target = target
@@ -69,20 +70,21 @@ class EarlyPull:
         self._transport = transport
         self._traffic = traffic
         self._allowance = allowance
-        self._limit = max(1, min(_ROOM * message, allowance.limit // (2 * max(1, len(sources)))))
+        share = allowance.limit // (2 * max(1, len(sources)))
+        self._limit = max(1, min(_MAX_MESSAGE * message_bytes, share))
         self._batches: dict[str, list[EarlyBatch]] = {source: [] for source in sources}
         self._asking = [asyncio.create_task(self._ask(source)) for source in sources]
 
     async def finish(self) -> Mapping[str, Sequence[EarlyBatch]]:
-        """Return what has come, by source. Called when all sources have published: each soon says that it is done."""
+        """Return what has arrived, by source. All sources have published, so each soon answers that it is done."""
         done, _ = await asyncio.wait(self._asking)
         for task in done:
-            if not task.cancelled():  # it is when the run is stopped; whoever waits hears of that elsewhere
+            if not task.cancelled():  # it is when the run is stopped; whoever waits learns of that elsewhere
                 task.result()
         return self._batches
 
     def drop(self) -> int:
-        """Ask no more, free what has come, and return its bytes."""
+        """Ask no more, free what has arrived, and return its bytes."""
         for task in self._asking:
             task.cancel()
         nbytes = sum(batch.nbytes for batches in self._batches.values() for batch in batches)
@@ -99,12 +101,13 @@ class EarlyPull:
                 try:
                     batch = await self._next(source, number)
                 finally:
-                    self._allowance.give(self._limit - (batch.nbytes if batch is not None else 0))
+                    received = 0 if batch is None else batch.nbytes
+                    self._allowance.give(self._limit - received)
                 if batch is None:
                     return
                 self._batches[source].append(batch)
                 number += 1
-        except SiirlError as error:  # no failure: whatever has not come is pulled with the other rows
+        except SiirlError as error:  # no failure: whatever has not arrived is pulled with the other rows
             logger.info("rows of worker %r come when their table is whole: %s", source, error)
 
     async def _next(self, source: str, number: int) -> EarlyBatch | None:
@@ -117,8 +120,8 @@ class EarlyPull:
     def _read(self, source: str, reply: Reply) -> EarlyBatch:
         """Return the rows in a reply. PeerError when it is malformed or larger than was asked for."""
         row_ids = unpack_ints(reply.header.get("rows"), _MAX_ROW_ID, _MAX_ROWS)
-        told = reply.header.get("lengths")
-        if not isinstance(told, list | tuple) or not len(told) == len(reply.frames) == len(self._widths):
+        announced = reply.header.get("lengths")
+        if not isinstance(announced, list | tuple) or not len(announced) == len(reply.frames) == len(self._widths):
             raise PeerError(f"worker {source!r} sent {len(reply.frames)} early columns: expected {[*self._widths]}")
         if reply.nbytes > self._limit or len(np.unique(row_ids)) < len(row_ids):
             raise PeerError(
@@ -126,7 +129,7 @@ class EarlyPull:
             )
         lengths = {
             name: unpack_ints(values, MAX_ROW_ELEMENTS, len(row_ids))
-            for name, values in zip(self._widths, told, strict=True)
+            for name, values in zip(self._widths, announced, strict=True)
         }
         frames = dict(zip(self._widths, reply.frames, strict=True))
         for name, width in self._widths.items():

@@ -25,8 +25,8 @@ from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.planner import Edge
 from siirl_dask.schema import GROUP_ID, ROW_ID
 
-_MANY = 16  # times the bytes that are worth a message, at which one is full: its time on a link delays what is urgent
-_Told = tuple[int, int]  # elements of a row in a column, and the checksum of their bytes
+_FULL_MESSAGE = 16  # times the bytes that are worth a message: its time on a link delays what is urgent
+_Fingerprint = tuple[int, int]  # elements of a row in a column, and the checksum of their bytes
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Queue:
     sent: int = 0
     """Messages that the target has asked for."""
     last: Reply | None = None
-    """The latest of them, kept until the next is asked for: a question may be repeated."""
+    """The latest of them, held until the next is asked for: a request may be repeated."""
 
 
 class EarlyRows:
@@ -50,26 +50,28 @@ class EarlyRows:
         source: The worker's index among the edge's sources.
         columns: Columns that travel early.
         targets: Indices of the targets that may ask.
-        message: Bytes of waiting rows that are worth a message.
+        message_bytes: Bytes of waiting rows that are worth a message.
         allowance: Memory for rows that wait.
     """
 
     def __init__(
         self,
+        *,
         edge: Edge,
         source: int,
         columns: Sequence[str],
         targets: Collection[int],
-        message: int,
+        message_bytes: int,
         allowance: Allowance,
     ) -> None:
         self._edge = edge
         self._source = source
         self._columns = columns
-        self._message = message
+        self._message_bytes = message_bytes
         self._allowance = allowance
         self._queues = {target: _Queue() for target in targets}
-        self._told: dict[int, dict[str, _Told]] = {}
+        self._fingerprints: dict[int, dict[str, _Fingerprint]] = {}
+        """Fingerprints of the rows that were offered, by row id and column."""
         self._closed = False
 
     def add(self, table: pa.Table) -> None:
@@ -78,8 +80,9 @@ class EarlyRows:
         """
         if self._closed:
             return
-        ids, groups = (table[name].to_numpy() for name in (ROW_ID, GROUP_ID))
-        preferred = preferred_targets(groups, np.full(len(ids), self._source), self._edge).tolist()
+        ids = table[ROW_ID].to_numpy()
+        sources = np.full(len(ids), self._source)
+        preferred = preferred_targets(table[GROUP_ID].to_numpy(), sources, self._edge).tolist()
         for at, (row, target) in enumerate(zip(ids.tolist(), preferred, strict=True)):
             values = {name: as_ragged(table[name].slice(at, 1).combine_chunks()) for name in self._columns}
             known = {name: value for name, value in values.items() if value is not None}
@@ -87,19 +90,20 @@ class EarlyRows:
             queue = self._queues.get(target)
             if queue is None or len(known) < len(values) or not self._allowance.take(nbytes):
                 continue
-            self._told[row] = {name: _fingerprint(value.values, value) for name, value in known.items()}
+            self._fingerprints[row] = {name: _fingerprint(value.values, value) for name, value in known.items()}
             queue.rows.append((row, known, nbytes))
             queue.nbytes += nbytes
-            if queue.nbytes >= self._message:
+            if queue.nbytes >= self._message_bytes:
                 queue.ready.set()
 
     async def answer(self, body: Mapping[str, Any]) -> Reply:
-        """Return the next rows for a target as soon as they are worth a message; an empty reply when no more will come.
+        """Return the next rows for a target as soon as they are worth a message; an empty reply when there are no more.
 
-        The body names the target, the number of the message, and the most bytes that the target takes. PeerError where
-        it does not.
+        The body has the target, the number of the message, and the limit of its bytes. PeerError where it has not.
         """
-        target, number, limit = body.get("target"), body.get("number"), body.get("limit")
+        target = body.get("target")
+        number = body.get("number")
+        limit = body.get("limit")
         queue = self._queues.get(target) if isinstance(target, int) else None
         if queue is None or not isinstance(number, int) or not isinstance(limit, int) or limit < 1:
             raise PeerError(f"target {target!r} asked for message {number!r} of early rows, at most {limit!r} bytes")
@@ -111,7 +115,8 @@ class EarlyRows:
             if queue.last is not None:
                 self._allowance.give(queue.last.nbytes)
                 queue.last = None
-            if queue.ready.is_set() and (rows := self._take(queue, limit)):
+            rows = self._take(queue, limit) if queue.ready.is_set() else []
+            if rows:
                 queue.last = _pack(rows, self._columns)
                 queue.sent += 1
                 return queue.last
@@ -122,22 +127,25 @@ class EarlyRows:
         """Send no more, and drop what waits."""
         self._closed = True
         for queue in self._queues.values():
-            self._allowance.give(queue.nbytes + (queue.last.nbytes if queue.last is not None else 0))
+            self._allowance.give(queue.nbytes)
             queue.rows.clear()
-            queue.nbytes, queue.last = 0, None
+            queue.nbytes = 0
+            if queue.last is not None:
+                self._allowance.give(queue.last.nbytes)
+                queue.last = None
             queue.ready.set()
 
     def check(self, ids: Sequence[int], columns: Mapping[str, RaggedColumn]) -> None:
-        """Compare the rows that were handed over with the published ones. NodeError when one is another or is missing.
+        """Compare the rows that were offered early with the published ones. NodeError when one differs or is missing.
 
         ``columns`` are the published ones, as far as they are variable-length; their rows have the ``ids``.
         """
         node = self._edge.early.node if self._edge.early else self._edge.source
         place = {row: at for at, row in enumerate(ids)}
-        for row, told in self._told.items():
+        for row, fingerprints in self._fingerprints.items():
             at = place.get(row)
-            for name, fingerprint in told.items():
-                if name not in columns:  # it has nulls in other rows: then no target uses what came early
+            for name, fingerprint in fingerprints.items():
+                if name not in columns:  # it has nulls in other rows: then no target uses what arrived early
                     continue
                 if at is None or _fingerprint_at(columns[name], at) != fingerprint:
                     raise NodeError(
@@ -149,7 +157,7 @@ class EarlyRows:
         """Remove the next rows for a message that fit into ``limit``; drop rows that never do."""
         taken: list[tuple[int, Mapping[str, RaggedColumn]]] = []
         size = 0
-        while queue.rows and size < _MANY * self._message:
+        while queue.rows and size < _FULL_MESSAGE * self._message_bytes:
             row, values, nbytes = queue.rows[0]
             if nbytes <= limit < size + nbytes:
                 break
@@ -160,7 +168,7 @@ class EarlyRows:
                 continue
             taken.append((row, values))
             size += nbytes
-        if queue.nbytes < self._message:
+        if queue.nbytes < self._message_bytes:
             queue.ready.clear()
         return taken
 
@@ -172,19 +180,23 @@ def _pack(rows: Sequence[tuple[int, Mapping[str, RaggedColumn]]], columns: Seque
     for name in columns:
         parts = [_row_bytes(values[name]) for _, values in rows]
         frames.append(np.concatenate(parts).data)
-    header = {"rows": pack_ints(np.array([row for row, _ in rows], np.int64))}
-    return Reply(header | {"lengths": [pack_ints(lengths[name]) for name in columns]}, frames)
+    header = {
+        "rows": pack_ints(np.array([row for row, _ in rows], np.int64)),
+        "lengths": [pack_ints(lengths[name]) for name in columns],
+    }
+    return Reply(header, frames)
 
 
 def _row_bytes(value: RaggedColumn) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return value.values[: int(value.lengths[0]) * value.width]
 
 
-def _fingerprint(values: np.ndarray[Any, np.dtype[np.uint8]], column: RaggedColumn) -> _Told:
+def _fingerprint(values: np.ndarray[Any, np.dtype[np.uint8]], column: RaggedColumn) -> _Fingerprint:
     length = int(column.lengths[0])
     return length, zlib.crc32(values[: length * column.width].data)
 
 
-def _fingerprint_at(column: RaggedColumn, at: int) -> _Told:
-    first, length = int(column.starts[at]) * column.width, int(column.lengths[at])
+def _fingerprint_at(column: RaggedColumn, at: int) -> _Fingerprint:
+    first = int(column.starts[at]) * column.width
+    length = int(column.lengths[at])
     return length, zlib.crc32(column.values[first : first + length * column.width].data)

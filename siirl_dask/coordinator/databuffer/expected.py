@@ -20,7 +20,7 @@ _MAX_AHEAD = 16  # parts beyond this worker's own: a source waits for everyone's
 
 
 class ExpectedKeys:
-    """Says which edge a peer's key is of. Belongs to the event loop. ``edges`` are the run's, by ``phase/name``."""
+    """Finds the edge that a peer's key names. Belongs to the event loop. ``edges`` are the run's, by ``phase/name``."""
 
     def __init__(self, run: str, edges: Mapping[str, Edge], window: Window) -> None:
         self._run = run
@@ -28,18 +28,20 @@ class ExpectedKeys:
         self._window = window
         self._forgotten = 0
         self._parts: dict[tuple[int, str], int] = {}
+        """The latest part that this worker is at, by sequence number and edge."""
 
     def own(self, key: TransitionKey, part: int | None) -> None:
-        """Note a key that this worker itself publishes or pulls."""
+        """Record a key that this worker itself publishes or pulls."""
         self._window.begin(key.sequence)
         if part is not None:
-            whole = key.sequence, key.edge.rpartition("/")[0]
-            self._parts[whole] = max(part, self._parts.get(whole, -1))
+            name, _, _ = key.edge.rpartition("/")
+            latest = self._parts.get((key.sequence, name), -1)
+            self._parts[key.sequence, name] = max(part, latest)
 
     def forget(self, before: int) -> None:
         """Expect nothing of iterations before sequence number ``before`` any more."""
         self._forgotten = max(self._forgotten, before)
-        self._parts = {whole: part for whole, part in self._parts.items() if whole[0] >= before}
+        self._parts = {(sequence, name): part for (sequence, name), part in self._parts.items() if sequence >= before}
 
     def edge(self, key: TransitionKey) -> Edge:
         """Return the edge that a peer's key names, of a part and of a relay as well. PeerError when there is none."""
@@ -55,7 +57,7 @@ class ExpectedKeys:
         return edge
 
     def check_iteration(self, key: TransitionKey) -> None:
-        """Raise PeerError for an iteration that is over, or that no peer can have come to."""
+        """Raise PeerError for an iteration that is over, or that no peer can have reached."""
         if key.sequence < self._forgotten:
             raise PeerError(f"refused {key}: every worker has completed that iteration")
         self._window.check(key)

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.layout.groups import GroupShare
 from siirl_dask.coordinator.transport.messages import TransitionKey
@@ -22,18 +22,28 @@ async def pull_groups(
     edge: Edge,
     key: TransitionKey,
     groups: GroupShare,
+    *,
     row_lengths: Mapping[int, RowLengths],
-    have: Sequence[pa.Table],
+    already_here: Sequence[pa.Table],
 ) -> pa.Table:
     """Return a row of each group of the share, sorted by row id, and ack what the share says.
 
-    Values that are in one of the tables ``have`` are not fetched, and not copied.
+    Values that are in one of the tables ``already_here`` are not fetched, and not copied.
     """
     wanted: Ints = groups.share.identity[GROUP_ID].to_numpy()
-    here = [_first_of(table.select(edge.schema.names).cast(edge.schema), wanted) for table in have if table.num_rows]
-    share = groups.without(np.concatenate([np.zeros(0, np.int64), *(rows[GROUP_ID].to_numpy() for rows in here)]))
+    here = [
+        _first_of(table.select(edge.schema.names).cast(edge.schema), wanted) for table in already_here if table.num_rows
+    ]
+    groups_here = [rows[GROUP_ID].to_numpy() for rows in here]
+    share = groups.without(np.concatenate([np.zeros(0, np.int64), *groups_here]))
     origins = [
-        Origin(edge.sources[source], key, positions, share.destinations[source], row_lengths.get(source))
+        RowOrigin(
+            worker=edge.sources[source],
+            key=key,
+            positions=positions,
+            destinations=share.destinations[source],
+            lengths=row_lengths.get(source),
+        )
         for source, positions in share.positions.items()
     ]
     fetched = await puller.pull(edge, origins, share.identity, ack=False)
@@ -41,9 +51,10 @@ async def pull_groups(
     if not here:
         return fetched
     rows = pa.concat_tables([*here, fetched])
-    _, places = np.unique(rows[GROUP_ID].to_numpy(), return_index=True)  # the same group may be in several tables
-    place_of = dict(zip(rows[GROUP_ID].to_numpy()[places].tolist(), places.tolist(), strict=True))
-    return rows_at(rows, np.array([place_of[group] for group in wanted.tolist()], dtype=np.intp))
+    row_groups = rows[GROUP_ID].to_numpy()
+    known, first_rows = np.unique(row_groups, return_index=True)  # the same group may be in several tables
+    row_of_group = dict(zip(known.tolist(), first_rows.tolist(), strict=True))
+    return rows_at(rows, np.array([row_of_group[group] for group in wanted.tolist()], dtype=np.intp))
 
 
 def _first_of(table: pa.Table, wanted: Ints) -> pa.Table:

@@ -1,9 +1,9 @@
 """Shares a table between processes: a source puts rows that all targets get into memory that its host's processes map.
 
-It does so once, however many targets there are; none of them makes a copy or has to ask, since the statistics tell
+It does so once, however many targets there are; none of them makes a copy or has to ask, since the statistics say
 where the columns lie. A target gets one slice per range of rows, a few microseconds each, so this is for long rows such
 as parameters. Rows that have one owner are written to where they belong instead (see ``pull``): that is one copy as
-well, and gives one piece. The source reuses the memory when every target has dropped its last reference to it.
+well, and makes one piece. The source reuses the memory when every target has dropped its last reference to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.databuffer.arena import Arena, Block, Handle, unpack_handle
+from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, Handle, unpack_handle
 from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, build_column, element_width
 from siirl_dask.coordinator.transport.frames import from_frames, to_frames
 from siirl_dask.errors import PeerError
@@ -28,7 +28,7 @@ _HEAD_LENGTH = 4  # bytes
 
 @dataclass(frozen=True, slots=True)
 class SharedTable:
-    """Tells where a source's rows lie in one of its segments, in bytes from the segment's start."""
+    """The place of a source's rows in one of its segments, in bytes from the segment's start."""
 
     handle: Handle
     starts: Mapping[str, int]
@@ -61,26 +61,29 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
     None where that does not pay: a row has less than ``min_row_bytes`` a variable-length column on average, or there
     are no such columns. None as well where the system shares no memory.
     """
-    ragged = {name: chunks for name in table.column_names if (chunks := _ragged_chunks(name, table)) is not None}
-    sizes = {name: sum(map(_size, chunks)) for name, chunks in ragged.items()}
+    ragged = {}
+    for name in table.column_names:
+        chunks = _ragged_chunks(name, table)
+        if chunks is not None:
+            ragged[name] = chunks
+    sizes = {name: sum(_size(chunk) for chunk in chunks) for name, chunks in ragged.items()}
     others = table.select([name for name in table.column_names if name not in ragged and name not in IDENTITY])
     if not ragged or sum(sizes.values()) < min_row_bytes * table.num_rows * len(ragged):
         return None
     packed = pack_others(others)
-    places = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in (*sizes.values(), len(packed)))])
-    block = arena.allocate(int(places[-1]))
+    *column_starts, others_start, end = _places(0, [*sizes.values(), len(packed)])
+    block = arena.allocate(end)
     if block.segment.handle is None:
         return None
-    starts = dict(zip(ragged, places.tolist(), strict=False))
+    starts = dict(zip(ragged, column_starts, strict=True))
     for name, chunks in ragged.items():
         _copy(chunks, block, starts[name])
-    others_start = int(places[len(ragged)])
     block.bytes[others_start : others_start + len(packed)] = np.frombuffer(packed, np.uint8)
     shared = SharedTable(
-        block.segment.handle,
-        {name: block.offset + start for name, start in starts.items()},
-        block.offset + others_start,
-        len(packed),
+        handle=block.segment.handle,
+        starts={name: block.offset + start for name, start in starts.items()},
+        others_start=block.offset + others_start,
+        others_size=len(packed),
     )
     return _over_block(table, ragged, sizes, starts, block), shared
 
@@ -89,9 +92,13 @@ def _ragged_chunks(name: str, table: pa.Table) -> list[RaggedColumn] | None:
     """Return a column's chunks; None where it is an identity column, which travels with the statistics, or another."""
     if name in IDENTITY or element_width(table[name].type) is None:
         return None
-    chunks = [as_ragged(chunk) for chunk in table[name].chunks]
-    known = [chunk for chunk in chunks if chunk is not None]
-    return known if len(known) == len(chunks) else None
+    chunks: list[RaggedColumn] = []
+    for array in table[name].chunks:
+        chunk = as_ragged(array)
+        if chunk is None:
+            return None
+        chunks.append(chunk)
+    return chunks
 
 
 def _size(column: RaggedColumn) -> int:
@@ -130,14 +137,14 @@ def unpack_others(packed: bytes, schema: pa.Schema) -> pa.Table:
 
 
 def _places(start: int, sizes: Sequence[int]) -> list[int]:
-    """Return where each frame begins, and where the last one ends."""
+    """Return where each of several aligned pieces begins, the first at ``start``, and where the last one ends."""
     places = [-(-start // ALIGNMENT) * ALIGNMENT]
     for size in sizes:
         places.append(-(-(places[-1] + size) // ALIGNMENT) * ALIGNMENT)
     return places
 
 
-def _copy(chunks: Sequence[RaggedColumn], block: Block, start: int) -> None:
+def _copy(chunks: Sequence[RaggedColumn], block: ArenaBlock, start: int) -> None:
     for chunk in chunks:
         size = _size(chunk)
         block.bytes[start : start + size] = chunk.values[:size]
@@ -149,7 +156,7 @@ def _over_block(
     ragged: Mapping[str, Sequence[RaggedColumn]],
     sizes: Mapping[str, int],
     starts: Mapping[str, int],
-    block: Block,
+    block: ArenaBlock,
 ) -> pa.Table:
     """Return the table with its variable-length columns over the block, which then lives as long as the table: the
     node's own copy can be freed, and what is published is what peers read.

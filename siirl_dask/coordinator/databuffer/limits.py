@@ -20,7 +20,7 @@ class Limits:
 
     memory: int = 2 * 2**30
     """Budget beyond a worker's own part of an edge and its result. A quarter is for tables that wait to be pulled,
-    before they spill; an eighth each for messages being received and being served; half for memory kept for reuse,
+    before they spill; an eighth each for messages being received and being served; half for memory held for reuse,
     of which an eighth of all is for rows that travel early, where the plan has such.
     """
     message: int = 16 * 2**20
@@ -47,13 +47,14 @@ class Allowance:
         self.used = 0
 
     def take(self, size: int) -> bool:
-        """Tell whether ``size`` bytes more fit, and count them if so."""
-        fits = self.used + size <= self.limit
-        self.used += size if fits else 0
-        return fits
+        """Count ``size`` bytes more if they fit, and return whether they do."""
+        if self.used + size > self.limit:
+            return False
+        self.used += size
+        return True
 
     def give(self, size: int) -> None:
-        """Count ``size`` bytes no more."""
+        """Return ``size`` bytes that were counted."""
         self.used -= size
 
 

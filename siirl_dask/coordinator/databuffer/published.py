@@ -45,7 +45,7 @@ class _Columns:
     starts: list[Ints]
     """Elements before each row, [rows] an offset group. Columns of a group have both in common."""
     others: list[str]
-    """Columns that are not variable-length, or have nulls, and are not told by the statistics already."""
+    """Columns that are not variable-length, or have nulls, and are not known from the statistics already."""
     other_row_bytes: int
     """Bytes of a row in the other columns, about."""
 
@@ -56,14 +56,22 @@ class _Columns:
         groups: dict[bytes, int] = {}  # lengths and starts themselves are the key: where both are equal, one group
         keys = {name: np.concatenate([c.lengths, c.starts]).tobytes() for name, c in ragged.items()}
         group_of = {name: groups.setdefault(key, len(groups)) for name, key in keys.items()}
-        lengths, starts = [], []
+        lengths = []
+        starts = []
         for key in groups:
             both = np.frombuffer(key, np.int64)
             lengths.append(both[: table.num_rows])
             starts.append(both[table.num_rows :])
         others = [name for name in columns if name not in ragged]
         other_row_bytes = -(-sum(table[name].nbytes for name in others) // max(1, table.num_rows))
-        return _Columns(ragged, group_of, lengths, starts, others, other_row_bytes)
+        return _Columns(
+            ragged=ragged,
+            group_of=group_of,
+            lengths=lengths,
+            starts=starts,
+            others=others,
+            other_row_bytes=other_row_bytes,
+        )
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Published:
     """One source's rows of a transition. They never change; they are freed when all targets have acked them.
 
     The event loop owns it and alone calls ``ack``. Threads that copy rows only read: its columns were split up before
-    any peer could ask. A request that comes after the last ack raises PeerError.
+    any peer could ask. A request that arrives after the last ack raises PeerError.
     """
 
     statistics: RowStatistics
@@ -85,7 +93,7 @@ class Published:
     """The place where targets on this host read the rows. They ack when they have dropped their last reference."""
     all_acked: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once every row is acked, or nobody will ack any more."""
-    _told: bool = field(default=False, init=False)
+    _announced: bool = field(default=False, init=False)
     """True once peers may know where the rows lie."""
     _split: _Columns | None = field(default=None, init=False)
 
@@ -110,7 +118,9 @@ class Published:
 
         Peers of which none has asked where the rows are will not: those who did not ask in the iteration never do.
         """
-        return self.shared_table is not None and self.table is not None and self._told
+        if self.shared_table is None or self.table is None:
+            return False
+        return self._announced
 
     @property
     def bytes_in_chunks(self) -> int:
@@ -126,12 +136,15 @@ class Published:
         """Count ``rows`` as acked, and free the table when all are."""
         self.unacked -= rows
         if self.unacked <= 0:
-            self.table, self._split, self.spilled = None, None, None
+            self.table = None
+            self._split = None
+            self.spilled = None
             self.all_acked.set()
 
     def share(self, arena: Arena, min_row_bytes: int) -> None:
         """Move the rows into shared memory for targets on this host to read, where that pays (see ``lend``)."""
-        if (shared := share(self._table(), arena, min_row_bytes)) is not None:
+        shared = share(self._table(), arena, min_row_bytes)
+        if shared is not None:
             self.table, self.shared_table = shared
 
     def shared_column(self, name: str) -> pa.ChunkedArray:
@@ -144,10 +157,17 @@ class Published:
 
     def row_lengths(self, source: int, max_bytes: int) -> RowLengths:
         """Return what travels with the statistics: the lengths of all rows, unless they exceed ``max_bytes``."""
-        self._told, split = True, self._columns()
-        known = split.lengths if sum(lengths.nbytes for lengths in split.lengths) <= max_bytes else None
-        domain = shared_memory_domain()
-        return RowLengths(source, domain, split.other_row_bytes, split.group_of, known, self.shared_table)
+        self._announced = True
+        split = self._columns()
+        fit = sum(lengths.nbytes for lengths in split.lengths) <= max_bytes
+        return RowLengths(
+            source=source,
+            domain=shared_memory_domain(),
+            other_row_bytes=split.other_row_bytes,
+            offset_groups=split.group_of,
+            group_lengths=split.lengths if fit else None,
+            shared_table=self.shared_table,
+        )
 
     def group_lengths(self, positions: Ints) -> list[Ints]:
         """Return elements of the rows at ``positions``, [rows] an offset group."""
@@ -170,7 +190,8 @@ class Published:
             count = max(1, count * max_bytes // (2 * others.nbytes))
             others = self.other_columns(positions[:count])
         self.release_pages()
-        return *to_frames(others), count
+        header, frames = to_frames(others)
+        return header, frames, count
 
     def ragged_bytes(self, positions: Ints, columns: Sequence[str]) -> int:
         """Return bytes of some variable-length columns of the rows at ``positions``."""
@@ -180,10 +201,15 @@ class Published:
 
     def copy_rows(self, positions: Ints, columns: Sequence[str], arena: Arena) -> list[memoryview]:
         """Return one frame a column, with the bytes of the rows one after the other."""
-        split, frames = self._columns(), []
-        plans = [self.copy_plan(g, positions, starts_of(lengths[positions])) for g, lengths in enumerate(split.lengths)]
+        split = self._columns()
+        plans = [
+            self.copy_plan(group, positions, starts_of(lengths[positions]))
+            for group, lengths in enumerate(split.lengths)
+        ]
+        frames = []
         for name in columns:
-            column, plan = split.ragged[name], plans[split.group_of[name]]
+            column = split.ragged[name]
+            plan = plans[split.group_of[name]]
             block = arena.allocate(plan.elements * column.width)
             plan.copy(column.values, block.bytes, column.width)
             frames.append(memoryview(block.buffer()))
@@ -204,7 +230,8 @@ class Published:
             starts = [unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in target["starts"]]
             plans: dict[tuple[int, int], CopyPlan] = {}
             for name, (segment, base, target_group) in zip(columns, target["columns"], strict=True):
-                column, group = split.ragged[name], split.group_of[name]
+                column = split.ragged[name]
+                group = split.group_of[name]
                 if (group, target_group) not in plans:
                     plans[group, target_group] = self.copy_plan(group, positions, starts[target_group])
                 if not isinstance(base, int) or base < 0:
@@ -244,12 +271,14 @@ class Published:
 def _in_one_piece(column: pa.ChunkedArray) -> RaggedColumn | None:
     if element_width(column.type) is None:
         return None
-    if column.num_chunks > 1 and (shared := as_shared_ragged(column.chunks)) is not None:
-        return shared
-    if column.num_chunks != 1:  # together the chunks may have more elements than offsets of 32 bits span
-        large = with_large_offsets(column.type)
-        column = pa.chunked_array([pa.concat_arrays([pa.array([], large), *column.cast(large).chunks])])
-    return as_ragged(column.chunk(0))
+    if column.num_chunks == 1:
+        return as_ragged(column.chunk(0))
+    if column.num_chunks > 1:
+        shared = as_shared_ragged(column.chunks)
+        if shared is not None:
+            return shared
+    large = with_large_offsets(column.type)  # together the chunks may have more elements than offsets of 32 bits span
+    return as_ragged(pa.concat_arrays([pa.array([], large), *column.cast(large).chunks]))
 
 
 def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:

@@ -2,7 +2,7 @@
 
 The puller first learns how long its rows are, allocates its result in memory that it keeps for reuse, and then has each
 row put into its place: a source on the same host writes it there, any other sends it in messages, several of them in
-flight. What a source of this host shares is read where it lies. The other side of these requests is ``serve``.
+flight. What a source of this host shares is read where it lies. ``serve`` answers these requests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
 from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published
-from siirl_dask.coordinator.databuffer.receive_buffer import Message, ReceiveBuffer, SourceRows
-from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, Origin, other_columns_schema
+from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows
+from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowOrigin, other_columns_schema
 from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
@@ -45,7 +45,7 @@ from siirl_dask.planner import Edge
 logger = logging.getLogger("siirl_dask.coordinator")
 _IN_FLIGHT = 16  # messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1 Gbit/s
 _LEAST_IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
-_TURNS = 2  # times that so many messages are in flight: the last come at the same time, and are copied afterwards
+_ROUNDS = 2  # times that so many messages are in flight: the last arrive at the same time, and are copied afterwards
 _LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
 _MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
 
@@ -57,31 +57,31 @@ class Puller:
         self,
         worker: str,
         transport: Transport,
-        own: Callable[[TransitionKey], Awaitable[Published]],
+        own_published: Callable[[TransitionKey], Awaitable[Published]],
         arena: Arena,
         copy_threads: CopyThreads,
         limits: Limits,
-        way: TransportMode,
+        transport_mode: TransportMode,
         traffic: Traffic,
     ) -> None:
-        """``own`` waits until this worker has published its rows of a transition, and returns them."""
+        """``own_published`` waits until this worker has published its rows of a transition, and returns them."""
         self._worker = worker
         self._transport = transport
-        self._own = own
+        self._own_published = own_published
         self._arena = arena
         self._limits = limits
-        self._way = way
+        self._transport_mode = transport_mode
         self._receiving = Budget(limits.memory // 8)
         self._no_shared_memory: set[str] = set()  # sources of this host that turned out not to reach this memory
         self._copy_threads = copy_threads
         self.acks = Acks(transport)
-        self._shared_tables = SharedTableReader(worker, own, self.acks, way)
+        self._shared_tables = SharedTableReader(worker, own_published, self.acks, transport_mode)
         self.traffic = traffic
 
     async def pull(
         self,
         edge: Edge,
-        origins: Sequence[Origin],
+        origins: Sequence[RowOrigin],
         identity: pa.Table,
         *,
         ack: bool = True,
@@ -89,17 +89,18 @@ class Puller:
     ) -> pa.Table:
         """Return the rows of the origins in the order of ``identity``, which has their identity columns.
 
-        Rows that came ``early``, by source, are not fetched again. Fetched rows are acked when all of them have
+        Rows that arrived ``early``, by source, are not fetched again. Fetched rows are acked when all of them have
         arrived: until then every source keeps its part. Without ``ack`` the caller acks them later.
         """
         if not identity.num_rows:
             return edge.schema.empty_table()
-        if (own := await self._own_table(origins, ack=ack)) is not None:
-            return own
+        own_table = await self._own_table(origins, ack=ack)
+        if own_table is not None:
+            return own_table
         read = [(origin, await self._shared_tables.read(edge, origin)) for origin in origins]
         shared = [rows for _, rows in read if rows is not None]
         fetched = await gather_or_cancel(*(self._source_rows(edge, origin) for origin, rows in read if rows is None))
-        buffer = ReceiveBuffer(edge.schema, identity, fetched, self._arena, shared)
+        buffer = ReceiveBuffer(schema=edge.schema, identity=identity, sources=fetched, arena=self._arena, shared=shared)
         try:
             sources = sum(rows.source != self._worker for rows in fetched)
             in_flight = max(_LEAST_IN_FLIGHT, _IN_FLIGHT // max(1, sources))
@@ -122,47 +123,56 @@ class Puller:
             raise PeerError(f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}") from error
 
     async def ack(self, key: TransitionKey, rows: Mapping[str, int]) -> None:
-        """Let sources count so many rows as taken."""
+        """Ack so many rows of each source."""
         for source, count in rows.items():
             if source == self._worker:
-                (await self._own(key)).ack(count)
+                published = await self._own_published(key)
+                published.ack(count)
             else:
                 self.acks.add(source, key, count)
 
-    async def _own_table(self, origins: Sequence[Origin], *, ack: bool) -> pa.Table | None:
+    async def _own_table(self, origins: Sequence[RowOrigin], *, ack: bool) -> pa.Table | None:
         """Return the table that this worker published itself when it is all of the rows: nothing is copied."""
         if [origin.worker for origin in origins] != [self._worker]:
             return None
         positions = origins[0].positions
-        published = await self._own(origins[0].key)
-        everything = len(positions) == published.rows and np.array_equal(positions, np.arange(len(positions)))
-        if not everything or published.table is None:
+        published = await self._own_published(origins[0].key)
+        if not np.array_equal(positions, np.arange(published.rows)) or published.table is None:
             return None
         table = published.table
         if ack:
             published.ack(len(positions))
         return table
 
-    async def _source_rows(self, edge: Edge, origin: Origin) -> SourceRows:
-        """Return which rows are to come from a worker and how long they are, for which it may have to be asked."""
-        worker, positions, source_lengths = origin.worker, origin.positions, origin.lengths
-        if source_lengths is None:
-            raise PeerError(f"edge {edge.name}: worker {worker!r} told no lengths of its rows")
-        if source_lengths.group_lengths is not None:
-            lengths = source_lengths.select(positions)
+    async def _source_rows(self, edge: Edge, origin: RowOrigin) -> SourceRows:
+        """Return the rows to fetch from a worker, with their lengths, for which it may have to be asked."""
+        announced = origin.lengths
+        if announced is None:
+            raise PeerError(f"edge {edge.name}: worker {origin.worker!r} told no lengths of its rows")
+        if announced.group_lengths is not None:
+            lengths = announced.select(origin.positions)
         else:
-            last_group = max(source_lengths.offset_groups.values(), default=-1)
+            last_group = max(announced.offset_groups.values(), default=-1)
             groups = await self._ask_lengths(edge, origin, last_group)
-            lengths = {name: groups[group] for name, group in source_lengths.offset_groups.items()}
-        row_bytes, domain = source_lengths.other_row_bytes, source_lengths.domain
-        return SourceRows(worker, origin.key, positions, origin.destinations, lengths, row_bytes, domain)
+            lengths = {name: groups[group] for name, group in announced.offset_groups.items()}
+        return SourceRows(
+            source=origin.worker,
+            key=origin.key,
+            positions=origin.positions,
+            destinations=origin.destinations,
+            lengths=lengths,
+            other_row_bytes=announced.other_row_bytes,
+            domain=announced.domain,
+        )
 
-    async def _ask_lengths(self, edge: Edge, origin: Origin, last_group: int) -> Sequence[Ints]:
+    async def _ask_lengths(self, edge: Edge, origin: RowOrigin, last_group: int) -> Sequence[Ints]:
         """Return the lengths of a source's rows by offset group, from group 0 to ``last_group`` at least."""
-        worker, key, positions = origin.worker, origin.key, origin.positions
+        worker = origin.worker
+        positions = origin.positions
         if worker == self._worker:
-            return (await self._own(key)).group_lengths(positions)
-        request = Request(Op.ROW_LENGTHS, key, {"rows": pack_ints(positions)})
+            published = await self._own_published(origin.key)
+            return published.group_lengths(positions)
+        request = Request(Op.ROW_LENGTHS, origin.key, {"rows": pack_ints(positions)})
         reply = await self._transport.request(worker, request)
         groups = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, len(positions)) for frame in reply.frames]
         if len(groups) <= last_group or any(len(lengths) != len(positions) for lengths in groups):
@@ -172,70 +182,79 @@ class Puller:
     async def _complete(
         self, buffer: ReceiveBuffer, rows: SourceRows, early: Mapping[str, Sequence[EarlyBatch]], in_flight: int
     ) -> None:
-        """Put a source's rows into their places: copy what came early, and fetch the rest."""
+        """Put a source's rows into their places: copy what arrived early, and fetch the rest."""
         batches = [batch for batch in early.get(rows.source, ()) if batch.frames.keys() <= rows.lengths.keys()]
         if not batches:
             await self._fetch(buffer, rows, in_flight)
             return
-        came = np.isin(buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches]))
-        missing, whole = rows.select(np.flatnonzero(~came)), rows.select(np.flatnonzero(came))
-        partly = rows.select(np.flatnonzero(came), here=batches[0].frames.keys())
-        others = len(other_columns_schema(buffer.schema, rows.lengths)) > 0
-        parts = [missing, *([partly] if others or partly.wanted else [])]
-        await gather_or_cancel(
-            *(
-                self._fetch(buffer, part, in_flight) for part in parts if len(part.positions)
-            ),  # first: links wait for it
+        has_arrived = np.isin(buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches]))
+        missing = rows.select(np.flatnonzero(~has_arrived))
+        arrived = rows.select(np.flatnonzero(has_arrived))
+        remaining = replace(arrived, arrived=batches[0].frames.keys())  # their columns that do not travel early
+        to_fetch = [missing]
+        if remaining.wanted or len(other_columns_schema(buffer.schema, rows.lengths)):
+            to_fetch.append(remaining)
+        await gather_or_cancel(  # what is fetched first: links wait for it
+            *(self._fetch(buffer, part, in_flight) for part in to_fetch if len(part.positions)),
             *(self._copy_threads.run(batch.nbytes, buffer.copy_early, rows, batch) for batch in batches),
         )
-        self.traffic.early += buffer.ragged_bytes(whole) - buffer.ragged_bytes(partly)
+        self.traffic.early += buffer.ragged_bytes(arrived) - buffer.ragged_bytes(remaining)
 
     async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
-        """Have a source's rows put into their places, by the best way there is."""
+        """Fetch a source's rows into their places: from this worker itself, through shared memory, or in messages."""
         if rows.source == self._worker:
             size = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
-            await self._copy_threads.run(size, buffer.copy_own, rows, await self._own(rows.key))
+            published = await self._own_published(rows.key)
+            await self._copy_threads.run(size, buffer.copy_own, rows, published)
         elif buffer.ragged_bytes(rows) and self._shares_memory(rows):
             await self._fetch_by_write(buffer, rows)
         else:
             await self._fetch_by_messages(buffer, rows, in_flight)
 
-    async def _ack(self, origins: Sequence[Origin], fetched: Sequence[SourceRows]) -> None:
-        """Let sources free the rows that are here now. Rows of shared tables are acked by their holds instead, but for
-        this worker's own, which count as acked at once: its table keeps their memory.
+    async def _ack(self, origins: Sequence[RowOrigin], fetched: Sequence[SourceRows]) -> None:
+        """Ack the rows that are here now, for sources to free. Rows of shared tables are acked by their holds instead,
+        but for this worker's own, which count as acked at once: its table keeps their memory.
         """
         for rows in fetched:
             if rows.source != self._worker:
                 self.acks.add(rows.source, rows.key, len(rows.positions))
         for origin in origins:
             if origin.worker == self._worker:
-                (await self._own(origin.key)).ack(len(origin.positions))
+                published = await self._own_published(origin.key)
+                published.ack(len(origin.positions))
 
     def _shares_memory(self, rows: SourceRows) -> bool:
-        """Tell whether the source can write into this process's memory. PeerError when it must and cannot."""
-        same = rows.domain == shared_memory_domain() != ""
-        if self._way is TransportMode.shm and not same:
+        """Return whether the source can write into this process's memory. PeerError when it must and cannot."""
+        if self._transport_mode is TransportMode.dask:
+            return False
+        domain = shared_memory_domain()
+        if domain and rows.domain == domain:
+            return rows.source not in self._no_shared_memory
+        if self._transport_mode is TransportMode.shm:
             raise PeerError(f"data.transport=shm, but worker {rows.source!r} shares no memory with {self._worker!r}")
-        return self._way is not TransportMode.dask and same and rows.source not in self._no_shared_memory
+        return False
 
     async def _fetch_by_write(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
-        """Have the source write its rows to their places, as many at once as its other columns fit into a message."""
-        batch_rows = max(1, min(_MAX_WRITTEN_ROWS, self._limits.message // max(1, rows.other_row_bytes)))
+        """Ask the source to write its rows to their places, as many at once as its other columns fit into a message."""
+        rows_in_message = self._limits.message // max(1, rows.other_row_bytes)
+        batch_rows = max(1, min(_MAX_WRITTEN_ROWS, rows_in_message))
         remaining = np.arange(len(rows.positions))
         while len(remaining):
             batch = remaining[:batch_rows]
-            message = Message(batch, rows.wanted, True, buffer.ragged_bytes(rows, batch))
-            reply = await self._request_rows(rows, message, buffer.write_target(rows, batch))
+            nbytes = buffer.ragged_bytes(rows, batch)
+            request = RowRequest(rows=batch, columns=rows.wanted, others=True, nbytes=nbytes)
+            reply = await self._request_rows(rows, request, buffer.write_target(rows, batch))
             if (reason := reply.header.get("cannot map")) is not None:
-                if self._way is TransportMode.shm:
+                if self._transport_mode is TransportMode.shm:
                     raise PeerError(f"data.transport=shm, but worker {rows.source!r} cannot write here: {reason}")
                 logger.warning("rows of worker %r come as messages: %s", rows.source, reason)
                 self._no_shared_memory.add(rows.source)
                 # all of them: to write some twice does no harm
                 await self._fetch_by_messages(buffer, rows, _LEAST_IN_FLIGHT)
                 return
-            done, frames = self._take_others(buffer, rows, message, reply)
-            expected, written = buffer.ragged_bytes(rows, remaining[:done]), reply.header.get("written")
+            done, frames = self._take_others(buffer, rows, request, reply)
+            expected = buffer.ragged_bytes(rows, remaining[:done])
+            written = reply.header.get("written")
             if frames or written != expected:
                 raise PeerError(
                     f"worker {rows.source!r} wrote {written!r} bytes: by the row lengths it told they are {expected}"
@@ -246,19 +265,19 @@ class Puller:
     async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
         """Receive a source's rows in messages, so many in flight at once, each within this worker's budget."""
         total = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
-        share = max(_LEAST_MESSAGE, total // (_TURNS * in_flight))
-        messages = buffer.split_messages(rows, min(self._limits.message, share))
+        share = max(_LEAST_MESSAGE, total // (_ROUNDS * in_flight))
+        requests = buffer.split_into_requests(rows, min(self._limits.message, share))
 
         async def one_after_the_other() -> None:
-            for message in messages:  # an iterator: whoever is done takes the next
-                async with self._receiving.reserve(message.nbytes):
-                    await self._fetch_message(buffer, rows, message)
+            for request in requests:  # one iterator for all: whoever is done takes the next
+                async with self._receiving.reserve(request.nbytes):
+                    await self._fetch_message(buffer, rows, request)
 
         await gather_or_cancel(*(one_after_the_other() for _ in range(in_flight)))
 
-    async def _fetch_message(self, buffer: ReceiveBuffer, rows: SourceRows, message: Message) -> None:
-        """Receive the rows of one message. The source may send the first of them only; then the rest is asked for."""
-        remaining = message
+    async def _fetch_message(self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest) -> None:
+        """Receive the rows of one request. The source may send the first of them only; then the rest is asked for."""
+        remaining = request
         while len(remaining.rows):
             reply = await self._request_rows(rows, remaining, None)
             done, frames = self._take_others(buffer, rows, remaining, reply)
@@ -268,26 +287,27 @@ class Puller:
             await self._copy_threads.run(remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received)
             remaining = replace(remaining, rows=remaining.rows[done:])
 
-    async def _request_rows(self, rows: SourceRows, message: Message, target: dict[str, Any] | None) -> Reply:
+    async def _request_rows(self, rows: SourceRows, request: RowRequest, target: dict[str, Any] | None) -> Reply:
         """Ask a source for rows: to write them to ``target``, or without one to send them."""
-        positions = pack_ints(rows.positions[message.rows])
-        body = {"rows": positions, "columns": list(message.columns), "others": message.others, "target": target}
-        row_bytes = 0 if target is not None else message.nbytes
+        positions = pack_ints(rows.positions[request.rows])
+        body = {"rows": positions, "columns": list(request.columns), "others": request.others, "target": target}
+        row_bytes = request.nbytes if target is None else 0
         reply = await self._transport.request(rows.source, Request(Op.FETCH, rows.key, body, row_bytes))
         self.traffic.add_message(rows.source, reply.nbytes)
         return reply
 
     def _take_others(
-        self, buffer: ReceiveBuffer, rows: SourceRows, message: Message, reply: Reply
+        self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest, reply: Reply
     ) -> tuple[int, Sequence[Frame]]:
-        """Take the other columns out of a reply. Returns how many rows it is about, and the frames after those."""
-        done, split = reply.header.get("rows"), reply.header.get("split")
-        if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(message.rows) and split >= 0):
-            raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(message.rows)} rows")
+        """Take the other columns out of a reply. Return how many rows it is about, and the frames after those."""
+        done = reply.header.get("rows")
+        split = reply.header.get("split")
+        if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(request.rows) and split >= 0):
+            raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(request.rows)} rows")
         schema = other_columns_schema(buffer.schema, rows.lengths)
-        if message.others and len(schema):
+        if request.others and len(schema):
             table = from_frames(reply.header.get("others", {}), reply.frames[:split], schema)
             if table.num_rows != done:
                 raise PeerError(f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}")
-            buffer.add_others(rows.destinations[message.rows[:done]], table)
+            buffer.add_others(rows.destinations[request.rows[:done]], table)
         return done, reply.frames[split:]

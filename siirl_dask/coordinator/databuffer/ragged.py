@@ -52,8 +52,10 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
     width = element_width(array.type)
     if width is None or array.null_count:
         return None
-    kind, rows = array.type, len(array)
-    dtype, offsets = np.dtype(np.int64 if _has_large_offsets(kind) else np.int32), array.buffers()[1]
+    kind = array.type
+    rows = len(array)
+    dtype = np.dtype(np.int64 if _has_large_offsets(kind) else np.int32)
+    offsets = array.buffers()[1]
     if offsets is None or offsets.size == 0:  # Arrow allows no offsets where there are no rows
         bounds = np.zeros(rows + 1, np.int64)
     else:
@@ -62,11 +64,15 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
         child = array.values
         if child.null_count:
             return None
-        data, first = child.buffers()[1], child.offset
+        data = child.buffers()[1]
+        first = child.offset + int(bounds[0])
     else:
-        data, first = array.buffers()[2], 0
-    values = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
-    return RaggedColumn(values[(int(bounds[0]) + first) * width :], np.diff(bounds), bounds[:-1] - bounds[0], width)
+        data = array.buffers()[2]
+        first = int(bounds[0])
+    values = np.empty(0, np.uint8)
+    if data is not None and data.size:
+        values = np.frombuffer(data, np.uint8)[first * width :]
+    return RaggedColumn(values, lengths=np.diff(bounds), starts=bounds[:-1] - bounds[0], width=width)
 
 
 def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
@@ -88,7 +94,9 @@ def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
 
 def _data_of(array: pa.Array) -> tuple[int, int] | None:
     """Return address and size of the buffer that has the array's values."""
-    data = (array.values if pa.types.is_nested(array.type) else array).buffers()[-1]
+    if pa.types.is_nested(array.type):
+        array = array.values
+    data = array.buffers()[-1]
     return None if data is None else (data.address, data.size)
 
 
@@ -103,7 +111,9 @@ def build_column(kind: pa.DataType, lengths: Ints, values: pa.Buffer, max_elemen
         raise pa.ArrowInvalid(f"a row of {lengths.max()} elements: a column of {kind} holds at most {max_elements}")
     if len(ends) == 0 or ends[-1] <= max_elements or _has_large_offsets(kind):
         return pa.chunked_array([_build_array(kind, lengths, values)])
-    chunks, first, width = [], 0, element_width(kind) or 0
+    width = element_width(kind) or 0
+    chunks = []
+    first = 0
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0
         last = max(first + 1, int(np.searchsorted(ends, before + max_elements, side="right")))
@@ -155,30 +165,37 @@ class CopyPlan:
         if mean < _SHORT:
             self._copy_by_index(source, target, width)
             return
-        ranges = (array * width for array in (self._sources, self._targets, self._lengths))
-        slices = zip(*(array.tolist() for array in ranges), strict=True)
+        slices = zip(
+            (self._sources * width).tolist(),
+            (self._targets * width).tolist(),
+            (self._lengths * width).tolist(),
+            strict=True,
+        )
         if mean >= _LONG:
             for start, place, size in slices:
                 target[place : place + size] = source[start : start + size]
         else:
             # numpy lets go of the interpreter's lock for each slice, and gets it back only when the thread that took
             # it is interrupted, up to 5 ms later; a memoryview keeps it.
-            writable, readable = target.data, source.data
+            writable = target.data
+            readable = source.data
             for start, place, size in slices:
                 writable[place : place + size] = readable[start : start + size]
 
     def _copy_by_index(self, source: Bytes, target: Bytes, width: int) -> None:
         """Copy with one index per element: a slice per row would cost more than the few bytes in it."""
-        aligned = width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0
-        unit, times = (width, 1) if aligned else (1, width)
+        unit = 1
+        if width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0:
+            unit = width
+        times = width // unit  # units of an element
         from_units = source[: len(source) // unit * unit].view(f"u{unit}")
         to_units = target[: len(target) // unit * unit].view(f"u{unit}")
         rows = max(1, _INDEX * len(self._lengths) // max(1, self.elements * times))  # so many at once: bounds the index
         for first in range(0, len(self._lengths), rows):
             batch = slice(first, first + rows)
-            sources, targets, lengths = (
-                array[batch] * times for array in (self._sources, self._targets, self._lengths)
-            )
+            lengths = self._lengths[batch] * times
+            sources = self._sources[batch] * times
+            targets = self._targets[batch] * times
             within = np.arange(lengths.sum()) - np.repeat(starts_of(lengths), lengths)
             to_units[within + np.repeat(targets, lengths)] = from_units[within + np.repeat(sources, lengths)]
 

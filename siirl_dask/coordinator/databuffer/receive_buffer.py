@@ -1,6 +1,6 @@
 """The receive buffer: the memory of a pull's result, laid out in its final order before any row arrives.
 
-Each row is then put into its place once, by whichever way it comes. Nothing is sorted or joined afterwards.
+Each row is then put into its place once, by whichever way it travels. Nothing is sorted or joined afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from siirl_dask.coordinator.databuffer.arena import Arena, Block, Segment
+from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSegment
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
 from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
@@ -29,7 +29,7 @@ _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The rows of a pull that come from one worker (see ``Origin``), and how long they are."""
+    """The rows of a pull that are fetched from one worker (see ``RowOrigin``), and how long they are."""
 
     source: str
     key: TransitionKey
@@ -44,35 +44,38 @@ class SourceRows:
     """Bytes of a row in the other columns, about."""
     domain: str
     """The source's ``shared_memory_domain``."""
-    here: Collection[str] = ()
-    """Variable-length columns whose values have come already."""
+    arrived: Collection[str] = ()
+    """Variable-length columns whose values are here already."""
 
     @property
     def wanted(self) -> list[str]:
-        """Variable-length columns that are still to come."""
-        return [name for name in self.lengths if name not in self.here]
+        """Variable-length columns that are still to be fetched."""
+        return [name for name in self.lengths if name not in self.arrived]
 
-    def select(self, rows: Ints, here: Collection[str] = ()) -> SourceRows:
-        """Return some of the rows, by index, of which the columns ``here`` have come."""
-        lengths = {name: lengths[rows] for name, lengths in self.lengths.items()}
-        positions, destinations = self.positions[rows], self.destinations[rows]
-        return replace(self, positions=positions, destinations=destinations, lengths=lengths, here=here)
+    def select(self, rows: Ints) -> SourceRows:
+        """Return some of the rows, by index."""
+        return replace(
+            self,
+            positions=self.positions[rows],
+            destinations=self.destinations[rows],
+            lengths={name: lengths[rows] for name, lengths in self.lengths.items()},
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowRequest:
     """The part of a source's rows that one request asks for."""
 
     rows: Ints
     """[rows] index into the source's rows."""
     columns: Sequence[str]
     others: bool
-    """True when the message carries the other columns as well."""
+    """True when the reply carries the other columns as well."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _GroupLayout:
     """The places of all rows of the result in the columns of an offset group, in elements."""
 
     lengths: Ints
@@ -83,15 +86,15 @@ class _Layout:
 @dataclass(frozen=True, slots=True)
 class _Column:
     width: int
-    layout: _Layout
-    block: Block
+    layout: _GroupLayout
+    block: ArenaBlock
 
 
 class ReceiveBuffer:
     """Memory for rows of ``schema``, from ``sources`` and ``shared``, which together have each row of the result once.
 
-    ``identity`` holds the columns that the statistics have told already, in the result's order. PeerError when the
-    lengths that sources told exceed the machine's memory.
+    ``identity`` holds the columns that are known from the statistics, in the result's order. PeerError when the lengths
+    that sources announced exceed the machine's memory.
     """
 
     def __init__(
@@ -122,7 +125,8 @@ class ReceiveBuffer:
         """Copy this worker's own rows to their places."""
         plans: dict[tuple[int, int], CopyPlan] = {}
         for name in rows.lengths:
-            column, (ragged, group) = self._columns[name], published.ragged_column(name)
+            column = self._columns[name]
+            ragged, group = published.ragged_column(name)
             key = (group, id(column.layout))
             if key not in plans:
                 plans[key] = published.copy_plan(group, rows.positions, column.layout.starts[rows.destinations])
@@ -131,11 +135,12 @@ class ReceiveBuffer:
 
     def copy_frames(self, rows: SourceRows, subset: Ints, frames: Mapping[str, Frame]) -> None:
         """Copy a subset of a source's rows to their places, from one frame a column. PeerError for other sizes than the
-        source has told.
+        source has announced.
         """
         plans: dict[int, CopyPlan] = {}
         for name, frame in frames.items():
-            column, lengths = self._columns[name], rows.lengths[name][subset]
+            column = self._columns[name]
+            lengths = rows.lengths[name][subset]
             key = id(column.layout)
             if key not in plans:
                 plans[key] = CopyPlan(starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths)
@@ -150,13 +155,14 @@ class ReceiveBuffer:
         return ids
 
     def copy_early(self, rows: SourceRows, batch: EarlyBatch) -> None:
-        """Copy those of a source's rows that came early to their places; others in the batch are another worker's.
+        """Copy those of a source's rows that arrived early to their places; others in the batch are another worker's.
 
-        PeerError where their lengths are not those that the source has told since.
+        PeerError where their lengths are not those that the source has announced since.
         """
         _, at, in_batch = np.intersect1d(self.row_ids(rows), batch.row_ids, assume_unique=True, return_indices=True)
         for name, frame in batch.frames.items():
-            column, lengths = self._columns[name], batch.lengths[name]
+            column = self._columns[name]
+            lengths = batch.lengths[name]
             if not np.array_equal(lengths[in_batch], rows.lengths[name][at]):
                 raise PeerError(f"worker {rows.source!r} sent rows of column {name!r} early with other lengths")
             places = column.layout.starts[rows.destinations[at]]
@@ -173,8 +179,8 @@ class ReceiveBuffer:
 
         None where memory cannot be shared.
         """
-        segments: list[Segment] = []
-        layouts: list[_Layout] = []
+        segments: list[SharedSegment] = []
+        layouts: list[_GroupLayout] = []
         columns = []
         for column in (self._columns[name] for name in rows.wanted):
             if column.block.segment not in segments:
@@ -191,36 +197,37 @@ class ReceiveBuffer:
     def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
         """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
         wanted = {name: rows.lengths[name] for name in rows.wanted}
-        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}  # once a group
+        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}  # once per offset group
         return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items())
 
-    def split_messages(self, rows: SourceRows, max_bytes: int) -> Iterator[Message]:
-        """Cut a source's rows into messages of at most ``max_bytes``; a larger row comes one column at a time."""
+    def split_into_requests(self, rows: SourceRows, max_bytes: int) -> Iterator[RowRequest]:
+        """Divide a source's rows into requests of at most ``max_bytes``; a larger row is fetched column by column."""
         sizes = {name: rows.lengths[name] * self._columns[name].width for name in rows.wanted}
         ends = np.cumsum(np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0))
         first = 0
         while first < len(rows.positions):
             before = int(ends[first - 1]) if first else 0
             last = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
-            subset, nbytes = np.arange(first, last), int(ends[last - 1]) - before
+            subset = np.arange(first, last)
+            nbytes = int(ends[last - 1]) - before
             if nbytes <= max_bytes or len(sizes) < 2:
-                yield Message(subset, list(sizes), True, nbytes)
+                yield RowRequest(rows=subset, columns=list(sizes), others=True, nbytes=nbytes)
             else:
                 for index, (name, size) in enumerate(sizes.items()):
-                    yield Message(subset, [name], index == 0, int(size[first]))
+                    yield RowRequest(rows=subset, columns=[name], others=index == 0, nbytes=int(size[first]))
             first = last
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of the other columns that have come."""
+        """Bytes of the other columns that have arrived."""
         return sum(table.nbytes for _, table in self._others)
 
-    def segments(self) -> set[Segment]:
+    def segments(self) -> set[SharedSegment]:
         """Return the segments that the result lies in."""
         return {column.block.segment for column in self._columns.values()}
 
     def discard(self) -> None:
-        """Drop the memory of a result that will not be. An exception's traceback may keep this object for long."""
+        """Drop the memory of a result that failed. An exception's traceback may keep this object for long."""
         self._columns.clear()
         self._others.clear()
 
@@ -228,59 +235,70 @@ class ReceiveBuffer:
         """Return the result over the memory, once all rows are there. ArrowException when they are no such table."""
         return pa.table([self._column(field.name, field.type) for field in self.schema], schema=self.schema)
 
-    def _lay_out(self) -> dict[str, _Layout]:
+    def _lay_out(self) -> dict[str, _GroupLayout]:
         """Return the layout of each variable-length column.
 
         Columns share a layout where every source has them in one offset group, which is where their arrays of lengths
         are the same objects (see ``RowLengths.select``).
         """
-        by_arrays: dict[tuple[int, ...], _Layout] = {}
+        by_arrays: dict[tuple[int, ...], _GroupLayout] = {}
         layouts = {}
         for name in self.schema.names:
-            having = [rows for rows in self._sources if name in rows.lengths]
-            key = tuple(id(rows.lengths[name]) for rows in having)
-            if having and key not in by_arrays:
+            sources = [rows for rows in self._sources if name in rows.lengths]
+            if not sources:
+                continue
+            key = tuple(id(rows.lengths[name]) for rows in sources)
+            if key not in by_arrays:
                 lengths = np.zeros(self._count, np.int64)  # 0 for rows that are shared, or have the column among others
-                for rows in having:
+                for rows in sources:
                     lengths[rows.destinations] = rows.lengths[name]
                 if lengths.sum(dtype=np.float64) > physical_memory():  # as floats: integers from a peer could overflow
                     raise PeerError(f"rows of column {name!r} are said to be longer than this machine's memory")
-                by_arrays[key] = _Layout(lengths, starts_of(lengths), int(lengths.sum()))
-            if having:
-                layouts[name] = by_arrays[key]
+                by_arrays[key] = _GroupLayout(lengths, starts_of(lengths), int(lengths.sum()))
+            layouts[name] = by_arrays[key]
         return layouts
 
     def _column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
-        """Return one column of the result. Its rows are in the buffer, came among other columns, or both: where a
-        column has nulls on some sources only.
+        """Return one column of the result. Its rows are in the buffer, or arrived among the other columns, or both:
+        where a column has nulls on some sources only.
         """
         if name in self._identity.column_names:
             return self._identity[name]
         column = self._columns.get(name)
-        buffered = (
-            build_column(kind, column.layout.lengths, column.block.buffer()) if column else pa.chunked_array([], kind)
-        )
+        if column is None:
+            buffered = pa.chunked_array([], kind)
+        else:
+            buffered = build_column(kind, column.layout.lengths, column.block.buffer())
         others = [(places, table[name]) for places, table in self._others if name in table.column_names]
         if any(name in rows.columns for rows in self._shared):
             return self._with_shared(name, kind, buffered, others)
         if not others:
             return buffered
-        index, end = np.arange(self._count), len(buffered)  # of each row of the result: its row in all chunks together
-        for places, _ in others:
+        chunks = list(buffered.chunks)
+        index = np.arange(self._count)  # of each row of the result: its row in all chunks together
+        end = len(buffered)
+        for places, rows in others:
+            chunks.extend(rows.chunks)
             index[places] = end + np.arange(len(places))
             end += len(places)
-        every = pa.chunked_array([*buffered.chunks, *(chunk for _, rows in others for chunk in rows.chunks)], kind)
-        every = every if np.array_equal(index, np.arange(len(every))) else every.take(pa.array(index))
-        return every.combine_chunks() if every.nbytes < _ONE_CHUNK else every
+        joined = pa.chunked_array(chunks, kind)
+        if not np.array_equal(index, np.arange(len(joined))):
+            joined = joined.take(pa.array(index))
+        if joined.nbytes >= _ONE_CHUNK:
+            return joined
+        return joined.combine_chunks()
 
     def _with_shared(
         self, name: str, kind: pa.DataType, buffered: pa.ChunkedArray, others: Sequence[tuple[Ints, pa.ChunkedArray]]
     ) -> pa.ChunkedArray:
-        """Return a column that some sources share: slices of theirs, of the buffer and of what came among others."""
-        having = [rows.destinations for rows in self._sources if name in rows.lengths]
-        pieces = [(places, places, buffered) for places in having]
-        pieces += [
-            (rows.destinations, rows.positions, rows.columns[name]) for rows in self._shared if name in rows.columns
-        ]
-        pieces += [(places, np.arange(len(places)), rows) for places, rows in others]
+        """Return a column that some sources share: slices of theirs, of the buffer and of the other columns."""
+        pieces: list[tuple[Ints, Ints, pa.ChunkedArray]] = []
+        for source in self._sources:
+            if name in source.lengths:
+                pieces.append((source.destinations, source.destinations, buffered))
+        for shared in self._shared:
+            if name in shared.columns:
+                pieces.append((shared.destinations, shared.positions, shared.columns[name]))
+        for places, rows in others:
+            pieces.append((places, np.arange(len(places)), rows))
         return concat_slices(pieces, kind)

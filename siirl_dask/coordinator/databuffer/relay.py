@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.row_lengths import Origin, RowLengths, pack_row_lengths, unpack_row_lengths
+from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, pack_row_lengths, unpack_row_lengths
 from siirl_dask.coordinator.layout.assignment import PullShare, row_statistics
 from siirl_dask.coordinator.layout.routes import routes_to
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
@@ -29,20 +29,21 @@ _MARK = "@"  # between the name of an edge or a part and the relay's index among
 
 
 class Relays:
-    """One worker's place among the relays of its host. Belongs to the event loop."""
+    """One worker's part among the relays of its host. Belongs to the event loop."""
 
     def __init__(
         self,
+        *,
         worker: str,
         hosts: Hosts,
         transport: Transport,
         puller: Puller,
         slot: Callable[[TransitionKey], asyncio.Future[Published]],
         offer: Callable[[TransitionKey, Published], Awaitable[None]],
-        max_lengths: int,
+        inline_lengths: int,
     ) -> None:
-        """``slot`` returns where a key's rows are published, ``offer`` publishes rows in shared memory; at most
-        ``max_lengths`` bytes of row lengths are told unasked.
+        """``slot`` returns where a key's rows are published, ``offer`` publishes rows in shared memory; row lengths of
+        more than ``inline_lengths`` bytes are sent only when they are asked for.
         """
         self._worker = worker
         self._hosts = hosts
@@ -50,29 +51,44 @@ class Relays:
         self._puller = puller
         self._slot = slot
         self._offer = offer
-        self._max_lengths = max_lengths
+        self._inline_lengths = inline_lengths
         self._acking: set[asyncio.Task[None]] = set()
 
     async def origins(
         self, edge: Edge, key: TransitionKey, share: PullShare, row_lengths: Mapping[int, RowLengths], *, part: bool
-    ) -> list[Origin]:
+    ) -> list[RowOrigin]:
         """Return where this worker takes the rows of its share from, once its relays have them.
 
         ``part``: the rows are a part of a table, whose sources wait for its acks.
         """
-        routes, near, far = routes_to(self._worker, edge, self._hosts), list[Origin](), dict[int, list[Origin]]()
+        routes = routes_to(self._worker, edge, self._hosts)
+        direct: list[RowOrigin] = []
+        by_relay: dict[int, list[RowOrigin]] = {}
         for source, positions in share.positions.items():
-            origin = Origin(edge.sources[source], key, positions, share.destinations[source], row_lengths.get(source))
-            far.setdefault(routes.relays[source], []).append(origin) if source in routes.relays else near.append(origin)
-        passed = (
-            self._relayed(edge, key, routes.targets, index, origins, share.identity, part=part)
-            for index, origins in far.items()
+            origin = RowOrigin(
+                worker=edge.sources[source],
+                key=key,
+                positions=positions,
+                destinations=share.destinations[source],
+                lengths=row_lengths.get(source),
+            )
+            if source in routes.relays:
+                by_relay.setdefault(routes.relays[source], []).append(origin)
+            else:
+                direct.append(origin)
+        relayed = await gather_or_cancel(
+            *(
+                self._relayed(
+                    edge, key, origins, targets=routes.targets, index=index, identity=share.identity, part=part
+                )
+                for index, origins in by_relay.items()
+            )
         )
-        return [*near, *await gather_or_cancel(*passed)]
+        return [*direct, *relayed]
 
     def answer(self, published: Published) -> Reply:
-        """Tell a target of this host how long the rows are that this worker passes on."""
-        headers, frames = pack_row_lengths([published.row_lengths(0, self._max_lengths)])
+        """Send a target of this host the lengths of the rows that this worker passes on."""
+        headers, frames = pack_row_lengths([published.row_lengths(0, self._inline_lengths)])
         return Reply({"row_lengths": headers}, frames)
 
     def close(self) -> None:
@@ -83,35 +99,52 @@ class Relays:
         self,
         edge: Edge,
         key: TransitionKey,
+        origins: Sequence[RowOrigin],
+        *,
         targets: Sequence[str],
         index: int,
-        origins: Sequence[Origin],
         identity: pa.Table,
-        *,
         part: bool,
-    ) -> Origin:
-        """Return one relay's rows as an origin; it passes them on in the order of the result."""
+    ) -> RowOrigin:
+        """Return the rows of ``origins`` as those of one relay, number ``index`` of ``targets`` on this host.
+
+        It passes them on in the order of the result.
+        """
         destinations = np.sort(np.concatenate([origin.destinations for origin in origins]))
-        relayed, relay = replace(key, edge=f"{key.edge}{_MARK}{index}"), targets[index]
+        relayed = replace(key, edge=f"{key.edge}{_MARK}{index}")
+        relay = targets[index]
         if relay == self._worker:
-            renumbered = [replace(o, destinations=np.searchsorted(destinations, o.destinations)) for o in origins]
-            await self._pass_on(edge, relayed, renumbered, identity.take(destinations), len(targets), part=part)
+            renumbered = [
+                replace(origin, destinations=np.searchsorted(destinations, origin.destinations)) for origin in origins
+            ]
+            await self._pass_on(
+                edge, relayed, renumbered, identity=identity.take(destinations), takers=len(targets), part=part
+            )
             reply = self.answer(self._slot(relayed).result())
         else:
             reply = await self._transport.request(relay, Request(Op.PASSED_ON, relayed))
         lengths = unpack_row_lengths(reply.header.get("row_lengths"), reply.frames, 1, edge.schema).get(0)
-        return Origin(relay, relayed, np.arange(len(destinations)), destinations, lengths)
+        positions = np.arange(len(destinations))
+        return RowOrigin(worker=relay, key=relayed, positions=positions, destinations=destinations, lengths=lengths)
 
     async def _pass_on(
-        self, edge: Edge, key: TransitionKey, origins: Sequence[Origin], identity: pa.Table, takers: int, *, part: bool
+        self,
+        edge: Edge,
+        key: TransitionKey,
+        origins: Sequence[RowOrigin],
+        *,
+        identity: pa.Table,
+        takers: int,
+        part: bool,
     ) -> None:
         """Pull rows over the link and publish them for this host. A failure reaches those who wait for them."""
         try:
             table = await self._puller.pull(edge, origins, identity, ack=False)
-            published = Published(row_statistics(table, 0), table, table.num_rows * takers)
+            published = Published(row_statistics(table, 0), table, unacked=table.num_rows * takers)
             await self._offer(key, published)
         except SiirlError as error:
-            if not (slot := self._slot(key)).done():
+            slot = self._slot(key)
+            if not slot.done():
                 slot.set_exception(error)
                 slot.exception()  # marks it as seen: perhaps nobody waits
             raise
@@ -119,7 +152,7 @@ class Relays:
         self._acking.add(acking)
         acking.add_done_callback(self._acking.discard)
 
-    async def _ack(self, origins: Sequence[Origin], published: Published | None) -> None:
+    async def _ack(self, origins: Sequence[RowOrigin], published: Published | None) -> None:
         """Ack the rows of all origins, once those that were published of them are acked by this host's targets."""
         if published is not None:
             await published.all_acked.wait()
@@ -132,4 +165,6 @@ class Relays:
 def relay_of(name: str) -> tuple[str, int | None]:
     """Return the name of an edge or a part without a relay's index, and that index; None where it has none."""
     bare, mark, index = name.rpartition(_MARK)
-    return (bare, int(index)) if mark and index.isdecimal() and index == str(int(index[:9])) else (name, None)
+    if mark and index.isdecimal() and index == str(int(index[:9])):
+        return bare, int(index)
+    return name, None

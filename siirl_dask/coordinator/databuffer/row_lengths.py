@@ -1,7 +1,7 @@
-"""Row lengths: all that a target must know of a source's rows to lay out its result before their bytes come.
+"""Row lengths: all that a target must know of a source's rows to lay out its result before their bytes arrive.
 
 Columns share offset groups (prompts; responses and whatever is known of each of their tokens), so this is small. It
-travels with an edge's statistics where there are few rows, and is asked for otherwise.
+travels with an edge's statistics where there are few rows, and is requested otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 
 MAX_ROW_ELEMENTS = 2**48
-"""A peer that tells of a longer row is refused."""
+"""A peer that announces a longer row is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RowLengths:
     def select(self, positions: Ints) -> dict[str, Ints]:
         """Return the lengths, by column, of the rows at ``positions``. PeerError when the source published fewer.
 
-        Columns of one group get the same array object: ``receive_buffer`` tells groups apart by that.
+        Columns of one group get the same array object: ``receive_buffer`` recognizes groups by that.
         """
         assert self.group_lengths is not None
         if any(len(lengths) <= positions.max(initial=-1) for lengths in self.group_lengths):
@@ -59,15 +59,19 @@ class RowLengths:
         return {name: selected[group] for name, group in self.offset_groups.items()}
 
     def pack(self) -> tuple[list[Any], list[Frame]]:
-        count = -1 if self.group_lengths is None else len(self.group_lengths)
-        shared = self.shared_table and self.shared_table.pack()
+        count = -1
+        frames: list[Frame] = []
+        if self.group_lengths is not None:
+            count = len(self.group_lengths)
+            frames = [pack_ints(lengths) for lengths in self.group_lengths]
+        shared = None if self.shared_table is None else self.shared_table.pack()
         header = [self.source, self.domain, self.other_row_bytes, dict(self.offset_groups), count, shared]
-        return header, [pack_ints(lengths) for lengths in self.group_lengths or ()]
+        return header, frames
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Rows of a pull that come from one worker: from a source, or from a target of this host that passes rows on."""
+class RowOrigin:
+    """Rows of a pull that one worker has: a source, or a target of this host that passes rows on."""
 
     worker: str
     key: TransitionKey
@@ -77,7 +81,7 @@ class Origin:
     destinations: Ints
     """[rows] index of the same rows in the result."""
     lengths: RowLengths | None
-    """Lengths of all that it published; None where it told none."""
+    """Lengths of all that it published; None where it announced none."""
 
 
 def other_columns_schema(schema: pa.Schema, ragged: Collection[str]) -> pa.Schema:
@@ -99,11 +103,18 @@ def unpack_row_lengths(
                 and -1 <= count <= len(unread)
                 and _fit_schema(groups, count, schema)
             ):
-                told, unread = unread[: max(count, 0)], unread[max(count, 0) :]
-                lengths = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40) for frame in told]
-                shared_table = unpack_shared_table(shared)
-                known = None if count < 0 else lengths
-                by_source[source] = RowLengths(source, domain, row_bytes, groups, known, shared_table)
+                lengths = None
+                if count >= 0:
+                    lengths = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40) for frame in unread[:count]]
+                    unread = unread[count:]
+                by_source[source] = RowLengths(
+                    source=source,
+                    domain=domain,
+                    other_row_bytes=row_bytes,
+                    offset_groups=groups,
+                    group_lengths=lengths,
+                    shared_table=unpack_shared_table(shared),
+                )
             case _:
                 raise PeerError(f"received {str(header)[:120]!r} for the lengths of rows of {schema.names}")
     if unread:
@@ -112,11 +123,14 @@ def unpack_row_lengths(
 
 
 def _fit_schema(groups: Mapping[Any, Any], count: int, schema: pa.Schema) -> bool:
-    """Check that the columns are known, of variable-length types, each in one of ``count`` groups (-1: any)."""
+    """Return whether the columns are known, of variable-length types, each in one of ``count`` groups (-1: any)."""
     names = set(schema.names)
-    ragged = (name in names and element_width(schema.field(name).type) is not None for name in groups)
-    numbers = groups.values()
-    return all(ragged) and all(isinstance(n, int) and n >= 0 and (count < 0 or n < count) for n in numbers)
+    for name, group in groups.items():
+        if name not in names or element_width(schema.field(name).type) is None:
+            return False
+        if not isinstance(group, int) or group < 0 or 0 <= count <= group:
+            return False
+    return True
 
 
 def pack_row_lengths(row_lengths: Iterable[RowLengths]) -> tuple[list[Any], list[Frame]]:

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
@@ -32,32 +33,34 @@ class RowServer:
     async def fetch(self, published: Published, positions: Ints, body: Mapping[str, Any]) -> Reply:
         """Write the rows at ``positions`` into the asker's memory, or return them in frames if it names no target.
 
-        Other columns always come in frames, of as many rows as fit into a message; the reply says how many, and the
-        asker asks for the rest. PeerError for columns that there are not, and for more bytes than a message has.
+        Other columns always travel in frames, of as many rows as fit into a message; the reply says how many, and the
+        asker asks for the rest. PeerError for unknown columns, and for more bytes than a message has.
         """
-        columns, target = body.get("columns"), body.get("target")
+        columns = body.get("columns")
+        target = body.get("target")
         known = published.ragged_columns()
         if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
             raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
         with_others = positions if body.get("others") else positions[:0]
+        size = min(self._message_bytes, len(with_others) * published.other_row_bytes)
         others, frames, count = await self._copy_threads.run(
-            min(self._message_bytes, len(with_others) * published.other_row_bytes),
-            published.pack_other_columns,
-            with_others,
-            self._message_bytes,
+            size, published.pack_other_columns, with_others, self._message_bytes
         )
-        positions = positions[: count or len(positions)]
+        if count:
+            positions = positions[:count]
         header = {"rows": len(positions), "others": others, "split": len(frames)}
         size = published.ragged_bytes(positions, columns)
         if target is not None:
             try:
-                await self._copy_threads.run(size, published.write_rows, positions, columns, target, self._attachments)
+                write = partial(published.write_rows, positions, columns, target, self._attachments)
+                await self._copy_threads.run(size, write)
             except CannotMap as error:
                 return Reply({"cannot map": str(error)})
             return Reply(header | {"written": size}, frames)
         if size > self._message_bytes and len(positions) > 1:
             raise PeerError(f"asked for {size} bytes at once: expected at most {self._message_bytes}")
-        return Reply(header, [*frames, *await self._copy_out(published, positions, columns, size)])
+        row_frames = await self._copy_out(published, positions, columns, size)
+        return Reply(header, [*frames, *row_frames])
 
     def close(self) -> None:
         self._attachments.clear()

@@ -15,7 +15,7 @@ from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.planner import Edge, Hosts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
     """One worker's shares of all edges. Belongs to the event loop."""
 
@@ -28,9 +28,11 @@ class Shares:
     async def rows(
         self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
     ) -> tuple[PullShare, Mapping[int, RowLengths]]:
-        """Return this worker's rows, and the row lengths that came with the statistics."""
+        """Return this worker's rows, and the row lengths that arrived with the statistics."""
         share, lengths = await self._of(edge, key, guide, guide_key)
-        return share.share if isinstance(share, GroupShare) else share, lengths
+        if isinstance(share, GroupShare):
+            share = share.share
+        return share, lengths
 
     async def groups(
         self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
@@ -43,16 +45,29 @@ class Shares:
     async def _of(
         self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
     ) -> tuple[PullShare | GroupShare, Mapping[int, RowLengths]]:
-        guiding = await self.statistics.gather(guide, guide_key)
-        same = edge.name == guide.name
-        moving = guiding if same else await self.statistics.gather(edge, key)
+        of_guide = await self.statistics.gather(guide, guide_key)
+        of_edge = of_guide
+        if edge.name != guide.name:
+            of_edge = await self.statistics.gather(edge, key)
 
         def assign() -> PullShare | GroupShare:
-            guide_rows = EdgeStatistics.from_rows(guiding.statistics)
-            replicas = len(edge.sources) > 1 and bool(self.hosts)
-            near = near_sources(self.worker, edge, self.hosts) if replicas else None
-            edge_rows = guide_rows if same and near is None else EdgeStatistics.from_rows(moving.statistics, near)
-            of_edge = group_share if edge.by_group else pull_share
-            return of_edge(edge, self.worker, guide, guide_rows, edge_rows, self.quadratic_from, self.hosts)
+            near = None
+            if len(edge.sources) > 1 and self.hosts:  # several sources may have the same row
+                near = near_sources(self.worker, edge, self.hosts)
+            guide_rows = EdgeStatistics.from_rows(of_guide.statistics)
+            edge_rows = guide_rows
+            if of_edge is not of_guide or near is not None:
+                edge_rows = EdgeStatistics.from_rows(of_edge.statistics, near)
+            compute = group_share if edge.by_group else pull_share
+            return compute(
+                edge=edge,
+                worker=self.worker,
+                guide=guide,
+                guide_rows=guide_rows,
+                edge_rows=edge_rows,
+                quadratic_from=self.quadratic_from,
+                hosts=self.hosts,
+            )
 
-        return await self.copy_threads.run(guiding.statistics.nbytes, assign), moving.row_lengths
+        share = await self.copy_threads.run(of_guide.statistics.nbytes, assign)
+        return share, of_edge.row_lengths

@@ -10,15 +10,15 @@ from siirl_dask.coordinator.transport.messages import TransitionKey
 from siirl_dask.errors import Aborted
 
 
-class Slots:
-    """One slot a key, made by whoever comes first, the publisher or a peer that waits for it."""
+class PublishedSlots:
+    """One slot a key, made for whoever is first, the publisher or a peer that waits for it."""
 
     def __init__(self) -> None:
         self._slots: dict[TransitionKey, asyncio.Future[Published]] = {}
         self.aborted: str | None = None
 
     def slot(self, key: TransitionKey) -> asyncio.Future[Published]:
-        """Return the slot of a key."""
+        """Return the slot of a key, made if it is not there yet."""
         if key not in self._slots:
             self._slots[key] = asyncio.get_running_loop().create_future()
             if self.aborted is not None:
@@ -31,11 +31,16 @@ class Slots:
 
     def find(self, key: TransitionKey) -> Published | None:
         """Return what is published under a key; None before that, and after an abort."""
-        return _result(self._slots[key]) if key in self._slots else None
+        if key not in self._slots:
+            return None
+        return _result(self._slots[key])
 
     def all_published(self) -> Iterator[Published]:
-        """Give everything that is published and not forgotten."""
-        return (published for slot in self._slots.values() if (published := _result(slot)) is not None)
+        """Yield everything that is published and not forgotten."""
+        for slot in self._slots.values():
+            published = _result(slot)
+            if published is not None:
+                yield published
 
     def forget(self, before: int) -> None:
         """Drop the slots of iterations before sequence number ``before``, but for tables that peers still read."""
@@ -64,4 +69,6 @@ class Slots:
 
 def _result(slot: asyncio.Future[Published]) -> Published | None:
     """Return what a slot holds; None before anything is published, and after an abort."""
-    return slot.result() if slot.done() and not slot.cancelled() and slot.exception() is None else None
+    if not slot.done() or slot.cancelled() or slot.exception() is not None:
+        return None
+    return slot.result()

@@ -1,4 +1,4 @@
-"""Counts the bytes of rows that come to a worker, by the way they come."""
+"""Counts the bytes of rows that a worker receives, by the way they travel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from siirl_dask.planner.hosts import host_of
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of rows that came from other workers since the start, by the way they came and by the worker."""
+    """Bytes of rows received from other workers since the start, by the way they travelled and by the worker."""
 
     worker: str
     """Worker that counts them."""
@@ -19,10 +19,10 @@ class Traffic:
     messages: int = 0
     shared_memory: int = 0
     early: int = 0
-    """Bytes that had come before their table was whole and were not fetched again."""
+    """Bytes that had arrived before their table was whole and were not fetched again."""
     by_worker: Counter[str] = field(default_factory=Counter)
     shared_by_worker: Counter[str] = field(default_factory=Counter)
-    """The part of them that came through shared memory."""
+    """The part of them that travelled through shared memory."""
 
     @property
     def total(self) -> int:
@@ -30,7 +30,7 @@ class Traffic:
 
     @property
     def between_hosts(self) -> int:
-        """Bytes of rows that came from workers of other hosts."""
+        """Bytes of rows received from workers of other hosts."""
         here = host_of(self.worker, self.hosts)
         return sum(count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
+    HostsOfRows,
     Ints,
-    Places,
     balance,
     balance_groups,
     balance_in_place,
@@ -48,9 +48,10 @@ def row_statistics(table: pa.Table, source: int) -> RowStatistics:
     DataError where a column that they are read from has nulls.
     """
     statistics = np.empty(table.num_rows, STATISTICS)
-    known = [ROW_ID, GROUP_ID, TOKENS, *([MINIBATCH] if MINIBATCH in table.column_names else [])]
     statistics[MINIBATCH] = 0
-    for name in known:
+    for name in (ROW_ID, GROUP_ID, TOKENS, MINIBATCH):
+        if name == MINIBATCH and name not in table.column_names:
+            continue
         if table[name].null_count:
             raise DataError(f"column {name!r} has nulls: every row must have one")
         statistics[name] = table[name].to_numpy()
@@ -93,11 +94,21 @@ class EdgeStatistics:
 
         Of a row that several sources hold, one in ``near``, [sources], is listed where there is any.
         """
-        far = np.zeros(len(statistics), np.bool_) if near is None else ~near[statistics[_SOURCE]]
-        order = np.lexsort((statistics[_SOURCE], far, statistics[ROW_ID]))
-        ids = statistics[ROW_ID][order]
-        order = order[np.concatenate(([True], ids[1:] != ids[:-1]))] if len(ids) else order
-        return EdgeStatistics(*(statistics[name][order].astype(np.int64) for name in STATISTICS.names or ()))
+        sources = statistics[_SOURCE]
+        far = np.zeros(len(statistics), np.bool_) if near is None else ~near[sources]
+        order = np.lexsort((sources, far, statistics[ROW_ID]))
+        if len(order):
+            ids = statistics[ROW_ID][order]
+            is_first = np.concatenate(([True], ids[1:] != ids[:-1]))
+            order = order[is_first]
+        return EdgeStatistics(
+            row_ids=statistics[ROW_ID][order].astype(np.int64),
+            groups=statistics[GROUP_ID][order].astype(np.int64),
+            tokens=statistics[TOKENS][order].astype(np.int64),
+            minibatches=statistics[MINIBATCH][order].astype(np.int64),
+            sources=sources[order].astype(np.int64),
+            positions=statistics[_POSITION][order].astype(np.int64),
+        )
 
 
 def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hosts: Hosts | None = None) -> Ints:
@@ -107,21 +118,21 @@ def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hos
     they are on several.
     """
     owners = len(edge.targets)
-    costs, homes = row_costs(rows.tokens, quadratic_from), _homes(edge, rows)
-    places = _places(edge, rows, hosts) if hosts else None
-    if preferred := prefers(edge, hosts or {}):
-        homes = preferred_targets(rows.groups, rows.sources, edge)
+    costs = row_costs(rows.tokens, quadratic_from)
+    hosts_of_rows = _hosts_of_rows(edge, rows, hosts) if hosts else None
+    preferred = prefers(edge, hosts or {})
+    homes = preferred_targets(rows.groups, rows.sources, edge) if preferred else _homes(edge, rows)
     match edge.rows:
         case Rows.GROUPED:
-            return balance_groups(costs, rows.groups, owners, homes, places)
+            return balance_groups(costs, rows.groups, owners, homes, hosts_of_rows)
         case Rows.BALANCED if edge.by_minibatch:
-            return balance_minibatches(costs, rows.minibatches, owners, homes, places)
+            return balance_minibatches(costs, rows.minibatches, owners, homes, hosts_of_rows)
         case Rows.BALANCED:
-            return balance_in_place(costs, owners, homes, places)
+            return balance_in_place(costs, owners, homes, hosts_of_rows)
         case Rows.ANYWHERE if preferred:
             return balance_in_place(costs, owners, homes)
         case Rows.ANYWHERE:
-            return _stay_or_spread(costs, owners, homes, places)
+            return _stay_or_spread(costs, owners, homes, hosts_of_rows)
     raise AssertionError(f"{edge.rows} rows have no single owner")
 
 
@@ -132,30 +143,34 @@ def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
     return of_source[rows.sources]
 
 
-def _places(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> Places | None:
+def _hosts_of_rows(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> HostsOfRows | None:
     """Return the hosts of targets and rows; None where no choice of a target keeps more rows on their host.
 
     Where no two workers share a host, a row's home says as much, and the owners are those of a run on one host.
     """
     workers = {*edge.targets, *edge.sources}
-    targets, sources = ([host_of(worker, hosts) for worker in side] for side in (edge.targets, edge.sources))
+    targets = [host_of(worker, hosts) for worker in edge.targets]
+    sources = [host_of(worker, hosts) for worker in edge.sources]
     if len({*targets}) == 1 or {*targets}.isdisjoint(sources) or len({*targets, *sources}) == len(workers):
         return None
     number = {host: index for index, host in enumerate(dict.fromkeys((*targets, *sources)))}
-    numbers = (np.array([number[host] for host in given], dtype=np.int64) for given in (targets, sources))
-    owners, of_source = numbers
-    return Places(owners, of_source[rows.sources])
+    of_source = np.array([number[host] for host in sources], dtype=np.int64)
+    return HostsOfRows(
+        owners=np.array([number[host] for host in targets], dtype=np.int64),
+        items=of_source[rows.sources],
+    )
 
 
-def _stay_or_spread(costs: Ints, owners: int, homes: Ints, places: Places | None) -> Ints:
-    """Leave rows where their source is a target, and give the others to the least loaded."""
-    owner, away = homes.copy(), homes == NOWHERE
+def _stay_or_spread(costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None) -> Ints:
+    """Leave rows where their source is a target, and assign the others to the least loaded."""
+    owner = homes.copy()
+    away = homes == NOWHERE
     loads = np.zeros(owners, dtype=np.int64)
     np.add.at(loads, homes[~away], costs[~away])
-    if places is None:
+    if hosts is None:
         owner[away] = balance(costs[away], owners, loads)
     else:
-        owner[away] = balance_near(costs[away], owners, places.select(away), loads)
+        owner[away] = balance_near(costs[away], owners, hosts.select(away), loads)
     return owner
 
 
@@ -170,7 +185,7 @@ class PullShare:
     destinations: dict[int, Ints]
     """[rows of a source] the index of the same rows in ``row_ids``, and so in the result."""
     identity: pa.Table
-    """The columns that the statistics tell of the rows, in their order; these need not travel again."""
+    """The columns of the rows that are known from the statistics, in their order; these need not travel again."""
 
     @staticmethod
     def of(rows: EdgeStatistics, index: Ints) -> PullShare:
@@ -203,8 +218,10 @@ def pull_share(
         row_ids = guide_rows.row_ids[owner == edge.targets.index(worker)]
     index = np.searchsorted(edge_rows.row_ids, row_ids)
     inside = index < len(edge_rows.row_ids)
-    if not inside.all() or not np.array_equal(edge_rows.row_ids[index], row_ids):
-        missing = row_ids[~inside] if not inside.all() else row_ids[edge_rows.row_ids[index] != row_ids]
+    missing = row_ids[~inside]
+    if inside.all():
+        missing = row_ids[edge_rows.row_ids[index] != row_ids]
+    if len(missing):
         raise PeerError(
             f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of {edge.source!r} "
             f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"

@@ -26,19 +26,19 @@ _PAIRS = 2**23  # pairs of items that are looked at for swaps: tens of milliseco
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Hosts of owners and of items, by number, where there are several."""
+class HostsOfRows:
+    """Hosts of owners and of items (rows, or groups of them), by number, where there are several."""
 
     owners: Ints
     """[owners]"""
     items: Ints
     """[N]"""
 
-    def select(self, items: Ints | NDArray[np.bool_]) -> Places:
-        """Return the places of some of the items."""
-        return Places(self.owners, self.items[items])
+    def select(self, items: Ints | NDArray[np.bool_]) -> HostsOfRows:
+        """Return the hosts of some of the items."""
+        return HostsOfRows(self.owners, self.items[items])
 
-    def leaving(self, costs: Ints, owner: Ints) -> int:
+    def leaving_cost(self, costs: Ints, owner: Ints) -> int:
         """Return the cost of the items that go to an owner on another host."""
         return int(costs[self.owners[owner] != self.items].sum())
 
@@ -71,77 +71,91 @@ def balance(costs: Sequence[int] | Ints, owners: int, loads: Sequence[int] | Int
     return with_longest_alone if _sums(costs, with_longest_alone, carried).max() < fullest else owner
 
 
-def balance_near(costs: Ints, owners: int, places: Places, loads: Ints) -> Ints:
+def balance_near(costs: Ints, owners: int, hosts: HostsOfRows, loads: Ints) -> Ints:
     """Return the same as ``balance``, or where fewer leave their host then, an answer whose fullest owner has no more.
 
     [N] -> [N]; ``loads`` [owners] is what the owners carry already.
     """
-    anew = balance(costs, owners, loads)
-    limit = max(int(_sums(costs, anew, loads).max()), _enough(costs, loads))
-    near = _swap(costs, _near_first(costs, loads, places, limit), loads, limit)
-    fits = _sums(costs, near, loads).max() <= limit
-    return near if fits and places.leaving(costs, near) < places.leaving(costs, anew) else anew
+    spread = balance(costs, owners, loads)
+    limit = max(int(_sums(costs, spread, loads).max()), _enough(costs, loads))
+    near = _swap(costs, _near_first(costs, loads, hosts, limit), loads, limit)
+    if _sums(costs, near, loads).max() > limit:
+        return spread
+    return _less_leaving(costs, spread, near, hosts)
 
 
-def balance_in_place(costs: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
+def balance_in_place(costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None) -> Ints:
     """Return the owner of each item, its home where possible. [N] -> [N]; a home of NOWHERE is none.
 
-    The fullest owner has no more than under ``balance``, or 1.02 of the mean. Given its own answer as homes, this gives
-    the same answer again: rows that were balanced once do not move at the next edge. With ``places``, of two such
-    answers the one is taken of which less leaves its host.
+    The fullest owner has no more than under ``balance``, or 1.02 of the mean. With its own answer as homes, this
+    returns the same answer again: rows that were balanced once do not move at the next edge. With ``hosts``, of two
+    such answers the one is taken of which less leaves its host.
     """
-    anew, nothing = balance(costs, owners), np.zeros(owners, np.int64)
+    spread = balance(costs, owners)
     nowhere = bool((homes == NOWHERE).all())
-    if nowhere and places is None:
-        return anew
-    limit = max(int(_sums(costs, anew, nothing).max()), _enough(costs, nothing))
+    if nowhere and hosts is None:
+        return spread
+    nothing = np.zeros(owners, np.int64)
+    limit = max(int(_sums(costs, spread, nothing).max()), _enough(costs, nothing))
     owner = np.where(_stays(costs, owners, homes, limit), homes, NOWHERE)
-    in_place = anew if nowhere else _filled(costs, owners, owner, limit, None)
+    in_place = spread if nowhere else _filled(costs, owners, owner, limit, None)
     if in_place is None:
-        in_place = _rename_owners(costs, owners, homes, anew)
-    near = _filled(costs, owners, owner, limit, places) if places is not None else None
-    if places is None or near is None:
+        in_place = _rename_owners(costs, owners, homes, spread)
+    if hosts is None:
         return in_place
-    return near if places.leaving(costs, near) < places.leaving(costs, in_place) else in_place
+    near = _filled(costs, owners, owner, limit, hosts)
+    if near is None:
+        return in_place
+    return _less_leaving(costs, in_place, near, hosts)
 
 
-def _filled(costs: Ints, owners: int, owner: Ints, limit: int, places: Places | None) -> Ints | None:
+def _less_leaving(costs: Ints, owner: Ints, near: Ints, hosts: HostsOfRows) -> Ints:
+    """Return ``near`` if less leaves its host there than with ``owner``, and ``owner`` otherwise."""
+    return near if hosts.leaving_cost(costs, near) < hosts.leaving_cost(costs, owner) else owner
+
+
+def _filled(costs: Ints, owners: int, owner: Ints, limit: int, hosts: HostsOfRows | None) -> Ints | None:
     """Return owners for those items too that have none yet; None if the fullest would have more than ``limit``."""
-    owner, nothing = owner.copy(), np.zeros(owners, np.int64)
+    owner = owner.copy()
+    nothing = np.zeros(owners, np.int64)
     moving = owner == NOWHERE
     if moving.any():
-        loads, part = _sums(costs[~moving], owner[~moving], nothing), costs[moving]
-        spread = balance(part, owners, loads)
-        owner[moving] = spread if places is None else _near_first(part, loads, places.select(moving), limit)
+        loads = _sums(costs[~moving], owner[~moving], nothing)
+        if hosts is None:
+            owner[moving] = balance(costs[moving], owners, loads)
+        else:
+            owner[moving] = _near_first(costs[moving], loads, hosts.select(moving), limit)
     owner = _swap(costs, owner, nothing, limit)
     return owner if _sums(costs, owner, nothing).max() <= limit else None
 
 
-def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
+def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None) -> Ints:
     """Return the owner of each row such that the rows of a group stay together. [N] -> [N].
 
     A group's home is where most of its cost lies, and so is its host.
     """
     names, group_of = np.unique(groups, return_inverse=True)
     totals = _sums(costs, group_of, np.zeros(len(names), np.int64))
-    home = _most(costs, group_of, len(names), owners, homes)
+    home = _costliest(costs, group_of, len(names), homes, owners)
     in_place = balance_in_place(totals, owners, home)[group_of]
-    if places is None:
+    if hosts is None:
         return in_place
-    hosts = _most(costs, group_of, len(names), int(places.items.max(initial=0)) + 1, places.items)
-    near = balance_in_place(totals, owners, home, Places(places.owners, hosts))[group_of]
-    return near if places.leaving(costs, near) < places.leaving(costs, in_place) else in_place
+    host = _costliest(costs, group_of, len(names), hosts.items, int(hosts.items.max(initial=0)) + 1)
+    near = balance_in_place(totals, owners, home, HostsOfRows(hosts.owners, host))[group_of]
+    return _less_leaving(costs, in_place, near, hosts)
 
 
-def _most(costs: Ints, group_of: Ints, groups: int, places: int, place_of: Ints) -> Ints:
+def _costliest(costs: Ints, group_of: Ints, groups: int, place_of: Ints, places: int) -> Ints:
     """Return the place where most of each group's cost lies, [groups]; NOWHERE for a group that is at none."""
-    most = np.full(groups, NOWHERE, dtype=np.int64)
-    for pair in _pairs_by_cost(costs, group_of, places, place_of)[::-1]:  # the place with most comes last: overwrites
-        most[pair // places] = pair % places
-    return most
+    costliest = np.full(groups, NOWHERE, dtype=np.int64)
+    for pair in _pairs_by_cost(costs, group_of, places, place_of)[::-1]:  # the costliest place is last: it overwrites
+        costliest[pair // places] = pair % places
+    return costliest
 
 
-def balance_minibatches(costs: Ints, minibatches: Ints, owners: int, homes: Ints, places: Places | None = None) -> Ints:
+def balance_minibatches(
+    costs: Ints, minibatches: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+) -> Ints:
     """Return the owner of each row, each mini-batch balanced by itself: workers wait for each other after every one.
 
     [N] -> [N].
@@ -149,7 +163,8 @@ def balance_minibatches(costs: Ints, minibatches: Ints, owners: int, homes: Ints
     owner = np.empty(len(costs), dtype=np.int64)
     for minibatch in np.unique(minibatches):
         rows = np.flatnonzero(minibatches == minibatch)
-        owner[rows] = balance_in_place(costs[rows], owners, homes[rows], places and places.select(rows))
+        hosts_of_rows = None if hosts is None else hosts.select(rows)
+        owner[rows] = balance_in_place(costs[rows], owners, homes[rows], hosts_of_rows)
     return owner
 
 
@@ -184,23 +199,25 @@ def _longest_first(costs: Ints, carried: Ints, alone: int = 0) -> Ints:
     return owner
 
 
-def _near_first(costs: Ints, carried: Ints, places: Places, limit: int) -> Ints:
+def _near_first(costs: Ints, carried: Ints, hosts: HostsOfRows, limit: int) -> Ints:
     """Return the owner of each item: longest first, to the least loaded on its host, if that has no more than ``limit``
     then; the rest to the least loaded of all.
     """
-    owners, loads = len(carried), carried.copy()
+    owners = len(carried)
+    loads = carried.copy()
     unit = (len(costs) + 1) * owners  # as in ``_longest_first``
     heaps: dict[int, list[int]] = {}
-    for owner, (host, load) in enumerate(zip(places.owners.tolist(), carried.tolist(), strict=True)):
+    for owner, (host, load) in enumerate(zip(hosts.owners.tolist(), carried.tolist(), strict=True)):
         heaps.setdefault(host, []).append(load * unit + owner)
     for heap in heaps.values():
         heapify(heap)
     order = np.argsort(-costs, kind="stable")
     chosen = np.full(len(costs), NOWHERE, dtype=np.int64)
-    for item, cost, host in zip(order.tolist(), costs[order].tolist(), places.items[order].tolist(), strict=True):
+    for item, cost, host in zip(order.tolist(), costs[order].tolist(), hosts.items[order].tolist(), strict=True):
         heap = heaps.get(host, [])
         if heap and heap[0] // unit + cost <= limit:
-            chosen[item] = least = heap[0] % owners
+            least = heap[0] % owners
+            chosen[item] = least
             loads[least] += cost
             heapreplace(heap, heap[0] + cost * unit + owners)
     rest = chosen == NOWHERE
@@ -212,13 +229,17 @@ def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
     """Swap items of the fullest owner with shorter ones of others, until that no longer helps or nobody has more than
     ``enough``.
     """
-    owner, owners, loads = owner.copy(), len(carried), _sums(costs, owner, carried)
-    partners, pairs = _PARTNERS, _PAIRS
+    owner = owner.copy()
+    owners = len(carried)
+    loads = _sums(costs, owner, carried)
+    partners = _PARTNERS
+    pairs = _PAIRS
     while loads.max() > enough and partners and pairs > 0:
         full = int(loads.argmax())
         tried = np.zeros(owners, dtype=np.bool_)
         tried[np.argsort(loads, kind="stable")[:partners]] = True
-        own, others = np.flatnonzero(owner == full), np.flatnonzero(tried[owner])
+        own = np.flatnonzero(owner == full)
+        others = np.flatnonzero(tried[owner])
         pairs -= len(own) * len(others)
         gain = costs[own][:, None] - costs[others]
         fuller = np.maximum(loads[full] - gain, loads[owner[others]] + gain)  # the larger of the two loads afterwards
@@ -226,15 +247,19 @@ def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
             partners = owners if partners < owners else 0
             continue
         own_at, others_at = divmod(int(fuller.argmin()), len(others))
-        give, take, other = own[own_at], others[others_at], owner[others[others_at]]
-        loads[[full, other]] += np.array([-1, 1]) * gain[own_at, others_at]
-        owner[give], owner[take] = other, full
+        item = own[own_at]
+        other_item = others[others_at]
+        other = owner[other_item]
+        loads[full] -= gain[own_at, others_at]
+        loads[other] += gain[own_at, others_at]
+        owner[item] = other
+        owner[other_item] = full
         partners = _PARTNERS
     return owner
 
 
 def _stays(costs: Ints, owners: int, homes: Ints, limit: int) -> NDArray[np.bool_]:
-    """Tell which items stay at home: all of an owner that has no more than ``limit``; of a fuller one,
+    """Return which items stay at home: all of an owner that has no more than ``limit``; of a fuller one,
     longest first, each that still fits into the mean, at least one.
     """
     at_home = homes != NOWHERE

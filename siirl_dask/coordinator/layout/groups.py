@@ -1,6 +1,6 @@
 """The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
 
-The source has a row of each group, the guide tells who owns the rows that read it. All targets compute the same, so
+The source has a row of each group, the guide decides who owns the rows that read it. All targets compute the same, so
 they also know together how often each row of the source is taken, and ack it so often in all.
 """
 
@@ -33,14 +33,16 @@ class GroupShare:
     def without(self, groups: Ints) -> PullShare:
         """Return the share without ``groups``, which the worker has already."""
         share = self.share
-        kept = np.flatnonzero(~np.isin(share.identity[GROUP_ID].to_numpy(), groups))
-        positions, destinations = {}, {}
+        remaining = np.flatnonzero(~np.isin(share.identity[GROUP_ID].to_numpy(), groups))
+        positions = {}
+        destinations = {}
         for source, places in share.destinations.items():
-            wanted = np.isin(places, kept)
+            wanted = np.isin(places, remaining)
             if wanted.any():
                 positions[source] = share.positions[source][wanted]
-                destinations[source] = np.searchsorted(kept, places[wanted])
-        return PullShare(share.row_ids[kept], positions, destinations, share.identity.take(pa.array(kept)))
+                destinations[source] = np.searchsorted(remaining, places[wanted])
+        identity = share.identity.take(pa.array(remaining))
+        return PullShare(share.row_ids[remaining], positions, destinations, identity)
 
 
 def group_share(
@@ -58,21 +60,27 @@ def group_share(
     """
     groups, first = np.unique(edge_rows.groups, return_index=True)  # of several rows of a group the first one counts
     wanted = np.unique(guide_rows.groups)
-    if len(unknown := np.setdiff1d(wanted, groups)):
+    unknown = np.setdiff1d(wanted, groups)
+    if len(unknown):
         columns = [name for name in edge.schema.names if name not in IDENTITY]
         raise DataError(f"edge {edge.name}: {missing_groups(unknown, columns, edge.source)}")
     if edge.rows is Rows.REPLICATED:
-        return GroupShare(PullShare.of(edge_rows, np.sort(first[np.isin(groups, wanted)])), {})
+        rows = np.sort(first[np.isin(groups, wanted)])
+        return GroupShare(PullShare.of(edge_rows, rows), acks={})
     owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
-    me, targets = edge.targets.index(worker), len(edge.targets)
+    this_worker = edge.targets.index(worker)
+    targets = len(edge.targets)
     pairs = np.unique(np.searchsorted(groups, guide_rows.groups) * targets + owner)
-    taken, taker = first[pairs // targets], pairs % targets
+    taken = first[pairs // targets]
+    taker = pairs % targets
     takers = np.bincount(taken, minlength=len(edge_rows.groups))
-    last = np.arange(len(edge_rows.groups)) % targets  # acks what nobody takes, and for those who do not
-    last[taken] = taker
-    mine = taken[taker == me]
-    acks = np.bincount(mine, minlength=len(takers)) + np.where(last == me, targets - takers, 0)
+    # One target acks a row for those targets too that do not take it: the last that takes it, or any if none does.
+    acks_for_others = np.arange(len(edge_rows.groups)) % targets
+    acks_for_others[taken] = taker
+    own = taken[taker == this_worker]
+    acks = np.bincount(own, minlength=len(takers)) + np.where(acks_for_others == this_worker, targets - takers, 0)
     by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(np.int64)
     return GroupShare(
-        PullShare.of(edge_rows, np.sort(mine)), {source: int(rows) for source, rows in enumerate(by_source) if rows}
+        share=PullShare.of(edge_rows, np.sort(own)),
+        acks={source: int(rows) for source, rows in enumerate(by_source) if rows},
     )

@@ -1,8 +1,8 @@
 """Preferences: a target for each row, known before its length is.
 
-Balancing needs the lengths of all rows, so nobody can tell who will own a row before the last one is made. Rows that
-lie with none of the targets therefore prefer one, by their source and group alone, and balancing moves away from there
-only what it must: of many rows 85 to 100 % of the tokens stay. A row that is finished early can travel there meanwhile.
+Balancing needs the lengths of all rows, so no row has an owner before the last one is made. Rows that lie with none of
+the targets therefore prefer one, by their source and group alone, and balancing moves away from there only what it
+must: of many rows 85 to 100 % of the tokens stay. A row that is finished early can travel there meanwhile.
 """
 
 from __future__ import annotations
@@ -29,20 +29,27 @@ def preferred_targets(groups: Ints, sources: Ints, edge: Edge) -> Ints:
 
 
 def prefers(edge: Edge, hosts: Hosts) -> bool:
-    """Tell whether rows of the edge prefer a target.
+    """Return whether rows of the edge prefer a target.
 
     They do not where some targets are on a host with sources and others are not: there rows stay on their host.
     """
+    if edge.early is None:
+        return False
     targets = {host_of(worker, hosts) for worker in edge.targets}
-    return edge.early is not None and (len(targets) == 1 or targets.isdisjoint(host_of(w, hosts) for w in edge.sources))
+    return len(targets) == 1 or targets.isdisjoint(host_of(worker, hosts) for worker in edge.sources)
 
 
 def early_targets(edge: Edge, source: str, hosts: Hosts, *, prefetch: bool | None) -> dict[int, str]:
     """Return the targets, by index, that may get rows of a source early. ``prefetch``: see ``data.prefetch``."""
     if prefetch is False or source not in edge.sources or not prefers(edge, hosts):
         return {}
-    at, here = edge.sources.index(source), host_of(source, hosts)
+    at = edge.sources.index(source)
+    here = host_of(source, hosts)
     first = at * len(edge.targets) // len(edge.sources)
     last = ((at + 1) * len(edge.targets) - 1) // len(edge.sources)
-    near = range(first, last + 1)
-    return {i: edge.targets[i] for i in near if prefetch or host_of(edge.targets[i], hosts) != here}
+    targets = {}
+    for index in range(first, last + 1):
+        target = edge.targets[index]
+        if prefetch or host_of(target, hosts) != here:
+            targets[index] = target
+    return targets

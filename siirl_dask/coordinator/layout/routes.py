@@ -24,7 +24,7 @@ class HostRoutes:
     """Targets on the host."""
     relays: Mapping[int, int]
     """Index of the target that takes a source's rows over the link and passes them on, by the source's index; sources
-    without one give their rows to each target.
+    without one send their rows to each target.
     """
 
 

@@ -1,8 +1,8 @@
 """Carries requests between hosts over byte streams that Dask's comms open: tcp or tls, as the cluster speaks.
 
-Dask gives the addresses, the connections, their keep-alive and the certificates. It reads no byte of them: a listener
-of one's own leaves out Dask's handshake, which unpickles what arrives as every message of Dask's does, and the format
-is that of ``wire``. Neither the scheduler nor the client sees any of it.
+Dask provides the addresses, the connections, their keep-alive and the certificates. It reads no byte of them: a
+listener of one's own leaves out Dask's handshake, which unpickles what arrives as every message of Dask's does, and the
+format is that of ``wire``. Neither the scheduler nor the client sees any of it.
 
 A connection carries one request at a time, and there are as many as requests are under way: the kernel's buffers limit
 one over the round trip, several fill the link.
@@ -46,7 +46,7 @@ _HELLO_TIMEOUT = 10.0  # seconds for a connection to say which run it is of
 _ATTEMPT = 0.2  # of the timeout: seconds for one attempt to connect; behind a link that was down a new one is quicker
 _PAUSE = 0.1  # seconds between two attempts
 _LOOKS = 4  # attempts to reach the listener of a peer that answers nothing
-_MAX_IDLE = 512  # connections kept for the next requests
+_MAX_IDLE = 512  # connections held for the next requests
 _PER_MEMBER = 64  # connections that each member may have here
 _SMALL = 2**17  # bytes: a message up to this is sent as one buffer and read as one
 _LARGEST_PIECE = 2**30  # bytes: TLS takes no 2 GiB at once
@@ -112,7 +112,9 @@ class DaskStreams:
         return worker in self._addresses
 
     async def ask(self, worker: str, request: Request) -> Reply:
-        stream = self._take_idle(worker) or await self._connect(self._addresses[worker])
+        stream = self._take_idle(worker)
+        if stream is None:
+            stream = await self._connect(self._addresses[worker])
         try:
             await stream.send(wire.pack(0, request.pack()))
             reply = await stream.receive(request.reply_bounds)
@@ -128,7 +130,8 @@ class DaskStreams:
             return False
         _, place = parse_address(self._addresses[worker])
         host, port = parse_host_port(place)
-        loop, attempt = asyncio.get_running_loop(), seconds / _LOOKS
+        loop = asyncio.get_running_loop()
+        attempt = seconds / _LOOKS
         end = loop.time() + seconds
         while loop.time() < end:
             with suppress(OSError):  # TimeoutError as well: the way to it may be up again a moment later
@@ -170,7 +173,8 @@ class DaskStreams:
         """Open a connection, and try again while there is time: a link may be down for a moment. OSError when not."""
         loop = asyncio.get_running_loop()
         scheme, place = parse_address(address)
-        connector, end = get_backend(scheme).get_connector(), loop.time() + self._timeout
+        connector = get_backend(scheme).get_connector()
+        end = loop.time() + self._timeout
         while True:
             try:
                 async with asyncio.timeout(self._timeout * _ATTEMPT):
@@ -197,7 +201,7 @@ class DaskStreams:
         try:
             await self._answer_all(_Stream(comm))
         except OSError:
-            pass  # the peer has closed it, or is gone: whoever waits for that peer is told by its own pings
+            pass  # the peer has closed it, or is gone: whoever waits for that peer learns it by pings
         except Aborted:
             pass  # the peer is being aborted as well
         except PeerError as error:
@@ -239,7 +243,7 @@ class _Stream:
                 sent: asyncio.Future[None] = stream.write(piece)
         return sent
 
-    async def receive(self, bounds: wire.Bounds) -> wire.Message:
+    async def receive(self, bounds: wire.MessageBounds) -> wire.Message:
         """Return the next message. OSError at the end of the stream, PeerError for what is no message."""
         prelude = wire.read_prelude(await self.read(wire.PRELUDE.size), bounds)
         top = await self.read(prelude.top)

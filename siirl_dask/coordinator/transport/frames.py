@@ -13,6 +13,15 @@ import pyarrow as pa
 from siirl_dask.errors import DataError, PeerError
 
 Frame = memoryview | bytes
+_LEAVES = (
+    pa.types.is_primitive,
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_null,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+)
 
 
 def check_types(schema: pa.Schema) -> None:
@@ -33,8 +42,7 @@ def _can_move(kind: pa.DataType) -> bool:
         return _can_move(kind.key_type) and _can_move(kind.item_type)
     if types.is_struct(kind):
         return all(_can_move(field.type) for field in kind)
-    leaf = types.is_primitive(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)
-    return bool(leaf or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
+    return any(is_leaf(kind) for is_leaf in _LEAVES)
 
 
 def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
@@ -42,17 +50,17 @@ def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
     frames: list[Frame] = []
     nodes: list[list[int]] = []
     for column in table.columns:
-        array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-        _flatten(array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks), nodes, frames)
+        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks)
+        _flatten(array, nodes, frames)
     return {"rows": table.num_rows, "nodes": nodes}, frames
 
 
 def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> None:
     """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each child, depth first."""
-    if array.offset != 0:
-        array = array.take(
-            pa.array(range(len(array)), pa.int64())
-        )  # copies the slice alone: its buffers are those of its whole parent
+    if array.offset != 0:  # a slice, whose buffers are those of its whole parent: this copies the slice alone
+        array = array.take(pa.array(range(len(array)), pa.int64()))
     children = list(_children(array))
     own = array.buffers()[: array.type.num_buffers]
     node = [len(array), array.null_count]

@@ -1,4 +1,4 @@
-"""Tells a process that is gone from one that is busy, or behind a link that is down for a moment, by pings."""
+"""Pings, which distinguish a process that is gone from one that is busy, or behind a link that is down for a moment."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ async def answers(ping: Callable[[], Coroutine[Any, Any, bool]], seconds: float)
     each time before it repeats what an old one lost. A slice in which this process itself was frozen or starved does
     not count: the answer is read in the next.
     """
-    loop, pause = asyncio.get_running_loop(), seconds / _SLICES
+    loop = asyncio.get_running_loop()
+    pause = seconds / _SLICES
     pings: set[asyncio.Task[bool]] = set()
     remaining = _SLICES
     try:
         while remaining:
             pings.add(asyncio.create_task(ping()))
             end = loop.time() + pause
-            while pings and (left := end - loop.time()) > 0:
+            while pings:
+                left = end - loop.time()
+                if left <= 0:
+                    break
                 done, pings = await asyncio.wait(pings, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.result() for task in done):
                     return True
             await asyncio.sleep(max(0.0, end - loop.time()))
-            remaining -= loop.time() < end + pause
+            if loop.time() < end + pause:
+                remaining -= 1
     finally:
         for task in pings:
             task.cancel()

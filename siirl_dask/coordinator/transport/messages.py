@@ -13,7 +13,7 @@ import numpy as np
 
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Bounds, Message
+from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Message, MessageBounds
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")
@@ -75,8 +75,8 @@ class Request:
     """Bytes of rows that the reply will have; one with much more is refused. This is not sent."""
 
     @property
-    def reply_bounds(self) -> Bounds:
-        return Bounds(MAX_REPLY_HEAD, _MAX_REPLY + self.row_bytes)
+    def reply_bounds(self) -> MessageBounds:
+        return MessageBounds(MAX_REPLY_HEAD, _MAX_REPLY + self.row_bytes)
 
     def pack(self) -> list[Any]:
         return [str(self.op), self.key.sequence, self.key.edge, dict(self.body)]

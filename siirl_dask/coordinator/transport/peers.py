@@ -1,4 +1,4 @@
-"""The transport of a worker: each peer is reached by the first carrier that can, and watched while it owes an answer.
+"""The transport of a worker: each peer is reached by the first carrier that can, and watched while a reply is pending.
 
 A peer is dead when its process or its host is. Pings come first: a peer's event loop answers them, however long a node
 computes, unless code of the node holds the interpreter's lock. So one that answers none is only suspected, and the
@@ -46,7 +46,7 @@ class PeerTransport:
         self._run = run
         self._members = members
         self._carriers = carriers
-        self._chosen: dict[str, Carrier] = {}
+        self._chosen: dict[str, Carrier] = {}  # by peer
         self._peer_timeout = peer_timeout
         self._pending: dict[str, set[asyncio.Timeout]] = {}  # the timeouts of requests that await an answer
         self._asked: dict[asyncio.Timeout, tuple[Request, float]] = {}  # what these asked for, and when
@@ -70,7 +70,7 @@ class PeerTransport:
         self._asked[timeout] = request, asyncio.get_running_loop().time()
         try:
             async with timeout:
-                carrier = self._chosen.get(worker) or await self._choose(worker)
+                carrier = await self._carrier_to(worker)
                 return await self._ask(carrier, worker, request)
         except TimeoutError as error:
             if timeout in self._silent:
@@ -85,17 +85,19 @@ class PeerTransport:
             self._asked.pop(timeout, None)
             self._silent.discard(timeout)
 
-    def owed(self) -> list[tuple[str, str, float]]:
-        """Return each answer that a peer owes: the peer, the edge and what was asked for, and for how many seconds."""
+    def pending_replies(self) -> list[tuple[str, str, float]]:
+        """Return each reply that is pending: the peer, the edge and what was asked for, and for how many seconds."""
         now = asyncio.get_running_loop().time()
-        return [
-            (worker, f"{request.key.edge} ({request.op})", now - since)
-            for worker, pending in self._pending.items()
-            for request, since in (self._asked[timeout] for timeout in pending if timeout in self._asked)
-        ]
+        replies = []
+        for worker, pending in self._pending.items():
+            for timeout in pending:
+                if timeout in self._asked:
+                    request, since = self._asked[timeout]
+                    replies.append((worker, f"{request.key.edge} ({request.op})", now - since))
+        return replies
 
     def watch(self, worker: str, on_silence: Callable[[str], None]) -> None:
-        """Ping a peer from now on, whether it owes an answer or not. ``on_silence`` is called once, with what is wrong,
+        """Ping a peer from now on, also while no reply is pending. ``on_silence`` is called once, with what is wrong,
         when it answers none.
         """
         self._watched[worker] = on_silence
@@ -109,8 +111,10 @@ class PeerTransport:
 
     async def _ask(self, carrier: Carrier, worker: str, request: Request) -> Reply:
         """Ask a peer, and again where a connection between hosts broke: a read may be repeated."""
-        repeatable = request.op not in NOT_REPEATABLE and carrier is self._carriers[-1]
-        for _ in range(_ASKS - 1 if repeatable else 0):
+        repeats = 0
+        if carrier is self._carriers[-1] and request.op not in NOT_REPEATABLE:
+            repeats = _ASKS - 1
+        for _ in range(repeats):
             try:
                 return await carrier.ask(worker, request)
             except OSError as error:
@@ -118,7 +122,10 @@ class PeerTransport:
                 await asyncio.sleep(_ASK_PAUSE)
         return await carrier.ask(worker, request)
 
-    async def _choose(self, worker: str) -> Carrier:
+    async def _carrier_to(self, worker: str) -> Carrier:
+        """Return the carrier to a peer, chosen at the first request. PeerError when none reaches it."""
+        if worker in self._chosen:
+            return self._chosen[worker]
         for carrier in self._carriers:
             if await carrier.reaches(worker):
                 return self._chosen.setdefault(worker, carrier)
@@ -137,11 +144,12 @@ class PeerTransport:
         return f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}: "
 
     async def _ping_in_rounds(self) -> None:
-        """Every so often ping each peer that owes an answer or is watched."""
+        """Ping each peer with a reply pending, and each that is watched, in rounds."""
         while True:
             await asyncio.sleep(_PING_EVERY * self._peer_timeout)
             self._pings = {worker: task for worker, task in self._pings.items() if not task.done()}
-            for worker in {*self._watched, *(worker for worker, pending in self._pending.items() if pending)}:
+            awaited = {worker for worker, pending in self._pending.items() if pending}
+            for worker in awaited | self._watched.keys():
                 if worker not in self._pings:
                     self._pings[worker] = asyncio.create_task(self._check_alive(worker))
 
@@ -150,7 +158,8 @@ class PeerTransport:
         carrier = self._chosen.get(worker, self._carriers[-1])
         waits = self._peer_timeout * (_BETWEEN_HOSTS if carrier is self._carriers[-1] else _ON_HOST)
         if await answers(lambda: self._ping(worker), waits):
-            if (since := self._suspected.pop(worker, None)) is not None:
+            since = self._suspected.pop(worker, None)
+            if since is not None:
                 silent = asyncio.get_running_loop().time() - since
                 logger.warning("worker %r answers again, after %.0f s", worker, silent)
             return
@@ -160,11 +169,12 @@ class PeerTransport:
         for timeout in self._pending.get(worker, ()):
             self._silent.add(timeout)
             timeout.reschedule(asyncio.get_running_loop().time())
-        if on_silence := self._watched.pop(worker, None):
+        on_silence = self._watched.pop(worker, None)
+        if on_silence is not None:
             on_silence(f"worker {worker!r} at {self._members[worker]}: {self._silence()}")
 
     def _suspect(self, worker: str, since: float) -> None:
-        """Say, once, that a peer is waited for; the next round asks it again."""
+        """Log, once, that a silent peer is waited for; the next round asks it again."""
         if self._suspected.setdefault(worker, since) == since:
             logger.warning(
                 "worker %r at %s answers nothing for %.0f s, and is waited for, since its process runs: code in it may "
@@ -176,7 +186,7 @@ class PeerTransport:
 
     async def _ping(self, worker: str) -> bool:
         try:
-            carrier = self._chosen.get(worker) or await self._choose(worker)
+            carrier = await self._carrier_to(worker)
             await carrier.ask(worker, Request(Op.PING, TransitionKey(self._run, -1, "")))
         except (OSError, PeerError):
             return False
@@ -191,7 +201,7 @@ class Carrier(Protocol):
     async def ask(self, worker: str, request: Request) -> Reply: ...
 
     async def runs(self, worker: str, seconds: float) -> bool:
-        """Return whether the peer's process runs, as far as the kernel of its host tells within ``seconds``.
+        """Return whether the peer's process runs, as far as the kernel of its host shows within ``seconds``.
 
         Nothing in the process itself needs to answer.
         """

@@ -5,7 +5,7 @@ abstract names (Linux): a process that is killed leaves nothing in any folder, a
 answered.
 
 The format is that of ``wire``. Requests and replies carry a number, so many can be under way on one connection, and a
-late answer to a request that was given up finds nobody who waits for it.
+late answer to a request that was abandoned finds nobody who waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOM
 
 
 def socket_name(run: str, worker: str, address: str) -> str:
-    """Return the abstract name of a worker's socket. The address tells a worker from its successor of the same name."""
+    """Return the abstract name of a worker's socket. A successor of that name has another: its address differs."""
     return "\0siirl-" + sha256(f"{run} {worker} {address}".encode()).hexdigest()
 
 
@@ -58,7 +58,9 @@ class UnixSockets:
             self._server = await loop.create_unix_server(self._accept, path=self._name(self._worker))
 
     async def reaches(self, worker: str) -> bool:
-        return bool(shared_memory_domain()) and await self._connection(worker) is not None
+        if not shared_memory_domain():
+            return False
+        return await self._connection(worker) is not None
 
     async def ask(self, worker: str, request: Request) -> Reply:
         connection = await self._connection(worker)
@@ -69,7 +71,9 @@ class UnixSockets:
     async def runs(self, worker: str, seconds: float) -> bool:
         """The kernel closes a process's connections as it ends, and shows one that a signal stopped."""
         connection = await self._connection(worker)
-        return connection is not None and connection.channel.lost is None and not _is_stopped(connection.channel.pid)
+        if connection is None or connection.channel.lost is not None:
+            return False
+        return not _is_stopped(connection.channel.pid)
 
     async def _connection(self, worker: str) -> _Connection | None:
         """Return the one connection to a peer, made at the first request; None when the peer is not on this host."""
@@ -84,8 +88,10 @@ class UnixSockets:
         for served in self._served:
             served.close()
         for connecting in self._connections.values():
-            if connecting.done() and (connection := connecting.result()) is not None:
-                connection.channel.close()
+            if connecting.done():
+                connection = connecting.result()
+                if connection is not None:
+                    connection.channel.close()
             connecting.cancel()
 
     def _name(self, worker: str) -> str:
@@ -167,7 +173,7 @@ class _Channel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if self.lost is not None:  # it was closed before the loop came to this
+        if self.lost is not None:  # it was closed before the loop called this
             transport.abort()
             return
         try:
@@ -178,13 +184,16 @@ class _Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         try:
-            while len(self._received) >= self._needed and (message := self._next()) is not None:
-                self._on_message(self, message)
+            while len(self._received) >= self._needed:
+                message = self._next()
+                if message is not None:
+                    self._on_message(self, message)
         except PeerError as error:
             self._refuse(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lost = self.lost or error or ConnectionError("the peer has closed it")
+        if self.lost is None:
+            self.lost = ConnectionError("the peer has closed it") if error is None else error
         for task in self._tasks:
             task.cancel()
         self._on_close(self)
@@ -194,9 +203,11 @@ class _Channel(asyncio.Protocol):
         if self.lost is None and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(buffers)
 
-    def allow(self, bounds: wire.Bounds) -> None:
+    def allow(self, bounds: wire.MessageBounds) -> None:
         """Allow for replies of this size: this side has asked for one. An earlier one may be on its way still."""
-        self._bounds = wire.Bounds(max(bounds.head, self._bounds.head), max(bounds.frames, self._bounds.frames))
+        head = max(bounds.head, self._bounds.head)
+        frames = max(bounds.frames, self._bounds.frames)
+        self._bounds = wire.MessageBounds(head, frames)
 
     def keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task until it is done, and cancel it when the connection is lost."""
@@ -204,7 +215,8 @@ class _Channel(asyncio.Protocol):
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        self.lost = self.lost or ConnectionError("the connection was closed from this side")
+        if self.lost is None:
+            self.lost = ConnectionError("the connection was closed from this side")
         if self._transport is not None:
             self._transport.close()
 
@@ -216,13 +228,13 @@ class _Channel(asyncio.Protocol):
             self._transport.abort()
 
     def _next(self) -> wire.Message | None:
-        """Return the next message once all of it is there; until then, note how many bytes are needed to go on."""
+        """Return the next message once all of it is there; until then, record how many bytes are needed to go on."""
         prelude = wire.read_prelude(self._received, self._bounds)
-        first, start = wire.PRELUDE.size, wire.PRELUDE.size + prelude.top
+        start = wire.PRELUDE.size + prelude.top
         if len(self._received) < start:
             self._needed = start
             return None
-        top = bytes(self._received[first:start])
+        top = bytes(self._received[wire.PRELUDE.size : start])
         sizes = wire.read_sizes(prelude, top, self._bounds)
         end = start + sum(sizes)
         if len(self._received) < end:

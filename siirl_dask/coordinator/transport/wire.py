@@ -21,10 +21,12 @@ from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.errors import PeerError
 
 PRELUDE = struct.Struct("<IIQ")
-MAX_REQUEST_HEAD, MAX_REPLY_HEAD = 2**20, 2**23
-"""Bytes of a head. Statistics of a thousand sources make a reply's; a list of empty lists takes 64 times its bytes."""
+MAX_REQUEST_HEAD = 2**20
+"""Bytes of a request's head. A list of empty lists takes 64 times its bytes once it is unpacked."""
+MAX_REPLY_HEAD = 2**23
+"""Bytes of a reply's head, such as one with statistics of a thousand sources."""
 MAX_REQUEST_FRAMES = 2**26
-"""Bytes of all frames of a request: numbers of rows, and results of work that was taken over."""
+"""Bytes of all frames of a request: numbers of rows, and results of stolen work."""
 _MAX_FRAMES = 2**16
 _MAX_DEPTH = 32  # of lists and mappings within each other
 _LONG = 2**10  # bytes from which a value of the head travels as a frame
@@ -33,14 +35,14 @@ _INDEX = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class MessageBounds:
     """Bytes that a message may have."""
 
     head: int
     frames: int
 
 
-REQUEST = Bounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
+REQUEST = MessageBounds(MAX_REQUEST_HEAD, MAX_REQUEST_FRAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def _outlined(value: Any, frames: list[memoryview]) -> Any:
     return value
 
 
-def read_prelude(data: bytes | bytearray, bounds: Bounds) -> Prelude:
+def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
     """Return the prelude at the start of ``data``. PeerError for a head or a number of frames beyond the bounds."""
     head, frames, number = PRELUDE.unpack_from(data)
     if head > bounds.head or frames > _MAX_FRAMES:
@@ -104,7 +106,7 @@ def read_prelude(data: bytes | bytearray, bounds: Bounds) -> Prelude:
     return Prelude(head, frames, number)
 
 
-def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: Bounds) -> tuple[int, ...]:
+def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: MessageBounds) -> tuple[int, ...]:
     """Return the sizes of the frames, from what follows the prelude. PeerError when they are beyond the bounds."""
     sizes = struct.unpack_from(f"<{prelude.frames}Q", top)
     if sum(sizes) > bounds.frames:
@@ -136,11 +138,12 @@ def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Messa
     return Message(prelude.number, head, frames[:own])
 
 
-def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
+def read_messages(data: object, bounds: MessageBounds, at_most: int) -> list[Message]:
     """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
     if not isinstance(data, bytes):
         raise PeerError(f"received {short(data)}: expected bytes")
-    messages, at = list[Message](), 0
+    messages: list[Message] = []
+    at = 0
     while at < len(data):
         if len(messages) == at_most or len(data) - at < PRELUDE.size:
             raise PeerError(f"received {len(data)} bytes: expected {at_most} whole messages at most")
@@ -159,9 +162,11 @@ def read_messages(data: object, bounds: Bounds, at_most: int) -> list[Message]:
 
 def _check_plain(value: object) -> None:
     """Raise ValueError for values within each other more than 32 times, TypeError for any that is no plain data."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level:
-        if (depth := depth + 1) > _MAX_DEPTH:
+        depth += 1
+        if depth > _MAX_DEPTH:
             raise ValueError(f"values within values more than {_MAX_DEPTH} times")
         below: list[object] = []
         for item in level:

@@ -57,7 +57,7 @@ async def pulled(by_group, guide, values, rows, way, have=None, **settings):
     for target in guide.targets:
         own = await buffers[target].pull(guide, guide, ITERATION)
         tables = (have or {}).get(target, ())
-        got[target] = own, await buffers[target].pull(by_group, guide, ITERATION, have=tables)
+        got[target] = own, await buffers[target].pull(by_group, guide, ITERATION, already_here=tables)
     await wait_for_acks(buffers)
     return got, buffers, transport
 

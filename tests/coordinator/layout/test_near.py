@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
-    Places,
+    HostsOfRows,
     balance,
     balance_groups,
     balance_in_place,
@@ -28,7 +28,7 @@ def on_hosts(draw):
     items = np.array(draw(st.lists(item, max_size=120)), np.int64).reshape(-1, 3)
     costs, homes, lying = items.T.copy()
     lying = np.where(homes == NOWHERE, lying, owner_hosts[homes])
-    return costs, count, homes, Places(owner_hosts, lying)
+    return costs, count, homes, HostsOfRows(owner_hosts, lying)
 
 
 def fullest(costs, owner, count):
@@ -42,24 +42,24 @@ def bound(costs, count):
 @given(on_hosts())
 @settings(deadline=None)
 def test_staying_on_a_host_never_costs_balance_and_never_moves_more(case):
-    costs, count, homes, places = case
-    plain, near = balance_in_place(costs, count, homes), balance_in_place(costs, count, homes, places)
+    costs, count, homes, hosts = case
+    plain, near = balance_in_place(costs, count, homes), balance_in_place(costs, count, homes, hosts)
     assert fullest(costs, near, count) <= bound(costs, count)
-    assert places.leaving(costs, near) <= places.leaving(costs, plain)
-    again = Places(places.owners, places.owners[near])
+    assert hosts.leaving_cost(costs, near) <= hosts.leaving_cost(costs, plain)
+    again = HostsOfRows(hosts.owners, hosts.owners[near])
     assert balance_in_place(costs, count, near, again).tolist() == near.tolist(), "what is balanced stays"
 
 
 @given(on_hosts(), st.integers(1, 9))
 @settings(deadline=None)
 def test_groups_and_minibatches_too_never_move_more(case, parts):
-    costs, count, homes, places = case
+    costs, count, homes, hosts = case
     of = np.arange(len(costs)) // parts
-    groups = balance_groups(costs, of, count, homes, places)
-    assert places.leaving(costs, groups) <= places.leaving(costs, balance_groups(costs, of, count, homes))
+    groups = balance_groups(costs, of, count, homes, hosts)
+    assert hosts.leaving_cost(costs, groups) <= hosts.leaving_cost(costs, balance_groups(costs, of, count, homes))
     for part in np.unique(of):
         assert len(set(groups[of == part])) == 1
-    each = balance_minibatches(costs, of, count, homes, places)
+    each = balance_minibatches(costs, of, count, homes, hosts)
     for part in np.unique(of):
         rows = of == part
         assert fullest(costs[rows], each[rows], count) <= bound(costs[rows], count)
@@ -68,14 +68,14 @@ def test_groups_and_minibatches_too_never_move_more(case, parts):
 @given(on_hosts(), st.lists(st.integers(0, 2000), min_size=10, max_size=10))
 @settings(deadline=None)
 def test_rows_that_join_a_load_never_make_the_fullest_fuller(case, loads):
-    costs, count, _, places = case
+    costs, count, _, hosts = case
     carried = np.array(loads[:count], np.int64)
-    plain, near = balance(costs, count, carried), balance_near(costs, count, places, carried)
+    plain, near = balance(costs, count, carried), balance_near(costs, count, hosts, carried)
     total = fullest(np.append(costs, carried), np.append(plain, np.arange(count)), count)
     mean = 1.02 * (costs.sum() + carried.sum()) / count
     longest = costs.max(initial=0)
     assert fullest(np.append(costs, carried), np.append(near, np.arange(count)), count) <= max(total, mean, longest)
-    assert places.leaving(costs, near) <= places.leaving(costs, plain)
+    assert hosts.leaving_cost(costs, near) <= hosts.leaving_cost(costs, plain)
 
 
 def edge(sources, targets, rows, by_minibatch=False):
