@@ -29,7 +29,7 @@ LIMITS = {
     "environments": (14, 1, 3, 16, 8, 0),
     "images": (9, 0, 2, 4, 2, 0),
     "models": (8, 5, 0, 10, 1, 0),
-    "nodes": (61, 1, 0, 19, 16, 13),
+    "nodes": (60, 1, 0, 19, 16, 13),
     "observe": (81, 3, 7, 19, 9, 5),
     "planner": (49, 0, 3, 35, 2, 11),
     "recipes": (7, 1, 0, 2, 0, 0),
@@ -39,8 +39,8 @@ LIMITS = {
     "siirl_dask": (9, 0, 0, 10, 1, 3),
     "siirl_storage": (20, 0, 1, 8, 11, 6),
     "tasks": (17, 0, 0, 0, 0, 0),
-    "testing": (43, 0, 2, 3, 13, 7),
-    "training": (122, 1, 1, 46, 20, 19),
+    "testing": (42, 0, 2, 3, 13, 7),
+    "training": (119, 1, 1, 46, 20, 19),
     "worker": (77, 0, 0, 21, 8, 10),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room ``siirl_dask``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
 
@@ -13,13 +15,22 @@ def packing_of(path: str) -> str | None:
     """Return how the weights of the model at ``path`` are packed: ``quant_method`` of its ``quantization_config``, or
     "unknown" without one. None for weights that are not packed, and without a ``config.json``.
     """
-    config = read_config(path) or {}
+    packing = read_packing(path)
+    return None if packing is None else str(packing.get("quant_method", "unknown"))
+
+
+def read_packing(path: str) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of the model at ``path``, or of its text; None without one."""
+    config = read_config(path)
+    if config is None:
+        return None
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
-        packing = part.get("quantization_config") or part.get("compression_config")
-        if isinstance(packing, dict):
-            return str(packing.get("quant_method", "unknown"))
+        for key in ("quantization_config", "compression_config"):
+            packing = part.get(key)
+            if isinstance(packing, dict):
+                return packing
     return None
 
 

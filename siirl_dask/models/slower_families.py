@@ -62,6 +62,8 @@ def _kind_of_text(path: str) -> str | None:
     config = read_config(path)
     if config is None:
         return None
-    text = config.get("text_config") or {}
-    kind: str | None = text.get("model_type", config.get("model_type"))
+    text = config.get("text_config")
+    if isinstance(text, dict) and "model_type" in text:
+        config = text
+    kind: str | None = config.get("model_type")
     return kind

@@ -31,12 +31,12 @@ from siirl_dask.training import Critic, TokenScores, Trainer
 
 
 def _writes_scores(*, entropies: bool, collision_probs: bool) -> Changes:
-    columns = []
+    writes: dict[str, pa.DataType] = {}
     if entropies:
-        columns.append(ENTROPIES)
+        writes |= fields(ENTROPIES)
     if collision_probs:
-        columns.append(COLLISION_PROBS)
-    return Changes(writes=fields(*columns))
+        writes |= fields(COLLISION_PROBS)
+    return Changes(writes=writes)
 
 
 @columns(

@@ -182,7 +182,7 @@ def test_verify_finds_adapters_that_were_merged_with_another_factor(run, dtype, 
 @pytest.mark.parametrize("run", ["experts"], indirect=True)
 def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
     url, *_ = run
-    copy_others = hugging_face._copy_others
+    copy_others = hugging_face.copy_others
 
     def spoil(base, folder, dtype):
         copy_others(base, folder, dtype)
@@ -193,7 +193,7 @@ def test_verify_finds_one_number_of_an_expert_that_is_off(run, tmp_path):
         save_file(tensors, file, {"format": "pt"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "_copy_others", spoil)
+        patch.setattr(hugging_face, "copy_others", spoil)
         with pytest.raises(ConfigError, match=r"experts.* differs by 0\.001 from the checkpoint's"):
             export(url, str(tmp_path / "out"), verify=True)
 

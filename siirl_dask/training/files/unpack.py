@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.architecture import read_config
+from siirl_dask.models.packed_weights import read_packing
 from siirl_dask.models.weight_files import open_tensors
 from siirl_dask.training.files.hugging_face import copy_others
 
@@ -128,8 +128,9 @@ def _in_fp8(tensors: Mapping[str, Any], block: tuple[int, int] | None) -> dict[s
     """
     weights: dict[str, UnpackedWeight] = {}
     for name, file in tensors.items():
-        of_scales = name.endswith(_INVERSE_SCALE) and name.removesuffix(_INVERSE_SCALE) in tensors
-        if of_scales or name.endswith(_ACTIVATIONS):
+        if name.endswith(_INVERSE_SCALE) and name.removesuffix(_INVERSE_SCALE) in tensors:
+            continue
+        if name.endswith(_ACTIVATIONS):
             continue
         scales = name + _INVERSE_SCALE
         if scales not in tensors:
@@ -162,9 +163,8 @@ def _whole(name: str, file: Any) -> UnpackedWeight:
 
 def _block_size(base: str) -> tuple[int, int] | None:
     """Return rows and columns that have a factor in common, as ``config.json`` says; None for whole matrices."""
-    config = read_config(base) or {}
-    packing = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config", {})
-    size = packing.get("weight_block_size", _BLOCK)
+    packing = read_packing(base)
+    size = _BLOCK if packing is None else packing.get("weight_block_size", _BLOCK)
     if size is None:
         return None
     rows, columns = size
