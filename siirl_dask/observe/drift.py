@@ -26,6 +26,8 @@ VANISHED = 0.01
 """Part of a reward, by the size of its level, below which it is gone."""
 MISMATCH, LEAST_MISMATCH = 3.0, 1e-3
 """KL between sampler and trainer, by its level, from which it is said; below the least it is rounding."""
+DISAGREE = 0.1
+"""KL between sampler and trainer, in nats a token, that is said from the first step on: no rounding makes that."""
 SECONDS, MEMORY, ENTROPY, KL = "seconds", "bytes/process", "policy/entropy", "mismatch/kl"
 SKIPPED = ("policy/skipped_steps", "critic/skipped_steps")
 _NO_PARTS = ("reward/mean", "reward/std", "reward/failures", "reward/greedy", "reward/overlong_penalty")
@@ -81,11 +83,13 @@ class _Series:
 
     def __init__(self) -> None:
         self._count = 0
+        self.latest = 0.0
         self._first: list[float] = []
         self.newest: deque[tuple[int, float]] = deque(maxlen=BLOCK * BLOCKS)
 
     def add(self, step: int, value: float) -> None:
         self._count += 1
+        self.latest = value
         if self._count <= WARM_UP:
             return
         if len(self._first) < FIRST:
@@ -154,6 +158,12 @@ def _part_is_gone(series: _Series) -> str:
 
 
 def _mismatched(series: _Series) -> str:
+    if series.latest >= DISAGREE:
+        return (
+            f"sampler and trainer do not compute the same model: {KL} is {series.latest:.2g} a token, where rounding "
+            "makes less than 0.01; unless rows are of weights that are steps old, take rollout.engine=transformers and "
+            "report the model's family; `siirl-dask rollouts RUN --mismatch` shows where"
+        )
     if not series.ready or series.now < max(MISMATCH * series.level, LEAST_MISMATCH):
         return ""
     return (

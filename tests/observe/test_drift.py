@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from siirl_dask.observe.drift import BLOCK, BLOCKS, ENTROPY, FIRST, KL, LAST, MEMORY, WARM_UP, Drift
 
 STEPS = 120
+DISAGREES = "do not compute the same model"
 LEVELS = {
     "seconds": 2.0,
     MEMORY: 3e9,
@@ -106,3 +107,16 @@ def test_a_run_without_these_numbers_is_followed_all_the_same(values):
     drift = Drift()
     for step in range(STEPS):
         assert drift.note(record(step, {"seconds": 1.0, **values})) == []
+
+
+@pytest.mark.parametrize(("kl", "is_said"), [(0.05, False), (0.1, True), (5.0, True)])
+def test_an_engine_that_computes_another_model_than_the_trainer_is_named_at_the_first_step(kl, is_said):
+    drift = Drift()
+    lines = [line for step in (1, 2, 3) for line in drift.note(record(step, {"seconds": 1.0, KL: kl}))]
+    assert [DISAGREES in line for line in lines] == [True] * is_said
+
+
+def test_agents_are_named_whose_engine_computes_another_model():
+    (line,) = Drift().note(record(1, {"seconds": 1.0, f"solver/{KL}": 0.5}))
+    assert line.startswith("solver: ")
+    assert DISAGREES in line
