@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -89,10 +90,13 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
 
 
 def _layers_with_weights(model: nn.Module) -> set[str]:
-    """Return the classes of layers with parameters of their own, other than sinks: buffers follow from the config."""
+    """Return the classes of layers with parameters of their own, other than sinks. A tied head has the embedding's, and
+    buffers follow from the config.
+    """
+    owners = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
     found = set()
     for layer in model.modules():
-        names = {name for name, _ in layer.named_parameters(recurse=False)}
-        if names - {_SINKS}:
+        own = [name for name, one in layer.named_parameters(recurse=False) if owners[id(one)] == 1 and name != _SINKS]
+        if own:
             found.add(type(layer).__name__)
     return found
