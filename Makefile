@@ -102,13 +102,14 @@ test-slow: install $(TRANSFORMERS4)/installed
 devices:
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
-# The oldest torch that pyproject.toml allows, with the transformers of its time: machines with GPUs come with such a pair. All
+# The oldest torch and pyarrow that pyproject.toml allows, with the transformers of that torch's time: machines with GPUs come with such versions. All
 # other packages are those of .venv.
 OLDEST := build/oldest
 $(OLDEST)/installed: $(STAMP) tests/layered_environment.py
 	$(PYTHON) -m venv --clear --without-pip $(OLDEST)
-	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torch torchvision transformers huggingface-hub
-	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*"
+	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torch torchvision transformers huggingface-hub pyarrow
+	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" \
+	  "pyarrow==24.*"
 	$(BIN)/pip --python $(OLDEST)/bin/python check
 	touch $@
 

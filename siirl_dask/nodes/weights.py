@@ -265,5 +265,5 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
         raw = data[row].as_buffer()
         if dtype not in _DTYPES or raw.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
             raise PeerError(f"parameter {name!r}: {raw.size} bytes are no {dtype} tensor of shape {shape}")
-        flat = torch.frombuffer(raw, dtype=_DTYPES[dtype]) if raw.size else torch.empty(0, dtype=_DTYPES[dtype])
-        yield name, flat.reshape(shape)
+        flat = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))  # read-only memory, too
+        yield name, flat.view(_DTYPES[dtype]).reshape(shape)

@@ -165,7 +165,7 @@ class TrainerTests:
 
         metrics = trainer.update([batch], loss)
         for name in ("old_logprobs", "advantages", "rollout_logprobs"):
-            assert torch.equal(torch.cat([getattr(inputs, name) for inputs in seen]), getattr(batch, name))
+            assert torch.equal(torch.cat([getattr(inputs, name).cpu() for inputs in seen]), getattr(batch, name))
         lengths = torch.cat([inputs.offsets.diff() for inputs in seen])
         assert lengths.tolist() == [response for _, response in LENGTHS]
         assert metrics["age"] == pytest.approx(0.0, abs=1e-5)
@@ -183,7 +183,7 @@ class TrainerTests:
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
         batch = _batch(trainer, rows, mask=mask)
         metrics = trainer.update([batch], loss)
-        assert torch.equal(torch.cat([inputs.advantages for inputs in seen]), batch.advantages[mask])
+        assert torch.equal(torch.cat([inputs.advantages.cpu() for inputs in seen]), batch.advantages[mask])
         lengths = torch.cat([inputs.offsets.diff() for inputs in seen])
         assert lengths.tolist() == [int(m.sum()) for m in mask.split([response for _, response in LENGTHS])]
         expected = -(batch.advantages * batch.old_logprobs)[mask].mean()

@@ -230,13 +230,16 @@ def no_graphs():
     torch.compiler.reset()
 
 
-def flex_output(kernel, runs, width=64, window=None):
-    heads = [torch.randn(1, count, sum(n * length for n, length in runs), width) for count in (6, 3, 3)]
-    with torch.no_grad():
-        output = attend_flex(kernel, *heads, row_ends(runs, torch.device("cpu")), Packing(runs), None, window)
+def flex_output(kernel, runs, width=64, window=None, softcap=None, learn=False):
+    tokens = sum(count * length for count, length in runs)
+    heads = [torch.randn(1, count, tokens, width, requires_grad=learn) for count in (6, 3, 3)]
+    ends = row_ends(runs, torch.device("cpu"))
+    with torch.set_grad_enabled(learn):
+        output = attend_flex(kernel, *heads, ends, Packing(runs), None, window, softcap)
         expected, _ = packed_attention(
-            torch.nn.Identity(), *heads, None, packing=Packing(runs), scaling=None, sliding_window=window
-        )
+            torch.nn.Identity(), *heads, None, packing=Packing(runs), scaling=None, sliding_window=window,
+            softcap=softcap,
+        )  # fmt: skip
     return output, expected[0]
 
 
@@ -249,6 +252,19 @@ def test_flex_attention_is_compiled_once_for_all_lengths_and_within_its_own_limi
     for width in range(16, 80, 4):
         assert_close(*flex_output(kernel, ((1, 300),), width, window=200), atol=1e-5, rtol=1e-5)
     assert len(no_graphs.graphs) > 8
+
+
+def test_each_soft_cap_is_compiled_also_with_gradients(no_graphs, monkeypatch):
+    """A soft cap that Dynamo makes an input of the kernel does not compile with gradients, which a GPU's have.
+
+    torch refuses them on a CPU before it traces; its trace is the same on all devices.
+    """
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *heads: None)
+    kernel = compiled_flex(no_graphs)
+    for softcap in (5.0, 30.0, 50.0):
+        for runs in (((1, 500),), ((2, 400),)):
+            assert_close(*flex_output(kernel, runs, softcap=softcap, learn=True), atol=1e-5, rtol=1e-5)
+    assert len(no_graphs.graphs) == 3
 
 
 def test_flex_attention_that_is_not_compiled_is_an_error_and_no_matrix_of_all_tokens(no_graphs, monkeypatch):

@@ -43,7 +43,10 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
     compiled = torch.compile(_fused, dynamic=True, fullgraph=True, backend=backend)
 
     def attend(*heads: Tensor, **options: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True):
+        # A soft cap is a number of the kernel: as one of its inputs, which Dynamo makes of floats, it does not compile.
+        with torch._dynamo.config.patch(
+            recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True, specialize_float=True
+        ):
             try:
                 output = compiled(*heads, **options)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
