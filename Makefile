@@ -102,21 +102,21 @@ test-slow: install $(TRANSFORMERS4)/installed
 devices:
 	$(MAKE) test-gpu DEVICE=cpu PICK="$(NOT_ELSEWHERE)"
 
-# The oldest torch and pyarrow that pyproject.toml allows, with the transformers of that torch's time: machines with GPUs come with such versions. All
-# other packages are those of .venv.
+# The oldest versions of all that pyproject.toml requires: machines with GPUs come with a torch and a transformers of their own,
+# and what is declared there must work. All other packages are those of .venv.
 OLDEST := build/oldest
 $(OLDEST)/installed: $(STAMP) tests/layered_environment.py
 	$(PYTHON) -m venv --clear --without-pip $(OLDEST)
-	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torch torchvision transformers huggingface-hub pyarrow
-	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torch==2.11.*" "torchvision==0.26.*" "transformers==5.17.*" \
-	  "pyarrow==24.*"
+	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torchvision s3fs --oldest pyproject.toml > $(OLDEST)/oldest.txt
+	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torchvision==0.26.*" "s3fs==2026.3.*" -r $(OLDEST)/oldest.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python check
 	touch $@
 
-# Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which that
-# pair has differed: split layers, checkpoints, images.
+# Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which old
+# versions have differed: split layers, checkpoints, images, memory of Arrow's, views of lists, tables on a terminal.
 DIFFERED := $(addprefix tests/training/test_,checkpoint.py collective_types.py images.py ulysses.py) tests/images \
-  tests/rollout/test_transformers_images.py
+  tests/rollout/test_transformers_images.py tests/nodes/test_weights.py tests/coordinator/test_dataloader.py tests/datasets \
+  $(addprefix tests/commands/test_,data.py watch.py plan.py) tests/observe/test_plot.py
 # Two at a time, and what each says when it has ended. BESIDE: one more target.
 BESIDE ?=
 .PHONY: oldest-runs oldest-tests oldest-devices

@@ -3,13 +3,15 @@
 ``python tests/layered_environment.py .venv build/oldest torch torchvision`` makes build/oldest, in which torch and
 torchvision, and what needs their very versions, are absent until they are installed there. To install the other
 hundred packages a second time would take minutes. ``--of torch transformers`` links no others than these two and what
-they need.
+they need. ``--oldest pyproject.toml`` leaves out what that file requires, and prints the oldest versions that it
+allows, as requirements for pip.
 """
 
 import argparse
 import re
 import sys
 import sysconfig
+import tomllib
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -19,6 +21,7 @@ BOUND = {"functorch", "torchaudio", "torchcodec", "torchgen", "triton", "vllm-cp
 """These go with one version of torch."""
 NAME = re.compile(r"[\w.-]+")
 """How a requirement begins, such as ``numpy>=2; python_version > "3.10"``."""
+OLDEST = re.compile(r">=([\d.]+)")
 
 
 def packages(environment: Path) -> Path:
@@ -35,6 +38,22 @@ def parts(distribution: Distribution, folder: Path) -> set[str]:
 def plain(name: str) -> str:
     """Return the name of a distribution as all spellings of it are compared."""
     return name.lower().replace("_", "-")
+
+
+def oldest_versions(project: Path) -> dict[str, str]:
+    """Return a requirement for each package that a pyproject.toml requires, by name: ``msgpack>=1.0.4`` gives
+    ``msgpack==1.0.4``, ``numpy>=2`` and ``numpy>=2.0`` give ``numpy==2.0.*``.
+    """
+    versions = {}
+    for requirement in tomllib.loads(project.read_text())["project"]["dependencies"]:
+        name = NAME.match(requirement)[0]
+        parts_of_version = OLDEST.search(requirement)[1].split(".")
+        if len(parts_of_version) == 1:
+            parts_of_version.append("0")
+        if len(parts_of_version) == 2:
+            parts_of_version.append("*")
+        versions[plain(name)] = f"{name}=={'.'.join(parts_of_version)}"
+    return versions
 
 
 def needed(roots: set[str], installed: dict[str, Distribution]) -> set[str]:
@@ -80,8 +99,13 @@ if __name__ == "__main__":
     parser.add_argument("upper", type=Path, help="the environment that they are linked into")
     parser.add_argument("absent", nargs="*", help="packages that are not linked")
     parser.add_argument("--of", nargs="+", default=[], help="link these and what they need, and no others")
+    parser.add_argument("--oldest", type=Path, metavar="PYPROJECT", help="leave out what it requires; print versions")
     given = parser.parse_args()
     absent = {*map(plain, given.absent), *OWN}
+    if given.oldest:
+        versions = oldest_versions(given.oldest)
+        absent.update(versions)
+        print("\n".join(versions.values()))
     if "torch" in absent:
         absent |= BOUND
     lay(given.lower.resolve(), given.upper.resolve(), absent, {*map(plain, given.of)})

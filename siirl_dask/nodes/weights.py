@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.config import LoraConfig
 from siirl_dask.context import Context, RowStream
@@ -265,5 +266,5 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
         raw = data[row].as_buffer()
         if dtype not in _DTYPES or raw.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
             raise PeerError(f"parameter {name!r}: {raw.size} bytes are no {dtype} tensor of shape {shape}")
-        flat = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))  # read-only memory, too
+        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))  # torch.frombuffer wants it writable
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)

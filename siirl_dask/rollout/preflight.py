@@ -35,6 +35,7 @@ from siirl_dask.models.slower_families import loop_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
 from siirl_dask.rollout.memory import EngineOnWorkers, engine_footprint
+from siirl_dask.rollout.vllm_models import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
 
 logger = logging.getLogger("siirl_dask.rollout")
@@ -124,6 +125,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
     longest = config.data.max_prompt_length + rollout.max_response_length
     length = rollout.vllm.engine_kwargs.get("max_model_len") if uses_vllm else None
     check_longest_row(model, longest, engine_length=length if isinstance(length, int) and length > 0 else None)
+    if uses_vllm:
+        check_logprobs_of_vllm(model.path, longest)
     if rollout.engine is Engine.sglang:
         check_frequencies_of_sglang(model)
     if not uses_vllm:

@@ -35,6 +35,7 @@ from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine import process as vllm_process
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
+from siirl_dask.rollout.vllm_models import check_logprobs_of_vllm
 from siirl_dask.rollout.weight_loading import Replacement
 
 vllm_process.prepare()
@@ -75,6 +76,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """``lora`` describes the adapters that ``load_adapters`` will get, or each of ``agents``; None: none. Without a
         ``processor`` requests with images are refused.
         """
+        check_logprobs_of_vllm(model.path, 0, device.kind)
         folder = read_model_folder(model)
         self._ranks = EngineRanks(rank, rollout.tensor_parallel_size)
         self._ranks.check_devices(device)
