@@ -266,5 +266,5 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
         raw = data[row].as_buffer()
         if dtype not in _DTYPES or raw.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
             raise PeerError(f"parameter {name!r}: {raw.size} bytes are no {dtype} tensor of shape {shape}")
-        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))  # torch.frombuffer wants it writable
+        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)
