@@ -65,8 +65,10 @@ class Stage:
     @property
     def shared_blobs(self) -> tuple[str, ...]:
         """Blobs of the output that rows of a group share: they are stored once per group."""
-        named = (self.produced[name] for name in self.outputs)
-        return () if self.one_a_group else tuple(c.name for c in named if c.of_groups and is_blob(c.type))
+        if self.one_a_group:
+            return ()
+        columns = [self.produced[name] for name in self.outputs]
+        return tuple(column.name for column in columns if column.of_groups and is_blob(column.type))
 
 
 def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
@@ -81,58 +83,68 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
     rows_out: dict[str, str] = {}
     single: dict[str, bool] = {}
     order = dag.ordered()
-    start = {f.name: Column(f.name, DATA, f.type, of_groups=True) for f in source} | _identity(DATA)
+    dataset = {field.name: Column(field.name, DATA, field.type, of_groups=True) for field in source}
+    dataset.update(_identity(DATA))
     _check_draws(order)
     for node in order:
-        contract = node.contract
-        rows[node.name] = _joined_rows(node, rows_out)
-        above[node.name] = {*node.after}.union(*(above[parent] for parent in node.after))
-        available[node.name] = _joined_columns(node, produced, above) if node.after else dict(start)
-        _check_reads(node, available[node.name])
-        single[node.name] = _one_a_group(node, single)
-        written = {
-            f.name: Column(f.name, node.name, f.type, single[node.name] or f.name in contract.of_groups)
-            for f in contract.writes
-        }
-        known = contract.groups is not None or not contract.new_rows
-        passed = {
-            name: replace(column, of_groups=column.of_groups and known)
-            for name, column in available[node.name].items()
-            if name not in contract.drops
-        }
-        produced[node.name] = (passed if contract.passes else _identity(node.name)) | written
-        rows_out[node.name] = node.name if contract.new_rows else rows[node.name]
+        name = node.name
+        rows[name] = _joined_rows(node, rows_out)
+        above[name] = set(node.after)
+        for parent in node.after:
+            above[name] |= above[parent]
+        available[name] = _joined_columns(node, produced, above) if node.after else dict(dataset)
+        _check_reads(node, available[name])
+        single[name] = _one_a_group(node, single)
+        produced[name] = _output_columns(node, available[name], one_a_group=single[name])
+        rows_out[name] = name if node.contract.new_rows else rows[name]
 
     outputs, needed, sources = _demand(order, available, produced, single)
-    by_group = {
-        node.name: frozenset(
-            name
-            for name, supplier in sources[node.name].items()
-            if (column := available[node.name][name]).of_groups
-            and is_blob(column.type)
-            and (rows_out[supplier] != rows[node.name] or not single[supplier])
-        )
-        for node in order
-    }
-    return {
-        node.name: Stage(
+    stages = {}
+    for node in order:
+        name = node.name
+        by_group = set()
+        for column_name, supplier in sources[name].items():
+            column = available[name][column_name]
+            if not column.of_groups or not is_blob(column.type):
+                continue
+            if rows_out[supplier] != rows[name] or not single[supplier]:
+                by_group.add(column_name)
+        stages[name] = Stage(
             node,
-            available[node.name],
-            produced[node.name],
-            needed[node.name],
-            sources[node.name],
-            outputs[node.name],
-            rows[node.name],
-            rows_out[node.name],
-            by_group[node.name],
-            single[node.name],
+            available=available[name],
+            produced=produced[name],
+            needed=needed[name],
+            sources=sources[name],
+            outputs=outputs[name],
+            rows=rows[name],
+            rows_out=rows_out[name],
+            by_group=frozenset(by_group),
+            one_a_group=single[name],
         )
-        for node in order
-    }
+    return stages
+
+
+def _output_columns(node: Node, available: Mapping[str, Column], *, one_a_group: bool) -> dict[str, Column]:
+    """Return the columns of a node's table: those that it passes on, and then those that it writes."""
+    contract = node.contract
+    columns = {}
+    if contract.passes:
+        groups_are_known = contract.groups is not None or not contract.new_rows
+        for name, column in available.items():
+            if name not in contract.drops:
+                columns[name] = replace(column, of_groups=column.of_groups and groups_are_known)
+    else:
+        columns.update(_identity(node.name))
+    for field in contract.writes:
+        of_groups = one_a_group or field.name in contract.of_groups
+        columns[field.name] = Column(field.name, node.name, field.type, of_groups)
+    return columns
 
 
 def _check_draws(order: tuple[Node, ...]) -> None:
-    """Refuse a node that draws prompts beside other entry nodes: only its workers know where the next step begins."""
+    """Refuse a node that draws prompts where there are other entry nodes: only its workers know where the next step
+    begins.
+    """
     entries = [node.name for node in order if not node.after]
     for node in order:
         if node.contract.draws and entries != [node.name]:
@@ -143,7 +155,7 @@ def _check_draws(order: tuple[Node, ...]) -> None:
 
 
 def _one_a_group(node: Node, single: Mapping[str, bool]) -> bool:
-    """Tell whether a node's table has one row of a group at most: that of the dataset has one."""
+    """Return whether a node's table has one row of a group at most: that of the dataset has one."""
     contract = node.contract
     if contract.new_rows and (contract.groups is not Groups.KEPT or contract.expand is not None):
         return False
@@ -215,19 +227,21 @@ def _demand(
     for node in reversed(order):
         contract = node.contract
         if node.stored_as:
-            stored = (column for column in produced[node.name].values() if not _is_shared(column, single[node.name]))
-            wanted[node.name] |= {*produced[node.name]} if node.save_blobs else {column.name for column in stored}
+            for name, column in produced[node.name].items():
+                if node.save_blobs or not _is_shared(column, single[node.name]):
+                    wanted[node.name].add(name)
         outputs[node.name] = tuple(name for name in produced[node.name] if name in wanted[node.name])
         need = {*IDENTITY, *_taken(node, available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
         needed[node.name] = tuple(name for name in available[node.name] if name in need)
-        sources[node.name] = {
-            name: _chosen_source(node, column, _above(node, column, suppliers, produced), nodes)
-            for name, column in available[node.name].items()
-            if node.after and name in need
-        }
-        for name, supplier in sources[node.name].items():
+        sources[node.name] = {}
+        if not node.after:
+            continue
+        for name in needed[node.name]:
+            column = available[node.name][name]
+            supplier = _chosen_source(node, column, _above(node, column, suppliers, produced), nodes)
+            sources[node.name][name] = supplier
             wanted[supplier].add(name)
     return outputs, needed, sources
 
@@ -235,8 +249,11 @@ def _demand(
 def _taken(node: Node, available: Mapping[str, Column]) -> tuple[str, ...]:
     """Return the columns that a node's function reads among the available ones."""
     contract = node.contract
-    own = (name for name, column in available.items() if name in contract.if_written and column.writer == DATA)
-    return contract.taken({*available}.difference(own))
+    offered = set(available)
+    for name in contract.if_written:  # from a node, and not from the dataset
+        if name in available and available[name].writer == DATA:
+            offered.remove(name)
+    return contract.taken(offered)
 
 
 def _suppliers(
@@ -247,17 +264,23 @@ def _suppliers(
     That is the node itself; for a blob that it does not use, the nodes above it.
     """
     suppliers: dict[str, dict[str, tuple[str, ...]]] = {}
-
-    def left_out(node: Node, column: Column) -> bool:
-        skips = _is_left_out_by_group if _is_shared(column, single[node.name]) else _is_left_out
-        return is_blob(column.type) and bool(node.after) and column.writer != node.name and skips(node, column)
-
     for node in order:
-        suppliers[node.name] = {
-            name: _above(node, column, suppliers, produced) if left_out(node, column) else (node.name,)
-            for name, column in produced[node.name].items()
-        }
+        suppliers[node.name] = {}
+        for name, column in produced[node.name].items():
+            if _skips(node, column, one_a_group=single[node.name]):
+                suppliers[node.name][name] = _above(node, column, suppliers, produced)
+            else:
+                suppliers[node.name][name] = (node.name,)
     return suppliers
+
+
+def _skips(node: Node, column: Column, *, one_a_group: bool) -> bool:
+    """Return whether a column goes past a node, to those below it, without being in its table."""
+    if not is_blob(column.type) or not node.after or column.writer == node.name:
+        return False
+    if _is_shared(column, one_a_group):
+        return _is_left_out_by_group(node)
+    return _is_left_out(node, column)
 
 
 def _above(
@@ -267,35 +290,41 @@ def _above(
     produced: Mapping[str, Mapping[str, Column]],
 ) -> tuple[str, ...]:
     """Return the nodes above that hold the column as its last writer left it; identity columns are the same in all."""
-    name, any_will_do = column.name, column.name in IDENTITY
-    having = (
-        parent
-        for parent in node.after
-        if name in suppliers[parent] and (any_will_do or produced[parent][name].writer == column.writer)
-    )
-    return tuple(dict.fromkeys(supplier for parent in having for supplier in suppliers[parent][name]))
+    name = column.name
+    found: dict[str, None] = {}  # a set that keeps its order
+    for parent in node.after:
+        if name not in suppliers[parent]:
+            continue
+        if name in IDENTITY or produced[parent][name].writer == column.writer:
+            found.update(dict.fromkeys(suppliers[parent][name]))
+    return tuple(found)
 
 
 def _is_left_out(node: Node, column: Column) -> bool:
-    """Tell whether a blob skips a node that does not write it: it neither reads nor stores it, nor makes groups."""
+    """Return whether a blob skips a node that does not write it: it neither reads nor stores it, nor makes groups."""
     contract = node.contract
-    uses = column.name in _taken(node, {column.name: column}) or node.stored_as is not None
-    return not uses and (not contract.new_rows or (contract.groups is Groups.KEPT and column.of_groups))
+    if column.name in _taken(node, {column.name: column}) or node.stored_as is not None:
+        return False
+    if contract.new_rows:
+        return contract.groups is Groups.KEPT and column.of_groups
+    return True
 
 
-def _is_left_out_by_group(node: Node, column: Column) -> bool:
-    """Tell whether a blob skips a node of which several rows share it: what reads it there does not pass it on.
+def _is_left_out_by_group(node: Node) -> bool:
+    """Return whether a blob skips a node of which several rows share it: what reads it there does not pass it on.
 
     Stages hold it, once per group, since a step may go on from them.
     """
-    contract = node.contract
-    holds = node.save_blobs or (node.stage and node.save_as is None)
-    return not holds and not (contract.new_rows and contract.groups is Groups.NEW)
+    is_stage = node.stage and node.save_as is None
+    if node.save_blobs or is_stage:
+        return False
+    makes_groups = node.contract.new_rows and node.contract.groups is Groups.NEW
+    return not makes_groups
 
 
-def _is_shared(column: Column, single: bool) -> bool:
-    """Tell whether several rows of a table share the values of a blob."""
-    return column.of_groups and not single and is_blob(column.type)
+def _is_shared(column: Column, one_a_group: bool) -> bool:
+    """Return whether several rows of a table share the values of a blob."""
+    return column.of_groups and not one_a_group and is_blob(column.type)
 
 
 def _chosen_source(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:
@@ -305,7 +334,11 @@ def _chosen_source(node: Node, column: Column, having: Sequence[str], nodes: Map
     the same role come before others, because their rows may stay in place.
     """
     if is_blob(column.type):
-        having = [name for name in having if nodes[name].role == node.role] or having
-    contracts = {name: nodes[name].contract for name in having}
-    using = (p for p, made in contracts.items() if column.name in made.reads or column.name in made.writes.names)
-    return next(using, having[0])
+        of_same_role = [name for name in having if nodes[name].role == node.role]
+        if of_same_role:
+            having = of_same_role
+    for name in having:
+        contract = nodes[name].contract
+        if column.name in contract.reads or column.name in contract.writes.names:
+            return name
+    return having[0]

@@ -33,6 +33,7 @@ from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
+from siirl_dask.planner.node import Node
 from siirl_dask.planner.overlap import find_early
 from siirl_dask.planner.placement import check_neighbours, place_roles
 from siirl_dask.planner.restore import frontiers, is_stored, stored_table
@@ -61,90 +62,158 @@ def compile_chains(
     """
     if not workers or len(set(workers)) != len(workers):
         raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
-    hosts = {} if hosts is None or len(set(hosts.values())) == 1 else hosts
+    if hosts is None or len(set(hosts.values())) == 1:
+        hosts = {}
     placed = place_roles(dag, workers, placement or {}, hosts)
     check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
     moves = plan_moves(stages, placed, hosts)
-    streams = {name: to for name, to in find_streams(stages, placed).items() if name not in whole}
+    streams = {source: target for source, target in find_streams(stages, placed).items() if source not in whole}
     for source_node, target in streams.items():
         if stays(stages[source_node], stages[target], placed):
             moves[target] = replace(moves[target], edges=())
     edges = tuple(edge for move in moves.values() for edge in move.edges)
     early = find_early(dag, stages, moves) if overlap else {}
-    chains = _chains(workers, stages, moves, placed, streams, hosts, early, *_stored(dag, stages))
-    plan = Plan(dag, placed, stages, edges, chains, source, streams, hosts, frozenset(whole), overlap)
+    output_tables, state_tables = _stored(dag, stages)
+    chains = _chains(
+        workers,
+        stages,
+        moves=moves,
+        placed=placed,
+        streams=streams,
+        hosts=hosts,
+        early=early,
+        output_tables=output_tables,
+        state_tables=state_tables,
+    )
+    plan = Plan(
+        dag=dag,
+        placement=placed,
+        stages=stages,
+        edges=edges,
+        chains=chains,
+        dataset=source,
+        streams=streams,
+        hosts=hosts,
+        whole=frozenset(whole),
+        overlap=overlap,
+    )
     check_order(plan)
     return plan
 
 
 def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the table of each node whose rows are stored, those that are saved, and stages that are of use; and the
-    table of what each node keeps for later steps, where a step can go on from stored rows.
+    table of each node's state for later steps, where a step can go on from stored rows.
     """
     useful = {cut.node for cut in frontiers(dag, stages)[0]}
-    stored = {
-        node.name: node.stored_as for node in dag.nodes if node.stored_as and (node.save_as or node.name in useful)
-    }
-    return stored, {node.name: node.kept_as for node in dag.nodes if node.kept_as and useful}
+    output_tables = {}
+    state_tables = {}
+    for node in dag.nodes:
+        is_of_use = node.save_as is not None or node.name in useful
+        if node.stored_as is not None and is_of_use:
+            output_tables[node.name] = node.stored_as
+        if node.kept_as is not None and useful:
+            state_tables[node.name] = node.kept_as
+    return output_tables, state_tables
 
 
 def _chains(
     workers: Sequence[str],
     stages: Mapping[str, Stage],
+    *,
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
     hosts: Hosts,
     early: Mapping[str, Early],
-    stored: Mapping[str, str],
-    kept: Mapping[str, str],
+    output_tables: Mapping[str, str],
+    state_tables: Mapping[str, str],
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source.
 
-    ``early`` has what nodes begin with, ``stored`` and ``kept`` the tables of what they make and keep, by node.
+    ``early`` has what nodes begin with, ``output_tables`` and ``state_tables`` where their rows and their state are
+    stored, by node.
     """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
     for move in moves.values():
         for edge in move.edges:
             outgoing[edge.source].append(edge)
-    taking = set(streams.values())
-    for name, stage in ((name, stage) for name, stage in stages.items() if name not in taking):
-        node, move = stage.node, moves[name]
-        streaming = _streaming(stage, stages[streams[name]], moves, placed, streams) if name in streams else {}
-        guides = {edge.source: edge for edge in move.edges if not edge.by_group}
-        run = Run(node, move.inputs, stage.outputs, early.get(name))
-        sends = [Send(edge) for edge in outgoing[name] if not streaming]
-        part = {worker: index for index, worker in enumerate(move.layout.holders)}
+    stream_targets = set(streams.values())
+    for name, stage in stages.items():
+        if name in stream_targets:
+            continue
+        node = stage.node
+        move = moves[name]
+        owners = placed[node.role]
         senders = move.layout.senders(hosts)
-        for index, worker in enumerate(placed[node.role]):
-            here, size = links[worker], len(placed[node.role])
+        run = Run(node, move.inputs, stage.outputs, early.get(name))
+        stream_links: dict[str, Link] = {}
+        if name in streams:
+            stream_links = _streaming(stage, stages[streams[name]], moves, placed, streams)
+        for index, worker in enumerate(owners):
+            own = links[worker]
             if is_stored(node):
-                stored_as, shared = stored_table(node), stage.shared_blobs
-                now: list[Link] = [Restore(node, stored_as, _schema_of(stage), index, size, shared)]
-            else:
-                here += [] if node.after else [Load(move.inputs[0].table, stage.needed, index, size)]
-                arriving = (edge for edge in move.edges if edge.moves)
-                before = [
-                    Recv(edge, guides[edge.guide], () if node.lag else move.here(edge, worker)) for edge in arriving
+                of_node: list[Link] = [
+                    Restore(
+                        node,
+                        stored_table(node),
+                        schema=_schema_of(stage),
+                        index=index,
+                        count=len(owners),
+                        shared=stage.shared_blobs,
+                    )
                 ]
-                now = [*before, streaming.pop(worker, run)]
-            here += [Lagged(node.lag, with_drops(now))] if node.lag else now
-            here += sends if worker in senders else []
-        for worker, link in streaming.items():  # on workers of the target alone
+            else:
+                if not node.after:
+                    own.append(Load(move.inputs[0].table, stage.needed, index, len(owners)))
+                of_node = [*_receives(node, move, worker), stream_links.pop(worker, run)]
+            if node.lag:
+                own.append(Lagged(node.lag, with_drops(of_node)))
+            else:
+                own.extend(of_node)
+            if worker in senders and name not in streams:
+                own.extend(Send(edge) for edge in outgoing[name])
+        for worker, link in stream_links.items():  # on workers of the target alone
             lag = stages[streams[name]].node.lag
             links[worker].append(Lagged(lag, (link,)) if lag else link)
-        if table := kept.get(name):
-            owners = {worker: index for index, worker in enumerate(placed[node.role])}
-            for worker, own in links.items():
-                keeps = worker in owners
-                own.append(Keep(node, table, owners[worker], len(owners)) if keeps else Report(table))
-        if table := stored.get(name):
-            for worker, own in links.items():
-                saving = (part[worker], len(part), stage.shared_blobs) if worker in part else None
-                own.append(Report(table) if saving is None else Save(name, table, *saving))
+        if name in state_tables:
+            _add_writes_of_state(links, node, state_tables[name], owners)
+        if name in output_tables:
+            _add_writes_of_rows(links, stage, output_tables[name], move.layout.holders)
     return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
+
+
+def _receives(node: Node, move: Move, worker: str) -> list[Link]:
+    """Return the links that pull a node's rows on one of its workers."""
+    guides = {edge.source: edge for edge in move.edges if not edge.by_group}
+    receives: list[Link] = []
+    for edge in move.edges:
+        if edge.moves:
+            tables = () if node.lag else move.tables_with_groups(edge, worker)  # a lagged node's are of another step
+            receives.append(Recv(edge, guides[edge.guide], tables))
+    return receives
+
+
+def _add_writes_of_state(links: Mapping[str, list[Link]], node: Node, table: str, owners: Sequence[str]) -> None:
+    """Let each of the node's workers write its part of the node's state; all others report that they have none."""
+    parts = {worker: index for index, worker in enumerate(owners)}
+    for worker, own in links.items():
+        if worker in parts:
+            own.append(Keep(node, table, parts[worker], len(parts)))
+        else:
+            own.append(Report(table))
+
+
+def _add_writes_of_rows(links: Mapping[str, list[Link]], stage: Stage, table: str, holders: Sequence[str]) -> None:
+    """Let each holder write its part of the node's rows; all other workers report that they have none."""
+    parts = {worker: index for index, worker in enumerate(holders)}
+    for worker, own in links.items():
+        if worker in parts:
+            own.append(Save(stage.node.name, table, parts[worker], len(parts), stage.shared_blobs))
+        else:
+            own.append(Report(table))
 
 
 def _schema_of(stage: Stage) -> Schema:
@@ -161,7 +230,8 @@ def _streaming(
 ) -> dict[str, Link]:
     """Return the Stream link of each worker of either node, the source's workers first."""
     edge = next(iter(moves[target.node.name].edges), None)
-    giving, taking = placed[source.node.role], placed[target.node.role]
+    giving = placed[source.node.role]
+    taking = placed[target.node.role]
     joins = () if why_no_broadcast(source, target, placed, streams) else (giving[0], *taking)
     return {
         worker: Stream(

@@ -60,7 +60,7 @@ class Groups(StrEnum):
     """Each row has the group_id of the row that it comes of; with ``expand`` several may come of one, else one at most.
     Blobs go past such a node, by group."""
     NEW = "new"
-    """Groups are numbered anew, or some are of earlier steps. The rows of a group come of one row, or of rows that
+    """Groups get new numbers, or some are of earlier steps. The rows of a group come of one row, or of rows that
     share their blobs: so they share them too, and they go on by group from this node's table."""
 
 
@@ -141,8 +141,8 @@ class Contract:
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
         """Return the columns that it reads among the ``available`` ones."""
-        maybe = (name for name in (*self.optional, *self.if_written, *self.one_of) if name in available)
-        return (*self.reads, *maybe)
+        if_there = (*self.optional, *self.if_written, *self.one_of)
+        return (*self.reads, *(name for name in if_there if name in available))
 
 
 def columns(
@@ -165,14 +165,15 @@ def columns(
     stream: WeightSource | WeightSink | None = None,
     depends_on_options: Callable[..., Changes] | None = None,
 ) -> Callable[[_F], _F]:
-    """Declare a node function's contract beside its code; see Contract for each argument.
+    """Declare a node function's contract where its code is; see Contract for each argument.
 
     ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource or ``groups``
     of a function that makes no new rows, and for ``by_row`` of one that does.
     """
-    new_rows = new_rows or expand is not None
+    if expand is not None:
+        new_rows = True
     if isinstance(stream, WeightSource) and not new_rows:
-        raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give its table bit by bit")
+        raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give parts of its table")
     if by_row is not None and new_rows:
         raise TypeError("by_row=...: only a function that keeps its rows works on each by itself")
     if groups is not None and (not new_rows or groups not in list(Groups)):

@@ -8,10 +8,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from siirl_dask.errors import PlanError, did_you_mean
-from siirl_dask.planner.contract import (
-    bare,
-    options_of,
-)
+from siirl_dask.planner.contract import bare, options_of
 from siirl_dask.planner.node import Node, Role
 
 
@@ -34,7 +31,8 @@ class DAG:
                 raise PlanError(f"{node.label} is there twice: names are unique")
         if not self.nodes:
             raise PlanError("the DAG has no nodes: expected at least one")
-        names, roles = {node.name for node in self.nodes}, {role.name for role in self.roles}
+        names = {node.name for node in self.nodes}
+        roles = {role.name for role in self.roles}
         for node in self.nodes:
             if node.role not in roles:
                 raise PlanError(
@@ -47,8 +45,9 @@ class DAG:
                         f"{node.label} comes after {parent!r}, which is no node "
                         f"(nodes: {sorted(names)}){did_you_mean(parent, names)}"
                     )
-            if late := [parent for parent in node.after if self.node(parent).lag]:
-                raise PlanError(f"{node.label} comes after {late[0]!r}, whose rows are of an earlier step")
+            for parent in node.after:
+                if self.node(parent).lag:
+                    raise PlanError(f"{node.label} comes after {parent!r}, whose rows are of an earlier step")
             _unique(f"parent of {node.label}:", node.after)
         self.ordered()
 
@@ -81,9 +80,10 @@ class DAG:
         """
         old = self.node(name)
         known = [f.name for f in dataclass_fields(Node) if f.name != "name"]
-        if unknown := [field for field in fields if field not in known]:
-            hint = did_you_mean(unknown[0], known)
-            raise PlanError(f"{old.label} has no field {unknown[0]!r} (fields: {known}){hint}")
+        for field in fields:
+            if field not in known:
+                hint = did_you_mean(field, known)
+                raise PlanError(f"{old.label} has no field {field!r} (fields: {known}){hint}")
         fn = fields.pop("fn", old.fn)
         changes = {**options_of(fn), **fields.pop("options", {})}
         options = {**old.options, **changes}

@@ -50,13 +50,19 @@ def _run(link: Link) -> tuple[Node, ...]:
         case Run(node) | Restore(node):
             return (node,)
         case Stream(source, target, gives, takes):
-            return (source,) * gives + (target,) * takes
+            nodes = []
+            if gives:
+                nodes.append(source)
+            if takes:
+                nodes.append(target)
+            return tuple(nodes)
     return ()
 
 
 def _sent(chain: Chain) -> set[str]:
     """Return the edges that the chain sends, each right after its source node."""
-    latest, sent = "", set[str]()
+    latest = ""
+    sent: set[str] = set()
     for link in chain.flat:
         match link:
             case Run(node) | Restore(node):
@@ -67,7 +73,8 @@ def _sent(chain: Chain) -> set[str]:
                 sent.add(edge.name)
             case Stream(source, gives=True, edge=edge):
                 latest = source.name
-                sent |= {edge.name} if edge else set()
+                if edge is not None:
+                    sent.add(edge.name)
     return sent
 
 
@@ -85,8 +92,9 @@ def _check_edges(edges: Iterable[Edge], sent: Mapping[str, set[str]], place: Map
     for edge in edges:
         if place[edge.source] >= place[edge.target]:
             raise PlanError(_text(edge.targets[0], f"receives {edge.name}, against the order {list(place)}"))
-        if silent := [worker for worker in edge.sources if edge.name not in sent[worker]]:
-            raise PlanError(_text(silent[0], f"never sends {edge.name}"))
+        for worker in edge.sources:
+            if edge.name not in sent[worker]:
+                raise PlanError(_text(worker, f"never sends {edge.name}"))
 
 
 def _text(worker: str, mistake: str) -> str:

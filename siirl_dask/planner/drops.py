@@ -9,14 +9,18 @@ from siirl_dask.planner.chain import Drop, Link, Load, Recv, Restore, Run, Save,
 
 def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
     """Return ``links`` with a Drop of each table right after the last link that uses it."""
-    last: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for position, link in enumerate(links):
         for table in _uses(link):
-            last[table] = position
-    dropped_at: dict[int, list[Drop]] = {}
-    for table, position in last.items():
-        dropped_at.setdefault(position, []).append(Drop(table))
-    return tuple(item for position, link in enumerate(links) for item in (link, *dropped_at.get(position, ())))
+            last_use[table] = position
+    drops_at: dict[int, list[Drop]] = {}
+    for table, position in last_use.items():
+        drops_at.setdefault(position, []).append(Drop(table))
+    links_and_drops: list[Link] = []
+    for position, link in enumerate(links):
+        links_and_drops.append(link)
+        links_and_drops.extend(drops_at.get(position, ()))
+    return tuple(links_and_drops)
 
 
 def _uses(link: Link) -> tuple[str, ...]:

@@ -164,15 +164,12 @@ def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
     left = card.usable - card.needed
     if left < 0 or not filling:
         return card
-    return Card(
-        memory,
-        {
-            worker: _grow(roles, peak(roles) + left // len(filling), int(MOST_SHARE * memory) // len(filling))
-            if worker in filling
-            else roles
-            for worker, roles in workers.items()
-        },
-    )
+    share = left // len(filling)
+    most = int(MOST_SHARE * memory) // len(filling)
+    grown = dict(workers)
+    for worker in filling:
+        grown[worker] = _grow(workers[worker], peak(workers[worker]) + share, most)
+    return Card(memory, grown)
 
 
 def _grows(one: Footprint) -> bool:
@@ -192,7 +189,7 @@ def _grow(roles: Roles, budget: int, most: int) -> Roles:
         if _grows(one):
             own = moments(grown)
             bound = [budget - own[role] for role in own if role == name or one.fills not in one.leaves]
-            grown[name] = one.grown(min(*bound, most - sum(one.held.values())))
+            grown[name] = one.grown(min([*bound, most - sum(one.held.values())]))
     return grown
 
 
@@ -206,34 +203,41 @@ def remedies(memory: int, workers: Mapping[str, Roles]) -> Iterator[tuple[str, C
     if fill(memory, _with(workers, chosen)).fits:
         for settings in tuple(chosen):
             fewer = [others for others in chosen if others is not settings]
-            chosen = fewer if fill(memory, _with(workers, fewer)).fits else chosen
-    for setting in (setting for settings in chosen for setting in settings):
-        workers = _changed(workers, setting)
-        yield setting, fill(memory, workers)
+            if fill(memory, _with(workers, fewer)).fits:
+                chosen = fewer
+    for settings in chosen:
+        for setting in settings:
+            workers = _changed(workers, setting)
+            yield setting, fill(memory, workers)
 
 
 def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
     """Return the settings that lower the peak, until everything fits, one list for each role."""
-    largest, needed, ladder = max(workers.values(), key=peak, default={}), fill(memory, workers).needed, []
+    largest = max(workers.values(), key=peak, default={})
+    needed = fill(memory, workers).needed
+    ladder: list[list[str]] = []
     own = {name: size for name, size in moments(largest).items() if name in largest}
     for role in sorted(own, key=lambda name: -own[name]):
-        ladder.append(list[str]())
+        settings: list[str] = []
+        ladder.append(settings)
         for remedy in largest[role].remedies:
             changed = _changed(workers, remedy.setting)
             card = fill(memory, changed)
             if card.fits or card.needed < needed:
-                workers, needed = changed, card.needed
-                if remedy.instead_of in ladder[-1]:  # what came after it made room for a role that is elsewhere now
-                    del ladder[-1][ladder[-1].index(remedy.instead_of) :]
-                ladder[-1].append(remedy.setting)
+                workers = changed
+                needed = card.needed
+                if remedy.instead_of in settings:  # what came after it made room for a role that is elsewhere now
+                    del settings[settings.index(remedy.instead_of) :]
+                settings.append(remedy.setting)
             if card.fits:
                 return ladder
     return ladder
 
 
 def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapping[str, Roles]:
-    for setting in (setting for settings in chosen for setting in settings):
-        workers = _changed(workers, setting)
+    for settings in chosen:
+        for setting in settings:
+            workers = _changed(workers, setting)
     return workers
 
 

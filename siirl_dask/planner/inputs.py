@@ -37,12 +37,27 @@ class PlanInputs:
         index = {worker: number for number, worker in enumerate(plan.chains)}
         placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
         hosts = tuple(host_of(worker, plan.hosts) for worker in index if plan.hosts)
-        return PlanInputs(plan.dag, plan.dataset, placed, hosts, plan.whole, plan.overlap)
+        return PlanInputs(
+            dag=plan.dag,
+            dataset=plan.dataset,
+            placement=placed,
+            hosts=hosts,
+            whole=plan.whole,
+            overlap=plan.overlap,
+        )
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""
         hosts = dict(zip(workers, self.hosts, strict=True)) if self.hosts else None
-        return compile_chains(self.dag, workers, self.dataset, self.placement, hosts, self.whole, overlap=self.overlap)
+        return compile_chains(
+            self.dag,
+            workers,
+            self.dataset,
+            placement=self.placement,
+            hosts=hosts,
+            whole=self.whole,
+            overlap=self.overlap,
+        )
 
 
 P = TypeVar("P")
@@ -54,9 +69,10 @@ def alike(plans: Mapping[P, Plan]) -> dict[P, Plan]:
     A step after a replay loads weights that the replay published, by its own plan.
     """
     common = frozenset.intersection(*(plan.lagged_streams for plan in plans.values()))
-    return {
-        phase: plan
-        if plan.lagged_streams == common
-        else replace(PlanInputs.of(plan), whole=plan.lagged_streams - common).compile(list(plan.chains))
-        for phase, plan in plans.items()
-    }
+    alike_plans = {}
+    for phase, plan in plans.items():
+        if plan.lagged_streams != common:
+            inputs = replace(PlanInputs.of(plan), whole=plan.lagged_streams - common)
+            plan = inputs.compile(list(plan.chains))
+        alike_plans[phase] = plan
+    return alike_plans

@@ -39,15 +39,21 @@ class Layout:
 
     def senders(self, hosts: Hosts) -> tuple[str, ...]:
         """Return the workers that give others its rows; for replicas the first of each host, the nearest first."""
-        return tuple(own[0] for own in by_host(self.workers, hosts).values()) if self.replicated else self.workers
+        if not self.replicated:
+            return self.workers
+        return tuple(workers_of_host[0] for workers_of_host in by_host(self.workers, hosts).values())
 
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
-        """Tell whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
-        return self.workers == workers and (self.policy == policy or len(workers) == 1)
+        """Return whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
+        if self.workers != workers:
+            return False
+        return self.policy == policy or len(workers) == 1
 
 
 def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: str = "") -> Layout:
-    return Layout(rows, policy, workers, origin) if len(workers) > 1 else Layout(rows, "whole", workers)
+    if len(workers) == 1:
+        return Layout(rows, "whole", workers)
+    return Layout(rows, policy, workers, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,12 @@ class Move:
     edges: tuple[Edge, ...]
     layout: Layout
     """Layout of the node's output."""
-    have: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    group_tables: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     """Tables that have groups of an edge before it is pulled, by the edge's name and the worker that has them."""
 
-    def here(self, edge: Edge, worker: str) -> tuple[str, ...]:
+    def tables_with_groups(self, edge: Edge, worker: str) -> tuple[str, ...]:
         """Return the tables of a worker that have groups of an edge already."""
-        return self.have.get((edge.name, worker), ())
+        return self.group_tables.get((edge.name, worker), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,9 @@ class _Planned:
     def brought(self, source: str, layout: Layout, columns: Sequence[str], *, by_group: bool) -> Edge | None:
         """Return the edge that has brought ``columns`` of a node's table into a layout."""
         edge = self.arrived.get((source, layout, by_group))
-        return edge if edge is not None and set(columns) <= set(edge.schema.names) else None
+        if edge is None or not set(columns) <= set(edge.schema.names):
+            return None
+        return edge
 
 
 def plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]], hosts: Hosts) -> dict[str, Move]:
@@ -99,36 +107,45 @@ def plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]
     planned = _Planned(stages, hosts)
     moves: dict[str, Move] = {}
     for name, stage in stages.items():
-        node, workers = stage.node, placed[stage.node.role]
+        node = stage.node
+        workers = placed[node.role]
+        group_tables: dict[tuple[str, str], tuple[str, ...]] = {}
+        inputs: tuple[Input, ...]
+        edges: tuple[Edge, ...] = ()
         if node.after:
             guide = _guide(stage, workers, planned.layouts)
             layout = _wanted(stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]])
             inputs, edges = _bring(stage, layout, guide, planned)
-            have = {
-                (edge.name, worker): tables
-                for edge in edges
-                for worker in edge.targets
-                if (tables := _groups_here(edge, worker, planned))
-            }
+            for edge in edges:
+                for worker in edge.targets:
+                    tables = _tables_with_groups(edge, worker, planned)
+                    if tables:
+                        group_tables[edge.name, worker] = tables
             if not node.lag:  # its tables are of an earlier step
-                planned.arrived.update({(edge.source, layout, edge.by_group): edge for edge in edges if edge.moves})
+                for edge in edges:
+                    if edge.moves:
+                        planned.arrived[edge.source, layout, edge.by_group] = edge
         else:
-            layout, have = _layout(DATA, "as loaded", workers), {}
-            inputs, edges = (Input(f"{DATA}->{name}", stage.needed),), ()
-        planned.layouts[name] = _layout(name, "as made", workers) if node.contract.new_rows else layout
-        if node.contract.new_rows and node.contract.groups is Groups.KEPT:
-            planned.homes[planned.layouts[name]] = layout
-        planned.first.setdefault(planned.layouts[name], name)
+            layout = _layout(DATA, "as loaded", workers)
+            inputs = (Input(f"{DATA}->{name}", stage.needed),)
+        output = layout
+        if node.contract.new_rows:
+            output = _layout(name, "as made", workers)
+            if node.contract.groups is Groups.KEPT:
+                planned.homes[output] = layout
+        planned.layouts[name] = output
+        planned.first.setdefault(output, name)
         if node.lag:
             _check_lag(node, inputs, edges)
-        moves[name] = Move(inputs, edges, planned.layouts[name], have)
+        moves[name] = Move(inputs, edges, output, group_tables)
     return moves
 
 
 def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
     """Refuse a lagged node whose input stays on its worker: it is dropped before the later step asks for it."""
     arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
-    if staying := [item.table for item in inputs if item.table not in arriving]:
+    staying = [item.table for item in inputs if item.table not in arriving]
+    if staying:
         raise PlanError(
             f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its workers: expected its "
             "parents on other workers than its own (cluster.placement), or lag=0 (rollout.max_staleness)"
@@ -146,10 +163,16 @@ def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, Layout]
     It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in place comes first, then
     one on the node's workers.
     """
-    parents = (stage.sources[MINIBATCH],) if _by_minibatch(stage) else stage.node.after
-    in_place = (parent for parent in parents if layouts[parent].is_as(_policy(stage), workers))
-    here = (parent for parent in parents if layouts[parent].workers == workers)
-    return next(in_place, None) or next(here, parents[0])
+    if _by_minibatch(stage):
+        return stage.sources[MINIBATCH]
+    parents = stage.node.after
+    for parent in parents:
+        if layouts[parent].is_as(_policy(stage), workers):
+            return parent
+    for parent in parents:
+        if layouts[parent].workers == workers:
+            return parent
+    return parents[0]
 
 
 def _by_minibatch(stage: Stage) -> bool:
@@ -157,14 +180,18 @@ def _by_minibatch(stage: Stage) -> bool:
 
 
 def _policy(stage: Stage) -> str:
-    by = f" by the minibatch of {stage.available[MINIBATCH].writer}" if _by_minibatch(stage) else ""
-    return f"{stage.node.rows}{by}"
+    policy = str(stage.node.rows)
+    if _by_minibatch(stage):
+        policy += f" by the minibatch of {stage.available[MINIBATCH].writer}"
+    return policy
 
 
 def _wanted(stage: Stage, workers: tuple[str, ...], guide: Layout, origin: str) -> Layout:
     """Return the layout of a node's input. ``origin`` is the first node of the guide's layout."""
     policy = _policy(stage)
-    if guide.is_as(policy, workers) or (guide.workers == workers and stage.node.rows is Rows.ANYWHERE):
+    if guide.is_as(policy, workers):
+        return guide
+    if guide.workers == workers and stage.node.rows is Rows.ANYWHERE:
         return guide
     some_stay = stage.node.rows is not Rows.REPLICATED and not set(guide.workers).isdisjoint(workers)
     return _layout(stage.rows, policy, workers, origin if some_stay else "")
@@ -177,34 +204,46 @@ def _bring(stage: Stage, layout: Layout, guide: str, planned: _Planned) -> tuple
     is taken from there.
     """
     sources = dict.fromkeys((*stage.node.after, *stage.sources.values()))
-    in_place = {source for source in sources if planned.layouts[source] == layout}
-    inputs, edges = [], []
+    inputs: list[Input] = []
+    edges: list[Edge] = []
     for source in sources:
-        taken = [name for name, provider in stage.sources.items() if provider == source and name not in IDENTITY]
-        by_group = [] if source in in_place else [name for name in taken if name in stage.by_group]
-        by_row = [name for name in taken if name not in by_group]
-        columns = (*IDENTITY, *by_row)
+        is_in_place = planned.layouts[source] == layout
         senders = planned.layouts[source].senders(planned.hosts)
-        parent = source in stage.node.after
-        if source in in_place:
+        by_row: list[str] = []
+        by_group: list[str] = []
+        for name, provider in stage.sources.items():
+            if provider != source or name in IDENTITY:
+                continue
+            if name in stage.by_group and not is_in_place:
+                by_group.append(name)
+            else:
+                by_row.append(name)
+
+        columns = (*IDENTITY, *by_row)
+        if is_in_place:
             inputs.append(Input(source, columns))
-        elif not parent and (arrived := planned.brought(source, layout, columns, by_group=False)):
-            inputs += [Input(arrived.name, columns)] if by_row else []
-        elif parent or by_row:
-            edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
-            inputs.append(Input(edge.name, columns))
-            edges.append(replace(edge, early=_early(edge, planned)))
+        elif source in stage.node.after or by_row:
+            is_parent = source in stage.node.after
+            brought = None if is_parent else planned.brought(source, layout, columns, by_group=False)
+            if brought is None:
+                edge = _edge(stage, planned.stages[source], senders, layout, columns=columns, guide=guide)
+                edges.append(replace(edge, early=_early(edge, planned)))
+                inputs.append(Input(edge.name, columns))
+            else:
+                inputs.append(Input(brought.name, columns))
+
         if by_group:
             columns = (*IDENTITY, *by_group)
             table = _groups_in_place(source, layout, columns, planned)
             if table is None:
-                edge = _edge(stage, planned.stages[source], senders, layout, columns, guide)
-                edges.append(replace(edge, by_group=True))
-                table = edges[-1].name
+                edge = _edge(stage, planned.stages[source], senders, layout, columns=columns, guide=guide)
+                edge = replace(edge, by_group=True)
+                edges.append(edge)
+                table = edge.name
             inputs.append(Input(table, columns, by_group=True))
-    if edges and guide in in_place:
+    if edges and planned.layouts[guide] == layout:
         senders = planned.layouts[guide].senders(planned.hosts)
-        edges.append(_edge(stage, planned.stages[guide], senders, layout, (), guide))
+        edges.append(_edge(stage, planned.stages[guide], senders, layout, columns=(), guide=guide))
     return tuple(inputs), tuple(edges)
 
 
@@ -217,25 +256,29 @@ def _groups_in_place(source: str, layout: Layout, columns: Sequence[str], planne
         if planned.layouts[source] == home:
             return source
         for by_group in (True, False):
-            if edge := planned.brought(source, home, columns, by_group=by_group):
+            edge = planned.brought(source, home, columns, by_group=by_group)
+            if edge is not None:
                 return edge.name
     return None
 
 
-def _groups_here(edge: Edge, worker: str, planned: _Planned) -> tuple[str, ...]:
-    """Return the tables of a worker that have some groups of an edge: its own as a source, and what came earlier."""
+def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str, ...]:
+    """Return the tables of a worker that have some groups of an edge: its own as a source, and those of earlier
+    edges.
+    """
     if not edge.by_group or edge.rows is Rows.REPLICATED:
         return ()
     one_a_group = planned.stages[edge.source].one_a_group
-    came = [
-        earlier.name
-        for earlier in planned.arrived.values()
-        if earlier.source == edge.source
-        and worker in earlier.targets
-        and (earlier.by_group or one_a_group)
-        and set(edge.schema.names) <= set(earlier.schema.names)
-    ]
-    return (*([edge.source] if worker in edge.sources else []), *came)
+    tables = []
+    if worker in edge.sources:
+        tables.append(edge.source)
+    for earlier in planned.arrived.values():
+        if earlier.source != edge.source or worker not in earlier.targets:
+            continue
+        has_groups = earlier.by_group or one_a_group
+        if has_groups and set(edge.schema.names) <= set(earlier.schema.names):
+            tables.append(earlier.name)
+    return tuple(tables)
 
 
 def _edge(
@@ -243,13 +286,23 @@ def _edge(
     source: Stage,
     sources: tuple[str, ...],
     layout: Layout,
+    *,
     columns: tuple[str, ...],
     guide: str,
 ) -> Edge:
     schema = make_schema({name: source.produced[name].type for name in columns})
     target = stage.node
     rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)  # where the guide is in place and replicated
-    return Edge(source.node.name, target.name, sources, layout.workers, rows, _by_minibatch(stage), schema, guide)
+    return Edge(
+        source.node.name,
+        target.name,
+        sources=sources,
+        targets=layout.workers,
+        rows=rows,
+        by_minibatch=_by_minibatch(stage),
+        schema=schema,
+        guide=guide,
+    )
 
 
 def _early(edge: Edge, planned: _Planned) -> Early | None:
@@ -263,11 +316,11 @@ def _early(edge: Edge, planned: _Planned) -> Early | None:
         maker = planned.stages[name]
         if layout != planned.layouts[edge.source] or maker.rows_out != source.rows_out:
             continue
-        unchanged = (
+        unchanged = [
             column
             for column in maker.node.contract.early
             if column in edge.schema.names and source.produced[column].writer == maker.produced[column].writer
-        )
-        if columns := tuple(unchanged):
-            return Early(name, columns)
+        ]
+        if unchanged:
+            return Early(name, tuple(unchanged))
     return None

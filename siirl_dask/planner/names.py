@@ -52,10 +52,11 @@ def _import(name: str, origin: str) -> ModuleType:
 
 
 def _load(name: str, path: Path) -> ModuleType:
-    spelled, real = os.path.normpath(path), path.resolve()
-    loaded = (module for key, module in list(sys.modules.items()) if key.endswith(".py"))
-    if again := next((module for module in loaded if getattr(module, "__file__", None) == str(real)), None):
-        return again
+    spelled = os.path.normpath(path)
+    real = path.resolve()
+    for key, loaded in list(sys.modules.items()):
+        if key.endswith(".py") and getattr(loaded, "__file__", None) == str(real):
+            return loaded
     if not real.is_file():
         near = (file.as_posix() for file in path.parent.glob("*.py"))
         raise PlanError(f"{name!r}: there is no file {str(path)!r} in {Path.cwd()}{did_you_mean(str(path), near)}")
@@ -75,10 +76,14 @@ def _load(name: str, path: Path) -> ModuleType:
 
 def _failed(name: str, error: Exception) -> PlanError:
     """Return the error of a failed import, with the place in the user's own code."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-    at = where or f"{frames[-1].filename}:{frames[-1].lineno}"
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        at = f"{error.filename}:{error.lineno}"
+        message = error.msg
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own_frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        at = f"{own_frames[-1].filename}:{own_frames[-1].lineno}"
+        message = str(error)
     return PlanError(f"{name!r}: importing it fails at {at}: {type(error).__name__}: {message}")
 
 
@@ -88,7 +93,8 @@ def function_name(fn: object) -> str:
     A package publishes a name by importing it in its ``__init__.py``. Names that a run wrote down therefore still
     resolve when the package's modules are rearranged. PlanError for a lambda, a nested function or a method.
     """
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    module = getattr(fn, "__module__", None)
+    name = getattr(fn, "__qualname__", None)
     if not module or not name:
         raise PlanError(f"{fn!r} is not a module-level function: define it with def at the top of a module")
     if "<" in name or "." in name:
@@ -100,8 +106,11 @@ def function_name(fn: object) -> str:
 def _publisher(fn: object, module: str, name: str) -> str:
     """Return the outermost package of ``module`` whose ``name`` is ``fn``, or ``module`` itself."""
     parts = module.split(".")
-    packages = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return next((path for path in packages if vars(sys.modules.get(path, object)).get(name) is fn), module)
+    for depth in range(1, len(parts)):
+        package = ".".join(parts[:depth])
+        if vars(sys.modules.get(package, object)).get(name) is fn:
+            return package
+    return module
 
 
 def canonical(value: Any) -> Any:

@@ -124,10 +124,16 @@ class Node:
         check_options(bare(self.fn), options, self.label)
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
-        if taken := {STAGES: "the folder of stages", TRACE: "the table of the run's trace"}.get(self.save_as or ""):
-            raise PlanError(f"save_as of {self.label}: {self.save_as!r} is {taken}: choose another name")
-        if (self.save_as or "").startswith(NONFINITE):
-            raise PlanError(f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose another name")
+            if self.save_as == STAGES:
+                raise PlanError(f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name")
+            if self.save_as == TRACE:
+                raise PlanError(
+                    f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose another name"
+                )
+            if self.save_as.startswith(NONFINITE):
+                raise PlanError(
+                    f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose another name"
+                )
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if not isinstance(self.save_blobs, bool) or (self.save_blobs and self.save_as is None):
@@ -141,7 +147,8 @@ class Node:
             raise PlanError(f"{self.label} has lag={self.lag!r}: expected a number of steps, and parents to lag behind")
         contract = self.contract
         # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
-        if changed := [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]:
+        changed = [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]
+        if changed:
             raise PlanError(f"{self.label} writes {changed} of rows that exist: only new_rows=True may")
 
     def _checked_rows(self) -> Rows:
@@ -159,7 +166,9 @@ class Node:
     @property
     def stored_as(self) -> str | None:
         """Folder below the run's in which its rows are stored at each step, for good or as a stage; None if nowhere."""
-        return self.save_as or (f"{STAGES}/{self.name}" if self.stage else None)
+        if self.save_as is not None:
+            return self.save_as
+        return f"{STAGES}/{self.name}" if self.stage else None
 
     @property
     def kept_as(self) -> str | None:
@@ -171,7 +180,8 @@ class Node:
         """Contract of the function with its options, and with the node's own ``reads`` and ``writes``."""
         declared = contract_of(self.fn)
         reads = declared.reads if self.reads is None else tuple(self.reads)
-        return replace(declared, reads=reads, writes=declared.writes if self.writes is None else self.writes)
+        writes = declared.writes if self.writes is None else self.writes
+        return replace(declared, reads=reads, writes=writes)
 
     @property
     def weight_source(self) -> WeightSource | None:
@@ -205,8 +215,21 @@ class Node:
         """Text that is equal for equal nodes, written in YAML or in Python."""
         contract = self.contract
         writes = {f.name: str(f.type) for f in contract.writes}
-        where = (self.role, self.after, self.rows, self.save_as, self.stage, self.save_blobs, self.agent)
-        return canonical_text((self.name, self.fn, *where, contract.reads, writes, self.lag))
+        fields = (
+            self.name,
+            self.fn,
+            self.role,
+            self.after,
+            self.rows,
+            self.save_as,
+            self.stage,
+            self.save_blobs,
+            self.agent,
+            contract.reads,
+            writes,
+            self.lag,
+        )
+        return canonical_text(fields)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Node) and self.key == other.key

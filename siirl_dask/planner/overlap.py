@@ -1,7 +1,8 @@
 """Finds the nodes that may begin with rows which a node above them has finished, while that one makes others.
 
 Responses have a long tail of lengths. Where a node adds something to each row by itself (``@columns(by_row=...)``), and
-its role works beside the worker's own thread (``@builds(beside=...)``), the short ones need not wait for the longest.
+its role works while the worker's own thread does something else (``@builds(beside=...)``), the short ones need not wait
+for the longest.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ def find_early(dag: DAG, stages: Mapping[str, Stage], moves: Mapping[str, Move])
     a row at the row's end.
     """
     found: dict[str, Early] = {}
-    for at, (name, stage) in enumerate(stages.items()):
+    earlier: list[Stage] = []
+    for name, stage in stages.items():
         node = stage.node
         if node.contract.by_row is not None and not node.lag and works_beside(dag.role(node.role).build):
-            columns = _read(stage)
-            for maker in list(stages.values())[:at]:
-                here = moves[maker.node.name].layout == moves[name].layout and maker.rows_out == stage.rows
-                if here and not maker.node.lag and _tells(maker, columns, stage):
-                    found.setdefault(name, Early(maker.node.name, (ROW_ID, GROUP_ID, *columns)))
+            columns = [column for column in stage.reads if column not in (ROW_ID, GROUP_ID)]
+            for maker in earlier:
+                same_layout = moves[maker.node.name].layout == moves[name].layout
+                same_rows = same_layout and maker.rows_out == stage.rows
+                if same_rows and not maker.node.lag and _finished_rows_have(columns, maker, stage):
+                    found[name] = Early(maker.node.name, (ROW_ID, GROUP_ID, *columns))
+                    break
+        earlier.append(stage)
     return found
 
 
-def _read(stage: Stage) -> list[str]:
-    return [name for name in stage.reads if name not in (ROW_ID, GROUP_ID)]
-
-
-def _tells(maker: Stage, columns: Sequence[str], stage: Stage) -> bool:
-    """Tell whether finished rows of ``maker`` can have the columns, as the node of ``stage`` reads them."""
+def _finished_rows_have(columns: Sequence[str], maker: Stage, reader: Stage) -> bool:
+    """Return whether finished rows of ``maker`` can have the columns, as the node of ``reader`` reads them."""
     contract = maker.node.contract
-    if not contract.early or contract.carries is not None:  # what it keeps for later steps is decided at its end
+    if not contract.early or contract.carries is not None:  # what it stores for later steps is decided at its end
         return False
     for name in columns:
-        made, column = maker.produced.get(name), stage.available[name]
+        made = maker.produced.get(name)
+        column = reader.available[name]
         passed = contract.passes and name in maker.needed and column.writer != maker.node.name
         if made is None or made.writer != column.writer or not (name in contract.early or passed):
             return False

@@ -1,4 +1,4 @@
-"""Tells after which nodes a role's object gets new weights before anything else asks for it.
+"""Finds the nodes after which a role's object gets new weights before anything else asks for it.
 
 An engine that sleeps then need not keep its weights: nobody would read them again.
 """
@@ -34,13 +34,13 @@ def always_reloaded(chain: Chain, role: str, frees: frozenset[str]) -> bool:
 def _nodes(chain: Chain) -> Iterator[tuple[Node, bool]]:
     """Yield the nodes that the worker runs, in order, and whether each runs in every iteration."""
     for link in chain.links:
-        inner, surely = (link.links, False) if isinstance(link, Lagged) else ((link,), True)
+        surely = not isinstance(link, Lagged)
+        inner = link.links if isinstance(link, Lagged) else (link,)
         for each in inner:
             if isinstance(each, Run):
                 yield each.node, surely
             elif isinstance(each, Stream):
-                yield from ((node, surely) for node, here in _ends(each) if here)
-
-
-def _ends(stream: Stream) -> tuple[tuple[Node, bool], tuple[Node, bool]]:
-    return (stream.source, stream.gives), (stream.target, stream.takes)
+                if each.gives:
+                    yield each.source, surely
+                if each.takes:
+                    yield each.target, surely

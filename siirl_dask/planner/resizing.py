@@ -39,7 +39,7 @@ class Kinds:
         """Yield ways to give ``count`` of the workers ``there`` a kind, so that every role has a worker.
 
         The first moves nobody of ``before`` to another kind, unless a role would be without a worker; the next ones
-        move one worker, then two and so on. Newcomers come where most are missing, beside the shares. Nothing is
+        move one worker, then two and so on. Newcomers get the kind that lacks most workers of its share. Nothing is
         yielded where there are too few workers.
         """
         first = self._stay(before, there, count)
@@ -60,14 +60,18 @@ class Kinds:
             if worker not in given:
                 given[worker] = self._neediest(given)
         while not self._covers(given):
-            if (moved := self._spare(given)) is None:
+            moved = self._spare(given)
+            if moved is None:
                 return None
             given[moved] = self._neediest(given)
         while len(given) > count:
-            if (dropped := self._spare(given)) is None:
+            dropped = self._spare(given)
+            if dropped is None:
                 return None
             del given[dropped]
-        return {worker: given[worker] for worker in there if worker in given} if len(given) == count else None
+        if len(given) != count:
+            return None
+        return {worker: given[worker] for worker in there if worker in given}
 
     def _neediest(self, given: Mapping[str, Kind]) -> Kind:
         """Return the kind of the next worker: one with a role that nobody has, else that of which most are missing."""

@@ -61,7 +61,8 @@ def frontiers(dag: DAG, stages: Mapping[str, Stage]) -> tuple[list[Cut], list[st
 
     The furthest is the one that leaves fewest nodes. The second list has the reason for each table that is not enough.
     """
-    cuts, reasons = [], []
+    cuts: list[Cut] = []
+    reasons: list[str] = []
     for node in reversed([stage.node for stage in stages.values() if stage.node.stored_as]):
         try:
             cuts.append(cut_at(dag, stages, node))
@@ -76,9 +77,12 @@ def cuts_at_stored(dag: DAG, source: Schema) -> list[Cut]:
     PlanError when nothing is stored, or none of the stored tables is enough, with the reasons.
     """
     cuts, reasons = frontiers(dag, trace_columns(dag, source))
+    if not cuts and not reasons:
+        raise PlanError(
+            "no node stores its rows (save_as, stage), so a step that was cut short cannot be replayed from them"
+        )
     if not cuts:
-        nothing = "no node stores its rows (save_as, stage), so a step that was cut short cannot be replayed from them"
-        raise PlanError("; ".join(reasons) or nothing)
+        raise PlanError("; ".join(reasons))
     return cuts
 
 
@@ -104,8 +108,8 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
     """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this table holds.
 
     ``source`` are the columns of the stored rows. The last node saves its rows as ``save_as``. Columns that these nodes
-    write are made anew; all others are stored ones. PlanError when ``first`` is no node before a saved table, or one of
-    the nodes needs more than the table holds.
+    write are computed again; all others are stored ones. PlanError when ``first`` is no node before a saved table, or
+    one of the nodes needs more than the table holds.
     """
     stages = trace_columns(dag, _with_blobs(dag, source))
     saved = _saving(dag, dag.node(first))
@@ -121,31 +125,40 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
             )
     for node in nodes_again:
         _check_stored(stages, stages[node.name].node, saved, before - again)
-    kept = [column for column in stages[saved.name].produced.values() if column.writer not in again]
-    kept = [column for column in kept if column.name in source.names]  # an earlier version may have stored fewer
-    entry = _entry(STORED, dag.node(first).role, str(saved.save_as), kept)
-    nodes = [
-        replace(
-            _attached(node, STORED, before - again), stage=False, save_as=save_as if node.name == saved.name else None
-        )
-        for node in nodes_again
-    ]
-    needed = {name for node in nodes for name in (node.role, node.contract.neighbour)}
-    roles = tuple(role for role in dag.roles if role.name in needed)
+    stored_columns = []
+    for column in stages[saved.name].produced.values():
+        if column.writer not in again and column.name in source.names:  # an earlier version may have stored fewer
+            stored_columns.append(column)
+    entry = _entry(STORED, dag.node(first).role, str(saved.save_as), stored_columns)
+    nodes = []
+    needed_roles: set[str | None] = set()
+    for node in nodes_again:
+        own_table = save_as if node.name == saved.name else None
+        nodes.append(replace(_attached(node, STORED, before - again), stage=False, save_as=own_table))
+        needed_roles.add(node.role)
+        needed_roles.add(node.contract.neighbour)
+    roles = tuple(role for role in dag.roles if role.name in needed_roles)
     return Cut(DAG(roles, (entry, *nodes)), saved.name, str(saved.save_as))
 
 
 def _with_blobs(dag: DAG, source: Schema) -> Schema:
     """Return stored columns, and those of the dataset that nodes read and that are not stored, as blobs are not."""
-    read = {name for node in dag.nodes if not node.after for name in node.contract.reads} - {*source.names}
-    return make_schema({column.name: column.type for column in source} | dict.fromkeys(read, TYPES[IMAGES]))
+    types = {column.name: column.type for column in source}
+    for node in dag.nodes:
+        if node.after:
+            continue
+        for name in node.contract.reads:
+            types.setdefault(name, TYPES[IMAGES])
+    return make_schema(types)
 
 
 def _entry(name: str, role: str, table: str, held: Iterable[Column]) -> Node:
     """Return a node that stands for the rows of a stored table."""
     columns_held = [column for column in held if column.name not in IDENTITY]
     shared = tuple(column.name for column in columns_held if column.of_groups and is_blob(column.type))
-    options: dict[str, Any] = {"table": table} | ({"of_groups": shared} if shared else {})
+    options: dict[str, Any] = {"table": table}
+    if shared:
+        options["of_groups"] = shared
     writes = make_schema({column.name: column.type for column in columns_held})
     return Node(name, stored_rows, role=role, writes=writes, options=options)
 
@@ -167,7 +180,7 @@ def _saving(dag: DAG, first: Node) -> Node:
 
 
 def is_stored(node: Node) -> bool:
-    """Tell whether a node stands for stored rows."""
+    """Return whether a node stands for stored rows."""
     return bare(node.fn) is stored_rows
 
 
@@ -190,7 +203,8 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
 
 def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
-    stage, held = stages[node.name], stages[saved.name]
+    stage = stages[node.name]
+    held = stages[saved.name]
     if node.contract.carries:
         raise PlanError(
             f"node {node.name!r} keeps rows for later steps: no step goes on from table {saved.stored_as!r}, before it"

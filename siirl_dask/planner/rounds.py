@@ -33,7 +33,9 @@ def written_out(nodes: Sequence[Any], places: Sequence[str] = ()) -> tuple[list[
 
     PlanError, which names the entry, for one of another form.
     """
-    specs, origins, ends = list[Any](), list[str](), dict[str, str]()
+    specs: list[Any] = []
+    origins: list[str] = []
+    ends: dict[str, str] = {}
     for position, (spec, place) in enumerate(zip_longest(nodes, places, fillvalue="")):
         spec = _after(spec, ends)
         own = [spec]
@@ -65,7 +67,8 @@ def _rounds(spec: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
     if not isinstance(repeat, Mapping):
         raise PlanError(f"{label} is {repeat!r}: expected {{times: 3, nodes: [...]}}")
     _check_keys(repeat, _REPEAT_KEYS, label)
-    times, nodes = repeat.get("times"), repeat.get("nodes")
+    times = repeat.get("times")
+    nodes = repeat.get("nodes")
     if type(times) is not int or times < 1:
         raise PlanError(f"{label} has times={times!r}: expected a whole number of rounds, at least 1")
     if not isinstance(nodes, list) or not nodes:
@@ -81,10 +84,11 @@ def _rounds(spec: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
             made.append(_filled(node, number, previous, label))
         previous = made[-1]["name"]
     names = [node["name"] for node in made]
-    if double := next((name for name in names if names.count(name) > 1), None):
-        raise PlanError(
-            f"{label} makes {double!r} in every round: expected {{round}} in the name, as in 'node_{{round}}'"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(
+                f"{label} makes {name!r} in every round: expected {{round}} in the name, as in 'node_{{round}}'"
+            )
     return made
 
 

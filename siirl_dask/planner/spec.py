@@ -84,10 +84,11 @@ def dag_from_spec(
     PlanError names the role or node and the mistake, and its file and line where ``role_places`` (by name) and
     ``node_places`` (one per node) give them.
     """
-    places = role_places or {}
+    if role_places is None:
+        role_places = {}
     specs, origins = written_out(nodes, node_places)
     return DAG(
-        tuple(_role(name, spec, places.get(name, "")) for name, spec in roles.items()),
+        tuple(_role(name, spec, role_places.get(name, "")) for name, spec in roles.items()),
         tuple(_node(position, spec, at) for position, (spec, at) in enumerate(zip_longest(specs, origins))),
     )
 
@@ -132,7 +133,11 @@ def _names(value: Any, label: str) -> tuple[str, ...] | None:
     """Return a tuple of names for one name or a list of names; None for None."""
     if value is None:
         return None
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    names: tuple[Any, ...] = ()
+    if isinstance(value, str):
+        names = (value,)
+    elif isinstance(value, Sequence):
+        names = tuple(value)
     if (value and not names) or not all(isinstance(name, str) for name in names):
         raise PlanError(f"{label}={value!r}: expected a name or a list of names")
     return names
@@ -160,14 +165,29 @@ def dag_to_spec(dag: DAG) -> dict[str, Any]:
     nodes = []
     for node in dag.nodes:
         call = _call(node.fn)
-        spec = {"name": node.name, "run": call["run"], "role": node.role}
-        spec |= {"after": list(node.after), "with": call["with"]}
-        reads = {} if node.reads is None else {"reads": list(node.reads)}
-        writes = {} if node.writes is None else {"writes": {field.name: str(field.type) for field in node.writes}}
-        lag = ({"lag": node.lag} if node.lag else {}) | ({"agent": node.agent} if node.agent else {})
-        saved = ({"save_as": node.save_as} if node.save_as else {}) | ({"stage": True} if node.stage else {})
-        saved |= {"save_blobs": True} if node.save_blobs else {}
-        nodes.append(spec | {"rows": str(node.rows)} | saved | reads | writes | lag)
+        spec: dict[str, Any] = {
+            "name": node.name,
+            "run": call["run"],
+            "role": node.role,
+            "after": list(node.after),
+            "with": call["with"],
+            "rows": str(node.rows),
+        }
+        if node.save_as:
+            spec["save_as"] = node.save_as
+        if node.stage:
+            spec["stage"] = True
+        if node.save_blobs:
+            spec["save_blobs"] = True
+        if node.reads is not None:
+            spec["reads"] = list(node.reads)
+        if node.writes is not None:
+            spec["writes"] = {field.name: str(field.type) for field in node.writes}
+        if node.lag:
+            spec["lag"] = node.lag
+        if node.agent:
+            spec["agent"] = node.agent
+        nodes.append(spec)
     return {"roles": roles, "nodes": nodes}
 
 

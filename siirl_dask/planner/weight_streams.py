@@ -24,13 +24,16 @@ def find_streams(stages: Mapping[str, Stage], placed: Placed) -> dict[str, str]:
     for name, stage in stages.items():
         for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
             readers[source].append(name)
-    alone = {source: names[0] for source, names in readers.items() if len(names) == 1 and not readers[names[0]]}
-    fit = ((source, target) for source, target in alone.items() if _fit(stages[source].node, stages[target].node))
-    return {
-        source: target
-        for source, target in fit
-        if not stages[target].node.lag or _may_wait(stages, placed, source, target)
-    }
+    streams = {}
+    for source, names in readers.items():
+        if len(names) != 1 or readers[names[0]]:  # of several readers, or of one that others read in turn
+            continue
+        target = names[0]
+        if not _fit(stages[source].node, stages[target].node):
+            continue
+        if not stages[target].node.lag or _may_wait(stages, placed, source, target):
+            streams[source] = target
+    return streams
 
 
 def _may_wait(stages: Mapping[str, Stage], placed: Placed, source: str, target: str) -> bool:
@@ -40,35 +43,42 @@ def _may_wait(stages: Mapping[str, Stage], placed: Placed, source: str, target: 
     the source's: no other node of theirs gets rows from these, or from workers that wait for these, or shares a role
     with them.
     """
-    late, grown = set(placed[stages[source].node.role]), True
+    waiting = set(placed[stages[source].node.role])
+    grown = True
     while grown:
         grown = False
         for name, stage in stages.items():
             own = placed[stage.node.role]
             parents = (*stage.node.after, *stage.sources.values())
             before = {worker for parent in parents for worker in placed[stages[parent].node.role]}
-            if name != target and not late.isdisjoint({*own, *before}) and not late.issuperset(own):
-                late.update(own)
+            if name != target and not waiting.isdisjoint({*own, *before}) and not waiting.issuperset(own):
+                waiting.update(own)
                 grown = True
-    return late.isdisjoint(placed[stages[target].node.role])
+    return waiting.isdisjoint(placed[stages[target].node.role])
 
 
 def stays(source: Stage, target: Stage, placed: Placed) -> bool:
     """Return whether each worker takes the tensors of a stream from itself, without a table: it has both roles, and all
     of the source's workers go through all tensors.
     """
-    return set(placed[source.node.role]) == set(placed[target.node.role]) and handle_tensors(source.node, target.node)
+    if set(placed[source.node.role]) != set(placed[target.node.role]):
+        return False
+    return handle_tensors(source.node, target.node)
 
 
 def handle_tensors(source: Node, target: Node) -> bool:
     """Return whether the first node gives its weights as tensors, and the second takes them so, without a table."""
-    gives, takes = source.weight_source, target.weight_sink
-    return gives is not None and gives.tensors is not None and takes is not None and takes.tensors is not None
+    gives = source.weight_source
+    takes = target.weight_sink
+    if gives is None or takes is None:
+        return False
+    return gives.tensors is not None and takes.tensors is not None
 
 
 def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapping[str, str]) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
-    giver, taker = source.node, target.node
+    giver = source.node
+    taker = target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
     if not handle_tensors(giver, taker):
         functions = " and ".join(short_name(node.fn) for node in (giver, taker))
@@ -86,13 +96,21 @@ def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapp
 
 
 def _fit(source: Node, target: Node) -> bool:
-    declared = source.weight_source is not None and target.weight_sink is not None
-    whole = source.stored_as or target.stored_as
-    return declared and not whole and target.after == (source.name,) and target.rows is Rows.REPLICATED
+    if source.weight_source is None or target.weight_sink is None:
+        return False
+    if source.stored_as or target.stored_as:
+        return False
+    return target.after == (source.name,) and target.rows is Rows.REPLICATED
 
 
 def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:
     """Return the nodes in the order of every chain: the DAG's, with the target of a stream right after its source."""
-    taking = set(streams.values())
-    order = [node for node in dag.ordered() if node.name not in taking]
-    return [n for node in order for n in (node, *(dag.node(t) for s, t in streams.items() if s == node.name))]
+    targets = set(streams.values())
+    order = []
+    for node in dag.ordered():
+        if node.name in targets:
+            continue
+        order.append(node)
+        if node.name in streams:
+            order.append(dag.node(streams[node.name]))
+    return order

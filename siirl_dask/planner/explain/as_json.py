@@ -33,13 +33,15 @@ def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
 
 def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
     """Return the chains; workers with equal chains are listed once. Their parts of a table follow from the rank."""
-    doing: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    workers_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker, chain in chains.items():
-        links = tuple(step for link in chain.flat for step in _link(link))
-        doing.setdefault(links, []).append(worker)
-    return [
-        {"workers": same, "links": [{"do": do, "what": what} for do, what in links]} for links, same in doing.items()
-    ]
+        steps = tuple(step for link in chain.flat for step in _link(link))
+        workers_of.setdefault(steps, []).append(worker)
+    listed = []
+    for steps, workers in workers_of.items():
+        links = [{"do": do, "what": what} for do, what in steps]
+        listed.append({"workers": workers, "links": links})
+    return listed
 
 
 def _link(link: Link) -> tuple[tuple[str, str], ...]:
@@ -58,15 +60,23 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
         case Save(table=table) | Keep(table=table):
             return (("keep", table),)
         case Stream(source, target, gives, takes):
-            return (("give in parts", source.name),) * gives + (("take in parts", target.name),) * takes
+            steps = []
+            if gives:
+                steps.append(("give in parts", source.name))
+            if takes:
+                steps.append(("take in parts", target.name))
+            return tuple(steps)
     return ()  # a drop: every table goes right after its last use
 
 
 def _edge(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> dict[str, Any]:
     source, target = ends[:2]
-    stage, moves = plan.stages[target], edge is not None and edge.moves
-    local = [name for name, supplier in stage.sources.items() if supplier == source]
-    columns = edge.schema.names if edge is not None and edge.moves else local
+    stage = plan.stages[target]
+    moves = edge is not None and bool(edge.moves)
+    if edge is not None and edge.moves:
+        columns = edge.schema.names
+    else:
+        columns = [name for name, supplier in stage.sources.items() if supplier == source]
     return {
         "source": source,
         "target": target,

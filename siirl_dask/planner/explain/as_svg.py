@@ -12,9 +12,13 @@ from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
 from siirl_dask.schema import IDENTITY
 
-_BOX, _HIGH, _BEND = 220, 58, 40  # a node's width and height, and the width left to an edge that passes by
-_APART, _MARGIN = 60, 24
-_LINE, _LETTER = 14, 6.3  # height of a line of text, width of a letter, at 11 px
+_BOX = 220  # a node's width, in px as all lengths here
+_HIGH = 58  # a node's height
+_BEND = 40  # width left to an edge that passes by
+_APART = 60  # between neighbours of a layer, and between layers
+_MARGIN = 24
+_LINE = 14  # height of a line of text
+_LETTER = 6.3  # width of a letter, at 11 px
 _LONGEST = 44  # letters of a label
 _COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#d0e0e3", "#fce5cd", "#ead1dc")
 _STYLE = (
@@ -31,7 +35,9 @@ _ARROW = (
 def draw(plans: Mapping[str, tuple[Plan, Sizes]]) -> str:
     """Return an SVG of the DAGs of several phases, one below the other."""
     drawings = [_drawing(phase, plan, sizes) for phase, (plan, sizes) in plans.items()]
-    width, top, parts = max(drawing.width for drawing in drawings), 0, []
+    width = max(drawing.width for drawing in drawings)
+    top = 0
+    parts: list[str] = []
     for drawing in drawings:
         parts.append(f'<g transform="translate(0,{top})">{"".join(drawing.parts)}</g>')
         top += drawing.height
@@ -62,13 +68,13 @@ class _Label:
 
 
 def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
-    estimates, moving = estimate(plan, sizes), {e.ends: e for e in plan.edges if e.moves}
+    estimates = estimate(plan, sizes)
+    moving = {edge.ends: edge for edge in plan.edges if edge.moves}
     layout = lay_out(list(plan.stages), estimates)
     labels = {ends: _label(plan, ends, moving.get(ends), size) for ends, size in estimates.items()}
     legend = _legend(plan)
-    width = max(
-        _MARGIN * 2 + max(map(_wide, layout.layers)), max((label.width for label in labels.values()), default=0) + 48
-    )
+    widest_label = max((label.width for label in labels.values()), default=0)
+    width = max(_MARGIN * 2 + max(map(_wide, layout.layers)), widest_label + 48)
     x = _across(layout, width)
     top = _MARGIN + _LINE * (len(plan.dag.roles) + 3)
     parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 4}">{escape(phase)}</text>', *legend]
@@ -80,7 +86,7 @@ def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
         leaving = [ends for ends in labels if ends[0] in layer]
         top += _HIGH + _APART + sum(labels[ends].height + 4 for ends in leaving)
     for ends, path in layout.paths.items():
-        lines.append(_line(path, x, down, layout, ends in moving, labels[ends]))
+        lines.append(_line(path, x, down, layout, moves=ends in moving, label=labels[ends]))
     for index, layer in enumerate(layout.layers[:-1]):
         at = down[index] + _HIGH + _APART // 2
         for ends in sorted((ends for ends in labels if ends[0] in layer), key=lambda ends: x[ends[0]]):
@@ -89,14 +95,12 @@ def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
             share = (at + middle - down[index] - _HIGH) / (down[index + 1] - down[index] - _HIGH)
             texts.append(_text(labels[ends], x[first] + share * (x[second] - x[first]), at, width))
             at += labels[ends].height + 4
-    boxes = [
-        _box(plan, name, x[name], down[depth]) for depth, layer in enumerate(layout.layers) for name in _names(layer)
-    ]
+    boxes = []
+    for depth, layer in enumerate(layout.layers):
+        for place in layer:
+            if isinstance(place, str):
+                boxes.append(_box(plan, place, x[place], down[depth]))
     return _Drawing(width, top - _APART + _MARGIN, [*parts, *lines, *boxes, *texts])
-
-
-def _names(layer: Sequence[Place]) -> list[str]:
-    return [place for place in layer if isinstance(place, str)]
 
 
 def _wide(layer: Sequence[Place]) -> int:
@@ -116,7 +120,8 @@ def _across(layout: Layout, width: int) -> dict[Place, float]:
 
 
 def _legend(plan: Plan) -> list[str]:
-    workers, parts = tuple(plan.chains), []
+    workers = tuple(plan.chains)
+    parts: list[str] = []
     for index, role in enumerate(plan.dag.roles):
         y = _MARGIN + _LINE * (index + 1) + 2
         text = f"{role.name}: {short_name(role.build)} on {worker_ranges(plan.placement[role.name], workers)}"
@@ -133,7 +138,8 @@ def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate)
     source, target = ends[:2]
     suppliers = plan.stages[target].sources
     names = edge.schema.names if edge else [name for name, supplier in suppliers.items() if supplier == source]
-    columns = ", ".join(name + "?" * (name in size.unknown) for name in names if name not in IDENTITY) or "row ids only"
+    marked = [f"{name}?" if name in size.unknown else name for name in names if name not in IDENTITY]
+    columns = ", ".join(marked) if marked else "row ids only"
     if edge is None:
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
     what = "groups" if edge.by_group else "rows"
@@ -150,7 +156,7 @@ def _cut(text: str) -> str:
 
 
 def _line(
-    path: Sequence[Place], x: Mapping[Place, float], down: Sequence[int], layout: Layout, moves: bool, label: _Label
+    path: Sequence[Place], x: Mapping[Place, float], down: Sequence[int], layout: Layout, *, moves: bool, label: _Label
 ) -> str:
     """Draw an edge from the bottom of its source through its bends, straight past each layer, to its target's top."""
     first = next(depth for depth, layer in enumerate(layout.layers) if path[0] in layer)
@@ -179,8 +185,13 @@ def _lines(lines: Iterable[str], middle: float, first: float) -> str:
 
 def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     node = plan.stages[name].node
-    left, colour = middle - _BOX / 2, _colour(plan, node.role)
-    saved = f", saves {node.save_as}" if node.save_as else ", stage" if node.stage else ""
+    left = middle - _BOX / 2
+    colour = _colour(plan, node.role)
+    saved = ""
+    if node.save_as:
+        saved = f", saves {node.save_as}"
+    elif node.stage:
+        saved = ", stage"
     letters = int(_BOX / _LETTER)
     function = short_name(node.fn)
     shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]

@@ -49,20 +49,22 @@ def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
 def _nodes(stages: Iterable[Stage]) -> str:
     rows = []
     for stage in stages:
-        node, contract = stage.node, stage.node.contract
-        reads = stage.reads
-        columns = f"{', '.join(reads) or '-'} -> {', '.join(contract.writes.names) or '-'}"
-        saved = f", saved as {node.save_as!r}" if node.save_as else ", stored as a stage" if node.stage else ""
-        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns + saved))
+        node = stage.node
+        columns = f"{', '.join(stage.reads) or '-'} -> {', '.join(node.contract.writes.names) or '-'}"
+        if node.save_as:
+            columns += f", saved as {node.save_as!r}"
+        elif node.stage:
+            columns += ", stored as a stage"
+        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns))
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
 
 def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
     """Return the table of chains; workers with equal chains share a line."""
-    doing: dict[str, list[str]] = {}
+    workers_of: dict[str, list[str]] = {}
     for worker, chain in plan.chains.items():
-        doing.setdefault(_chain(chain), []).append(worker)
-    return table(("workers", "chain"), [(worker_ranges(same, workers), text) for text, same in doing.items()])
+        workers_of.setdefault(_chain(chain), []).append(worker)
+    return table(("workers", "chain"), [(worker_ranges(same, workers), text) for text, same in workers_of.items()])
 
 
 def _chain(chain: Chain) -> str:
@@ -93,12 +95,15 @@ def _chain(chain: Chain) -> str:
                 notes["from"].append(f"stored {table}")
             case Run(node, early=early):
                 begin(f"{node.name}, {steps_behind(node.lag)}" if node.lag else node.name)
-                notes["from"], received = received, []
-                notes["begins during"] += [] if early is None else [early.node]
+                notes["from"] = received
+                received = []
+                if early is not None:
+                    notes["begins during"].append(early.node)
             case Stream(source, target, gives, takes):
                 if gives:
                     begin(source.name)
-                    notes["from"], received = received, []
+                    notes["from"] = received
+                    received = []
                     notes["in parts to"].append(target.name)
                 if takes:
                     begin(f"{target.name}, {steps_behind(target.lag)}" if target.lag else target.name)
@@ -108,7 +113,7 @@ def _chain(chain: Chain) -> str:
             case Save(table=table) | Keep(table=table):
                 notes["saves"].append(table)
     finish()
-    return " > ".join(steps) or "nothing"
+    return " > ".join(steps) if steps else "nothing"
 
 
 def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, ...], Estimate]) -> str:
@@ -116,20 +121,26 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, .
     rows = []
     for ends, size in estimates.items():
         source, target = ends[:2]
-        stage, edge = plan.stages[target], edges.get(ends)
-        policy = f"{edge.rows if edge else stage.node.rows}{' by minibatch' if edge and edge.by_minibatch else ''}"
-        policy = "by group" if edge and edge.by_group else policy
-        policy += " in parts" if plan.streams.get(source) == target else ""
+        stage = plan.stages[target]
+        edge = edges.get(ends)
+        policy = str(stage.node.rows if edge is None else edge.rows)
+        if edge is not None and edge.by_group:
+            policy = "by group"
+        elif edge is not None and edge.by_minibatch:
+            policy += " by minibatch"
+        if plan.streams.get(source) == target:
+            policy += " in parts"
         if edge is not None and edge.moves:
             where = _ends(edge, plan, workers)
             columns = [name for name in edge.schema.names if name not in IDENTITY]
             at_most = "?" if size.bytes is None else f"<= {readable_bytes(size.bytes)}"
         else:
-            where, at_most = ("local" if edge is None else "local, guide"), "-"
+            where = "local" if edge is None else "local, guide"
+            at_most = "-"
             columns = [name for name, node in stage.sources.items() if node == source and name not in IDENTITY]
-        marked = ", ".join(name + "?" * (name in size.unknown) for name in columns) or "-"
+        marked = ", ".join(f"{name}?" if name in size.unknown else name for name in columns)
         count = "?" if size.rows is None else str(size.rows)
-        rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked))
+        rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked or "-"))
     return table(("edge", "rows", "workers", "bytes", "columns"), rows)
 
 

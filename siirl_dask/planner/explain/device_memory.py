@@ -51,14 +51,15 @@ def _parts(roles: Roles, names: Sequence[str]) -> str:
 
 def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
     """Return whether a held part of a role is on the device at the moment ``now``."""
-    return part not in one.leaves or role == now or (now == EXCHANGE and part in one.moves)
+    if part not in one.leaves or role == now:
+        return True
+    return now == EXCHANGE and part in one.moves
 
 
 def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
-    for worker in list(card.workers)[:1]:
-        one = card.filling(worker)
-        if one is not None and card.fits:
-            yield _filled(card, one)
+    filling = card.filling(next(iter(card.workers))) if card.workers else None
+    if filling is not None and card.fits:
+        yield _filled(card, filling)
     if card.fits:
         yield f"It fits: {readable_bytes(card.needed)} of {readable_bytes(card.usable)}."
         return
@@ -67,7 +68,8 @@ def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
 
 def _filled(card: Card, one: Footprint) -> str:
     assert one.fills is not None
-    size, share = one.held[one.fills], sum(one.held.values()) / card.memory
+    size = one.held[one.fills]
+    share = sum(one.held.values()) / card.memory
     rows = size // one.least if one.least else 0
     many = f"{rows:,} row{'' if rows == 1 else 's'} of the greatest length"
     return f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of the accelerator"
@@ -96,10 +98,16 @@ def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None
         return None
     worker = max(card.workers, key=lambda name: peak(card.workers[name]))
     own = moments(card.workers[worker])
-    now, roles = max(own, key=lambda name: own[name]), card.workers[worker]
-    sizes = {f"{now}'s {part}": size for part, size in (roles[now].working if now in roles else {}).items()}
+    now = max(own, key=lambda name: own[name])
+    roles = card.workers[worker]
+    sizes = {}
+    if now in roles:
+        for part, size in roles[now].working.items():
+            sizes[f"{now}'s {part}"] = size
     for name, one in roles.items():
-        sizes |= {f"{name}'s {part}": size for part, size in one.held.items() if _is_there(name, one, part, now)}
+        for part, size in one.held.items():
+            if _is_there(name, one, part, now):
+                sizes[f"{name}'s {part}"] = size
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest)
     return (

@@ -19,7 +19,8 @@ from siirl_dask.schema import is_blob
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_GIVEN, _TAKEN = 4, 3  # pieces of a streamed table at once: see worker/weight_stream.py
+_SOURCE_PIECES = 4  # of a streamed table at once on a worker of its source: see worker/weight_stream.py
+_TARGET_PIECES = 3  # the same on a worker of its target
 _PASSED = 2  # on a worker that makes and takes all of them itself: the next one is made while a row of the last is used
 _BUFFERS = 2  # of a broadcast at once, on either side: see worker/weight_broadcast.py
 _READ = 2  # batches in memory: the step's, and the next one's, which is read ahead
@@ -56,7 +57,9 @@ def usage(plan: Plan, sizes: Sizes) -> dict[str, Usage]:
 
 def _along(chain: Chain, weigh: _Weighing) -> Usage:
     live: dict[str, int] = {}
-    peak, node, moving = 0, "", 0
+    peak = 0
+    node = ""
+    moving = 0
     unknown: dict[str, None] = {}
     for link in chain.flat:
         match link:
@@ -67,13 +70,18 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 moving += live[edge.name]
             case Run(ran) | Restore(ran):
                 now = sum(live.values()) + weigh.made[ran.name]
-                peak, node = max((peak, node), (now, ran.name), key=lambda pair: pair[0])
+                if now > peak:
+                    peak = now
+                    node = ran.name
                 live[ran.name] = weigh.outputs[ran.name]
                 unknown |= dict.fromkeys(weigh.unknown[ran.name])
             case Stream(source, target, gives):
                 now = sum(live.values()) + weigh.streamed(link, chain.worker)
-                peak, node = max((peak, node), (now, (source if gives else target).name), key=lambda pair: pair[0])
-                unknown |= dict.fromkeys(weigh.unknown[source.name] if gives else ())
+                if now > peak:
+                    peak = now
+                    node = source.name if gives else target.name
+                if gives:
+                    unknown |= dict.fromkeys(weigh.unknown[source.name])
             case Send(edge) if edge.moves:
                 moving += weigh.sent[edge.name]
             case Drop(table):
@@ -85,7 +93,8 @@ class _Weighing:
     """Upper bounds of the bytes that each table of a plan takes on one worker."""
 
     def __init__(self, plan: Plan, sizes: Sizes) -> None:
-        self._plan, self._sizes = plan, sizes
+        self._plan = plan
+        self._sizes = sizes
         self._rows = rows_made(plan, sizes)
         self._longest = max(len(worker.encode()) for worker in plan.chains)
         self._row_tokens = sizes.prompt_tokens + sizes.response_tokens
@@ -106,7 +115,8 @@ class _Weighing:
         for edge in plan.edges:
             waiting = 1 + plan.stages[edge.target].node.lag  # steps whose rows are not yet pulled
             share = shares[edge.source]
-            share = self._one_a_group(share) if edge.by_group else share
+            if edge.by_group:
+                share = self._one_a_group(share)
             sent = self._bytes(share, edge.schema.names, plan.stages[edge.source].produced)
             self.sent[edge.name] = waiting * sent
 
@@ -116,15 +126,19 @@ class _Weighing:
         Tensors that stay on their worker are those of its role: no table of them is made.
         """
         name = link.source.name
-        part, made = self._part(name), self.made[name]
+        part = self._part(name)
+        made = self.made[name]
         if link.edge is None:
             return 0 if handle_tensors(link.source, link.target) else min(made, _PASSED * part)
         if self._sizes.buffers and link.joins:
             total = self._sizes.totals.get(name, made)
             return min(total, _BUFFERS * part) if worker in link.joins else 0
-        given = min(made, _GIVEN * part) if link.gives else 0
-        taken = min(self.received[link.edge.name], _TAKEN * part) if link.takes else 0
-        return given + taken
+        total = 0
+        if link.gives:
+            total += min(made, _SOURCE_PIECES * part)
+        if link.takes:
+            total += min(self.received[link.edge.name], _TARGET_PIECES * part)
+        return total
 
     def _part(self, source: str) -> int:
         total = self._sizes.totals.get(source, self.made[source])
@@ -132,26 +146,29 @@ class _Weighing:
         return total if self._sizes.part is None else max(self._sizes.part, largest)
 
     def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
-        name, names = stage.node.name, dict.fromkeys((*stage.needed, *stage.node.contract.writes.names))
+        name = stage.node.name
         if not stage.node.after:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
         for edge in edges:
             share = self._one_a_group(before) if edge.by_group else before
             self.received[edge.name] = self._bytes(share, edge.schema.names, stage.available)
-        names = {column: None for column in names if not _is_sliced(stage, column)}
-        columns = {column: stage.produced.get(column) or stage.available[column] for column in names}
-        self.made[name] = self._bytes(after, names, columns)
+        columns = {}
+        for column in (*stage.needed, *stage.node.contract.writes.names):
+            if not _is_sliced(stage, column):
+                columns[column] = stage.produced[column] if column in stage.produced else stage.available[column]
+        self.made[name] = self._bytes(after, columns, columns)
         shared = stage.shared_blobs
         self.outputs[name] = self._bytes(after, [n for n in stage.outputs if n not in shared], stage.produced)
         self.outputs[name] += self._bytes(self._one_a_group(after), shared, stage.produced)
-        self.unknown[name] = tuple(column for column in names if self._unbounded(after, columns[column]))
+        self.unknown[name] = tuple(name for name, column in columns.items() if self._unbounded(after, column))
 
     def _one_a_group(self, share: _Share) -> _Share:
         """Return the share with one row of each group: there are no more groups than prompts."""
         return share if share.rows is None else replace(share, rows=min(share.rows, self._sizes.prompts))
 
     def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
-        rows, workers = self._rows[stage.rows], len(self._plan.placement[stage.node.role])
+        rows = self._rows[stage.rows]
+        workers = len(self._plan.placement[stage.node.role])
         guide = next((edge for edge in edges if edge.source == edge.guide and not edge.by_group), None)
         if stage.node.after and (guide is None or not guide.moves):
             return shares[guide.source if guide else stage.node.after[0]]
@@ -167,8 +184,10 @@ class _Weighing:
 
     def _balanced(self, edge: Edge, rows: int, workers: int) -> int:
         """Return the largest cost of balanced rows on one worker, which bounds their tokens."""
-        tokens, start = self._row_tokens, self._sizes.quadratic_from
-        cost = max(1, tokens + (tokens * tokens // start if start else 0))
+        tokens = self._row_tokens
+        start = self._sizes.quadratic_from
+        attention = tokens * tokens // start if start else 0
+        cost = max(1, tokens + attention)
         group = max(1, rows // max(1, self._sizes.prompts)) if edge.rows is Rows.GROUPED else 1
         items = self._sizes.minibatches if edge.by_minibatch else group
         of, per = _BALANCED
@@ -177,17 +196,21 @@ class _Weighing:
     def _share_out(self, stage: Stage, before: _Share) -> _Share:
         if not stage.node.contract.new_rows:
             return before
-        times, name = times_of(stage.node), stage.node.name
+        times = times_of(stage.node)
+        name = stage.node.name
         if name in self._sizes.pieces:
             pieces, _ = self._sizes.pieces[name]
             return _Share(name, -(-pieces // len(self._plan.placement[stage.node.role])), 0)
-        rows = None if before.rows is None or times is None else before.rows * times
-        return _Share(name, rows, (rows or 0) * self._row_tokens)
+        if before.rows is None or times is None:
+            return _Share(name, None, 0)
+        rows = before.rows * times
+        return _Share(name, rows, rows * self._row_tokens)
 
     def _bytes(self, share: _Share, names: Iterable[str], columns: Mapping[str, Column]) -> int:
         """Return the bytes of the columns that have a bound."""
         chosen = [columns[name] for name in names]
-        if (total := self._sizes.totals.get(share.made_by)) is not None:
+        total = self._sizes.totals.get(share.made_by)
+        if total is not None:
             _, largest = self._sizes.pieces.get(share.made_by, (0, total))
             here = total if share.rows is None else min(total, share.rows * largest)
             return here if any(column.writer == share.made_by for column in chosen) else 0
@@ -207,9 +230,10 @@ class _Weighing:
 
 
 def _is_sliced(stage: Stage, name: str) -> bool:
-    """Tell whether a column of a node's table has slices of another one, which counts: blobs that rows share."""
+    """Return whether a column of a node's table has slices of another one, which counts: blobs that rows share."""
     column = stage.available.get(name)
     if column is None or name in stage.node.contract.writes.names:
         return False
-    makes_samples = stage.node.contract.groups is not None and column.of_groups and is_blob(column.type)
-    return name in stage.by_group or makes_samples
+    if name in stage.by_group:
+        return True
+    return stage.node.contract.groups is not None and column.of_groups and is_blob(column.type)

@@ -55,7 +55,8 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, ...], Estimate]:
     estimates: dict[tuple[str, ...], Estimate] = {}
     for target, stage in plan.stages.items():
         for source in dict.fromkeys((*stage.node.after, *stage.sources.values())):
-            edge, of_groups = moving.get((source, target)), moving.get((source, target, "by group"))
+            edge = moving.get((source, target))
+            of_groups = moving.get((source, target, "by group"))
             if of_groups is not None:
                 types = {field.name: field.type for field in of_groups.schema}
                 groups = groups_of(plan, sizes, of_groups, rows)
@@ -102,16 +103,20 @@ def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], row
 def travelling_bytes(schema: Schema, sizes: Sizes, longest_worker: int) -> tuple[int, tuple[str, ...]]:
     """Return the most bytes of a row that go from worker to worker, and the columns without a bound.
 
-    Identity columns and the lengths of lists and texts do not count: they are told with the statistics.
+    Identity columns and the lengths of lists and texts do not count: they travel with the statistics.
     """
-    total, unknown = 0, []
-    for name, kind in ((column.name, column.type) for column in schema if column.name not in IDENTITY):
-        width = width_of(name, kind, sizes, longest_worker)
+    total = 0
+    unknown: list[str] = []
+    for column in schema:
+        if column.name in IDENTITY:
+            continue
+        width = width_of(column.name, column.type, sizes, longest_worker)
         if width is None:
-            unknown.append(name)
-        else:
-            ends = 0 if name in sizes.widths or _is_fixed(kind) else _OFFSET
-            total += width.bytes - ends
+            unknown.append(column.name)
+            continue
+        total += width.bytes
+        if column.name not in sizes.widths and not _is_fixed(column.type):
+            total -= _OFFSET
     return total, tuple(unknown)
 
 
@@ -120,8 +125,12 @@ def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
     rows: dict[str, int | None] = {DATA: sizes.prompts}
     for name, stage in plan.stages.items():
         if stage.node.contract.new_rows:
-            before, times = rows[stage.rows], times_of(stage.node)
-            rows[name] = None if before is None or times is None or name in sizes.totals else before * times
+            before = rows[stage.rows]
+            times = times_of(stage.node)
+            if before is None or times is None or name in sizes.totals:
+                rows[name] = None
+            else:
+                rows[name] = before * times
     return rows
 
 
@@ -135,8 +144,9 @@ def times_of(node: Node) -> int | None:
     expand = node.contract.expand
     if expand is None:
         return 1
-    times = [option_at(node.fn, path) for path in ([expand] if isinstance(expand, str) else expand)]
-    return prod(times) if all(isinstance(factor, int) for factor in times) else None
+    paths = [expand] if isinstance(expand, str) else expand
+    factors = [option_at(node.fn, path) for path in paths]
+    return prod(factors) if all(isinstance(factor, int) for factor in factors) else None
 
 
 _OFFSET = 8  # bytes per row that Arrow spends on where a list or string ends
@@ -218,7 +228,7 @@ def width_of(name: str, kind: DataType, sizes: Sizes, longest_worker: int) -> Wi
 
 
 def _is_fixed(kind: DataType) -> bool:
-    """Tell whether all values of a type have the same width."""
+    """Return whether all values of a type have the same width."""
     try:
         return int(kind.bit_width) >= 0
     except ValueError:
