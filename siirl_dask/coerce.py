@@ -104,7 +104,8 @@ class Coercer:
 
     def _items(self, value: Any, hint: Any, where: str) -> Any:
         """Convert lists and mappings item by item; a value whose annotation cannot be checked stays as it is."""
-        kind, arguments = get_origin(hint) or hint, get_args(hint)
+        kind = hint if get_origin(hint) is None else get_origin(hint)
+        arguments = get_args(hint)
         if _is_kind(kind, Mapping) and not isinstance(value, Mapping):
             raise self.error(f"{where}={value!r}: expected a mapping")
         listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))

@@ -168,7 +168,8 @@ def abort_device_groups() -> None:
 def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
     """Make a gloo group outside any world: ``size`` ranks that know the same ``store``. It listens at ``host``."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
-    options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=host)], timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
 
 

@@ -66,7 +66,11 @@ class Span:
     __slots__ = ("_beside", "_lane", "_name", "_recorder", "_sequence", "_start", "_what", "amount")
 
     def __init__(self, recorder: Recorder, lane: Lane, what: str, name: str, sequence: int | None) -> None:
-        self._recorder, self._lane, self._what, self._name, self._sequence = recorder, lane, what, name, sequence
+        self._recorder = recorder
+        self._lane = lane
+        self._what = what
+        self._name = name
+        self._sequence = sequence
         self.amount: int | None = None
 
     def __enter__(self) -> Span:
@@ -116,13 +120,15 @@ class Recorder:
         self._dropped = 0
         self._counts: dict[tuple[Lane, str], _Count] = {}
         self._open: list[str] = []
-        self._phase, self._sequence = START, 0
+        self._phase = START
+        self._sequence = 0
         self._idle_since: int | None = None
         self._thread = threading.get_ident()
 
     def begin(self, phase: str, sequence: int) -> None:
         """Record what follows under another iteration."""
-        self._phase, self._sequence = phase, sequence
+        self._phase = phase
+        self._sequence = sequence
 
     @contextmanager
     def task(self) -> Iterator[None]:
@@ -131,7 +137,8 @@ class Recorder:
             self._idle_since = None
             yield
             return
-        began, self._thread = time.monotonic_ns(), threading.get_ident()
+        began = time.monotonic_ns()
+        self._thread = threading.get_ident()
         if self._idle_since is not None:
             self.add(Lane.WAIT, "task", "next task", self._idle_since, began, beside=False)
         try:
@@ -181,7 +188,8 @@ class Recorder:
                 self._put(Entry(lane, "count", name, True, self._phase, self._sequence, at, 0, value))
         drained = [self._entries.popleft() for _ in range(len(self._entries))]
         if self._dropped and drained:
-            dropped, self._dropped = self._dropped, 0
+            dropped = self._dropped
+            self._dropped = 0
             at = drained[0].start
             drained.append(Entry(Lane.CONTROL, "count", "dropped", True, self._phase, self._sequence, at, 0, dropped))
         return drained
@@ -208,7 +216,9 @@ class _Count:
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []
-        self._pause, self._due, self._last = _FIRST_PAUSE, 0, 0
+        self._pause = _FIRST_PAUSE
+        self._due = 0
+        self._last = 0
 
     def add(self, at: int, value: int) -> None:
         edge = not value or not self._last
@@ -228,5 +238,7 @@ class _Count:
             self._points = thinned[-_POINTS:]
 
     def drain(self) -> list[tuple[int, int]]:
-        points, self._points, self._pause = self._points, [], _FIRST_PAUSE
+        points = self._points
+        self._points = []
+        self._pause = _FIRST_PAUSE
         return points

@@ -189,7 +189,8 @@ def gpg(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EP
     ``grpo``. A group of one keeps mean 0 and std 1. ValueError when ``epsilon`` is not above 0.
     """
     advantages = grpo(outcomes, epsilon=epsilon) if divide_by_std else dr_grpo(outcomes)
-    groups, nonzero_groups = outcomes.group_ids.unique(), outcomes.group_ids[advantages != 0].unique()
+    groups = outcomes.group_ids.unique()
+    nonzero_groups = outcomes.group_ids[advantages != 0].unique()
     total, nonzero = outcomes.all_sum([float(len(groups)), float(len(nonzero_groups))])
     return advantages * (total / max(1.0, nonzero))
 

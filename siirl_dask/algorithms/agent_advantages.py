@@ -47,7 +47,8 @@ def dr_mas(outcomes: AgentOutcomes, *, divide_by_std: bool = True, epsilon: floa
     are no advantages, and gradients that blow up. Without ``divide_by_std`` the mean is subtracted alone. A part that
     is alone keeps mean 0 and std 1.
     """
-    groups, agents = outcomes.rows.group_ids.tolist(), outcomes.rows.agents.tolist()
+    groups = outcomes.rows.group_ids.tolist()
+    agents = outcomes.rows.agents.tolist()
     keys = list(zip(groups, agents, strict=True))
     return _compare_parts(outcomes, _rewards(outcomes), keys, divide_by_std, epsilon)
 
@@ -70,7 +71,8 @@ def hierarchical_grpo(
         raise ValueError("hierarchical_grpo needs the proposal of each row: name its column in the node's 'proposal'")
     if len(outcomes.rewards) and proposer not in outcomes.names:
         raise ValueError(f"proposer={proposer!r}: expected one of the agents {sorted(outcomes.names)}")
-    proposals, groups = outcomes.proposals.tolist(), outcomes.rows.group_ids.tolist()
+    proposals = outcomes.proposals.tolist()
+    groups = outcomes.rows.group_ids.tolist()
     agents = [outcomes.names[agent] for agent in outcomes.rows.agents.tolist()]
     proposes = [agent == proposer for agent in agents]
     keys: list[Hashable] = [

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _BEST = 0.6  # what the failure nearest to a success may get: as siiRL, so that no failure passes for a success
-_STEEPNESS, _MIDDLE = 10.0, 0.5
+_STEEPNESS = 10.0
+_MIDDLE = 0.5
 _ALIKE = 1e-6  # a spread of distances below this is none
 
 
@@ -29,6 +30,7 @@ def srpo_rewards(distances: Tensor) -> Tensor:
     """
     if not len(distances):
         return distances.float()
-    low, high = distances.min(), distances.max()
+    low = distances.min()
+    high = distances.max()
     scaled = (distances - low) / (high - low) if high - low >= _ALIKE else torch.full_like(distances, 0.5)
     return (_BEST * torch.sigmoid(_STEEPNESS * (_MIDDLE - scaled))).float()

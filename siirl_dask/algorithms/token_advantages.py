@@ -44,7 +44,8 @@ class TokenOutcomes:
     def __post_init__(self) -> None:
         check_shapes("[K]", rewards=self.rewards, mask=self.mask, values=self.values)
         check_shapes("[K]", rewards=self.rewards, logprobs=self.logprobs, collision=self.collision)
-        tokens, rows = len(self.rewards), len(self.group_ids)
+        tokens = len(self.rewards)
+        rows = len(self.group_ids)
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != tokens:
             raise ValueError(
                 f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected [{rows + 1}] for "
@@ -81,9 +82,11 @@ def gae(outcomes: TokenOutcomes, *, discount: float = 1.0, gae_lambda: float = 1
     if outcomes.values is None:
         raise ValueError("gae needs a critic's values: add the node siirl_dask.nodes:estimate_values before it")
     layout = _Layout(outcomes)
-    rewards, values = layout.pad(outcomes.rewards), layout.pad(outcomes.values)
+    rewards = layout.pad(outcomes.rewards)
+    values = layout.pad(outcomes.values)
     advantages = torch.zeros_like(rewards)
-    next_value, next_advantage = rewards.new_zeros(layout.rows), rewards.new_zeros(layout.rows)
+    next_value = rewards.new_zeros(layout.rows)
+    next_advantage = rewards.new_zeros(layout.rows)
     for position in reversed(range(layout.longest)):
         delta = rewards[:, position] + discount * next_value - values[:, position]
         advantage = delta + discount * gae_lambda * next_advantage

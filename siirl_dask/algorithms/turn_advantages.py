@@ -39,7 +39,8 @@ def turn_returns(
     one that is the only one has 0. Without ``divide_by_std`` the mean is subtracted and nothing else. Returns are the
     R_t.
     """
-    returns, numbers = _discounted(outcomes, discount), _numbers(outcomes)
+    returns = _discounted(outcomes, discount)
+    numbers = _numbers(outcomes)
     keys = [(*of, number if same_turn else 0) for of, number in zip(_who(outcomes), numbers, strict=True)]
     advantages = compare_within(returns, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=not same_turn)
     return TurnAdvantages(advantages=advantages, returns=returns)
@@ -87,7 +88,8 @@ def mt_grpo(
     rewards = outcomes.rewards.tolist()
     ends = {part: rewards[turns[-1]] if turns else 0.0 for part, turns in parts.items()}
     outcome = _of_parts(outcomes, ends, divide_by_std, epsilon)
-    numbers, ended = _numbers(outcomes), last.tolist()
+    numbers = _numbers(outcomes)
+    ended = last.tolist()
     keys = [(*of, -1 if end else number) for of, number, end in zip(_who(outcomes), numbers, ended, strict=True)]
     own = compare_within(outcomes.rewards, keys, divide_by_std=divide_by_std, epsilon=epsilon, lone=False)
     advantages = torch.where(last, outcome, own + weight * outcome)
@@ -103,14 +105,16 @@ def magrpo(outcomes: TurnOutcomes, *, discount: float = 1.0) -> TurnAdvantages:
     aligned: the g-th answer of one agent met the g-th of the others. A round that one episode alone came to has 0.
     Nothing is divided by a std. Returns are the R_t.
     """
-    rewards, returns = outcomes.rewards.tolist(), [0.0] * len(outcomes.rewards)
+    rewards = outcomes.rewards.tolist()
+    returns = [0.0] * len(outcomes.rewards)
     for rounds in outcomes.rounds():
         total = 0.0
         for turns in reversed(rounds):
             total = fsum(rewards[turn] for turn in turns) + discount * total
             for turn in turns:
                 returns[turn] = total
-    totals, numbers = _like_rewards(outcomes, returns), _numbers(outcomes)
+    totals = _like_rewards(outcomes, returns)
+    numbers = _numbers(outcomes)
     keys = [(*of, number) for of, number in zip(_who(outcomes), numbers, strict=True)]
     advantages = compare_within(totals, keys, divide_by_std=False, epsilon=_EPSILON, lone=False)
     return TurnAdvantages(advantages=advantages, returns=totals)
@@ -119,7 +123,8 @@ def magrpo(outcomes: TurnOutcomes, *, discount: float = 1.0) -> TurnAdvantages:
 def _who(outcomes: TurnOutcomes) -> list[tuple[Hashable, ...]]:
     """Return the group and the agent of each turn. [S]."""
     rows = outcomes.row_of_turn
-    groups, agents = outcomes.rows.group_ids[rows].tolist(), outcomes.rows.agents[rows].tolist()
+    groups = outcomes.rows.group_ids[rows].tolist()
+    agents = outcomes.rows.agents[rows].tolist()
     return list(zip(groups, agents, strict=True))
 
 
@@ -134,7 +139,8 @@ def _numbers(outcomes: TurnOutcomes) -> list[int]:
 
 def _discounted(outcomes: TurnOutcomes, discount: float) -> Tensor:
     """Return ``R_t = r_t + discount R_(t + 1)`` within each part. [S] float32."""
-    rewards, returns = outcomes.rewards.tolist(), [0.0] * len(outcomes.rewards)
+    rewards = outcomes.rewards.tolist()
+    returns = [0.0] * len(outcomes.rewards)
     for turns in outcomes.parts().values():
         total = 0.0
         for turn in reversed(turns):
@@ -156,8 +162,11 @@ def _sum(numbers: list[float]) -> float:
 
 def _of_parts(outcomes: TurnOutcomes, numbers: dict[int, float], divide_by_std: bool, epsilon: float) -> Tensor:
     """Compare a number of each part with those of its group and agent, and give the result to its turns. [S]."""
-    members, rows = outcomes.rows.members(), outcomes.rows
-    groups, agents, part_of = rows.group_ids.tolist(), rows.agents.tolist(), rows.parts.tolist()
+    members = outcomes.rows.members()
+    rows = outcomes.rows
+    groups = rows.group_ids.tolist()
+    agents = rows.agents.tolist()
+    part_of = rows.parts.tolist()
     order = list(members)
     keys = [(groups[members[part][0]], agents[members[part][0]]) for part in order]
     values = torch.tensor([numbers[part] for part in order], dtype=torch.float32)

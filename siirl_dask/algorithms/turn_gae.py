@@ -43,7 +43,8 @@ def marft_tokens(outcomes: TurnOutcomes, *, discount: float = 0.99, gae_lambda: 
     After an agent's last token comes the next agent's first one. A turn's reward is on its last token; that of a turn
     without tokens goes to the turn before it. ValueError without values.
     """
-    values, offsets = _values(outcomes), outcomes.token_offsets.tolist()
+    values = _values(outcomes)
+    offsets = outcomes.token_offsets.tolist()
     sequences = _in_acting_order(outcomes)
     rewards = torch.zeros(len(values))
     for turns in sequences:
@@ -67,7 +68,8 @@ def marft_tokens(outcomes: TurnOutcomes, *, discount: float = 0.99, gae_lambda: 
 def _over_turns(
     outcomes: TurnOutcomes, sequences: list[list[int]], discount: float, gae_lambda: float
 ) -> TurnAdvantages:
-    values, offsets = _values(outcomes).double().tolist(), outcomes.token_offsets.tolist()
+    values = _values(outcomes).double().tolist()
+    offsets = outcomes.token_offsets.tolist()
     advantages = torch.zeros(len(outcomes.rewards), dtype=torch.float64)
     returns = torch.zeros_like(advantages)
     for turns in sequences:
@@ -76,13 +78,15 @@ def _over_turns(
             value = values[offsets[turn]]
             next_advantage = reward + discount * next_value - value + discount * gae_lambda * next_advantage
             next_value = value
-            advantages[turn], returns[turn] = next_advantage, next_advantage + value
+            advantages[turn] = next_advantage
+            returns[turn] = next_advantage + value
     return TurnAdvantages(advantages=advantages.float(), returns=returns.float())
 
 
 def _with_tokens(outcomes: TurnOutcomes, turns: list[int]) -> list[tuple[int, float]]:
     """Return a sequence's turns that have tokens and their rewards, with those of turns without any that follow."""
-    rewards, lengths = outcomes.rewards.tolist(), outcomes.lengths.tolist()
+    rewards = outcomes.rewards.tolist()
+    lengths = outcomes.lengths.tolist()
     kept: list[tuple[int, float]] = []
     for turn in turns:
         if lengths[turn]:

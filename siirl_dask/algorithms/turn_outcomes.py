@@ -75,7 +75,9 @@ class TurnOutcomes:
 
     def __post_init__(self) -> None:
         check_shapes("[S]", rewards=self.rewards, states=self.states, lengths=self.lengths)
-        turns, rows, tokens = len(self.rewards), len(self.rows), int(self.lengths.sum())
+        turns = len(self.rewards)
+        rows = len(self.rows)
+        tokens = int(self.lengths.sum())
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != turns:
             raise ValueError(
                 f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected [{rows + 1}] for {rows} "
@@ -106,7 +108,8 @@ class TurnOutcomes:
         """Return the turns of each episode, round after round: the first turns of all its parts, in the order of their
         rows, then the second ones, and so on.
         """
-        members, episode_of = self.rows.members(), self.rows.episode_ids.tolist()
+        members = self.rows.members()
+        episode_of = self.rows.episode_ids.tolist()
         episodes: dict[int, list[list[int]]] = {}
         for part, turns in self.parts().items():
             episodes.setdefault(episode_of[members[part][0]], []).append(turns)

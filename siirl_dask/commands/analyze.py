@@ -25,7 +25,8 @@ from siirl_dask.planner.explain.tables import readable_bytes, table, worker_rang
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_trace
 
-_BYTES, _PARTS = 2**22, 128  # of the trace
+_BYTES = 2**22  # of the trace
+_PARTS = 128  # of the trace
 _GAIN = 0.98  # of the measured step: a smaller gain is no news
 _SHOWN = 3  # splits
 _MARK = "!"
@@ -56,7 +57,8 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
             "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
             "trace show what was measured without it"
         )
-    config, measured = run.config, _measured(url)
+    config = run.config
+    measured = _measured(url)
     notes = [_of_steps(measured)]
     if len(measured.workers) != config.cluster.workers:
         config, note = _on_as_many(config, len(measured.workers))
@@ -101,7 +103,8 @@ def _measured(url: str) -> Measured:
 
 
 def _of_steps(measured: Measured) -> str:
-    first, last = measured.steps[0], measured.steps[-1]
+    first = measured.steps[0]
+    last = measured.steps[-1]
     if first == last:
         return f"measured in step {first}"
     return f"measured in {len(measured.steps)} steps, {first} to {last}"

@@ -19,7 +19,8 @@ _STYLES = {State.WHOLE: "green", State.UNFINISHED: "yellow", State.DAMAGED: "bol
 
 def check(url: str) -> int:
     """Print what is found of the run at ``url``, and return the exit code. ConfigError if there is no run."""
-    console, begun = PipeConsole(), time.monotonic()
+    console = PipeConsole()
+    begun = time.monotonic()
     with _Bar() as bar:
         findings = check_run(url, bar.begin, bar.read)
     for finding in findings:

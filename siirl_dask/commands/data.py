@@ -158,7 +158,9 @@ def _show(chosen: argparse.Namespace) -> None:
     path = chosen.model or chosen.tokenizer
     if chosen.max_prompt_length is not None and path is None:
         raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer or --model")
-    tokenizer = None if path is None else _tokenizer(path, "--model" if chosen.model else "--tokenizer")
+    tokenizer = None
+    if path is not None:
+        tokenizer = _tokenizer(path, "--model" if chosen.model else "--tokenizer")
     measure = characters if tokenizer is None else tokenizer.lengths
     console = PipeConsole()
     with row_progress(console, "reading") as progress:

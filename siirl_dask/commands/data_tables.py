@@ -72,7 +72,11 @@ def print_lengths(console: PipeConsole, lengths: Lengths, unit: str, limit: int 
     table.add_column(justify="right")
     table.add_column()
     for first, last, count in lengths.bins():
-        name = f"{first:,} and more" if last is None else f"{first:,} to {last:,}" if last > first else f"{first:,}"
+        name = f"{first:,}"
+        if last is None:
+            name += " and more"
+        elif last > first:
+            name += f" to {last:,}"
         table.add_row(name, f"{count:,}", "█" * round(_BAR * count / most) or ("▏" if count else ""))
     console.print(table)
     shares = ", ".join(f"{name} {lengths.quantile(share):,}" for name, share in _QUANTILES.items())

@@ -166,7 +166,8 @@ def _eval_result(
     request: EvalRequest, config: Config, answering: Answering, step: int | None, logged: Mapping[str, float | None]
 ) -> EvalResult:
     metrics = {name: value for name, value in logged.items() if value is not None}
-    validation, sampling = config.validation, sampling_of_answers(config.rollout, config.validation)
+    validation = config.validation
+    sampling = sampling_of_answers(config.rollout, config.validation)
     return EvalResult(
         model=redacted(request.model),
         step=step,

@@ -91,7 +91,8 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
     keep = partial(eval_table, n=measure["n"], source=measure["source"], episodes=answering.episodes)
     types = (data.field(name).type for name in (PROMPT, ANSWER))
     columns = eval_table_schema(*types, episodes=answering.episodes, agents=answering.agents)
-    counted, last = partial(measure_answers, **measure, alone=True), answering.nodes[-1]
+    counted = partial(measure_answers, **measure, alone=True)
+    last = answering.nodes[-1]
     nodes = (
         Node("prompts", encode, role="rollout"),
         *answering.nodes,
@@ -181,7 +182,8 @@ def _recorded_role(run: Run, config: Config, name: str) -> Role:
             f"the environments of run {run.url!r} cannot be imported: {error}; name one with "
             "environments.environment=module:name"
         ) from error
-    given, before = options_of(build), run.config
+    given = options_of(build)
+    before = run.config
     changed: dict[str, object] = {"model": config.model}
     if given.get("environments") == before.environments:
         changed["environments"] = config.environments

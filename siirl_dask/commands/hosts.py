@@ -67,7 +67,8 @@ def links_as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
 
 def _roles(plan: Plan) -> str:
     """Return the table of hosts; those with as many workers of each role share a line."""
-    workers, hosts = tuple(plan.chains), by_host(plan.chains, plan.hosts)
+    workers = tuple(plan.chains)
+    hosts = by_host(plan.chains, plan.hosts)
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for host, own in hosts.items():
         counts = ((role, len({*own} & {*placed})) for role, placed in plan.placement.items())

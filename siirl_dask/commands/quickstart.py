@@ -26,14 +26,16 @@ _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
     """Train as the shipped config says and print a report. A run of an earlier quickstart is replaced."""
     file = load_config_file(config_file, overrides)
-    config, console = file.config, PipeConsole()
+    config = file.config
+    console = PipeConsole()
     console.print(
         "GRPO: a small model learns to sort digits. "
         f"{_doing(config, 'rollout', 'generate')}, {_doing(config, 'policy', 'learn')}."
     )
     again = shlex.join(["siirl-dask", "run", os.path.relpath(config_file.resolve()), *overrides])
     summary = run(config, *dags(file), fresh=True, command=again)
-    url, steps = config.run.url, config.run.steps
+    url = config.run.url
+    steps = config.run.steps
     files = {
         "every sample": join(url, "rollouts"),
         "metrics": join(url, "metrics.jsonl"),

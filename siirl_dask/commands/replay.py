@@ -96,7 +96,9 @@ def replay(request: ReplayRequest) -> Replayed:
 
 def _weights(group: StepsWithWeights, roles: Sequence[str], config: Config, request: ReplayRequest) -> str:
     """Return which weights the objects of ``roles`` had at the steps of a group."""
-    first, last, found = group.steps[0], group.steps[-1], group.checkpoint
+    first = group.steps[0]
+    last = group.steps[-1]
+    found = group.checkpoint
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     source = f"model.path={config.model.path}" if found is None else f"the checkpoint of step {found.step}"
     lacking = found is None and last > 1 and request.checkpoint is Weights.BEFORE
@@ -107,7 +109,8 @@ def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: R
     """Return a DAG as plain data with the request's changes: functions of nodes, and options of nodes and roles that
     hold a key of the configuration. ConfigError for a change that reaches none of those in ``again``.
     """
-    roles, nodes = deepcopy(dict(spec["roles"])), deepcopy(list(spec["nodes"]))
+    roles = deepcopy(dict(spec["roles"]))
+    nodes = deepcopy(list(spec["nodes"]))
     known = [node["name"] for node in nodes if node["name"] in {other.name for other in again.nodes}]
     for text in request.nodes:
         name, _, function = text.partition("=")

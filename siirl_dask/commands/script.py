@@ -103,7 +103,9 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
         _end_for_closed_pipe()
     except SiirlError as error:
         error.announce()
-        sys.exit(130 if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
+        if isinstance(error, Interrupted):
+            sys.exit(130)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def _take_any_text(stream: TextIO) -> None:

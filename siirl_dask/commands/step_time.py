@@ -62,7 +62,8 @@ class Estimated:
 
     def text(self) -> str:
         """Return the section of a plan's text."""
-        speed, lengths = self.timing.speed, self.timing.lengths
+        speed = self.timing.speed
+        lengths = self.timing.lengths
         head = (
             f"== time ==\n\nOn {speed.name} ({speed.source}), rows of {lengths.prompt:g} + {lengths.response:g} tokens"
         )
@@ -106,4 +107,6 @@ class Estimated:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}" if value < 10 else f"{value:.1f}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2g}" if value < 10 else f"{value:.1f}"

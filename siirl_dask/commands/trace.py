@@ -20,7 +20,8 @@ from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import Trace, read_trace
 from siirl_dask.trace import Lane
 
-_NODES, _WORKERS = 8, 40  # rows of a table
+_NODES = 8  # rows of a table
+_WORKERS = 40  # rows of a table
 _WIDEST = 1000  # characters of a table's line
 _TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
@@ -58,7 +59,8 @@ def print_bottleneck(console: Console, trace: Trace, found: Bottleneck) -> None:
 
 
 def _lines(trace: Trace, found: Bottleneck) -> list[str]:
-    first, last = trace.steps[0], trace.steps[-1]
+    first = trace.steps[0]
+    last = trace.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     left = "" if len(trace.steps) == len(trace.all_steps) else f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
     each = found.seconds / found.steps
@@ -114,7 +116,8 @@ def _table(*headings: str) -> Table:
 
 def _print_table(console: Console, table: Table) -> None:
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-    width, console.width = console.width, max(console.width, needed)  # rich would cut numbers
+    width = console.width
+    console.width = max(width, needed)  # rich would cut numbers
     console.print(table)
     console.width = width
 

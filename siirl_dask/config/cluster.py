@@ -117,7 +117,8 @@ class ClusterConfig:
 
     def _check_elastic(self) -> None:
         """Raise ConfigError for keys of an elastic run where this is none, and for values that it cannot have."""
-        most, patience = self.max_workers, self.replacement_timeout
+        most = self.max_workers
+        patience = self.replacement_timeout
         for name, value in (("max_workers", most), ("replacement_timeout", patience)):
             if value is not None and not self.elastic:
                 raise ConfigError(f"cluster.{name}={value} is for an elastic run: set cluster.elastic=true as well")

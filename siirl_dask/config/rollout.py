@@ -220,7 +220,8 @@ class RolloutConfig:
             )
         others = changed_options("rollout.vllm", self.vllm) if used else changed_options("rollout.sglang", self.sglang)
         if others:
-            shown, reader = ", ".join(f"{name}={value}" for name, value in others.items()), "vLLM" if used else "SGLang"
+            shown = ", ".join(f"{name}={value}" for name, value in others.items())
+            reader = "vLLM" if used else "SGLang"
             raise ConfigError(
                 f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it out or take "
                 f"rollout.engine={reader.lower()}"

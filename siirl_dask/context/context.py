@@ -165,8 +165,10 @@ class Context:
         A node that works for agent ``a`` logs ``a/name``; what is in ``TOTALS`` counts under its own name as well.
         """
         given = [values] if isinstance(values, (int, float)) else list(values)
-        for full in [f"{self.agent}/{name}", *([name] if name in TOTALS else [])] if self.agent else [name]:
-            self._log(full, given, reduce, weight)
+        if self.agent:
+            self._log(f"{self.agent}/{name}", given, reduce, weight)
+        if not self.agent or name in TOTALS:
+            self._log(name, given, reduce, weight)
 
     def _log(self, name: str, values: Iterable[float], reduce: Reduce, weight: float) -> None:
         metric = self.metrics.setdefault(name, Metric(reduce))

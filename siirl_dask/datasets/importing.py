@@ -110,7 +110,8 @@ def _write(
             for table in one.tables(schema):
                 with _destination(request.to):
                     writer.write(table)
-                rows, nbytes = rows + table.num_rows, nbytes + int(table.nbytes)
+                rows = rows + table.num_rows
+                nbytes = nbytes + int(table.nbytes)
                 progress(rows, nbytes, total)
         if not rows:
             raise DataError(f"{', '.join(request.sources)}: there are no rows")
@@ -135,7 +136,8 @@ class _Mapped:
 
     def tables(self, schema: pa.Schema) -> Iterator[pa.Table]:
         """Yield all rows in the table's schema, with the columns that the import adds."""
-        request, name = self._request, self.input.name
+        request = self._request
+        name = self.input.name
         own = {request.source_column, request.prompts and request.prompts.column}
         columns = pa.schema([one for one in schema if one.name not in own])
         before = 0

@@ -131,7 +131,8 @@ def exists(url: str) -> bool:
 
 def kind_of(name: str) -> Kind | None:
     """Return the kind of file that ``name`` ends for; None for none."""
-    stem, end = name.lower(), name.lower().rpartition(".")[2]
+    stem = name.lower()
+    end = name.lower().rpartition(".")[2]
     if f".{end}" in _COMPRESSED:
         kind = next((kind for ending, kind in _ENDINGS.items() if stem.removesuffix(f".{end}").endswith(ending)), None)
         return kind if kind in (Kind.JSON, Kind.CSV) else None

@@ -54,7 +54,8 @@ class Lengths:
         """
         if not self._counts:
             return []
-        low, high = self.quantile(0.0), self.quantile(0.99)
+        low = self.quantile(0.0)
+        high = self.quantile(0.99)
         width = _nice(max(1.0, (high - low + 1) / _BINS))
         start = low // width * width
         edges = list(range(start, high + 1, width))

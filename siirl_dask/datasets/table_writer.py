@@ -74,7 +74,9 @@ class TableWriter:
 
     def _stage(self) -> None:
         table = pa.concat_tables(self._tables)
-        self._tables, self._rows, self._bytes = [], 0, 0
+        self._tables = []
+        self._rows = 0
+        self._bytes = 0
         while len(self._pending) >= _AHEAD:
             self._parts.append(self._pending.popleft().result())
         self._pending.append(self._pool.submit(stage, self._url, table, bytes_per_group=self._row_group_bytes))

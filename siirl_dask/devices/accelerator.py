@@ -66,10 +66,13 @@ def card_places(kind: DeviceKind) -> tuple[CardPlace, ...]:
     count = module.device_count()
     addresses = [_address_of(module.get_device_properties(index)) for index in range(count)]
     indices = host_indices(count, os.environ.get(traits_of(kind).visible or ""))
-    return tuple(
-        CardPlace(address, None if address else int(index) if index.isdecimal() else None)
-        for address, index in zip(addresses, indices, strict=True)
-    )
+    places = []
+    for address, index in zip(addresses, indices, strict=True):
+        number = None
+        if not address and index.isdecimal():
+            number = int(index)
+        places.append(CardPlace(address, number))
+    return tuple(places)
 
 
 def _pci_of(each: Sequence[Any]) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ def read_cpus(text: str) -> frozenset[int]:
     for part in filter(None, text.strip().split(",")):
         if (found := _RANGE.fullmatch(part.strip())) is None:
             raise ValueError(f"{text[:80]!r} is no list of CPUs: expected one such as 0-3,8")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first = int(found[1])
+        last = int(found[2] or found[1])
         if not first <= last < _MOST:
             raise ValueError(f"{part!r} is no range of CPUs: expected numbers that rise, below {_MOST}")
         cpus.update(range(first, last + 1))
@@ -120,7 +121,8 @@ class CpuBinding:
         if not (own := cpus & before) or own == before:
             return
         if _move(before, own):
-            self._before, self._bound = before, own
+            self._before = before
+            self._bound = own
             os.environ[GIVEN] = show_cpus(before)
 
     def undo(self) -> None:

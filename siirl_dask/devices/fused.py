@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WIDEST_ROTARY, _MOST_HEADS = 896, 1000
+_WIDEST_ROTARY = 896
+_MOST_HEADS = 1000
 _WIDEST_HEAD = 768
 _MASK = 2048  # size of the compressed causal mask that the modes below want, whatever the rows' lengths
-_CAUSAL, _BAND = 3, 4  # modes of the mask: aligned at the lower right, and within a window
+_CAUSAL = 3  # mode of the mask: aligned at the lower right
+_BAND = 4  # mode of the mask: within a window
 
 
 def takes_rotary(heads: Tensor) -> bool:

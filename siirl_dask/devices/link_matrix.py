@@ -59,7 +59,8 @@ def read_matrix(text: str) -> LinkMatrix:
         raise ValueError("no line begins with the name of a card")
     header, *rows = rows
     end = next((at for at in range(len(header)) if header[at : at + 2] == _AFFINITY), len(header))
-    columns, telling = header[:end], header[end:] == _AFFINITY
+    columns = header[:end]
+    telling = header[end:] == _AFFINITY
     names = {name: int(found[1]) for name in columns if (found := _NAME.fullmatch(name))}
     given = {row[0]: row[1:] for row in rows}
     if len(names) > _MOST_CARDS or len({*names.values()}) != len(names) or {*given} != {*names}:

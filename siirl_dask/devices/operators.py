@@ -13,7 +13,11 @@ from types import MappingProxyType
 from siirl_dask.devices.kinds import DeviceKind
 from siirl_dask.errors import ConfigError, did_you_mean
 
-TORCH, PLUGIN, LIGER, FLASH, FLEX = "torch", "torch_npu", "liger", "flash", "flex"
+TORCH = "torch"
+PLUGIN = "torch_npu"
+LIGER = "liger"
+FLASH = "flash"
+FLEX = "flex"
 MINDSPEED = "mindspeed"
 
 

@@ -59,8 +59,10 @@ class Topology:
 
 def read_topology(places: Sequence[CardPlace], traits: Traits, root: Path = SYSFS, ask: Ask = ask) -> Topology:
     """Return the topology of cards of one kind on this host."""
-    count, faults = len(places), list[str]()
-    matrix, numbers = LinkMatrix(), list[int | None]([None] * count)
+    count = len(places)
+    faults: list[str] = []
+    matrix = LinkMatrix()
+    numbers = list[int | None]([None] * count)
     alone = count == 1 and bool(places[0].address)  # which has no links, and whose node sysfs tells
     if traits.links and not alone and count <= _MOST_CARDS:
         matrix, faults = _matrix(traits, ask)

@@ -67,7 +67,9 @@ def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):  # gymnasium's and skyrl-gym's
         first = answer[0]
         is_chat = isinstance(first, list) and all(isinstance(item, Mapping) for item in first) and not is_parts(first)
-        answer = first if is_chat else after(prompt, first if is_parts(first) else cut(text_of(first), most))
+        if not is_chat:
+            first = after(prompt, first if is_parts(first) else cut(text_of(first), most))
+        answer = first
     if not isinstance(answer, Opening):
         answer = Opening(prompt=_text(answer, "reset gave"))  # type: ignore[arg-type]  # _text refuses others
     tools = [_plain(tool, "reset gave tools") for tool in answer.tools]
@@ -85,8 +87,8 @@ def step_of(answer: object, *, most: int) -> Step:
         heard = _text(observation, "step gave") if is_parts(observation) else text_of(observation)
         answer = Step(observation=heard, reward=reward, done=bool(terminated or truncated))  # type: ignore[arg-type]
     elif isinstance(answer, Mapping) and answer.keys() >= _SKYRL_STEP:
-        observations, reward = answer["observations"] or None, answer["reward"]
-        answer = Step(observation=observations, reward=reward, done=answer["done"])
+        observations = answer["observations"] if answer["observations"] else None
+        answer = Step(observation=observations, reward=answer["reward"], done=answer["done"])
     elif not isinstance(answer, Step):
         answer = Step(observation=_text(answer, "step gave"))  # type: ignore[arg-type]
     reward = answer.reward
@@ -128,11 +130,16 @@ def after(prompt: object, text: str | Parts) -> Text:
     content = last.get("content")
     if isinstance(text, str) and not isinstance(content, list):
         return [*before, {**last, "content": (content or "") + text}]
-    said = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
-    return [
-        *before,
-        {**last, "content": [*said, *([{"type": "text", "text": text}] if isinstance(text, str) else text)]},
-    ]
+    parts: list[Any] = []
+    if isinstance(content, list):
+        parts.extend(content)
+    elif content:
+        parts.append({"type": "text", "text": content})
+    if isinstance(text, str):
+        parts.append({"type": "text", "text": text})
+    else:
+        parts.extend(text)
+    return [*before, {**last, "content": parts}]
 
 
 def text_of(value: object) -> str:
@@ -209,7 +216,8 @@ def _short(value: object, most: int) -> Text | None:
     value = _text(value, "step gave")
     if value is None or isinstance(value, str):
         return None if value is None else cut(value, most)
-    messages, left = [], most
+    messages = []
+    left = most
     for given in value:  # type: ignore[attr-defined]
         message = given
         if isinstance(content := given.get("content"), str):
@@ -262,8 +270,9 @@ def _canonical(state: object) -> object:
             return sorted(json.dumps(_canonical(item), sort_keys=True) for item in state)
         case Mapping():
             return {json.dumps(_canonical(key)): _canonical(item) for key, item in state.items()}
-        case _ if callable(listed := getattr(state, "tolist", None)):
-            return _canonical(listed())
+    tolist = getattr(state, "tolist", None)  # of numpy's and torch's arrays
+    if callable(tolist):
+        return _canonical(tolist())
     raise WrongAnswer(
         f"gave the state {without_addresses(f'{state!r:.200}')}: expected texts, numbers, and tuples, lists, sets or "
         "mappings of these"

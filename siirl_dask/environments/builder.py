@@ -88,7 +88,8 @@ class WorkerEnvironments(HoldsNoGroups):
         return self._lasting.__enter__()
 
     def _leave_lasting(self) -> None:
-        lasting, self._lasting = self._lasting, None
+        lasting = self._lasting
+        self._lasting = None
         if lasting is not None:
             lasting.__exit__(None, None, None)
 
@@ -112,11 +113,16 @@ def _place(world: World, config: EnvironmentsConfig, loop: EventLoop) -> Place:
 def _world(options: Mapping[str, Any]) -> World:
     """Return the environments and tools that a builder's options name. ConfigError where there are none."""
     config: EnvironmentsConfig = options["environments"]
-    environment, by_name = options.get("environment"), options.get("by_name") or {}
-    tools = {_name(tool): tool for tool in options.get("tools") or ()}
-    if len(tools) < len(options.get("tools") or ()):
+    environment = options.get("environment")
+    given_tools = options.get("tools")
+    if given_tools is None:
+        given_tools = ()
+    tools = {_name(tool): tool for tool in given_tools}
+    if len(tools) < len(given_tools):
         raise ConfigError(f"environments.tools={config.tools}: two tools have the same name: rename one of them")
-    environments = dict(by_name) if environment is None else {ONLY: environment}
+    environments: dict[str, Any] = {ONLY: environment}
+    if environment is None:
+        environments = dict(options.get("by_name") or ())
     if not environments and not tools and not config.mcp_servers:
         raise ConfigError(
             "environments.environment, environments.by_name, environments.tools and environments.mcp_servers are "
@@ -153,7 +159,8 @@ def check_environments(options: Mapping[str, Any], workers: Sequence[str], confi
 
     Of a factory that is no class only its environments tell what they are, on the workers.
     """
-    world, given = _world(options), options["environments"]
+    world = _world(options)
+    given = options["environments"]
     check_installed(given.mcp_servers)
     schemas_by_name([schema_of(tool) for tool in world.tools.values()])
     must_be_async = given.timeout is not None and not given.processes

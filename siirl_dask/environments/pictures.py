@@ -53,12 +53,13 @@ def file_of(part: Mapping[str, Any]) -> bytes | None:
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without the content of their images."""
-    return [
-        {**message, "content": [{"type": part.get("type")} if "image" in part else part for part in message["content"]]}
-        if is_parts(message.get("content"))
-        else dict(message)
-        for message in messages
-    ]
+    texts = []
+    for message in messages:
+        text = dict(message)
+        if is_parts(message.get("content")):
+            text["content"] = [{"type": part.get("type")} if "image" in part else part for part in message["content"]]
+        texts.append(text)
+    return texts
 
 
 def _url(image: Any) -> str:

@@ -37,7 +37,8 @@ class Tally:
     def add(self, result: str | Failure) -> None:
         """Count a call by what it gave."""
         with self._lock:
-            failed, reason = self._counted.failed, self._counted.reason
+            failed = self._counted.failed
+            reason = self._counted.reason
             if isinstance(result, Failure):
                 failed += 1
                 reason = result.reason
@@ -179,11 +180,13 @@ class WorkerSession:
         except ConfigError as error:
             return Failure(str(error))
         prompt = row.get("prompt") if opened.opening.prompt is None else opened.opening.prompt
-        episode.opened, episode.chat = opened, not isinstance(prompt, str)
+        episode.opened = opened
+        episode.chat = not isinstance(prompt, str)
         return replace(opened.opening, tools=[*opened.opening.tools, *episode.tools.values()])
 
     async def _step(self, episode: _Episode, action: Action) -> Answer:
-        opened, rules = episode.opened, self._rules
+        opened = episode.opened
+        rules = self._rules
         if opened is None or episode.tools is None:
             return Failure("is not open")
         calls = rules.parser.calls(action, episode.tools) if episode.tools else []
@@ -201,11 +204,14 @@ class WorkerSession:
         """Make the calls of a turn one after the other."""
         assert episode.opened is not None
         own = {schema["function"]["name"] for schema in episode.opened.tools}
-        results, left = list[tuple[str, str]](), self._rules.most
+        results: list[tuple[str, str]] = []
+        left = self._rules.most
         for call in calls:
-            name, result = "error", f"error: {getattr(call, 'reason', '')}"
+            name = "error"
+            result = f"error: {getattr(call, 'reason', '')}"
             if isinstance(call, Call):
-                name, given = call.name, await self._call(episode.key if call.name in own else None, call)
+                name = call.name
+                given = await self._call(episode.key if call.name in own else None, call)
                 self._rules.tally.add(given)
                 lost = isinstance(given, Lost) or (name in own and not self._rules.place.holds(episode.key))
                 if isinstance(given, Failure) and (lost or not self._rules.errors_are_text):
@@ -226,7 +232,8 @@ class WorkerSession:
         reward = await self._rules.place.reward(episode.key)
         if isinstance(reward, Failure):
             return reward
-        rise, episode.reward = reward - episode.reward, reward
+        rise = reward - episode.reward
+        episode.reward = reward
         if isinstance(answer.reward, Mapping):
             return Failure("has rewards by agent and a get_reward: expected one of them")
         return replace(answer, reward=answer.reward + rise)

@@ -61,7 +61,8 @@ def shape_of(thing: object) -> Shape:
 
     UnknownShape for anything else, with what is missing.
     """
-    reset, step = getattr(thing, "reset", None), getattr(thing, "step", None)
+    reset = getattr(thing, "reset", None)
+    step = getattr(thing, "step", None)
     common = {"reward": getattr(thing, "get_reward", None), "close": getattr(thing, "close", None)}
     if not callable(reset):
         begin = getattr(thing, "init", None)
@@ -176,7 +177,8 @@ def _gym_step(env: Any, step: Callable[..., Any]) -> Callable[[str], Any]:
             f"{_name(env)} takes actions of {space}, which are no texts: expected a space of "
             f"{' or '.join(_TEXT_SPACES)}, or a wrapper that makes its actions of texts"
         )
-    first, count = int(space.start), int(space.n)
+    first = int(space.start)
+    count = int(space.n)
 
     def numbered(text: str) -> Any:
         found = _NUMBER.findall(text)

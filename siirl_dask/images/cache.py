@@ -18,7 +18,9 @@ class BoundedCache:
 
     def __init__(self, max_bytes: int, beside: BoundedCache | None = None) -> None:
         """Whenever a value is added, ``max_bytes`` are for all here and in the cache ``beside`` this one."""
-        self._max_bytes, self._nbytes, self._beside = max_bytes, 0, beside
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._beside = beside
         self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._lock = Lock()
 

@@ -67,7 +67,8 @@ def image_places(ids: Sequence[int], image_token: int, counts: Sequence[int]) ->
 
     DataError unless each of the first runs has as many placeholders as its element of ``counts``.
     """
-    places, at = list[range](), 0
+    places: list[range] = []
+    at = 0
     for number, count in enumerate(counts):
         try:
             at = ids.index(image_token, at)

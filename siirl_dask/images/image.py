@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 from siirl_dask.errors import DataError, ImageError
 from siirl_dask.schema import IMAGES, TYPES
 
-_DATA, _PATH = "bytes", "path"  # names of the fields, as in the feature Image of `datasets`
+_DATA = "bytes"  # name of a field, as in the feature Image of `datasets`
+_PATH = "path"
 _ENTRY = TYPES[IMAGES].value_type
 _EXPECTED = "bytes, a URL, a struct of bytes and path (the feature Image of `datasets`), or a list of one of these"
 
@@ -53,7 +54,8 @@ def check_layout(kind: pa.DataType, subject: str) -> None:
     types = pa.types
     if types.is_struct(entry):
         fields = {one.name: one.type for one in entry}
-        data, path = fields.get(_DATA, pa.null()), fields.get(_PATH, pa.null())
+        data = fields.get(_DATA, pa.null())
+        path = fields.get(_PATH, pa.null())
         fits = bool({_DATA, _PATH} & {*fields}) and (_is_bytes(data) or types.is_null(data))
         fits = fits and (_is_text(path) or types.is_null(path))
     else:
@@ -85,13 +87,22 @@ def _listed(array: pa.Array) -> pa.Array:
 
 def _entries(array: pa.Array) -> pa.Array:
     """Return images, one an element, as structs of bytes and path."""
-    kind, known = array.type, set()
+    kind = array.type
+    known = set()
     if pa.types.is_struct(kind):
         known = {kind.field(index).name for index in range(kind.num_fields)}
-    none = pa.nulls(len(array))
-    data = pc.struct_field(array, _DATA) if _DATA in known else array if _is_bytes(kind) else none
-    path = pc.struct_field(array, _PATH) if _PATH in known else array if _is_text(kind) else none
-    data, path = data.cast(_ENTRY.field(_DATA).type), path.cast(_ENTRY.field(_PATH).type)
+    data = pa.nulls(len(array))
+    if _DATA in known:
+        data = pc.struct_field(array, _DATA)
+    elif _is_bytes(kind):
+        data = array
+    path = pa.nulls(len(array))
+    if _PATH in known:
+        path = pc.struct_field(array, _PATH)
+    elif _is_text(kind):
+        path = array
+    data = data.cast(_ENTRY.field(_DATA).type)
+    path = path.cast(_ENTRY.field(_PATH).type)
     path = pc.if_else(data.is_valid(), pa.scalar(None, path.type), path)
     return pa.StructArray.from_arrays([data, path], fields=list(_ENTRY), mask=array.is_null())
 

@@ -68,7 +68,8 @@ class ImageProcessor:
         self._processor = processor
         self.pixel_limits = _limits(self._processor.size, settings)
         """Fewest and most pixels of an image as the model sees it: vLLM's own processor must get the same ones."""
-        self._patch, self._merge = int(self._processor.patch_size), int(self._processor.merge_size)
+        self._patch = int(self._processor.patch_size)
+        self._merge = int(self._processor.merge_size)
         described = json.dumps([self._processor.to_dict(), self.pixel_limits], sort_keys=True, default=str)
         self._digest = sha256(described.encode()).hexdigest()
         cache = parse_bytes("images.cache", settings.cache)
@@ -247,7 +248,8 @@ def _check_patches(processor: Any, vision: Mapping[str, Any], subject: str) -> N
         "spatial_merge_size": "merge_size",
     }
     for name, own in names.items():
-        there, here = vision.get(name), getattr(processor, own, None)
+        there = vision.get(name)
+        here = getattr(processor, own, None)
         if isinstance(there, int) and there != here:
             raise ConfigError(
                 f"{subject}: its config.json has {name}={there}, and its preprocessor_config.json {own}={here}: the "

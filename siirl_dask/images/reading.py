@@ -111,7 +111,8 @@ def _read_up_to(file: IO[bytes], most: int, deadline: float) -> bytes:
 
     Of a server that tells no size one read gives what has come. TimeoutError at ``deadline``, for one that never ends.
     """
-    parts, left = list[bytes](), most
+    parts: list[bytes] = []
+    left = most
     while left and (part := file.read(left)):
         if time.monotonic() > deadline:
             raise TimeoutError("it comes too slowly")

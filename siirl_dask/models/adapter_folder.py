@@ -22,7 +22,8 @@ from siirl_dask.models.shapes import shapes_in_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Beginning of every name in peft's file."""
 _PICKLED = "adapter_model.bin"
@@ -82,7 +83,8 @@ def check_same_base(named: object, base: str, subject: str) -> None:
     if not isinstance(named, str) or named == base or not ("://" in named or Path(named).is_dir()):
         return
     try:
-        trained_on, model = read_config(named), read_config(base)
+        trained_on = read_config(named)
+        model = read_config(base)
     except SiirlError:
         return
     if trained_on is None or model is None:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WEIGHT, A, B = ".weight", ".lora_A.weight", ".lora_B.weight"
+WEIGHT = ".weight"
+A = ".lora_A.weight"
+B = ".lora_B.weight"
 
 
 class Adapter(NamedTuple):

@@ -93,7 +93,8 @@ def read_tower(path: str) -> Tower | None:
     """Read the tower of the model in a folder, on any fsspec URL; None for a model of text, without a ``config.json``,
     and for a tower of another kind than the Qwen-VL models'. ConfigError if the file is damaged.
     """
-    return None if (config := read_config(path)) is None else understood(path, config, _tower)
+    config = read_config(path)
+    return None if config is None else understood(path, config, _tower)
 
 
 def read_architecture(path: str) -> Architecture | None:
@@ -102,7 +103,8 @@ def read_architecture(path: str) -> Architecture | None:
     None without a ``config.json``, for a kind that transformers does not know, and for a model without such layers.
     ConfigError if the file is damaged.
     """
-    return None if (config := read_config(path)) is None else understood(path, config, _architecture)
+    config = read_config(path)
+    return None if config is None else understood(path, config, _architecture)
 
 
 def shapes_by_config(path: str) -> Shapes:
@@ -110,7 +112,11 @@ def shapes_by_config(path: str) -> Shapes:
 
     Empty without that file, and for what is no generating model that transformers knows. ConfigError if it is damaged.
     """
-    return {} if (config := read_config(path)) is None else understood(path, config, _shapes) or {}
+    config = read_config(path)
+    if config is None:
+        return {}
+    shapes = understood(path, config, _shapes)
+    return {} if shapes is None else shapes
 
 
 def read_config(path: str) -> dict[str, Any] | None:
@@ -162,7 +168,8 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     )
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     normed = str(text.get("model_type", "")).startswith("qwen3")
-    chosen, expert = text.get("num_experts_per_tok"), text.get("moe_intermediate_size", sizes["intermediate"])
+    chosen = text.get("num_experts_per_tok")
+    expert = text.get("moe_intermediate_size", sizes["intermediate"])
     mixture = {"chosen": chosen, "expert": expert} if isinstance(chosen, int) and isinstance(expert, int) else {}
     return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed, **mixture)
 
@@ -212,7 +219,8 @@ def _shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
-    wide, narrow = one.hidden, (one.hidden,)
+    wide = one.hidden
+    narrow = (one.hidden,)
     biased = bool(config.get("attention_bias", False))
     of_layer: Shapes = {}
     for name, width in {"q_proj": one.queries, "k_proj": one.keys, "v_proj": one.keys}.items():

@@ -135,7 +135,8 @@ def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
     part = _part_of(folder)
     part.mkdir(exist_ok=True)
     missing = [file for file in model.files if not (part / file.name).is_file()]
-    needed, free = sum(file.nbytes for file in missing), shutil.disk_usage(part).free
+    needed = sum(file.nbytes for file in missing)
+    free = shutil.disk_usage(part).free
     if needed > free:
         raise OSError(f"its files have {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
     progress(model.nbytes - needed)

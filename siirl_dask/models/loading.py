@@ -38,7 +38,8 @@ def sees_images(path: str, subject: str) -> bool:
 
 def class_of_config(config: PretrainedConfig) -> Any:
     """Return AutoModelForImageTextToText for a model that has no other class, AutoModelForCausalLM for any other."""
-    text, images = cast(Any, AutoModelForCausalLM), cast(Any, AutoModelForImageTextToText)
+    text = cast(Any, AutoModelForCausalLM)
+    images = cast(Any, AutoModelForImageTextToText)
     return images if type(config) in images._model_mapping and type(config) not in text._model_mapping else text
 
 

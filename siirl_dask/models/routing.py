@@ -72,7 +72,8 @@ def _routing(config: Mapping[str, Any]) -> Routing:
     from transformers import CONFIG_MAPPING  # takes two seconds
 
     whole = CONFIG_MAPPING[_FAMILY].from_dict(dict(config))
-    dense, each = {*(whole.mlp_only_layers or ())}, whole.decoder_sparse_step
+    dense = {*(whole.mlp_only_layers or ())}
+    each = whole.decoder_sparse_step
     layers = [at for at in range(whole.num_hidden_layers) if at not in dense and not (at + 1) % each]
     return Routing(tuple(layers) if whole.num_experts else (), whole.num_experts, whole.num_experts_per_tok)
 

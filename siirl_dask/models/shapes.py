@@ -129,12 +129,14 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def read_widths(path: str) -> Widths | None:
     """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
-    return None if (config := read_config(path)) is None else understood(path, config, _widths)
+    config = read_config(path)
+    return None if config is None else understood(path, config, _widths)
 
 
 def _widths(config: Mapping[str, Any]) -> Widths:
     text = config.get("text_config", config)
     found = text if all(map(text.get, _WIDTHS)) else completed(config) or config
     experts = next((text[name] for name in _EXPERTS if isinstance(text.get(name), int)), None)
-    widths = (value if isinstance(value := found.get(name), int) else None for name in _WIDTHS)
-    return replace(Widths(*widths), experts=experts)
+    widths = [found.get(name) for name in _WIDTHS]
+    known = [width if isinstance(width, int) else None for width in widths]
+    return replace(Widths(*known), experts=experts)

@@ -43,5 +43,6 @@ class _Lines:
         pause = _SILENCE if came == self._printed else _PAUSE
         complete = came >= self._workers and self._printed not in (None, came)
         if complete or now - self._printed_at >= pause:
-            self._printed_at, self._printed = now, came
+            self._printed_at = now
+            self._printed = came
             self._console.print(_text(came, self._workers), soft_wrap=True)

@@ -121,7 +121,8 @@ def _left(span: TraceSpan, within: list[int]) -> tuple[TraceSpan, int]:
 
 def covered(spans: Sequence[TraceSpan]) -> int:
     """Return the nanoseconds in which any of the chains' spans was under way: a run may have stood still for a day."""
-    total, until = 0, 0
+    total = 0
+    until = 0
     for span in sorted(spans, key=lambda one: one.start):
         if not span.beside:
             total += max(0, span.end - max(span.start, until))
@@ -135,7 +136,8 @@ def _start(spans: Sequence[TraceSpan]) -> NodeTime | None:
     parts = [span for span in begun if span.lane is not Lane.CONTROL and span.what != "task" and not span.beside]
     if not parts:
         return None
-    longest, wall = max(parts, key=lambda one: one.duration), covered(begun)
+    longest = max(parts, key=lambda one: one.duration)
+    wall = covered(begun)
     return NodeTime(longest.name, longest.worker, longest.duration / 1e9, longest.duration / max(1, wall), None)
 
 

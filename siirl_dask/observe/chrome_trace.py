@@ -83,7 +83,8 @@ def _engine_slices(points: Sequence[TraceSpan]) -> list[TraceSpan]:
     most = 0
     for point in points:
         if point.amount and began is None:
-            began, most = point, 0
+            began = point
+            most = 0
         most = max(most, point.amount or 0)
         if not point.amount and began is not None:
             slices.append(began._replace(what="busy", name="engine", duration=point.start - began.start, amount=most))

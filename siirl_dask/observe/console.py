@@ -15,6 +15,10 @@ class PipeConsole(Console):
 
 def printable(text: str) -> str:
     """Return ``text`` without characters that a terminal obeys: a model can sample escape sequences."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"

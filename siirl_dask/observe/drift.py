@@ -14,21 +14,29 @@ from statistics import median
 from siirl_dask.observe.agents import common_name
 from siirl_dask.observe.metrics import Record
 
-WARM_UP, FIRST, LAST = 2, 10, 5
+WARM_UP = 2
+FIRST = 10
+LAST = 5
 """Steps that are left out, steps of which the level is the median, and newest steps that are compared with it."""
 SLOWER = 1.5
 """Step time, by its level, from which it is said."""
-BLOCK, BLOCKS, GROWTH = 10, 3, 1.05
+BLOCK = 10
+BLOCKS = 3
+GROWTH = 1.05
 """Memory grows if all of a block of steps lie above all of the block before, over so many, and by so much in all."""
 COLLAPSE = 0.05
 """Entropy, by its level, below which it has collapsed."""
 VANISHED = 0.01
 """Part of a reward, by the size of its level, below which it is gone."""
-MISMATCH, LEAST_MISMATCH = 3.0, 1e-3
+MISMATCH = 3.0
+LEAST_MISMATCH = 1e-3
 """KL between sampler and trainer, by its level, from which it is said; below the least it is rounding."""
 DISAGREE = 0.1
 """KL between sampler and trainer, in nats a token, that is said from the first step on: no rounding makes that."""
-SECONDS, MEMORY, ENTROPY, KL = "seconds", "bytes/process", "policy/entropy", "mismatch/kl"
+SECONDS = "seconds"
+MEMORY = "bytes/process"
+ENTROPY = "policy/entropy"
+KL = "mismatch/kl"
 SKIPPED = ("policy/skipped_steps", "critic/skipped_steps")
 _NO_PARTS = ("reward/mean", "reward/std", "reward/failures", "reward/greedy", "reward/overlong_penalty")
 
@@ -118,7 +126,8 @@ class _Series:
 def _slower(series: _Series) -> str:
     if not series.ready or series.now < SLOWER * series.level:
         return ""
-    first, last = series.last[0][0], series.last[-1][0]
+    first = series.last[0][0]
+    last = series.last[-1][0]
     return (
         f"a step takes {series.now:.2f} s, {series.now / series.level:.1f} times as long as at first: `siirl-dask "
         f"trace RUN --steps {first}:{last}` says where the time goes"

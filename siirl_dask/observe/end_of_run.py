@@ -64,7 +64,8 @@ def _headline(summary: Summary) -> Text:
 
 
 def _numbers(summary: Summary) -> Table:
-    scores, moved = summary.validation, summary.bytes_per_step
+    scores = summary.validation
+    moved = summary.bytes_per_step
     rows = {
         "validation accuracy": f"{_score(scores.first)} -> {_score(scores.last)}",
         "test accuracy": _score(scores.test),

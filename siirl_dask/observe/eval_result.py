@@ -76,7 +76,8 @@ def write_eval_result(url: str, result: EvalResult) -> None:
 
 def print_eval_result(result: EvalResult, url: str) -> None:
     """Print the numbers, and the folder of the samples."""
-    console, table = PipeConsole(), eval_result_table(result)
+    console = PipeConsole()
+    table = eval_result_table(result)
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)

@@ -18,16 +18,20 @@ def number(value: float | None) -> str:
         return f"{value / 10**power:.4g}{_POWERS[power]}"
     if size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if size < 100 else f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+    if size < 100:
+        return f"{value:.3g}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
 
 
 def size(nbytes: float | None) -> str:
     """Return bytes with a unit; ``-`` for none."""
     if nbytes is None:
         return "-"
-    power, left = 0, float(nbytes)
+    power = 0
+    left = float(nbytes)
     while left >= 999.5 and power < len(_UNITS) - 1:
-        power, left = power + 1, left / 1000
+        power = power + 1
+        left = left / 1000
     return f"{left:.0f} B" if not power else f"{left:.3g} {_UNITS[power]}"
 
 

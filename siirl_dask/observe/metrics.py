@@ -186,7 +186,8 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
     name = join(url, FILE)
     fs, path = open_fs(name)
     text = fs.cat_file(path)
-    whole, wrong = whole_lines(text), []
+    whole = whole_lines(text)
+    wrong = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             decode(line, f"line {number}")

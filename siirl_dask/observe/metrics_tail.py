@@ -42,7 +42,8 @@ class MetricsTail:
 
     def _forget(self) -> None:
         self._seen: list[tuple[Record, int]] = []
-        self._end, self._last = 0, b""
+        self._end = 0
+        self._last = b""
         self.has_gap = False
         """True if records between the beginning and the end were left out."""
 

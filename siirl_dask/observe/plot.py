@@ -16,7 +16,11 @@ from siirl_dask.planner import Phase
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE, _GREEN, _ORANGE, _PURPLE = "#0072B2", "#009E73", "#D55E00", "#8E4A84"  # distinct for the colour-blind, too
+# Distinct for the colour-blind, too.
+_BLUE = "#0072B2"
+_GREEN = "#009E73"
+_ORANGE = "#D55E00"
+_PURPLE = "#8E4A84"
 _GREY = "#666666"
 
 
@@ -115,7 +119,8 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def _label(axes: Axes, step: int, score: float, offset: tuple[int, int], side: Literal["left", "right"]) -> None:
-    text, point = f"{score:.2f}", (step, score)
+    text = f"{score:.2f}"
+    point = (step, score)
     axes.annotate(text, point, offset, textcoords="offset points", horizontalalignment=side, va="center", fontsize=9)
 
 

@@ -41,7 +41,8 @@ class Pace:
     def seconds_left(self, total: int, now: float) -> float | None:
         """Return the seconds from ``now`` until ``total`` steps are done; None before the first step."""
         marks = tuple(self._marks)  # the bar's thread asks while steps are marked
-        (first, since), (done, until) = marks[0], marks[-1]
+        (first, since) = marks[0]
+        (done, until) = marks[-1]
         if done == first:
             return None
         return max((until - since) / (done - first) * (total - done) - (now - until), 0.0)
@@ -54,13 +55,16 @@ class StepShare:
     """
 
     def __init__(self, now: float) -> None:
-        self._beats, self._began = 0, (0, now)
-        self._curve, self._last = [(0, 0.0)], [(0, 0.0)]  # beats and seconds of this step, and of the one before
+        self._beats = 0
+        self._began = (0, now)
+        self._curve = [(0, 0.0)]  # beats and seconds of this step
+        self._last = [(0, 0.0)]  # those of the step before
 
     def count(self, beats: int, now: float) -> float:
         """Return the share of the step under way, 0 in a run's first, when ``beats`` have been counted so far."""
         if beats < self._beats:  # the run is tried again
-            self._began, self._curve = (0, now), [(0, 0.0)]
+            self._began = (0, now)
+            self._curve = [(0, 0.0)]
         self._beats = beats
         self._curve.append((beats - self._began[0], now - self._began[1]))
         seconds = self._last[-1][1]
@@ -73,7 +77,8 @@ class StepShare:
 
     def begin_step(self, now: float) -> None:
         """Note that a step begins, and that what came before it was none."""
-        self._began, self._curve = (self._beats, now), [(0, 0.0)]
+        self._began = (self._beats, now)
+        self._curve = [(0, 0.0)]
 
 
 def _seconds_at(beats: int, curve: Sequence[tuple[int, float]]) -> float:
@@ -95,7 +100,9 @@ class Progress:
         self._enabled = enabled
         self._pace = Pace(0, time.monotonic())
         self._printed_at = time.monotonic()
-        self._step, self._share, self._begun = 0, StepShare(time.monotonic()), False
+        self._step = 0
+        self._share = StepShare(time.monotonic())
+        self._begun = False
         self._shown = ""
         self._bar: bars.Progress | None = None
         if enabled and self._console.is_terminal:
@@ -104,7 +111,9 @@ class Progress:
 
     def start(self, dashboard_url: str | None, run_url: str, done: int = 0) -> None:
         """Print where the run is, and begin to count time. A resumed run has trained ``done`` steps before."""
-        self._pace, self._step, self._begun = Pace(done, time.monotonic()), done, True
+        self._pace = Pace(done, time.monotonic())
+        self._step = done
+        self._begun = True
         self._share.begin_step(time.monotonic())
         self.note(f"run        {run_url}")
         if dashboard_url:
@@ -117,7 +126,8 @@ class Progress:
         """Show that the training step of ``record`` is done."""
         if not self._enabled:
             return
-        done, now = record["step"], time.monotonic()
+        done = record["step"]
+        now = time.monotonic()
         self._pace.mark(done, now)
         self._share.end_step(now)
         self._step = done
@@ -148,7 +158,8 @@ class Progress:
     def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
         """Print the accuracy after ``step`` steps, and metrics over several samples a prompt, such as pass@8."""
         own = [value for name, value in metrics.items() if name.endswith("/samples") and value is not None]
-        accuracy, samples = metrics.get("reward/mean"), min(own, default=metrics.get("samples"))
+        accuracy = metrics.get("reward/mean")
+        samples = min(own, default=metrics.get("samples"))
         parts = [
             f"{phase:<10}",
             f"step {step}",
@@ -217,7 +228,8 @@ def _make_bar(console: Console, left: Callable[[], str]) -> bars.Progress:
 
 def headline(metrics: Mapping[str, float | None]) -> str:
     """Return ``reward 0.714  12,345 tokens/s``, or as much of it as was logged."""
-    reward, speed = metrics.get("reward/mean"), metrics.get("tokens_per_second")
+    reward = metrics.get("reward/mean")
+    speed = metrics.get("tokens_per_second")
     parts = [] if reward is None else [f"reward {reward:.3f}"]
     return "  ".join(parts if speed is None else [*parts, f"{speed:,.0f} tokens/s"])
 

@@ -10,7 +10,9 @@ from siirl_dask.observe.console import printable
 
 _FULL = 0.5  # difference of log-probs that has the full colour: a ratio of 1.65
 _UNLIKELY = 5.0  # nats at which an unlikely token has the full colour
-_RED, _BLUE, _AMBER = "214,69,65", "56,120,190", "222,146,30"
+_RED = "214,69,65"
+_BLUE = "56,120,190"
+_AMBER = "222,146,30"
 _JOINED = 8  # tokens that may be one character's bytes
 
 
@@ -49,7 +51,8 @@ def token_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> 
             count += 1
             text = decode(ids[at : at + count])
         if "\ufffd" in text:  # no text, however many are joined
-            count, text = 1, decode(ids[at : at + 1])
+            count = 1
+            text = decode(ids[at : at + 1])
         pieces.append((text, count))
         at += count
     return pieces
@@ -82,7 +85,8 @@ def by_logprob(pieces: Sequence[tuple[str, int]], logprobs: Sequence[float]) -> 
 def _coloured(
     pieces: Sequence[tuple[str, int]], known: int, colour: Callable[[int, int], tuple[str, float, str]]
 ) -> str:
-    shown, at = [], 0
+    shown = []
+    at = 0
     for text, count in pieces:
         escaped = html.escape(text)
         if at + count <= known:

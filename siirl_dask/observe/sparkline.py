@@ -15,7 +15,8 @@ def sparkline(series: Sequence[tuple[int, float]], width: int) -> str:
     A curve that never changes is in the middle.
     """
     means = [point.mean for point in thin(series, width)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     if low == high:
         return _BLOCKS[3] * len(means)
     scale = high / 2 - low / 2  # halves: the difference of large values may be infinite

@@ -41,14 +41,16 @@ def thin(series: Sequence[tuple[int, float]], most: int) -> list[Point]:
 
 def _point(part: Sequence[tuple[int, float]]) -> Point:
     values = [value for _, value in part]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     mean = sum(value / len(values) for value in values)  # the sum of large values may be infinite
     return Point(part[0][0], part[-1][0], min(max(mean, low), high), low, high)
 
 
 def merged(points: Sequence[Point]) -> Point:
     """Return neighbouring points, one at least, as one; its mean is that of theirs."""
-    low, high = min(point.low for point in points), max(point.high for point in points)
+    low = min(point.low for point in points)
+    high = max(point.high for point in points)
     mean = sum(point.mean / len(points) for point in points)
     return Point(points[0].first, points[-1].last, min(max(mean, low), high), low, high)
 

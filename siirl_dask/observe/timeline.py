@@ -71,8 +71,10 @@ def timeline(spans: Sequence[TraceSpan], workers: Sequence[str] | None = None) -
     shown = [span for span in spans if span.phase != START and not span.is_count]
     if not shown:
         return Timeline((), (), (), 0.0, 0)
-    first, last = min(span.start for span in shown), max(span.end for span in shown)
-    causes, by_worker = WaitCauses(spans), defaultdict[str, list[TraceSpan]](list)
+    first = min(span.start for span in shown)
+    last = max(span.end for span in shown)
+    causes = WaitCauses(spans)
+    by_worker = defaultdict[str, list[TraceSpan]](list)
     for span in shown:
         by_worker[span.worker].append(span)
     names = in_order(by_worker)
@@ -128,7 +130,8 @@ class Leaves:
             if own := self[name]:
                 found = _working(own)
                 if last is None or (found.end, -number) > (last.end, -place):
-                    last, place = found, number
+                    last = found
+                    place = number
         return last
 
 
@@ -168,7 +171,8 @@ def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
     if at_end is None:
         return []
     path = list[TraceSpan]()
-    worker, until = at_end.worker, at_end.end
+    worker = at_end.worker
+    until = at_end.end
     for _ in range(_JUMPS):
         span = _last_before(leaves[worker], until)
         if span is None:
@@ -177,7 +181,8 @@ def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
         cause = causes.of(span) if span.lane is Lane.WAIT else ""
         if cause and cause != worker and cause in leaves:
             made = causes.made(span)
-            worker, until = cause, min(end, made.end if made else end)
+            worker = cause
+            until = min(end, made.end if made else end)
             if until > span.start:
                 continue
             worker = span.worker  # it had been there before the wait began
@@ -211,7 +216,8 @@ def _working(own: Sequence[TraceSpan]) -> TraceSpan:
 
 def _last_before(own: Sequence[TraceSpan], until: int) -> TraceSpan | None:
     """Return the chain's last span that begins before ``until``."""
-    low, high = 0, len(own)
+    low = 0
+    high = len(own)
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if own[middle].start < until else (low, middle)
@@ -231,5 +237,6 @@ def _moved_beside(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
 
 
 def _bar(span: TraceSpan, first: int, cause: str) -> Bar:
-    start, end = (span.start - first) / 1e9, (span.end - first) / 1e9
+    start = (span.start - first) / 1e9
+    end = (span.end - first) / 1e9
     return Bar(span.worker, span.lane, span.name, span.what, start, end, span.step, span.beside, cause, span.amount)

@@ -80,7 +80,8 @@ def read_spans(parts: Iterable[tuple[int, pa.Table]], counts: Collection[str] | 
     returned as well, None: all; many rows are points of counts. DataError for a part with other columns or values than
     the table has.
     """
-    steps, tables = list[int](), list[pa.Table]()
+    steps: list[int] = []
+    tables: list[pa.Table] = []
     for step, table in parts:
         if table.num_rows:
             steps.append(step)
@@ -91,7 +92,8 @@ def read_spans(parts: Iterable[tuple[int, pa.Table]], counts: Collection[str] | 
     whole = pa.concat_tables(tables)
     _check(whole, lengths)
     first = np.cumsum([0, *lengths[:-1]])
-    clocks, ahead = whole["clock"].take(first).to_pylist(), whole["offset"].take(first).to_pylist()
+    clocks = whole["clock"].take(first).to_pylist()
+    ahead = whole["offset"].take(first).to_pylist()
     offsets: dict[str, list[int]] = {}
     for clock, offset in zip(clocks, ahead, strict=True):
         offsets.setdefault(clock, []).append(offset)
@@ -117,7 +119,8 @@ def _values(column: pa.Array) -> list[Any]:
         return [texts[code] for code in coded.indices.to_numpy().tolist()]
     if not column.null_count:
         return list(column.to_numpy(zero_copy_only=False).tolist())
-    filled, known = column.fill_null(0).to_numpy().tolist(), column.is_valid().to_numpy(zero_copy_only=False).tolist()
+    filled = column.fill_null(0).to_numpy().tolist()
+    known = column.is_valid().to_numpy(zero_copy_only=False).tolist()
     return [value if here else None for value, here in zip(filled, known, strict=True)]
 
 

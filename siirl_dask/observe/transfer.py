@@ -22,7 +22,9 @@ def transfer(what: str, nbytes: int, console: Console, enabled: bool) -> Iterato
 
     A line at the end tells what came in which time, unless nothing did.
     """
-    began, seen, lock = time.monotonic(), _Seen(), threading.Lock()
+    began = time.monotonic()
+    seen = _Seen()
+    lock = threading.Lock()
     if not enabled:
         yield lambda came: None
         return

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane, Recorder
 
-SHARED, SENT = "shared memory", "messages"
+SHARED = "shared memory"
+SENT = "messages"
 """Ways from worker to worker."""
 _MOST = 128  # sources of an iteration that are recorded one by one, those with the most bytes
 _FROM = "from "

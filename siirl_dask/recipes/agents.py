@@ -50,10 +50,15 @@ def agents(config: Config, *, reward: Function | None = None, message: Function 
     agent's turn what the next one is told (``hand_over``). ConfigError without ``agents``.
     """
     _check_agents(config)
-    acting, last = list(_acting(config, rounds, message)), _turn_name(*_turns(config, rounds)[-1])
+    acting = list(_acting(config, rounds, message))
+    last = _turn_name(*_turns(config, rounds)[-1])
     fans_out = any(agent.rollout.n > 1 for agent in [*config.agents.values()][1:])
     together: dict[str, object] = {"agents": tuple(config.agents)}
-    together |= ({"rounds": rounds} if rounds > 1 else {}) | ({"groups": groups} if (groups := _groups(config)) else {})
+    if rounds > 1:
+        together["rounds"] = rounds
+    groups = _groups(config)
+    if groups:
+        together["groups"] = groups
     joint = (
         Node("reward", score, role="reward", after=f"rollout_{last}"),
         Node(
@@ -79,7 +84,8 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
     node's name, and each role's, ends with ``_NAME``.
     """
     own = _view(config, agent)
-    groups, episodes = _groups_per_prompt(config, agent), prod(other.rollout.n for other in config.agents.values())
+    groups = _groups_per_prompt(config, agent)
+    episodes = prod(other.rollout.n for other in config.agents.values())
     own.data = replace(own.data, batch_size=own.data.batch_size * groups)
     own.rollout = replace(own.rollout, n=episodes // groups)
     learns = tuple(name for name, other in config.agents.items() if agent in (name, other.share))
@@ -137,7 +143,8 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
     before = ""
     turns = _turns(config, rounds)
     for place, (agent, number) in enumerate(turns):
-        own, name = _view(config, agent), _turn_name(agent, number)
+        own = _view(config, agent)
+        name = _turn_name(agent, number)
         role = f"rollout_{_engine_of(config, agent)}"
         told = {} if place == 0 else {"column": MESSAGE}
         placement = Rows(str(own.rollout.prompt_placement))

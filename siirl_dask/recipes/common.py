@@ -41,7 +41,8 @@ Function = Callable[..., Any]
 def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
     """Return the engine, the scorer and the policy. ``reward`` replaces ``rewards.function``."""
     reward = resolve(config.rewards.function) if reward is None else reward
-    model, rollout = config.model, config.rollout
+    model = config.model
+    rollout = config.rollout
     return (
         Role(
             "rollout",
@@ -120,7 +121,8 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
     }
     if columns:
         update["columns"] = tuple(columns)
-    lag, lora = config.rollout.steps_ahead or 0, {"lora": config.trainer.lora}
+    lag = 0 if config.rollout.steps_ahead is None else config.rollout.steps_ahead
+    lora = {"lora": config.trainer.lora}
     return (
         Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
         Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
@@ -167,7 +169,8 @@ def validation(config: Config, dag: DAG) -> DAG:
 
     Where the training DAG plays, its environments reward the answers. PlanError if it does not have these roles.
     """
-    settings, measure = config.validation, measure_options(config)
+    settings = config.validation
+    measure = measure_options(config)
     placement = Rows(str(config.rollout.prompt_placement))
     sample = {"rollout": config.rollout, "validation": settings}
     prompts = Node("prompts", encode_prompts, role="rollout", options=prompt_options(config))

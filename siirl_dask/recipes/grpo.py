@@ -32,7 +32,8 @@ def grpo(
     are further columns for the loss. ConfigError for an ``algorithm.*`` key that an argument would override.
     """
     estimate = {"advantage": advantage_of(config, advantage)}
-    placement, sample = Rows(str(config.rollout.prompt_placement)), {"rollout": config.rollout}
+    placement = Rows(str(config.rollout.prompt_placement))
+    sample = {"rollout": config.rollout}
     nodes = (
         Node("prompts", encode_prompts, role="rollout", options=prompt_options(config)),
         Node("rollout", generate, role="rollout", after="prompts", rows=placement, stage=True, options=sample),

@@ -100,7 +100,8 @@ class Scorer(HoldsNoGroups):
     def begin(self) -> Scoring:
         """Begin to score rows that come one after the other; only for a scorer that ``works_beside``."""
         assert self.works_beside
-        tally, timeout = _Tally(self.max_failures, self._progress), self._config.timeout
+        tally = _Tally(self.max_failures, self._progress)
+        timeout = self._config.timeout
         if self._pool is not None:
             return Scoring(tally, PoolCalls(self._pool, timeout, tally.take))
         calls = LoopCalls(self._reward, timeout, self._config.concurrency, tally.take, self._bind)

@@ -53,7 +53,8 @@ class BaseWeights:
     """Merges adapters into a folder's weights, one at a time; the files are opened at the first use."""
 
     def __init__(self, path: str, parameters: WeightLoader) -> None:
-        self._path, self._parameters = path, parameters
+        self._path = path
+        self._parameters = parameters
 
     def fit(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
         """Return a copy of adapters. ValueError for those that do not fit."""

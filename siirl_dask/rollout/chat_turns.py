@@ -88,7 +88,8 @@ class ChatTurns:
                 f"model.path={self._path!r}: its tokenizer has no chat template, and an environment talks in messages; "
                 "expected a chat model, or prompts and observations that are strings"
             )
-        before, new = [{"role": "user", "content": "a"}], [{"role": "user", "content": _PROBE}]
+        before = [{"role": "user", "content": "a"}]
+        new = [{"role": "user", "content": _PROBE}]
         first, second = (self._rendered(before, turn, new) for turn in _SENTINELS)
         if _PROBE not in first:
             raise self._refused("writes a new message before the turn that it answers")

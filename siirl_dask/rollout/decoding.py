@@ -48,7 +48,8 @@ class KeyValueCache:
         """``lengths`` [B] are the rows' tokens that the first pass computes, in ``width`` columns."""
         self.columns = 0
         """Columns that are filled, before the tokens of the pass under way."""
-        self._lengths, self._width = lengths, width
+        self._lengths = lengths
+        self._width = width
         self._uneven = bool((lengths < width).any())
         self._stored: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int | None, Tensor | None] = {}
@@ -67,8 +68,11 @@ class KeyValueCache:
             return key, value
         keys, values = self._stored[layer]
         if keys.shape[2] < end:
-            keys, values = self._stored[layer] = _grown(keys, self.columns), _grown(values, self.columns)
-        keys[:, :, self.columns : end], values[:, :, self.columns : end] = key, value
+            keys = _grown(keys, self.columns)
+            values = _grown(values, self.columns)
+            self._stored[layer] = keys, values
+        keys[:, :, self.columns : end] = key
+        values[:, :, self.columns : end] = value
         return keys[:, :, :end], values[:, :, :end]
 
     def advance(self, count: int) -> None:
@@ -199,7 +203,8 @@ class Decoder:
     ) -> None:
         """``images`` are those of each prompt; none at all for a model or a batch without."""
         tokens, mask = padded(prompts, pad_token)
-        self._model, self._tokens = model, tokens.to(model.device)
+        self._model = model
+        self._tokens = tokens.to(model.device)
         self._cache = KeyValueCache(mask.sum(dim=1).to(model.device), tokens.shape[1])
         self._states = row_states(model)
         self._first_mask: Tensor | None = None
@@ -215,7 +220,8 @@ class Decoder:
         positions = self._cache.positions(count)
         if self._images and not self._cache.columns:
             given = inputs_with_images(self._model, self._tokens, positions, self._images)
-            decoder, head = cast(Any, self._model).get_decoder(), cast(Any, self._model).get_output_embeddings()
+            decoder = cast(Any, self._model).get_decoder()
+            head = cast(Any, self._model).get_output_embeddings()
             output = decoder(**given, attention_mask=None, use_cache=False, decoding=self._cache)
             after_head = head_output(self._model.config.get_text_config())
             logits: Tensor = after_head.logits(head(output.last_hidden_state[:, -1]))
@@ -298,7 +304,8 @@ def decode(
     is_end = np.zeros(logits.shape[1], dtype=bool)
     is_end[[end for end in ends if end < len(is_end)]] = True
     longest = np.asarray(limits)
-    rows, ended = np.arange(len(prompts)), np.zeros(len(prompts), dtype=bool)
+    rows = np.arange(len(prompts))
+    ended = np.zeros(len(prompts), dtype=bool)
     tokens, logprobs = [np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)]
     for at in range(max(limits)):
         chosen, scores = choose(logits, rows, at)
@@ -310,8 +317,10 @@ def decode(
             break
         decoder.append(chosen)
         if ended.mean() >= _ENDED:
-            decoder.select(left := np.flatnonzero(~ended))
-            rows, ended = rows[left], ended[left]
+            left = np.flatnonzero(~ended)
+            decoder.select(left)
+            rows = rows[left]
+            ended = ended[left]
         logits = decoder.logits()
         if recorder is not None:
             recorder.read_tokens(rows)

@@ -61,7 +61,8 @@ def places_of(request: GenerationRequest, processor: ImageProcessor) -> list[ran
 
 
 def _checked_places(request: GenerationRequest, processor: ImageProcessor, starts: Sequence[int]) -> list[range]:
-    counts, prompt = map(processor.tokens, request.images), request.prompt
+    counts = map(processor.tokens, request.images)
+    prompt = request.prompt
     places = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
     check_places(prompt, processor.image_token, places)
     first = len(prompt) - request.begun
@@ -84,7 +85,8 @@ class PromptImageReader:
     """Reads the images of requests for a model. The tower runs once for an image, until ``forget``."""
 
     def __init__(self, model: Any, processor: ImageProcessor) -> None:
-        self._model, self._processor = model, processor
+        self._model = model
+        self._processor = processor
         self._known: dict[str, ImageFeatures] = {}
 
     @torch.inference_mode()
@@ -117,13 +119,15 @@ class PromptImageReader:
         """Return the features of images by their identity."""
         new = [name for name in images if name not in self._known]
         self._processor.bring(images[name] for name in new)
-        names, pixels = list[str](), list[Pixels]()
+        names: list[str] = []
+        pixels: list[Pixels] = []
         for name in new:
             names.append(name)
             pixels.append(self._processor.pixels(images[name]))
             if name == new[-1] or sum(len(each.values) for each in pixels) >= _PATCHES:
                 self._known |= zip(names, image_features(self._model, pixels), strict=True)
-                names, pixels = [], []
+                names = []
+                pixels = []
         found = {name: self._known[name] for name in images}
         if sum(each.nbytes for each in self._known.values()) > _KEPT:
             self._known = dict(found)

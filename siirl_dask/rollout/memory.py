@@ -110,7 +110,8 @@ def _sampler(engine: EngineOnWorkers) -> int:
 
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
-    size, rollout = engine.dtype.itemsize * engine.size.total, engine.rollout
+    size = engine.dtype.itemsize * engine.size.total
+    rollout = engine.rollout
     sampler = {"sampler": _sampler(engine)}
     if rollout.engine is Engine.sglang:
         return _of_sglang(engine, size, sampler)
@@ -131,7 +132,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
         held["adapters"] = kept["adapters"] = engine.adapters
     if graphs := graphs_bytes(rollout):
         held[GRAPHS] = graphs
-    level, share = rollout.vllm.sleep_level, rollout.vllm.gpu_memory_utilization
+    level = rollout.vllm.sleep_level
+    share = rollout.vllm.gpu_memory_utilization
     sleeping = {f"sleeping {part}": size for part, size in kept.items()}
     always = level == 1 or bool(level and engine.adapters)  # nobody loads the folder's weights again
     pool = {f"sleeping {GRAPHS}": held[GRAPHS]} if level and GRAPHS in held else {}  # at either level, in pinned memory
@@ -151,7 +153,8 @@ def _footprint(engine: EngineOnWorkers) -> Footprint:
 
 def _of_sglang(engine: EngineOnWorkers, size: int, sampler: Mapping[str, int]) -> Footprint:
     """Return the memory of an engine that keeps weights on the device unless others follow, and no copy of them."""
-    options, least = engine.rollout.sglang, engine.longest * engine.token_bytes
+    options = engine.rollout.sglang
+    least = engine.longest * engine.token_bytes
     return Footprint(
         held={"weights": size, CACHE: least, GRAPHS: _GRAPHS},
         working=sampler,
@@ -164,7 +167,8 @@ def _of_sglang(engine: EngineOnWorkers, size: int, sampler: Mapping[str, int]) -
 
 def _workspace(engine: EngineOnWorkers) -> int:
     """Return the bytes of a forward pass over a batch: hidden states, queries, keys and values, and the MLP's."""
-    one, tensor = engine.architecture, engine.rollout.tensor_parallel_size
+    one = engine.architecture
+    tensor = engine.rollout.tensor_parallel_size
     default = _BATCHED // 2 if 0 < engine.memory < _LARGE else _BATCHED
     tokens = engine.rollout.vllm.max_num_batched_tokens or default
     attention = 2 * one.queries + 2 * one.keys

@@ -149,7 +149,8 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         loop = loop_note(model.path)
         notes += () if loop is None else (loop,)
     cost = RoleCost(memory=memory, device=device, notes=notes, reads=(model.path,))
-    agent, base = options.get("agent", ""), tuple(options.get("base", ()))
+    agent = options.get("agent", "")
+    base = tuple(options.get("base", ()))
     if not base:
         return cost
     check_adapters(agent, base, options.get("lora"))
@@ -170,7 +171,8 @@ def _on_device(
     lora: LoraConfig | None,
 ) -> Footprint | None:
     """Return the memory on an accelerator; None for an architecture that is not known."""
-    architecture, memory = read_architecture(model.path), config.cluster.device_memory
+    architecture = read_architecture(model.path)
+    memory = config.cluster.device_memory
     if architecture is None:
         return None
     engine = EngineOnWorkers(
@@ -251,7 +253,9 @@ def _check_model(size: int, path: str) -> None:
     """Raise ConfigError when ``size`` does not divide the model in ``path``; a model that is elsewhere passes."""
     if (widths := read_widths(path)) is None:
         return
-    heads, intermediate, vocabulary = widths.heads, widths.intermediate, widths.vocabulary
+    heads = widths.heads
+    intermediate = widths.intermediate
+    vocabulary = widths.vocabulary
     kv_heads = widths.kv_heads or heads
     padded = None if vocabulary is None else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     indivisible = {

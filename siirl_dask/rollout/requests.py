@@ -99,7 +99,8 @@ class RequestMessage:
 def pack_sampled(sampled: Sampled) -> dict[str, Any]:
     """Return a sample as plain data."""
     sample = sampled.generation
-    tokens, logprobs = np.asarray(sample.token_ids, "<i8").tobytes(), np.asarray(sample.logprobs, "<f8").tobytes()
+    tokens = np.asarray(sample.token_ids, "<i8").tobytes()
+    logprobs = np.asarray(sample.logprobs, "<f8").tobytes()
     return {
         "tokens": tokens,
         "logprobs": logprobs,
@@ -119,7 +120,8 @@ def read_sampled(value: object) -> Sampled:
             "worker": str(worker),
             "routes": None | bytes() as routes,
         }:
-            ids, scores = _numbers(tokens, "<i8"), _numbers(logprobs, "<f8")
+            ids = _numbers(tokens, "<i8")
+            scores = _numbers(logprobs, "<f8")
             if len(ids) == len(scores) and all(map(isfinite, scores)) and reason in list(FinishReason):
                 return Sampled(Generation(ids, scores, FinishReason(reason), routes), worker)
     raise PeerError(f"received {short(value)}, which is no sample")

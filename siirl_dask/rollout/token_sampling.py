@@ -95,7 +95,8 @@ class TokenSampler:
 
     def _filter(self, masses: _Masses, logits: Tensor, total: Tensor) -> None:
         """Leave no mass to tokens below the top_k, then below the top_p of what is left, then below min_p."""
-        way, likeliest = self._sampling, None
+        way = self._sampling
+        likeliest = None
         if 0 < way.top_k < logits.shape[1]:
             likeliest = logits.topk(way.top_k, dim=1).values
             masses.drop(logits < likeliest[:, -1:])
@@ -164,7 +165,8 @@ def _pick(cumulative: Tensor, number: Tensor) -> Tensor:
     A place without mass is never picked.
     """
     total = cumulative[:, -1:]
-    high, low = total >> _LOW, total & (2**_LOW - 1)  # total * number has more than 64 bits
+    high = total >> _LOW  # total * number has more than 64 bits
+    low = total & (2**_LOW - 1)
     target = (high * number + (low * number >> _LOW)) >> (_NUMBER - _LOW)
     place = torch.searchsorted(cumulative, target, right=True)
     return place.clamp(max=cumulative.shape[1] - 1)  # only nan gets there; the engine refuses its log-probability

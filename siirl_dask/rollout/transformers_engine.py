@@ -68,7 +68,8 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self._parameters = WeightLoader(self._model)
         self._base = BaseWeights(model.path, self._parameters)
         self._device = device
-        self._max_rows, self._progress = max_rows, progress
+        self._max_rows = max_rows
+        self._progress = progress
         self._end_tokens = tokenizer.end_tokens
         self._pad_token = next(iter([*self._end_tokens, 0]))
         self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples

@@ -10,7 +10,8 @@ from siirl_dask.config import RolloutConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.engine import Sampling
 
-RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
+RAW = "raw_logprobs"
+PROCESSED = "processed_logprobs"
 """vLLM's ``logprobs_mode``: before the temperature, and after everything."""
 
 

@@ -191,7 +191,8 @@ class Attempt:
     def _withdraw(self) -> bool:
         """Remove this attempt where the run's folder has nothing else: a start that was refused leaves no folder."""
         fs, folder = _folder(self.url)
-        run, own = folder.rpartition("/")[0], (_record_path(folder, self.number), _beat_path(folder, self.number))
+        run = folder.rpartition("/")[0]
+        own = (_record_path(folder, self.number), _beat_path(folder, self.number))
         if _names(fs, run) != {FOLDER} or not _names(fs, folder) <= {_name_of(path) for path in own}:
             return False
         for path in own:
@@ -203,7 +204,8 @@ class Attempt:
         return True
 
     def _renew(self) -> None:
-        beat, warned = 0, False
+        beat = 0
+        warned = False
         while not self._over.wait(self.holder.lease / _BEATS):
             beat += 1
             try:

@@ -196,7 +196,8 @@ class Checkpoints:
         try:
             self._prune()
         except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run
-            where, kind = self.attempt.url, type(error).__name__
+            where = self.attempt.url
+            kind = type(error).__name__
             logger.warning("checkpoints that are not kept stay at %s: %s: %s", where, kind, error)
 
     def _check_sizes(self, fs: AbstractFileSystem, path: str, files: Mapping[str, FileDigest]) -> None:
@@ -286,7 +287,9 @@ def _found(run_url: str) -> list[Checkpoint]:
             data = fs.cat_file(f"{root}/{name}/{NAME}")
         except (FileNotFoundError, NotADirectoryError):
             continue
-        url, record, damage = join(run_url, FOLDER, name), None, ""
+        url = join(run_url, FOLDER, name)
+        record = None
+        damage = ""
         try:
             record = CommitRecord.from_json(data, step)
         except (ValueError, RecursionError) as error:

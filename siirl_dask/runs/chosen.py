@@ -90,7 +90,8 @@ def _read_samples(rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]
         f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) "
         "ORDER BY chosen.number, row_id"
     )
-    numbers, rows = rows["number"].to_pylist(), rows.drop_columns(["number"])
+    numbers = rows["number"].to_pylist()
+    rows = rows.drop_columns(["number"])
     return samples_of(rows, numbers, decode) if spoken else rows
 
 

@@ -103,7 +103,8 @@ def write_folder(
     trained = read_model(join(found.url, role), ema=ema)
     weights = trained
     config = _of_role(config, role)
-    kind, adapted = dtype or config.model.dtype, _adapted(run, config, weights)
+    kind = config.model.dtype if dtype is None else dtype
+    adapted = _adapted(run, config, weights)
     if adapter and not adapted:
         raise ConfigError(f"run {run!r} has no adapters (trainer.lora.rank): leave out --adapter")
     if adapter:

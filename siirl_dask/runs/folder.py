@@ -48,7 +48,8 @@ from siirl_dask.runs.identity_file import (
 )
 from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 
-CONFIG_FILE, DAG_FILE = "config.yaml", "dag.json"
+CONFIG_FILE = "config.yaml"
+DAG_FILE = "dag.json"
 _SUMMARY = "summary.json"
 _FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
@@ -130,7 +131,8 @@ def read_identity(url: str) -> RunIdentity | None:
         fs, path = open_fs(url)
         if not fs.exists(f"{path}/{CONFIG_FILE}"):
             return None
-        text, dag = fs.cat_file(f"{path}/{CONFIG_FILE}"), _read_dag(fs, path)
+        text = fs.cat_file(f"{path}/{CONFIG_FILE}")
+        dag = _read_dag(fs, path)
     except StorageError as error:
         raise ConfigError(f"run.url={url!r}: {error}") from error
     return RunIdentity(_deciding(recorded_config(text, url)), redacted(_deciding_nodes(dag)))
@@ -284,7 +286,8 @@ def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
         return {}
     try:
         spec: _Spec = json.loads(fs.cat_file(f"{path}/{DAG_FILE}"))
-        roles, nodes = dict(spec["roles"]), [dict(node) for node in spec["nodes"]]
+        roles = dict(spec["roles"])
+        nodes = [dict(node) for node in spec["nodes"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}/{DAG_FILE} is not a run's DAG: {type(error).__name__}: {error}") from error
     try:

@@ -39,7 +39,8 @@ def checkpoint_choice(text: str) -> int | Weights:
     try:
         return Weights(text)
     except ValueError:
-        known, near = ", ".join(Weights), did_you_mean(text, map(str, Weights))
+        known = ", ".join(Weights)
+        near = did_you_mean(text, map(str, Weights))
         raise ConfigError(f"--checkpoint {text}: expected the step of a checkpoint, or one of {known}{near}") from None
 
 

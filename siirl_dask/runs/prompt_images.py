@@ -47,7 +47,9 @@ class PromptImages:
     """
 
     def __init__(self, url: str, table: str = TABLE, *, thumbnails: bool, most: int | None = None) -> None:
-        self._url, self._table, self._thumbnails = url, table, thumbnails
+        self._url = url
+        self._table = table
+        self._thumbnails = thumbnails
         self._datasets: dict[str, _Dataset | str] = {}
         self._rows: dict[tuple[str, int, int], list[Picture]] = {}
         self._most = self._room = most or (_SHOWN if thumbnails else _TOLD)
@@ -71,7 +73,8 @@ class PromptImages:
 
     def _of(self, config: Config, sample: Mapping[str, Any]) -> list[Picture]:
         url = _dataset_url(config, self._table, sample.get(SOURCE_NAME))
-        part, row = sample.get(DATA_PART), sample.get(DATA_ROW)
+        part = sample.get(DATA_PART)
+        row = sample.get(DATA_ROW)
         if url is None or part is None or row is None:
             return []
         if self._room <= 0:
@@ -115,7 +118,8 @@ class PromptImages:
             return _problem(f"image {number} cannot be shown: {error}")
 
     def _content(self, config: Config, image: Image) -> bytes:
-        settings, most = config.images, parse_bytes("images.max_bytes", config.images.max_bytes)
+        settings = config.images
+        most = parse_bytes("images.max_bytes", config.images.max_bytes)
         if image.data is not None:
             check_bytes(image.data, most, "it")
             return image.data
@@ -134,7 +138,8 @@ class _Dataset:
     """Rows of one dataset by their places. DataError where it is not there, or has no such column."""
 
     def __init__(self, source: Source, column: str) -> None:
-        self._source, self._column = source, column
+        self._source = source
+        self._column = column
         self._snapshot: Snapshot = open_source(source)
         if column not in self._snapshot.schema.names:
             raise DataError(f"dataset {source.url!r} has no column {column!r} (images.column)")
@@ -142,8 +147,10 @@ class _Dataset:
 
     def images(self, part: int, row: int) -> tuple[Image, ...]:
         """Return the images of row ``row`` of part ``part``. DataError where there is none, or it cannot be read."""
-        url, parts = self._source.url, self._snapshot.parts
-        path, first = parts[part].path if 0 <= part < len(parts) else None, 0
+        url = self._source.url
+        parts = self._snapshot.parts
+        path = parts[part].path if 0 <= part < len(parts) else None
+        first = 0
         for group in self._snapshot.row_groups():
             if group.part != path:
                 continue

@@ -129,7 +129,8 @@ def lengths(rollouts: Rollouts) -> pa.Table:
     rows = []
     for number in range(max(found) + 1):
         row = found.get(number, {"samples_sum": 0, "cut_sum": 0, "total_sum": 0, "rewards_sum": 0})
-        samples, rewards = int(row["samples_sum"]), int(row["rewards_sum"])
+        samples = int(row["samples_sum"])
+        rewards = int(row["rewards_sum"])
         truncated = int(row["cut_sum"]) / samples if samples else None
         reward = float(row["total_sum"]) / rewards if rewards else None
         first = least + number * width

@@ -90,7 +90,8 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
     if pa.types.is_large_list(before.type) or pa.types.is_list(before.type):
         if not pc.list_value_length(before).equals(pc.list_value_length(after)):
             return None
-        before, after = pc.list_flatten(before), pc.list_flatten(after)
+        before = pc.list_flatten(before)
+        after = pc.list_flatten(after)
     if not (pa.types.is_floating(before.type) or pa.types.is_integer(before.type)):
         return None
     old, new = (np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False)) for values in (before, after))

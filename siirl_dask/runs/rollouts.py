@@ -54,7 +54,8 @@ def saved_steps(fs: AbstractFileSystem, root: str) -> SavedSteps:
         complete = whole_folders(fs, root, files)
     except StorageError as error:
         raise DataError(str(error)) from error
-    whole, incomplete = {}, {}
+    whole = {}
+    incomplete = {}
     for folder, names in by_folder(files).items():
         step = step_of(folder)
         assert step is not None
@@ -105,7 +106,8 @@ class Rollouts:
 
     def column(self, path: str) -> str:
         """Return SQL for the column at ``path``, in which a dot goes into a struct. DataError if there is none."""
-        kind, names = pa.struct(list(self.schema)), path.split(".")
+        kind = pa.struct(list(self.schema))
+        names = path.split(".")
         for name in names:
             known = [field.name for field in kind] if pa.types.is_struct(kind) else []
             if name not in known:

@@ -149,7 +149,9 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
 
 def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[int]]:
     """Return who wrote which of the rows' tokens, laid end to end, and where rows but the first begin."""
-    spans, begins, at = list[Span](), list[int](), 0
+    spans: list[Span] = []
+    begins: list[int] = []
+    at = 0
     for row in rows:
         begins.append(at)
         count = len(row.get(RESPONSE_IDS) or ())
@@ -206,7 +208,8 @@ def _rows(
 
 
 def _sample(rows: Sequence[Mapping[str, Any]]) -> SampleRow:
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     parts = last.get(REWARD_PARTS) or ()
     return SampleRow(
         step=int(first["step"]),
@@ -229,4 +232,6 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> SampleRow:
 def _sum(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
     """Return the sum of a column; None where a row has none."""
     values = [row.get(name) for row in rows]
-    return None if None in values else values[0] if len(values) == 1 else sum(values)
+    if None in values:
+        return None
+    return values[0] if len(values) == 1 else sum(values)

@@ -27,7 +27,8 @@ from siirl_dask.trace import Lane
 logger = logging.getLogger("siirl_dask.runs")
 _READERS = 16  # of an object store, where each part costs a round trip
 _MOST_BYTES = 2**27  # of a part, decoded; a worker writes some hundred kilobytes
-_GLANCE_BYTES, _GLANCE_PARTS = 2**22, 64
+_GLANCE_BYTES = 2**22
+_GLANCE_PARTS = 64
 MOST_BYTES = 2**25
 """Bytes of parts, about a million and a half spans, that are read at once."""
 
@@ -189,7 +190,9 @@ def _newest(
     parts: Mapping[int, Sequence[str]], files: Mapping[str, int], most_bytes: int, most_parts: int | None
 ) -> list[int]:
     """Return the newest steps that fit, ascending, one at least."""
-    newest, nbytes, count = list[int](), 0, 0
+    newest: list[int] = []
+    nbytes = 0
+    count = 0
     for step in sorted(parts, reverse=True):
         nbytes += sum(files[path] for path in parts[step])
         count += len(parts[step])

@@ -22,7 +22,9 @@ from siirl_dask.schema import (
 
 FAILED = "failed"
 """The finish reason of an episode in which a call of its environment failed."""
-POLICY, ENVIRONMENT, TOOL = "policy", "environment", "tool"
+POLICY = "policy"
+ENVIRONMENT = "environment"
+TOOL = "tool"
 Decode: TypeAlias = Callable[[Sequence[int], bool], str]
 """``decode(ids, special)``: the text of tokens, with the special ones among them or without."""
 
@@ -89,9 +91,11 @@ def spans_of(tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[s
         own = list(_marked(mask))
     else:
         own = [Span(0, tokens, True)]
-    spans, at = [], 0
+    spans = []
+    at = 0
     for span in sorted(own, key=lambda one: one.start):
-        start, stop = max(at, span.start), min(tokens, span.stop)
+        start = max(at, span.start)
+        stop = min(tokens, span.stop)
         if start >= stop:
             continue
         spans += [Span(at, start, False)] if at < start else []
@@ -167,7 +171,9 @@ def answered(text: str) -> list[Utterance]:
             continue
         for part, result in _split(_RESULT, content):
             is_tool = result or role in (TOOL, "ipython")
-            who = TOOL if is_tool else ENVIRONMENT if role == "user" else role
+            who = ENVIRONMENT if role == "user" else role
+            if is_tool:
+                who = TOOL
             told.append(Utterance(who, Kind.RESULT if is_tool else Kind.ANSWER, part))
     return told
 
@@ -198,7 +204,8 @@ def call(text: str) -> str:
     """Return a tool call as ``name(argument=value)``; as it is, where it is none."""
     try:
         parsed = json.loads(text)
-        name, arguments = parsed["name"], parsed.get("arguments", {})
+        name = parsed["name"]
+        arguments = parsed.get("arguments", {})
         return f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return text

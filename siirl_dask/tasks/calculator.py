@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-OPEN, BETWEEN, CLOSE = '<tool_call>{"name": "add", "arguments": {"first": ', ', "second": ', "}}</tool_call>"
+OPEN = '<tool_call>{"name": "add", "arguments": {"first": '
+BETWEEN = ', "second": '
+CLOSE = "}}</tool_call>"
 _CALLS = 0.35  # share of the demonstrations that call the tool
 _WORKS = 0.7  # share of the unseen calls, with the answers after them, that end the warm start
 _SIZES = {"train": 4096, "validation": 256, "test": 512}
@@ -69,11 +71,13 @@ def write_calculator_task(folder: str | Path, *, seed: int = 0, progress: Progre
     order = random.Random(seed)
     sums = _sums(order, sum(_SIZES.values()) + _HELD_OUT + _MAX_STEPS * _BATCH)
     task = task_in(folder)
-    tables, start = {}, 0
+    tables = {}
+    start = 0
     for name, size in _SIZES.items():
         tables[name] = sums[start : start + size]
         start += size
-    unseen, shown = sums[start : start + _HELD_OUT], sums[start + _HELD_OUT :]
+    unseen = sums[start : start + _HELD_OUT]
+    shown = sums[start + _HELD_OUT :]
     with written_whole(task.model) as unfinished:
         pieces = (OPEN, BETWEEN, CLOSE)
         tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2, pieces=pieces, chat_template=CHAT_TEMPLATE)

@@ -77,7 +77,8 @@ def write_cells_task(
     """
     from siirl_dask.tasks.tiny_vlm import tiny_vlm
 
-    task, random = task_in(folder), np.random.default_rng(seed)
+    task = task_in(folder)
+    random = np.random.default_rng(seed)
     tables = {name: [draw_grid(random) for _ in range(size)] for name, size in _SIZES.items()}
     with written_whole(task.model) as unfinished:
         tiny_vlm(unfinished, seed=seed, family=family)
@@ -177,7 +178,8 @@ def encoded(tokenizer: Any, processor: ImageProcessor, grids: Sequence[Grid]) ->
     from siirl_dask.images.prompts import marked
     from siirl_dask.tasks.warm_start import NO_LOSS, padded
 
-    images, rows = [Image(grid.picture) for grid in grids], []
+    images = [Image(grid.picture) for grid in grids]
+    rows = []
     for grid, image in zip(grids, images, strict=True):
         chat = marked(question(grid), processor.family.placeholder)
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

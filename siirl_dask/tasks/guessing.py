@@ -75,7 +75,10 @@ def prepare(config: Config) -> None:
 
 def demonstration(order: random.Random) -> str:
     """Return an episode of the warm start's player: guesses and hints in turn."""
-    secret, low, high, text = order.choice(LETTERS), 0, len(LETTERS), ""
+    secret = order.choice(LETTERS)
+    low = 0
+    high = len(LETTERS)
+    text = ""
     for turn in range(_GUESSES):
         allowed = LETTERS[low:high] if order.random() < _HEEDS else LETTERS
         guess = order.choice(allowed)
@@ -123,7 +126,8 @@ def _success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generat
     import torch
 
     secrets = [letter for letter in LETTERS for _ in range(_PER_SECRET)]
-    texts, found = [PROMPT] * len(secrets), [False] * len(secrets)
+    texts = [PROMPT] * len(secrets)
+    found = [False] * len(secrets)
     for _ in range(_GUESSES):
         with torch.no_grad():
             logits = model(torch.tensor(tokenizer(texts)["input_ids"]), use_cache=False).logits[:, -1]

@@ -38,12 +38,15 @@ class SelfPlay:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """Lay the row's heap; the first agent's prompt is the row's own."""
-        self._heap, self._speaker, self._heard = heap_of(row), FIRST, {FIRST}
+        self._heap = heap_of(row)
+        self._speaker = FIRST
+        self._heard = {FIRST}
         return Opening(agent=FIRST)
 
     def step(self, text: str) -> Step:
         """Take the counters that the agent names whose turn it is. A move against the rules loses."""
-        speaker, other = self._speaker, SECOND if self._speaker == FIRST else FIRST
+        speaker = self._speaker
+        other = SECOND if self._speaker == FIRST else FIRST
         taken = move_of(text, self._heap)
         if taken is None or taken == self._heap:
             winner, loser = (other, speaker) if taken is None else (speaker, other)
@@ -65,7 +68,9 @@ class FixedOpponent:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """Lay the row's heap, and let the player begin where the policy is second."""
-        self._heap, self._side, self._draw = heap_of(row), str(row["answer"]), random.Random(seed)
+        self._heap = heap_of(row)
+        self._side = str(row["answer"])
+        self._draw = random.Random(seed)
         if self._side == FIRST:
             return Opening(agent=FIRST)
         self._heap -= opponents_move(self._heap, self._draw)
@@ -133,7 +138,8 @@ def prepare(config: Config) -> None:
 
 def demonstration(order: random.Random) -> list[tuple[int, int]]:
     """Return the heaps that one side of a random game heard, and what it took."""
-    heap, moves = order.choice(HEAPS), list[tuple[int, int]]()
+    heap = order.choice(HEAPS)
+    moves: list[tuple[int, int]] = []
     if order.random() < 0.5:  # the second side
         heap -= order.choice(legal(heap))
     while heap:

@@ -120,7 +120,8 @@ def _example(digits: str) -> Example:
 def _split(examples: Sequence[Example]) -> tuple[dict[str, Sequence[Example]], Sequence[Example]]:
     """Return the tables' examples, fewer for each where there are not enough, and the rest."""
     share = min(1.0, len(examples) / (2 * sum(_SIZES.values())))
-    tables, start = {}, 0
+    tables = {}
+    start = 0
     for name, size in _SIZES.items():
         stop = start + int(size * share)
         tables[name] = examples[start:stop]

@@ -23,7 +23,8 @@ from transformers import (
 
 from siirl_dask.models.loading import no_progress_bars
 
-PAD, END = "<|pad|>", "<|end|>"
+PAD = "<|pad|>"
+END = "<|end|>"
 VOCABULARY = 264
 """256 bytes, the two special tokens, and room up to a multiple of 8."""
 

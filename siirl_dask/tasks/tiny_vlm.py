@@ -24,11 +24,15 @@ from siirl_dask.images.families import VlmFamily
 from siirl_dask.models.loading import no_progress_bars
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_tokenizer
 
-PATCH, MERGE = 4, 2
+PATCH = 4
+MERGE = 2
 CELL = PATCH * MERGE
 """Width and height, in pixels, of what the model sees as one token."""
 _TEMPORAL = 2
-_START, _END, _IMAGE, _VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+_START = "<|vision_start|>"
+_END = "<|vision_end|>"
+_IMAGE = "<|image_pad|>"
+_VIDEO = "<|video_pad|>"
 VLM_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"

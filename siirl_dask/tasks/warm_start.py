@@ -16,7 +16,9 @@ from siirl_dask.models.loading import model_class, no_progress_bars
 
 _BATCH = 64
 _MAX_STEPS = 400
-_LR, _WARMUP, _BETAS = 2e-3, 20, (0.9, 0.98)
+_LR = 2e-3
+_WARMUP = 20
+_BETAS = (0.9, 0.98)
 NO_LOSS = -100
 """Label of a token that is not learned."""
 Shown = tuple[Tensor | Mapping[str, Tensor], Tensor]

@@ -105,7 +105,8 @@ class CriticTests:
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
             critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
         assert_same_tensors(copied_weights(critic), before)
-        returns, found = signs(rows), list[NonFinite]()
+        returns = signs(rows)
+        found: list[NonFinite] = []
         returns[0] = float("inf")
         bad = ValueBatch(rows=rows, old_values=values, returns=returns)
         assert critic.update([bad], _LOSS, on_nonfinite=found.append)["skipped_steps"] == 1
@@ -152,7 +153,9 @@ def _learn(make_critic: object, folder: Path, rank: Rank) -> dict[str, object]:
 
     def own_batch(first: int, last: int, rows_of_rank_0: int) -> ValueBatch:
         cut = first + rows_of_rank_0
-        rows = range(first, last) if rank.size == 1 else range(first, cut) if rank.rank == 0 else range(cut, last)
+        rows = range(first, last)
+        if rank.size > 1:
+            rows = range(first, cut) if rank.rank == 0 else range(cut, last)
         return _batch(critic, random_rows(LENGTHS, rows))
 
     metrics = critic.update([own_batch(0, 7, 2), own_batch(0, 4, 4), own_batch(0, 0, 0)], _LOSS)

@@ -90,7 +90,9 @@ class EngineTests(WeightStreamTests):
             engine.generate([[1, 2], []], [0, 1], Sampling(max_tokens=4))
 
     def test_a_sample_does_not_depend_on_the_rows_beside_it(self, engine: RolloutEngine) -> None:
-        prompts, seeds, sampling = _prompts(12), list(range(100, 112)), Sampling(max_tokens=8, temperature=_SHARP)
+        prompts = _prompts(12)
+        seeds = list(range(100, 112))
+        sampling = Sampling(max_tokens=8, temperature=_SHARP)
         together = engine.generate(prompts, seeds, sampling)
         reversed_order = engine.generate(prompts[::-1], seeds[::-1], sampling)[::-1]
         alone = [engine.generate([prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -98,7 +100,8 @@ class EngineTests(WeightStreamTests):
         self._assert_same(alone, together)
 
     def test_a_longer_limit_keeps_the_first_tokens(self, engine: RolloutEngine) -> None:
-        prompts, seeds = _prompts(4), [1, 2, 3, 4]
+        prompts = _prompts(4)
+        seeds = [1, 2, 3, 4]
         short = engine.generate(prompts, seeds, Sampling(max_tokens=3, temperature=_SHARP))
         long = engine.generate(prompts, seeds, Sampling(max_tokens=9, temperature=_SHARP))
         assert [sample.token_ids for sample in short] == [sample.token_ids[:3] for sample in long]
@@ -108,7 +111,8 @@ class EngineTests(WeightStreamTests):
         assert len({tuple(sample.token_ids) for sample in samples}) == 8
 
     def test_samples_follow_the_model(self, engine: RolloutEngine, model: PreTrainedModel) -> None:
-        prompt, count = [5, 6, 7], 2000
+        prompt = [5, 6, 7]
+        count = 2000
         samples = engine.generate([prompt] * count, list(range(count)), Sampling(max_tokens=1, temperature=_SHARP))
         drawn = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=VOCABULARY) / count
         with torch.no_grad():
@@ -168,7 +172,8 @@ class EngineTests(WeightStreamTests):
         assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
 
     def test_a_stop_token_of_the_user_only_cuts_samples(self, engine: RolloutEngine) -> None:
-        prompts, free = _prompts(32), Sampling(max_tokens=12)
+        prompts = _prompts(32)
+        free = Sampling(max_tokens=12)
         samples = engine.generate(prompts, list(range(32)), free)
         stop = max(token for sample in samples for token in sample.token_ids[:-1])
         stopped = engine.generate(prompts, list(range(32)), replace(free, stop_token_ids=(stop,)))
@@ -181,7 +186,8 @@ class EngineTests(WeightStreamTests):
     def test_greedy_takes_the_likeliest_token_with_any_seed(
         self, engine: RolloutEngine, model: PreTrainedModel
     ) -> None:
-        prompts, greedy = _prompts(6), Sampling(max_tokens=6, temperature=0.0)
+        prompts = _prompts(6)
+        greedy = Sampling(max_tokens=6, temperature=0.0)
         samples = engine.generate(prompts, [0] * 6, greedy)
         self._assert_same(engine.generate(prompts, [1] * 6, greedy), samples)
         self._assert_logprobs(model, prompts, samples, temperature=1.0)
@@ -192,7 +198,8 @@ class EngineTests(WeightStreamTests):
     def test_new_weights_are_used(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
-        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        prompts = _prompts(6)
+        sampling = Sampling(max_tokens=6)
         before = engine.generate(prompts, list(range(6)), sampling)
         engine.load_weights(iter(list(other_model.named_parameters())), 7)
         assert engine.version == 7
@@ -203,7 +210,8 @@ class EngineTests(WeightStreamTests):
     def test_a_sleeping_engine_wakes_to_generate_and_to_load_weights(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
-        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        prompts = _prompts(6)
+        sampling = Sampling(max_tokens=6)
         before = engine.generate(prompts, list(range(6)), sampling)
         engine.sleep()
         engine.sleep()
@@ -219,10 +227,12 @@ class EngineTests(WeightStreamTests):
     ) -> None:
         if not hasattr(engine, "load_adapters"):
             pytest.skip("it takes whole weights alone")
-        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        prompts = _prompts(6)
+        sampling = Sampling(max_tokens=6)
         engine.load_weights(model.named_parameters(), 1)
         before = engine.generate(prompts, list(range(6)), sampling)
-        adapted, adapters = deepcopy(model), dict(_adapters(model))
+        adapted = deepcopy(model)
+        adapters = dict(_adapters(model))
         for name in adapters:
             if name.endswith(A):
                 layer = name.removesuffix(A)
@@ -248,7 +258,8 @@ class EngineTests(WeightStreamTests):
 
     @pytest.mark.parametrize("heat", [0.0, _SHARP, 1.0])
     def test_a_response_that_was_interrupted_continues_unchanged(self, engine: RolloutEngine, heat: float) -> None:
-        prompts, whole = _prompts(6), Sampling(max_tokens=9, temperature=heat)
+        prompts = _prompts(6)
+        whole = Sampling(max_tokens=9, temperature=heat)
         expected = engine.generate(prompts, list(range(6)), whole)
         started = engine.generate(prompts, list(range(6)), replace(whole, max_tokens=4))
         rest = [
@@ -270,7 +281,8 @@ class EngineTests(WeightStreamTests):
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel, wrong: str
     ) -> None:
         engine.load_weights(model.named_parameters(), 3)
-        prompts, sampling = _prompts(6), Sampling(max_tokens=6)
+        prompts = _prompts(6)
+        sampling = Sampling(max_tokens=6)
         before = engine.generate(prompts, list(range(6)), sampling)
         weights: dict[str, Tensor] = dict(other_model.named_parameters())
         name = "model.norm.weight"
@@ -289,7 +301,8 @@ class EngineTests(WeightStreamTests):
     def test_new_weights_empty_the_prefix_cache(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
-        prompts, sampling = [[number % 256 for number in range(300)]] * 3, Sampling(max_tokens=4)
+        prompts = [[number % 256 for number in range(300)]] * 3
+        sampling = Sampling(max_tokens=4)
         for weights, version in ((model, 1), (other_model, 2)):
             engine.load_weights(weights.named_parameters(), version)
             self._assert_logprobs(weights, prompts, engine.generate(prompts, [1, 2, 3], sampling), 1.0)

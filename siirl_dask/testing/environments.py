@@ -29,11 +29,15 @@ class Countdown:
     """Counts down from the row's answer to 0, which ends it. A turn ``raise`` raises. ``marks`` is a file."""
 
     def __init__(self) -> None:
-        self.left, self.seed, self.marks = 0, 0, ""
+        self.left = 0
+        self.seed = 0
+        self.marks = ""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         """Open it."""
-        self.left, self.seed, self.marks = int(row["answer"]), seed, row["marks"]
+        self.left = int(row["answer"])
+        self.seed = seed
+        self.marks = row["marks"]
         self.mark("+")
         return f"{row['prompt']} {self.left}"
 
@@ -179,20 +183,24 @@ class EnvironmentsTests:
             assert isinstance(answers.take(1)[0], Failure)
 
     def test_no_more_environments_are_open_than_may_be_and_others_wait_for_their_turn(self, marks: Path) -> None:
-        answers, episodes = Answers(), 17
+        answers = Answers()
+        episodes = 17
         with self.built(max_open=3) as environments, environments.session(answers) as session:
             for episode in range(episodes):
                 session.reset(episode, self.row(marks, 1), seed=episode)
             first = answers.take(3)
             assert answers.none(), "a fourth was opened"
-            ready, opened = [*first], 3
+            ready = [*first]
+            opened = 3
             while ready:
                 for episode in ready:
                     session.step(episode, action("1"))  # which ends it, so that another one begins
                 begin = min(len(ready), episodes - opened)
                 said = answers.take(len(ready) + begin)
-                ready, opened = [e for e, answer in said.items() if isinstance(answer, Opening)], opened + begin
-        count, most = 0, 0
+                ready = [e for e, answer in said.items() if isinstance(answer, Opening)]
+                opened = opened + begin
+        count = 0
+        most = 0
         for sign in marks.read_text():
             count += 1 if sign == "+" else -1
             most = max(most, count)

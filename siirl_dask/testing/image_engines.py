@@ -52,7 +52,8 @@ def picture(seed: int, width: int, height: int) -> Image:
 
 def image_requests(folder: Path, processor: ImageProcessor, count: int, sampling: Sampling) -> list[GenerationRequest]:
     """Return requests of 0 to 2 images each, of several sizes, some of which are resized."""
-    tokenizer, numbers = load_tokenizer(str(folder), "folder"), random.Random(3)
+    tokenizer = load_tokenizer(str(folder), "folder")
+    numbers = random.Random(3)
     requests = []
     for row in range(count):
         shown = [picture(9 * row + each, *numbers.choices([16, 20, 24, 40], k=2)) for each in range(row % 3)]
@@ -84,7 +85,8 @@ def response_logprobs(
     """Return the log-prob of each response token, by transformers alone: the prompt is read with its pixels, and then
     the response, whose tokens are text whatever they are. [len(response)].
     """
-    prompt, pixels = torch.tensor([[*request.prompt]]), [*map(processor.pixels, request.images)]
+    prompt = torch.tensor([[*request.prompt]])
+    pixels = [*map(processor.pixels, request.images)]
     shown = (
         {
             "pixel_values": torch.cat([each.values for each in pixels]),
@@ -189,7 +191,8 @@ class ImageEngineTests:
     def test_rows_of_one_prompt_and_rows_of_the_same_words_over_other_images_differ_as_alone(
         self, engine: RolloutEngine, requests: list[GenerationRequest]
     ) -> None:
-        one, two = requests[1], replace(requests[1], images=(_negative(requests[1].images[0]),))
+        one = requests[1]
+        two = replace(requests[1], images=(_negative(requests[1].images[0]),))
         rows = [replace(request, seed=seed) for seed in range(4) for request in (one, two)]
         self._assert_same(serve(engine, rows), [serve(engine, [row])[0] for row in rows])
 
@@ -242,7 +245,9 @@ class ImageEngineTests:
         processor: ImageProcessor,
         requests: list[GenerationRequest],
     ) -> None:
-        adapted, adapters, numbers = deepcopy(model), dict[str, Tensor](), torch.Generator().manual_seed(7)
+        adapted = deepcopy(model)
+        adapters: dict[str, Tensor] = {}
+        numbers = torch.Generator().manual_seed(7)
         for name, weight in adapted.named_parameters():
             if name.endswith(("0.self_attn.q_proj.weight", "1.mlp.down_proj.weight", "blocks.0.attn.proj.weight")):
                 layer = name.removesuffix(WEIGHT)
@@ -264,7 +269,8 @@ class ImageEngineTests:
     ) -> None:
         request = requests[2]
         at = request.prompt.index(processor.image_token)
-        ids, images = list(request.prompt), request.images
+        ids = list(request.prompt)
+        images = request.images
         if wrong == "a place less":
             del ids[at]
         elif wrong == "a place more":
@@ -295,6 +301,7 @@ class ImageEngineTests:
 def _negative(image: Image) -> Image:
     """Return a picture of the same size with every colour turned round."""
     assert image.data is not None
-    shown, file = pil.open(io.BytesIO(image.data)), io.BytesIO()
+    shown = pil.open(io.BytesIO(image.data))
+    file = io.BytesIO()
     pil.fromarray(255 - np.asarray(shown)).save(file, "PNG")
     return Image(file.getvalue())

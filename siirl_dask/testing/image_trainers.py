@@ -63,7 +63,8 @@ class ImageTrainerTests:
     @pytest.mark.parametrize("budget", [50, 100_000])
     def test_packed_rows_score_and_learn_as_each_by_itself(self, folder: Path, budget: int) -> None:
         rows = pack(image_rows(folder))
-        trainer, plain = self.build(folder, max_tokens_per_micro_batch=budget), PlainModel(folder)
+        trainer = self.build(folder, max_tokens_per_micro_batch=budget)
+        plain = PlainModel(folder)
         expected = plain.logprobs(rows, _TEMPERATURE)
         assert_close(trainer.logprobs(rows).logprobs, expected.detach(), atol=1e-5, rtol=0)
         (-(expected * signs(rows))).mean().backward()
@@ -81,13 +82,16 @@ class ImageTrainerTests:
         assert_close(seen, alone[: len(response) - 1], atol=1e-5, rtol=0)
 
     def test_what_an_image_shows_changes_the_scores(self, folder: Path) -> None:
-        rows, trainer = image_rows(folder), self.build(folder)
-        (prompt, response, _), other = rows[0], rows[3][2]
+        rows = image_rows(folder)
+        trainer = self.build(folder)
+        (prompt, response, _) = rows[0]
+        other = rows[3][2]
         one, same = (trainer.logprobs(pack([(prompt, response, images)])).logprobs for images in (rows[0][2], other))
         assert float((one - same).abs().max()) > 1e-4
 
     def test_an_image_of_another_size_than_its_places_is_refused(self, folder: Path) -> None:
-        rows, trainer = image_rows(folder), self.build(folder)
+        rows = image_rows(folder)
+        trainer = self.build(folder)
         prompt, response, _ = rows[0]
         with pytest.raises(DataError, match="row 1"):
             trainer.logprobs(pack([rows[0], (prompt, response, rows[6][2][:1])]))
@@ -160,10 +164,13 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
     assert callable(make_trainer)
     trainer: Trainer = make_trainer(folder, TrainerConfig(lr=1e-4), _TEMPERATURE, rank)
     rows = image_rows(folder)
-    with_images, text = [row for row in rows if row[2]], [row for row in rows if not row[2]]
+    with_images = [row for row in rows if row[2]]
+    text = [row for row in rows if not row[2]]
 
     def own(first: Sequence[Row], second: Sequence[Row]) -> PackedRows:
-        return pack([*first, *second] if rank.size == 1 else first if rank.rank == 0 else second)
+        if rank.size == 1:
+            return pack([*first, *second])
+        return pack(first if rank.rank == 0 else second)
 
     batches = [_batch(trainer, own(with_images, text)), _batch(trainer, own(rows[:4], rows[4:]))]
     metrics = trainer.update(batches, policy_gradient)

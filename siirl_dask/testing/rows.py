@@ -38,7 +38,9 @@ def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
 
 def grouped_rows(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedRows:
     """Return rows of random tokens, of which those of a group have one prompt: (its tokens, those of each response)."""
-    numbers, tokens, prompts = torch.Generator().manual_seed(0), [], []
+    numbers = torch.Generator().manual_seed(0)
+    tokens = []
+    prompts = []
     for prompt, responses in groups:
         common = torch.randint(0, VOCABULARY, (prompt,), generator=numbers)
         for response in responses:

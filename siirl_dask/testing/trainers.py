@@ -126,8 +126,10 @@ class TrainerTests:
     @pytest.mark.parametrize("budget", [30, 100_000])
     def test_rows_that_share_a_prompt_score_and_learn_as_if_each_had_its_own(self, folder: Path, budget: int) -> None:
         rows = grouped_rows([(9, [4, 0, 6]), (1, [3]), (9, [2, 2]), (5, [7, 7, 1, 2])])
-        trainer, model = self.build(folder, max_tokens_per_micro_batch=budget), load_model(folder)
-        scores, expected = trainer.logprobs(rows), plain_scores(model, rows, _TEMPERATURE)
+        trainer = self.build(folder, max_tokens_per_micro_batch=budget)
+        model = load_model(folder)
+        scores = trainer.logprobs(rows)
+        expected = plain_scores(model, rows, _TEMPERATURE)
         assert_close(scores.logprobs, expected.logprobs.detach(), atol=1e-5, rtol=0)
         assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
         (-(expected.logprobs * signs(rows))).mean().backward()
@@ -238,7 +240,8 @@ class TrainerTests:
     def test_what_is_not_finite_is_found_by_row_and_its_step_left_out_where_asked(self, folder: Path) -> None:
         """In micro-batches of at most 20 tokens: an advantage in row 5, and a gradient that a loss of 0 hides."""
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
-        rows, found = random_rows(LENGTHS), list[NonFinite]()
+        rows = random_rows(LENGTHS)
+        found: list[NonFinite] = []
         advantages = signs(rows)
         advantages[-7] = float("nan")  # row 5 has all but the last six of its response tokens before it
         before = copied_weights(trainer)
@@ -264,7 +267,8 @@ class TrainerTests:
 
     def test_training_resumes_from_a_checkpoint_bit_for_bit(self, folder: Path, tmp_path: Path) -> None:
         settings: dict[str, Any] = {"schedule": "cosine", "total_steps": 9, "warmup_steps": 1, "ema_decay": 0.5}
-        steady, stopped = self.build(folder, **settings), self.build(folder, **settings)
+        steady = self.build(folder, **settings)
+        stopped = self.build(folder, **settings)
         assert _steps(steady, 0, 2) == _steps(stopped, 0, 2)
         save_state(stopped, tmp_path / "state")
         fresh = self.build(folder, **settings)
@@ -302,7 +306,9 @@ class TrainerTests:
     ) -> None:
         assert [seen["found"] for seen in two_ranks] == [[["advantages", "loss"]], [[]]]
         assert [seen["skipped"] for seen in two_ranks] == [1.0, 1.0]
-        first, second, before = (two_ranks[0]["weights after"], two_ranks[1]["weights after"], two_ranks[0]["weights"])
+        first = two_ranks[0]["weights after"]
+        second = two_ranks[1]["weights after"]
+        before = two_ranks[0]["weights"]
         assert isinstance(first, dict)
         assert isinstance(second, dict)
         assert isinstance(before, dict)
@@ -332,7 +338,8 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
         "weights": copied_weights(trainer),
     }
     advantages = torch.full((response_tokens(probe),), float("nan") if rank.rank == 0 else 1.0)
-    bad, found = _batch(trainer, probe, advantages), list[NonFinite]()
+    bad = _batch(trainer, probe, advantages)
+    found: list[NonFinite] = []
     try:
         trainer.update([bad], _PPO)
     except TrainingError as error:

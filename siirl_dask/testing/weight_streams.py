@@ -52,7 +52,8 @@ class WeightStreamTests:
             pytest.fail("a tensor was asked for")
             yield
 
-        version, name = engine.version, "model.norm.weight"
+        version = engine.version
+        name = "model.norm.weight"
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         if wrong == "missing":
             del shapes[name]

@@ -206,7 +206,9 @@ def _backend(
     device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None
 ) -> ModelBackend:
     hide()
-    model, name, progress = local_model(model, device), device.torch_name, device.progress
+    model = local_model(model, device)
+    name = device.torch_name
+    progress = device.progress
     if trainer.backend == Backend.fsdp:
         from siirl_dask.training.parallel.fsdp import FsdpBackend
 

@@ -71,7 +71,8 @@ class ImageInputs:
 
     def __init__(self, processor: ImageProcessor, model: PreTrainedModel) -> None:
         """``model`` says where its tokens are in time, height and width; it may be without weights."""
-        self._processor, self._model = processor, model
+        self._processor = processor
+        self._model = model
         self.image_token = processor.image_token
         """Id of the placeholder."""
         self.has_positions = has_image_positions(model)
@@ -139,14 +140,17 @@ class ImageInputs:
         first = int(rows.offsets[start])
         found = torch.empty(3, int(rows.offsets[stop]) - first, dtype=torch.int64)
         features = torch.full((found.shape[1],), -1)
-        known, last = None, -1
+        known = None
+        last = -1
         for row, (images, own, number) in enumerate(zip(shown, observed, prompts.tolist(), strict=True), start):
-            begin, end = int(rows.offsets[row]) - first, int(rows.offsets[row + 1]) - first
+            begin = int(rows.offsets[row]) - first
+            end = int(rows.offsets[row + 1]) - first
             prompt = int(rows.prompt_lengths[row])
             length = end - begin if own else prompt
             if known is None or number != last or own:
                 ids = rows.tokens[first + begin : first + begin + length].tolist()
-                known, last = self._begin(ids, prompt, images, own, begins, row), -1 if own else number
+                known = self._begin(ids, prompt, images, own, begins, row)
+                last = -1 if own else number
             found[:, begin : begin + length] = known.positions[:, :-1]
             found[:, begin + length : end] = known.positions[:, -1:] + torch.arange(end - begin - length)
             features[begin : begin + length] = known.features
@@ -168,7 +172,8 @@ class ImageInputs:
         features = torch.full((len(ids),), -1)
         for place, image in shown:
             features[place.start : place.stop] = torch.arange(begins[image], begins[image] + len(place))
-        grids, places = [self._processor.grid(image) for _, image in shown], [place for place, _ in shown]
+        grids = [self._processor.grid(image) for _, image in shown]
+        places = [place for place, _ in shown]
         with_text = [*ids, 0]  # any token of text
         return _Begin(positions(self._model, with_text, places, grids), features)
 
@@ -179,7 +184,8 @@ class ImageInputs:
 
         Placeholders that were sampled stand for none.
         """
-        tokens, token = self._processor.tokens, self.image_token
+        tokens = self._processor.tokens
+        token = self.image_token
         own = [(range(one.start, one.start + tokens(one.image)), one.image) for one in observed]
         check_places(ids, token, [place for place, _ in own])
         taken = {at for place, _ in own for at in place}

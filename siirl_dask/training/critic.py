@@ -41,7 +41,8 @@ class ValueCritic(HoldsNoGroups):
         self._network = backend.network(partial(ValueNetwork, trainer=trainer))
         if park:
             make_parkable(self._network.parameters())
-        parameters, rates = self._network.trainable(), self._network.rates()
+        parameters = self._network.trainable()
+        rates = self._network.rates()
         self._learner = Learner(
             parameters,
             trainer,

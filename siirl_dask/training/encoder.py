@@ -36,7 +36,8 @@ class TorchTextEncoder(HoldsNoGroups):
                 f"{subject}: max_tokens={max_tokens}, and it has {places} positions: expected at most that"
             )
         self._model = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
-        self._max_tokens, self._progress = max_tokens, progress
+        self._max_tokens = max_tokens
+        self._progress = progress
 
     @torch.no_grad()
     def embeddings(self, texts: Sequence[str]) -> Tensor:

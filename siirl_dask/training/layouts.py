@@ -101,7 +101,8 @@ def check_libraries(trainer: TrainerConfig, config: Config) -> None:
     they cannot.
     """
     for operator, name in trainer.operators.items():
-        library, given = LIBRARIES[name], f"trainer.operators.{operator}={name}"
+        library = LIBRARIES[name]
+        given = f"trainer.operators.{operator}={name}"
         if not any(map(find_spec, library.packages)):
             raise ConfigError(f"{given} needs {' or '.join(library.packages)}: {library.cure}, or leave it out")
         cluster = config.cluster
@@ -175,7 +176,8 @@ def check_all_attend(path: str, size: int, option: str) -> None:
 
 def check_heads(trainer: TrainerConfig, path: str) -> None:
     """Check that workers can divide the heads of the model in ``path``, if that is here. ConfigError if they cannot."""
-    sequence, tensor = trainer.fsdp.sequence_parallel, trainer.fsdp.tensor_parallel
+    sequence = trainer.fsdp.sequence_parallel
+    tensor = trainer.fsdp.tensor_parallel
     if sequence == tensor == 1:
         return
     check_all_attend(path, max(sequence, tensor), "sequence_parallel" if sequence > 1 else "tensor_parallel")

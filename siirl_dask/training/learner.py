@@ -78,7 +78,9 @@ class Weighing:
     def __init__(self, batch: Batch, totals: Totals, aggregate: Aggregation) -> None:
         self.sums: dict[str, Tensor] = {}
         """Sums of the loss function's metrics over tokens, and of the weighted loss; [] float64 each."""
-        self._batch, self._totals, self._aggregate = batch, totals, aggregate
+        self._batch = batch
+        self._totals = totals
+        self._aggregate = aggregate
         self._row = 0
 
     def __call__(self, result: TokenLoss, offsets: Tensor) -> Tensor:
@@ -203,7 +205,8 @@ class Learner:
 
     def resume(self, progress: Mapping[str, Any]) -> None:
         """Go on after the counts in ``progress`` of a ``state()`` whose tensors have been loaded."""
-        self._optimizer.steps, self._skipped = int(progress["steps"]), int(progress["skipped_steps"])
+        self._optimizer.steps = int(progress["steps"])
+        self._skipped = int(progress["skipped_steps"])
 
     def leave_group(self) -> None:
         """Let go of the process group; no step can be taken before ``join_group``."""
@@ -213,7 +216,8 @@ class Learner:
         """Sum gradients over the group of ``rank`` from now on."""
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self._group, self._cpu_group = rank.group, rank.cpu_group
+        self._group = rank.group
+        self._cpu_group = rank.cpu_group
 
     @property
     def gradients(self) -> Tensor:

@@ -20,7 +20,8 @@ from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
 from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
 
-FLOAT32, BFLOAT16 = 4, 2
+FLOAT32 = 4
+BFLOAT16 = 2
 GRADIENTS = "gradients"
 _WEIGHTS = " in float32"  # how parts end that weights are made of
 FROZEN = f"frozen weights{_WEIGHTS}"
@@ -106,7 +107,8 @@ def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> i
 def footprint(model: ModelOnWorkers) -> Footprint:
     """Return the memory of the model on one worker with an accelerator, without remedies."""
     offload = model.trainer.backend is Backend.fsdp and model.trainer.fsdp.offload
-    held, working = held_bytes(model), working_bytes(model)
+    held = held_bytes(model)
+    working = working_bytes(model)
     loading = FLOAT32 * model.size.total if model.trainer.backend is Backend.torch else 0
     if offload:
         return Footprint(working=working, host=held)
@@ -130,7 +132,8 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
 
     if not model.learns:
         return {f"weights{_WEIGHTS}": share(whole, FLOAT32)}
-    learned, parts = model.adapters or whole - model.frozen, dict[str, int]()
+    learned = model.adapters if model.adapters else whole - model.frozen
+    parts: dict[str, int] = {}
     if frozen := whole if model.adapters else model.frozen:
         parts[FROZEN] = share(frozen, FLOAT32)
     named = "adapters" if model.adapters else "weights"
@@ -146,7 +149,8 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
 
 def _held_with_megatron(model: ModelOnWorkers) -> dict[str, int]:
     """In bfloat16 the stage computes with copies of the weights that learn; what only scores has no others."""
-    own, narrow = on_one_rank(model.size, model.trainer.megatron), model.narrow < FLOAT32
+    own = on_one_rank(model.size, model.trainer.megatron)
+    narrow = model.narrow < FLOAT32
     parts = {"weights in bfloat16": model.narrow * own} if narrow else {}
     if model.learns or not narrow:
         parts[f"weights{_WEIGHTS}"] = FLOAT32 * own
@@ -177,7 +181,9 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     if model.tower is not None and model.image_tokens:
         activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(model, model.tower)
     gathered = _gathered(model)
-    unit, root, narrow = _unit(model), model.root, model.narrow
+    unit = _unit(model)
+    root = model.root
+    narrow = model.narrow
     at_head = {**gathered, **activations, **head_bytes(model)}
     if model.trainer.backend is Backend.torch:
         return [at_head]
@@ -193,13 +199,17 @@ def _moments_with_megatron(model: ModelOnWorkers) -> list[dict[str, int]]:
     """The first of p stages keeps the activations of p micro-batches, and of (p - 1) / v more with v runs of layers
     (arXiv:2205.05198, section 4.2.3); the last one those of one, and has the head.
     """
-    stages, one = model.trainer.megatron.pipeline_parallel, model.architecture
+    stages = model.trainer.megatron.pipeline_parallel
+    one = model.architecture
     runs = model.trainer.megatron.virtual_pipeline
     most = stages + (-(-(stages - 1) // runs) if runs > 1 else 0)
     stage = replace(model, architecture=replace(one, layers=-(-one.layers // stages)))
-    each, label = activation_bytes(stage) * model.tokens, f"activations of {model.tokens:,} tokens"
+    each = activation_bytes(stage) * model.tokens
+    label = f"activations of {model.tokens:,} tokens"
     last = {label: each, **head_bytes(model)}
-    return [last] if stages == 1 else [last, {f"{label}, {most} times": each * (most if model.learns else 1)}]
+    if stages == 1:
+        return [last]
+    return [last, {f"{label}, {most} times": each * (most if model.learns else 1)}]
 
 
 def _gathered(model: ModelOnWorkers) -> dict[str, int]:
@@ -230,11 +240,13 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of
     each layer, and the values of one. A pass without gradient has the values of one layer only.
     """
-    one, narrow = model.architecture, model.narrow
+    one = model.architecture
+    narrow = model.narrow
     inner = one.inner // _split(model)
     if not model.learns:
         return (3 * narrow + FLOAT32) * one.hidden + 3 * narrow * inner
-    layer, temporary = layer_bytes(model), 3 * narrow * inner + 2 * (narrow + FLOAT32) * one.hidden
+    layer = layer_bytes(model)
+    temporary = 3 * narrow * inner + 2 * (narrow + FLOAT32) * one.hidden
     last = (FLOAT32 + 4 * narrow) * one.hidden  # the final norm, and the states that predict
     if model.trainer.gradient_checkpointing:
         return narrow * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
@@ -255,7 +267,9 @@ def layer_bytes(model: ModelOnWorkers) -> int:
     Attention keeps queries, keys, values and its result after their rotation; the MLP gate, its SiLU, up and their
     product. Experts also keep the token that each of them gets, and what it gives before that is weighed.
     """
-    one, narrow, split = model.architecture, model.narrow, _split(model)
+    one = model.architecture
+    narrow = model.narrow
+    split = _split(model)
     norms = 2 * (FLOAT32 + 2 * narrow) * one.hidden // _token_parts(model)
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
     heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
@@ -285,7 +299,9 @@ def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     """
     if not model.scores:
         return {}
-    one, narrow, tokens = model.architecture, model.narrow % FLOAT32, model.tokens
+    one = model.architecture
+    narrow = model.narrow % FLOAT32
+    tokens = model.tokens
     if model.trainer.backend is Backend.megatron and (split := _split(model)) > 1:
         # logits, log-probs, their exponentials and gradient, of this rank's part of the vocabulary at once
         numbers = tokens * one.vocabulary // split

@@ -24,13 +24,15 @@ class Examination:
     def __init__(self, batch: Batch, gradients: FlatGradients, *, sharded: bool) -> None:
         self.rows: dict[str, list[int]] = {name: rows for name, rows in _bad_columns(batch) if rows}
         self.micro_batches: list[int] = []
-        self._gradients, self._sharded = gradients, sharded
+        self._gradients = gradients
+        self._sharded = sharded
         self._row = self._micro_batch = 0
         self._was_finite = True
 
     def see(self, result: TokenLoss, offsets: Tensor) -> None:
         """Look into the next micro-batch. Its tokens' losses are [S], their rows' offsets [R + 1]."""
-        count, bad = len(offsets) - 1, False
+        count = len(offsets) - 1
+        bad = False
         for name, numbers in {"loss": result.loss, **result.metrics}.items():
             if rows := _rows_of(numbers, offsets):
                 self.rows.setdefault(name, []).extend(self._row + row for row in rows)

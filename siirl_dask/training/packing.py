@@ -144,7 +144,8 @@ def micro_batches(
 def idle_batch(rows: PackedRows) -> MicroBatch:
     """Return a micro-batch of one token that predicts nothing, to run after the micro-batches of ``rows``."""
     responses = int(response_offsets(rows)[-1])
-    none, token = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64)
+    token = torch.zeros(1, 1, dtype=torch.int64)
     return MicroBatch(
         input_ids=token,
         position_ids=token,
@@ -159,11 +160,13 @@ def idle_batch(rows: PackedRows) -> MicroBatch:
 def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     """Return (start, stop) of each micro-batch, for the smallest budget that needs no more of them."""
     cuts = _filled(offsets, budget)
-    low, high = -(-int(offsets[-1]) // len(cuts)), budget
+    low = -(-int(offsets[-1]) // len(cuts))
+    high = budget
     while low < high:
         middle = (low + high) // 2
         if len(smaller := _filled(offsets, middle)) <= len(cuts):
-            cuts, high = smaller, middle
+            cuts = smaller
+            high = middle
         else:
             low = middle + 1
     return cuts
@@ -171,7 +174,9 @@ def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
 
 def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
     """Fill each micro-batch with as many rows as fit ``budget``, at least one. Returns (start, stop) of each."""
-    cuts, start, rows = [], 0, len(offsets) - 1
+    cuts = []
+    start = 0
+    rows = len(offsets) - 1
     while start < rows:
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1)
         cuts.append((start, stop))
@@ -183,7 +188,9 @@ def _pack(
     rows: PackedRows, response: Tensor, start: int, stop: int, share: bool, inputs: ImageInputs | None
 ) -> MicroBatch:
     """Pack rows ``start`` to ``stop``. Vectorized: thousands of short rows must not cost a loop."""
-    begins, lengths, prompts = rows.offsets[start:stop], rows.offsets[start : stop + 1].diff(), rows.prompt_lengths
+    begins = rows.offsets[start:stop]
+    lengths = rows.offsets[start : stop + 1].diff()
+    prompts = rows.prompt_lengths
     order = lengths.argsort(stable=True)
     packed_lengths = lengths[order]
     packed_begins = packed_lengths.cumsum(0) - packed_lengths
@@ -200,8 +207,11 @@ def _pack(
     group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)
     shared = find_shared(group, prompts[start:stop], lengths, place) if share and stop - start > 1 else None
     if shared is not None:
-        source, positions, predicting = source[shared.first], positions[shared.first], shared.whole[predicting]
-    position_ids, images = positions[None], None
+        source = source[shared.first]
+        positions = positions[shared.first]
+        predicting = shared.whole[predicting]
+    position_ids = positions[None]
+    images = None
     if inputs is not None and (layout := inputs.layout(rows, start, stop, group)) is not None:
         in_images, images = layout.select(source - int(rows.offsets[start]))
         if inputs.has_positions:

@@ -43,7 +43,8 @@ class Parked:
             _synchronize(self._storages.values())
         for storage in self._storages.values():
             storage.resize_(0)
-        self._stale, self._waiting = False, True
+        self._stale = False
+        self._waiting = True
 
     def fetch(self) -> None:
         """Bring the bytes back to the device, if they are not there."""

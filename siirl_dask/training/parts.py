@@ -15,9 +15,12 @@ _INNER = "model."  # begins the name of a tower's parameter in every model, but 
 
 def is_of(part: Part, name: str, family: Family) -> bool:
     """Return whether a parameter, by its name in the model or in the model's files, belongs to ``part``."""
-    inside = name.removeprefix(_INNER).removeprefix(tower := family.tower.removeprefix(_INNER) + ".")
-    in_tower = name.removeprefix(_INNER).startswith(tower)
-    projects = in_tower and inside.split(".")[0] in family.projector
+    tower = family.tower.removeprefix(_INNER) + "."
+    in_model = name.removeprefix(_INNER)
+    in_tower = in_model.startswith(tower)
+    projects = False
+    if in_tower:
+        projects = in_model.removeprefix(tower).split(".")[0] in family.projector
     match part:
         case Part.visual:
             return in_tower

@@ -43,13 +43,18 @@ from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes, ra
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
 
-_LEARNS, _SCORES, _AVERAGE = 16, 4, 4  # bytes per parameter
-_WEIGHT, _GRADIENT = 4, 4  # parts of _LEARNS; no checkpoint has the gradient
+# Bytes per parameter.
+_LEARNS = 16
+_SCORES = 4
+_AVERAGE = 4
+_WEIGHT = 4  # part of _LEARNS
+_GRADIENT = 4  # part of _LEARNS; no checkpoint has the gradient
 _MOMENT = 4  # bytes per parameter: Muon has one moment, AdamW two
 _ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _EXPERTS = ".experts."
 _ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
-_ADAPTER_A, _ADAPTER_B = ".lora_A.weight", ".lora_B.weight"  # of models/adapters.py, which imports torch
+_ADAPTER_A = ".lora_A.weight"  # of models/adapters.py, which imports torch
+_ADAPTER_B = ".lora_B.weight"
 _OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")
 _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
@@ -62,7 +67,8 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     trainer: TrainerConfig = options.get("trainer", config.trainer)
     _check_replay(options, config, trainer)
     cost = _check_learner(options, workers, config, trainer, "trainer")
-    agent, base = options.get("agent", ""), tuple(options.get("base", ()))
+    agent = options.get("agent", "")
+    base = tuple(options.get("base", ()))
     if not base:
         return cost
     check_adapters(agent, base, trainer.lora)
@@ -94,7 +100,8 @@ def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Con
 
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
     """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
-    model, trainer = options.get("model", config.model), options.get("trainer", config.trainer)
+    model = options.get("model", config.model)
+    trainer = options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
     check_not_packed(model.path)
     check_layout(trainer, model, len(workers))
@@ -301,7 +308,8 @@ def _adapted_layers(path: str, trainer: TrainerConfig) -> dict[str, tuple[int, .
     if not shapes:
         return None
     family = FAMILIES.get((read_config(path) or {}).get("model_type", ""))
-    decoder, tower = dict[str, list[str]](), dict[str, list[str]]()
+    decoder: dict[str, list[str]] = {}
+    tower: dict[str, list[str]] = {}
     mixtures = {name.partition(_EXPERTS)[0] for name in shapes if _EXPERTS in name}
     for name, shape in shapes.items():
         if len(shape) != 2 or _EXPERTS in name or name.removesuffix(_ROUTER) in mixtures:

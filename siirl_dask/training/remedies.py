@@ -29,7 +29,8 @@ def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Ada
     one = footprint(model)
     park = Remedy(f"{key}.park=true", one.parked(), parks=True)
     parks = [park] if one.parks and not model.trainer.park else []
-    before, after = list[Remedy](), list[Remedy]()
+    before: list[Remedy] = []
+    after: list[Remedy] = []
     for setting, changed in _changes(model, key, tokens, adapters):
         if changed.trainer.fsdp.offload:
             after.append(Remedy(setting, footprint(changed), park.setting))

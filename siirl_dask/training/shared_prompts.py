@@ -57,8 +57,10 @@ def find_shared(group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: 
     In the pack of whole rows it begins at ``places[r]``. [R] each.
     """
     leaders = torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)  # [G], first row of each group
-    prompts, responses = prompt_lengths[leaders], lengths - prompt_lengths
-    total, computed = int(lengths.sum()), int(prompts.sum() + responses.sum())
+    prompts = prompt_lengths[leaders]
+    responses = lengths - prompt_lengths
+    total = int(lengths.sum())
+    computed = int(prompts.sum() + responses.sum())
     if total - computed < _LEAST * total:
         return None
     in_prompts = _within(prompts)
@@ -139,7 +141,8 @@ def _added_up(gradient: Tensor, shared: SharedPrompts) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shared: SharedPrompts, output: Tensor) -> Tensor:
-        ctx.shared, ctx.tokens = shared, len(output)
+        ctx.shared = shared
+        ctx.tokens = len(output)
         return output.index_select(0, shared.first)
 
     @staticmethod

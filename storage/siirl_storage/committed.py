@@ -181,7 +181,8 @@ def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) ->
         document = json.loads(fs.cat_file(path))
         if not isinstance(document, dict) or document.get("kind") != _KIND or document.get("writer") != writer:
             raise StorageError(f'not an object of kind "{_KIND}" by writer {writer}')
-        parts, about = tuple(parse_part(entry) for entry in document["parts"]), document.get("about", {})
+        parts = tuple(parse_part(entry) for entry in document["parts"])
+        about = document.get("about", {})
         if not isinstance(about, dict):
             raise StorageError('"about" is not an object')
         digest = _digest(document)

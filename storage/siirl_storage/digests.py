@@ -50,7 +50,8 @@ class DigestingStream:
 
 def digest_file(fs: AbstractFileSystem, path: str) -> FileDigest:
     """Read ``path`` once and return its digest. FileNotFoundError if it is missing."""
-    hashed, nbytes = sha256(), 0
+    hashed = sha256()
+    nbytes = 0
     with fs.open(path, "rb", block_size=_CHUNK, cache_type="readahead") as file:
         while chunk := file.read(_CHUNK):
             hashed.update(chunk)

@@ -96,7 +96,8 @@ def _encoding(table: pa.Table) -> dict[str, Any]:
 
 def _leaves(field: pa.Field, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
     """Yield path and type of each column of numbers or bytes that Parquet makes of a field."""
-    path, kind = f"{above}{field.name}", field.type
+    path = f"{above}{field.name}"
+    kind = field.type
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     if pa.types.is_map(kind):

@@ -110,7 +110,8 @@ def parse_part(entry: Any) -> Part:
     """Return the part that ``part_entry`` described. StorageError for anything else."""
     if not isinstance(entry, dict):
         raise StorageError("a part is not an object")
-    path, groups = _get(entry, "path", str), _get(entry, "groups", list)
+    path = _get(entry, "path", str)
+    groups = _get(entry, "groups", list)
     if not is_below(path):
         raise StorageError(f"part path {path!r} does not lie below the table")
     if not all(type(rows) is int and rows >= 0 for rows in groups):

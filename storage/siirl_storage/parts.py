@@ -52,7 +52,9 @@ def parse_part_name(name: str) -> tuple[int, int, Format] | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    index, count, kind = int(match[1]), int(match[2]), Format(match[3])
+    index = int(match[1])
+    count = int(match[2])
+    kind = Format(match[3])
     return (index, count, kind) if index < count and part_name(index, count, kind) == name else None
 
 

@@ -38,8 +38,10 @@ def open_plain(url: str) -> Snapshot:
     if "" not in files:
         left_out = _uncommitted(fs, root, files)
     else:
-        base, name = parent(url), root.rpartition("/")[2]
-        root, files = open_fs(base)[1], {name: files[""]}
+        base = parent(url)
+        name = root.rpartition("/")[2]
+        root = open_fs(base)[1]
+        files = {name: files[""]}
     names = sorted(name for name in files if format_of(name) and not _is_hidden(name) and name not in left_out)
     if not names:
         raise TableNotFound(_nothing_here(full_name(fs, root), list(files)))

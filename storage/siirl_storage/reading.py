@@ -79,7 +79,9 @@ def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None
     CorruptPart if the part is missing or damaged; TooLarge if a row group takes more than ``max_bytes`` (None: the
     machine's memory).
     """
-    bound, kind, where = _machine_memory() if max_bytes is None else max_bytes, known_format(path), full_name(fs, path)
+    bound = _machine_memory() if max_bytes is None else max_bytes
+    kind = known_format(path)
+    where = full_name(fs, path)
     with damage(fs, path), open_input(fs, path) as file:
         if kind is Format.ARROW:
             stored = pa.ipc.open_file(file)
@@ -151,9 +153,12 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         if held and (nbytes + batch.nbytes > _BATCH_BYTES or rows + batch.num_rows > _BATCH_ROWS):
             yield held[0] if len(held) == 1 else pa.concat_batches(held)
-            held, rows, nbytes = [], 0, 0
+            held = []
+            rows = 0
+            nbytes = 0
         held.append(batch)
-        rows, nbytes = rows + batch.num_rows, nbytes + batch.nbytes
+        rows = rows + batch.num_rows
+        nbytes = nbytes + batch.nbytes
     if held:
         yield held[0] if len(held) == 1 else pa.concat_batches(held)
 
@@ -172,13 +177,16 @@ def _select(
 
     TooLarge if all take more than ``bound``, or with ``each`` if one does.
     """
-    first, at, total = 0, 0, 0
+    first = 0
+    at = 0
+    total = 0
     for batch in batches:
         batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
         if rows is not None:
             end = bisect_left(rows, first + batch.num_rows)
             wanted = [row - first for row in rows[at:end]]
-            first, at = first + batch.num_rows, end
+            first = first + batch.num_rows
+            at = end
             batch = _taken(batch, wanted) if wanted else batch.slice(0, 0)
         total = batch.nbytes + (0 if each else total)
         if total > bound:
@@ -231,7 +239,8 @@ def _decoded_size(group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequen
     """Return bytes that ``columns`` of a row group take once decoded, as far as its footer tells, and bytes that each
     row may repeat: texts and blobs that are stored once, in a dictionary.
     """
-    stored, repeatable = dict.fromkeys(columns, 0), 0
+    stored = dict.fromkeys(columns, 0)
+    repeatable = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
         name = next((name for name in columns if (chunk.path_in_schema + ".").startswith(name + ".")), None)

@@ -27,7 +27,8 @@ Result = TypeVar("Result")
 
 RETRY_SECONDS = 120.0
 """Default of ``retry_seconds``: a restart of a gateway or a minute of throttling must not cost a run."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds
+_FIRST_PAUSE = 0.1  # seconds
+_LONGEST_PAUSE = 10.0  # seconds
 _CONFIGURED = "retrying"  # the name under which fsspec's configuration has the seconds
 _deadline: ContextVar[float] = ContextVar("siirl_storage_deadline", default=math.inf)
 _NEVER = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -109,7 +110,8 @@ def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given
             if not is_transient(error):
                 raise
             pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt - 1, 10))
-            elapsed, left = time.monotonic() - begun, _deadline.get() - time.monotonic()
+            elapsed = time.monotonic() - begun
+            left = _deadline.get() - time.monotonic()
             if elapsed + pause > retry_seconds():
                 error.add_note(
                     f"tried {attempt} times in {elapsed:.0f} s; storage.retry_seconds={retry_seconds():g} is the most"

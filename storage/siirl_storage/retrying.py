@@ -122,7 +122,8 @@ class _Reader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_CUR:
-            offset, whence = self._position + offset, io.SEEK_SET
+            offset = self._position + offset
+            whence = io.SEEK_SET
         self._position = int(self._file.seek(offset, whence))
         return self._position
 

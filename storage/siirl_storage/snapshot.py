@@ -91,7 +91,8 @@ class Snapshot:
     def to_table(self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None) -> pa.Table:
         """Read the whole table into memory. Errors as in ``read_row_group``."""
         schema = self._projection(columns)
-        tables, total = [], 0
+        tables = []
+        total = 0
         for part in self.parts:
             for index in (index for index, rows in enumerate(part.groups) if rows):
                 tables.append(self._read(part, index, schema, None, max_bytes))
@@ -127,7 +128,8 @@ class Snapshot:
         holds = ds.scalar(True)
         for name, value in hive.values(part.path).items():
             if name in self.schema.names:
-                column, constant = ds.field(name), hive.scalar(value, self.schema.field(name).type)
+                column = ds.field(name)
+                constant = hive.scalar(value, self.schema.field(name).type)
                 holds = holds & (column.is_null() if value is None else column == constant)
         return _file_format(format_of(path)).make_fragment(path, filesystem, holds)
 

@@ -70,7 +70,8 @@ def create_table(
         first = next(source, None)
         if first is None:
             raise StorageError(f"cannot create {full_name(fs, root)} from no tables without a schema")
-        schema, source = first.schema, chain([first], source)
+        schema = first.schema
+        source = chain([first], source)
     check_schema(schema, full_name(fs, root))
     with _discarded_on_error(fs, root) as staged:
         for piece in _pieces(source, schema, rows_per_part):
@@ -146,8 +147,10 @@ def commit(
         raise StorageError(f"the parts to commit to {full_name(fs, root)} name one part twice")
     latest = _latest(fs, root)
     footers = read_footers(fs, root, [part.path for part in parts])
-    if schema is None:
-        schema = latest.schema if latest else footers[0].schema if footers else None
+    if schema is None and latest:
+        schema = latest.schema
+    elif schema is None and footers:
+        schema = footers[0].schema
     if schema is None:
         raise StorageError(f"cannot create {full_name(fs, root)} from no parts without a schema")
     check_schema(schema, full_name(fs, root))
@@ -249,6 +252,7 @@ def _pieces(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterato
             count += head.num_rows
             if count == rows:
                 yield pa.concat_tables(held)
-                held, count = [], 0
+                held = []
+                count = 0
     if held:
         yield pa.concat_tables(held)

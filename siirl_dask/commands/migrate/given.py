@@ -53,7 +53,8 @@ def read_given(words: Sequence[str]) -> Given:
     if "=" in words[0] or words[0].startswith("python"):
         call = Call([word for word in words if not _is_variable(word)], module=_module(words))
         return _from_call(call, "the command line")
-    path, more = Path(words[0]), [word for word in words[1:] if not _is_variable(word)]
+    path = Path(words[0])
+    more = [word for word in words[1:] if not _is_variable(word)]
     text = _read(path)
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(text, path, more)

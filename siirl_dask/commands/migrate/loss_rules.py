@@ -111,7 +111,8 @@ def set_algorithm(draft: Draft) -> None:
 
 def _gdpo_options(draft: Draft) -> dict[str, Any]:
     """Return the options of gdpo, and have the node hand it the kinds of reward."""
-    keys, weights = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    keys = "algorithm.gdpo_reward_keys"
+    weights = "algorithm.gdpo_reward_weights"
     kinds = [str(kind) for kind in draft.items(keys)]
     options: dict[str, Any] = {"divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)}
     draft.nodes["advantage"] = {"with": {"parts": kinds or ["TO_DECIDE"]}}
@@ -321,7 +322,8 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
     )
     note = ""
     if ours in ("gspo", "gmpo", "sapo"):  # verl aggregates these so whatever is asked for
-        mode, note = "seq-mean-token-mean", f"always so with {ours}"
+        mode = "seq-mean-token-mean"
+        note = f"always so with {ours}"
     if mode not in _MODES:
         draft.lose(name, f"there is no aggregation {mode!r}; token_mean stands in")
     function = _MODES.get(mode, "token_mean")

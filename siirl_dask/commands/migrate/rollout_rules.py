@@ -96,7 +96,8 @@ def set_validation(draft: Draft) -> None:
         draft.open_questions.append(f"validation.url: one dataset; {', '.join(files[1:])} must be put with the first")
     draft.hold("trainer.test_freq", "there is no validation without data.val_files")
     prefix = f"{_R}.val_kwargs"
-    samples, drawn = int(draft.number(f"{prefix}.n", 1)), draft.flag(f"{prefix}.do_sample", default=False)
+    samples = int(draft.number(f"{prefix}.n", 1))
+    drawn = draft.flag(f"{prefix}.do_sample", default=False)
     if draft.has(f"{prefix}.n"):
         draft.set("validation.n", samples, f"{prefix}.n")
     temperature = draft.number(f"{prefix}.temperature", 0) if drawn else 0
@@ -111,10 +112,13 @@ def set_validation(draft: Draft) -> None:
 
 def set_profile(draft: Draft) -> None:
     """Set which steps, ranks and roles are profiled."""
-    steps, own = "profiler.profile_steps", draft.flag("profiler.enable", default=False)
+    steps = "profiler.profile_steps"
+    own = draft.flag("profiler.enable", default=False)
     first = 1  # siiRL counts its steps from 0
     if not own and draft.has("global_profiler.steps") and draft.text("global_profiler.tool"):
-        steps, own, first = "global_profiler.steps", True, 0
+        steps = "global_profiler.steps"
+        own = True
+        first = 0
     if not own:
         unread = ("profiler.profile_steps", "profiler.roles", *(f"profiler.{one}" for one in _DETAILS))
         for name in (*_WHEN, *unread, *_RANKS, *_EVERYONE):
@@ -129,7 +133,11 @@ def set_profile(draft: Draft) -> None:
         draft.set("profile.roles", [*dict.fromkeys(roles)], "profiler.roles")
     stacks = draft.flag("profiler.with_stack", draft.flag("profiler.with_module", default=False))
     memory = draft.flag("profiler.with_memory", draft.flag("profiler.record_shapes", default=False))
-    level = "stacks" if stacks else "memory" if memory else "time"
+    level = "time"
+    if stacks:
+        level = "stacks"
+    elif memory:
+        level = "memory"
     draft.set("profile.level", level, *(f"profiler.{one}" for one in _DETAILS))
     for name in _EVERYONE:
         draft.hold(name, "the default here")

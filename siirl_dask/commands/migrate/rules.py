@@ -65,7 +65,9 @@ def _set_steps(draft: Draft, rows: int | None) -> None:
     epochs = int(draft.number("trainer.total_epochs", 30))
     batch = batch_size(draft)
     counts = [_rows_of(url) for url in _files(draft, "data.train_files")]
-    known = rows if rows is not None else sum(filter(None, counts)) if counts and all(counts) else None
+    known = rows
+    if rows is None and counts and all(counts):
+        known = sum(filter(None, counts))
     if known:
         note = f"{known} rows // {batch} prompts a step"
         draft.set("run.steps", max(1, epochs * (known // batch)), "trainer.total_epochs", note=note)

@@ -90,7 +90,9 @@ def _array(word: str) -> str:
 
 def _commands(text: str) -> Iterator[tuple[int, str]]:
     """Yield the commands of a script with their lines: continued lines and open parentheses of arrays are one."""
-    held, first, depth = "", 0, 0
+    held = ""
+    first = 0
+    depth = 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
         first = first if held else number
@@ -118,7 +120,9 @@ def _open_quote(text: str) -> bool:
 def _words(text: str, known: Mapping[str, str], *, ends: bool = False) -> list[str]:
     """Return the words of a command, quotes taken off and variables replaced; with ``ends`` up to a ``;`` or a pipe."""
     words: list[str] = []
-    word, quote, place = None, "", 0
+    word = None
+    quote = ""
+    place = 0
     while place < len(text):
         letter = text[place]
         reference = None if quote == "'" else _REFERENCE.match(text, place)
@@ -131,7 +135,9 @@ def _words(text: str, known: Mapping[str, str], *, ends: bool = False) -> list[s
         elif quote:
             word = (word or "") + letter
         elif letter in "'\"":
-            quote, word = letter, word or ""
+            quote = letter
+            if word is None:
+                word = ""
         elif letter == "\\" and place + 1 < len(text):
             place += 1
             word = (word or "") + text[place].strip()

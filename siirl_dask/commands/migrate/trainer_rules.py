@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from siirl_dask.commands.migrate.draft import Draft
 
-_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
 
 
 def batch_size(draft: Draft) -> int:
@@ -112,7 +113,8 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
 
 def _set_experts(draft: Draft, ours: str, prefix: str) -> None:
     """Spread experts over as many ranks as share one's parameters there, whole or in parts."""
-    spread, cut = f"{prefix}.expert_model_parallel_size", f"{prefix}.expert_tensor_parallel_size"
+    spread = f"{prefix}.expert_model_parallel_size"
+    cut = f"{prefix}.expert_tensor_parallel_size"
     tensor = max(1, int(draft.number(f"{prefix}.tensor_model_parallel_size", 1)))
     ranks = max(1, int(draft.number(spread, 1)) * int(draft.number(cut, tensor)))
     if ranks == tensor:
@@ -129,7 +131,8 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     draft.set(f"{ours}.lr", draft.number(f"{theirs}.lr", 1e-6 if ours == "trainer" else 1e-5), f"{theirs}.lr")
     draft.set(f"{ours}.weight_decay", draft.number(f"{theirs}.weight_decay", 0.01), f"{theirs}.weight_decay")
     draft.set(f"{ours}.betas", draft.items(f"{theirs}.betas", [0.9, 0.999]), f"{theirs}.betas")
-    steps, ratio = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
+    steps = f"{theirs}.lr_warmup_steps"
+    ratio = f"{theirs}.lr_warmup_steps_ratio"
     warmup = int(draft.number(steps, -1))
     if warmup <= 0:
         warmup = int(draft.number(ratio, 0.0) * int(draft.entries["run.steps"].value))
@@ -171,7 +174,8 @@ def _set_kind(draft: Draft, ours: str, theirs: str) -> None:
 
 def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
     """Set the tokens of a pass: given as such, or as rows of the longest length."""
-    dynamic, tokens = f"{theirs}.use_dynamic_bsz", f"{theirs}.ppo_max_token_len_per_gpu"
+    dynamic = f"{theirs}.use_dynamic_bsz"
+    tokens = f"{theirs}.ppo_max_token_len_per_gpu"
     rows = f"{theirs}.ppo_micro_batch_size_per_gpu"
     longest = int(draft.entries["data.max_prompt_length"].value + draft.entries["rollout.max_response_length"].value)
     key = f"{ours}.max_tokens_per_micro_batch"
@@ -188,7 +192,8 @@ def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
 def _set_adapters(draft: Draft) -> None:
     rank = draft.first((f"{_MODEL}.lora_rank", f"{_MODEL}.lora.rank"), f"{_MODEL}.lora_rank")
     alpha = draft.first((f"{_MODEL}.lora_alpha", f"{_MODEL}.lora.alpha"), f"{_MODEL}.lora_alpha")
-    targets, adapters = f"{_MODEL}.target_modules", f"{_MODEL}.lora_adapter_path"
+    targets = f"{_MODEL}.target_modules"
+    adapters = f"{_MODEL}.lora_adapter_path"
     if draft.text(f"{_ACTOR}.strategy") == "megatron":
         reason = "the backend megatron has none: docs/training.md"
         for name in (rank, adapters, f"{_MODEL}.use_liger", f"{_ACTOR}.freeze_vision_tower"):

@@ -12,8 +12,12 @@ from siirl_dask.commands.report.text import safe
 from siirl_dask.observe.figures import number
 from siirl_dask.observe.thinning import Point, merged, thin
 
-_WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
+_WIDTH = 360
+_HEIGHT = 190
+_LEFT = 46
+_RIGHT = 8
+_TOP = 8
+_BOTTOM = 22
 _MOST = 240  # points of a curve
 _TOOLTIPS = 80  # of a chart
 _DOTS = 16  # points up to which each is marked
@@ -66,14 +70,18 @@ def chart(title: str, curves: Sequence[Curve], *, tooltips: bool = True) -> str:
 
 
 def _scale(points: Sequence[Point]) -> _Scale:
-    first, last = min(point.first for point in points), max(point.last for point in points)
-    low, high = min(point.low for point in points), max(point.high for point in points)
+    first = min(point.first for point in points)
+    last = max(point.last for point in points)
+    low = min(point.low for point in points)
+    high = max(point.high for point in points)
     if high / 2 - low / 2 < _LEAST:
         apart = max(abs(low) / 10, _LEAST) if low else 1.0
-        low, high = low - apart, high + apart
+        low = low - apart
+        high = high + apart
     else:
         margin = (high - low) / 20 if math.isfinite(high - low) else 0.0
-        low, high = low - margin * (low < 0 or low > margin), high + margin
+        low = low - margin * (low < 0 or low > margin)
+        high = high + margin
     return _Scale(first - (first == last) / 2, last + (first == last) / 2, low, high)
 
 

@@ -29,7 +29,8 @@ def differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
 
 def settings(config: Config) -> dict[str, tuple[str, str]]:
     """Return the keys that are not at their defaults, each with its value and the default as text."""
-    own, usual = _values(config), _values(Config())
+    own = _values(config)
+    usual = _values(Config())
     return {key: (_text(own[key]), _text(usual[key])) for key in own if own[key] != usual[key]}
 
 

@@ -11,8 +11,12 @@ from siirl_dask.observe.figures import duration, size
 from siirl_dask.observe.measured import Measured
 from siirl_dask.planner.explain.as_svg import Bend, Layout, Place, lay_out
 
-_BOX, _HIGH, _BEND = 190, 56, 24
-_ACROSS, _DOWN, _MARGIN = 50, 46, 16
+_BOX = 190
+_HIGH = 56
+_BEND = 24
+_ACROSS = 50
+_DOWN = 46
+_MARGIN = 16
 _LETTERS = 27  # of a line in a box
 _MOST = 200  # nodes
 _COLOURS = 8
@@ -36,7 +40,8 @@ class Drawable:
         for node in dag["nodes"]:
             if not isinstance(node, dict) or "name" not in node:
                 continue
-            name, after = str(node["name"]), node.get("after")
+            name = str(node["name"])
+            after = node.get("after")
             parents = [str(parent) for parent in after] if isinstance(after, list) else []
             edges |= {(parent, name): None for parent in parents if parent in nodes}
             nodes[name] = str(node.get("role")), str(node.get("run")).rpartition(":")[2]
@@ -56,7 +61,8 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     width += 2 * _MARGIN
     x = _across(layout, width)
     height = 2 * _MARGIN + len(layout.layers) * (_HIGH + _DOWN) - _DOWN
-    lines, labels = [], []
+    lines = []
+    labels = []
     for (source, target), path in layout.paths.items():
         names = (f"{source}->{target}", f"{source}->{target}{_BY_GROUP}")
         found = [measured.edges[name] for name in names if name in measured.edges] if measured else []
@@ -111,7 +117,8 @@ def _line(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], *, mo
 
 def _label(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], text: str) -> str:
     first = _depth(layout, path)
-    middle, at = (x[path[0]] + x[path[1]]) / 2, _top(first) + _HIGH + _DOWN / 2 + 4
+    middle = (x[path[0]] + x[path[1]]) / 2
+    at = _top(first) + _HIGH + _DOWN / 2 + 4
     wide = 6.4 * len(text) + 8
     back = f'<rect class="paper" x="{middle - wide / 2:.0f}" y="{at - 12:.0f}" width="{wide:.0f}" height="16"/>'
     return f'{back}<text x="{middle:.0f}" y="{at:.0f}" text-anchor="middle">{safe(text)}</text>'
@@ -122,7 +129,11 @@ def _box(dag: Drawable, name: str, middle: float, top: int, measured: Measured |
     colour = dag.roles.index(role) % _COLOURS if role in dag.roles else 0
     took = measured.nodes.get(name) if measured else None
     share = f" ({took.seconds / measured.seconds:.0%})" if took and measured and measured.seconds else ""
-    lines = [role, f"{duration(took.seconds)}{share}" if took else "not measured" if measured else function]
+    lines = [role]
+    if took:
+        lines.append(f"{duration(took.seconds)}{share}")
+    else:
+        lines.append("not measured" if measured else function)
     rect = f'<rect class="c{colour}" x="{middle - _BOX / 2:.0f}" y="{top}" width="{_BOX}" height="{_HIGH}" rx="6"/>'
     texts = [f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{safe(name[:_LETTERS])}</text>']
     texts += [

@@ -30,9 +30,11 @@ from siirl_dask.runs.reader import Run, decoder_of_run, open_run
 from siirl_dask.runs.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_trace
 
-_TRACE_BYTES, _TRACE_PARTS = 2**22, 128
+_TRACE_BYTES = 2**22
+_TRACE_PARTS = 128
 _STARTS = 100
-_PAIRS, _EACH = 6, 2  # validation prompts, and best and worst samples
+_PAIRS = 6  # validation prompts
+_EACH = 2  # best and worst samples of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ def _samples(url: str) -> Samples:
 def _validated(url: str) -> Samples:
     """Return the validation prompts whose rewards changed most. DataError with fewer than two validations."""
     with open_rollouts(url, table="validation") as rollouts:
-        then, now = min(rollouts.files), max(rollouts.files)
+        then = min(rollouts.files)
+        now = max(rollouts.files)
         if then == now:
             raise DataError("there is one validation")
         changes = questions.diff(rollouts, then, now)

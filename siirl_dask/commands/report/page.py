@@ -106,7 +106,8 @@ def _key(runs: Sequence[RunFacts]) -> str:
 
 
 def _configuration(runs: Sequence[RunFacts]) -> str:
-    told, missing = _own_settings(runs[0]) if len(runs) == 1 else _compared(runs), _missing(runs, "configuration")
+    told = _own_settings(runs[0]) if len(runs) == 1 else _compared(runs)
+    missing = _missing(runs, "configuration")
     return f'<h2 id="configuration">Configuration{", where the runs differ" * (len(runs) > 1)}</h2>{told}{missing}'
 
 

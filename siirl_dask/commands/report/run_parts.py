@@ -19,7 +19,9 @@ from siirl_dask.observe.thinning import series_of
 from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane
 
-_WORKERS, _NODES, _RESTARTS = 32, 20, 50
+_WORKERS = 32
+_NODES = 20
+_RESTARTS = 50
 _TOLD = 0.01  # share of the time; how workers differ in less is chance
 _EVEN = 1.1  # times the others' median: what is less is no news
 _MOVED = {
@@ -47,7 +49,11 @@ def samples(run: RunFacts) -> str:
 def _pairs(found: Samples) -> str:
     parts = []
     for row in found.pairs:
-        kind = "rose" if row["change"] > 0 else "fell" if row["change"] < 0 else ""
+        kind = ""
+        if row["change"] > 0:
+            kind = "rose"
+        elif row["change"] < 0:
+            kind = "fell"
         sides = "".join(
             f'<div><h4>after step {step}: reward <span class="{kind * later}">{number(row[name])}</span></h4>'
             f"<pre>{shortened(row[f'{name}_response'])}</pre></div>"
@@ -76,7 +82,8 @@ def timing(run: RunFacts) -> str:
     found = run.timing
     if found is None:
         return _missing(run, "trace")
-    first, last = found.steps[0], found.steps[-1]
+    first = found.steps[0]
+    last = found.steps[-1]
     slow = found.bottleneck
     parts = [f"<p>From the trace of steps {first:,} to {last:,}. {' '.join(_told(slow))}</p>"]
     if found.step:
@@ -193,7 +200,8 @@ def _placed(run: RunFacts, role: str) -> str:
 
 def failures(run: RunFacts) -> str:
     """Return what failed and how the run went on, and its starts."""
-    parts, summary = [], run.summary
+    parts = []
+    summary = run.summary
     if summary and summary.error:
         parts.append(f'<div class="error"><pre>{shortened(redacted(summary.error))}</pre></div>')
     elif summary:

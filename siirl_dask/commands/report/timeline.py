@@ -9,7 +9,11 @@ from siirl_dask.observe.figures import duration
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
 
-_WIDTH, _LEFT, _LANE, _APART, _TOP = 1100, 90, 20, 6, 4
+_WIDTH = 1100
+_LEFT = 90
+_LANE = 20
+_APART = 6
+_TOP = 4
 _WORKERS = 32
 _SPANS = 3000
 _LEAST = 0.4  # pixels: what is narrower is left out
@@ -28,7 +32,8 @@ def draw_timeline(spans: Sequence[TraceSpan]) -> str:
     shown = [span for span in spans if span.lane in _WORDS and span.duration]
     if not shown:
         return ""
-    begun, ended = min(span.start for span in shown), max(span.end for span in shown)
+    begun = min(span.start for span in shown)
+    ended = max(span.end for span in shown)
     workers = in_order({span.worker for span in shown})[:_WORKERS]
     colours = _colours(shown)
     per_pixel = (ended - begun) / (_WIDTH - _LEFT)
@@ -44,11 +49,11 @@ def draw_timeline(spans: Sequence[TraceSpan]) -> str:
         f"{safe(f'worker {name}'[:14])}</text>"
         for at, name in enumerate(workers)
     ]
+    anchors = {0: "start", 0.25: "middle", 0.5: "middle", 0.75: "middle", 1: "end"}
     times = [
-        f'<text x="{_LEFT + share * (_WIDTH - _LEFT):.0f}" y="{height - 3}" '
-        f'text-anchor="{"end" if share == 1 else "middle" if share else "start"}">'
+        f'<text x="{_LEFT + share * (_WIDTH - _LEFT):.0f}" y="{height - 3}" text-anchor="{anchor}">'
         f"{duration(share * (ended - begun) / 1e9) if share else 0}</text>"
-        for share in (0, 0.25, 0.5, 0.75, 1)
+        for share, anchor in anchors.items()
     ]
     svg = (
         f'<svg class="wide" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of a step">'
@@ -69,7 +74,8 @@ def _colours(spans: Sequence[TraceSpan]) -> dict[str, str]:
 
 def _rect(span: TraceSpan, begun: int, per_pixel: float, lane: int, colours: Mapping[str, str]) -> str:
     kind = colours.get(span.name, "other") if span.lane is Lane.COMPUTE else str(span.lane)
-    x, wide = _LEFT + (span.start - begun) / per_pixel, span.duration / per_pixel
+    x = _LEFT + (span.start - begun) / per_pixel
+    wide = span.duration / per_pixel
     told = f"{span.name}, {span.what}: {duration(span.duration / 1e9)}"
     return (
         f'<rect class="{kind}" x="{x:.1f}" y="{_TOP + lane * (_LANE + _APART)}" width="{wide:.1f}" height="{_LANE}">'

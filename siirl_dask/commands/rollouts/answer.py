@@ -50,7 +50,9 @@ def cell(name: str, value: object) -> str:
     if isinstance(value, float):
         if name in _SHARES:
             return f"{value:.1%}"
-        return f"{value:,.0f}" if value.is_integer() else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+        if value.is_integer():
+            return f"{value:,.0f}"
+        return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
     return " ".join(printable(str(value)).split())
 
 

@@ -77,7 +77,8 @@ def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
         cells = [Text(cell(name, value)[:_CELL]) for name, value in row.items()]
         table.add_row(*cells, *([Text("█" * round(_BAR * row["samples"] / most))] if bars else []))
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
-    width, console.width = console.width, max(console.width, needed)  # rich would cut numbers
+    width = console.width
+    console.width = max(width, needed)  # rich would cut numbers
     console.print(table)
     console.width = width
 
@@ -147,12 +148,14 @@ def _grid(rows: Mapping[str, Text]) -> Table:
 def _cut(console: Console, value: object, most: int) -> Text:
     """Return a text, wrapped, with its beginning and end if it has more than ``most`` lines."""
     text = printable("" if value is None else str(value)).strip()
-    width, most = max(20, console.width - _LABEL - 2), max(2, most)
+    width = max(20, console.width - _LABEL - 2)
+    most = max(2, most)
     room = most * width  # characters that can be shown at all
     head = Text(text[:room]).wrap(console, width, overflow="fold")
     if len(text) <= room and len(head) <= most:
         return Text("\n").join(head)
     tail = Text(text[-room:]).wrap(console, width, overflow="fold")
-    first, last = list(head[: most - most // 3]), list(tail[len(tail) - most // 3 :])
+    first = list(head[: most - most // 3])
+    last = list(tail[len(tail) - most // 3 :])
     left_out = max(0, len(text) - sum(len(line.plain) for line in (*first, *last)))
     return Text("\n").join([*first, Text(f"... {left_out:,} characters left out ...", style="dim"), *last])

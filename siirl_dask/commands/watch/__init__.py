@@ -42,7 +42,8 @@ def _seconds(text: str) -> float:
 
 def watch(chosen: Namespace) -> int:
     """Show the run until it has ended, or once, and return the exit code. ConfigError if there is no run."""
-    watcher, console = Watcher(chosen.run), PipeConsole()
+    watcher = Watcher(chosen.run)
+    console = PipeConsole()
     look = watcher.look(time.monotonic())
     if chosen.once or look.life.is_over:
         console.print(screen(look, console.width))

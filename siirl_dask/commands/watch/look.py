@@ -27,7 +27,8 @@ from siirl_dask.runs.glance import glance
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_step, slowest_in
 
-_TRACE_BYTES, _TRACE_PARTS = 2**22, 256
+_TRACE_BYTES = 2**22
+_TRACE_PARTS = 256
 _SAMPLES = 3
 _PAUSE = 10.0  # seconds between two looks at tables
 _BACK = 3  # steps: the newest one's rows may not be written yet
@@ -111,7 +112,8 @@ class Watcher:
             )
             look = replace(look, life=self._life(look, now), seconds_left=self._seconds_left(look, now))
             if now - self._tables_at >= _PAUSE or look.life.is_over:
-                look, self._tables_at = _with_tables(look), now
+                look = _with_tables(look)
+                self._tables_at = now
             self._look = look
         except (StorageError, OSError, ConfigError) as error:
             trouble = redacted(f"it cannot be read just now: {type(error).__name__}: {error}")
@@ -127,13 +129,16 @@ class Watcher:
     def _life(self, look: Look, now: float) -> Life:
         start = look.start
         if start is None or start.is_over:
-            return Life.ENDED if look.summary else Life.UNKNOWN if start is None else Life.GONE
+            if look.summary:
+                return Life.ENDED
+            return Life.UNKNOWN if start is None else Life.GONE
         if start.holder.is_there():
             return Life.UNDER_WAY
         beat = (start.number, start.beat)
         known = self._beat[0] > 0
         if beat != self._beat:
-            self._beat, self._beat_at = beat, now
+            self._beat = beat
+            self._beat_at = now
             if known:
                 return Life.UNDER_WAY
         elif now - self._beat_at > start.holder.lease:

@@ -142,8 +142,10 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
     for group, checked in plain(config).items():
         if checked != values[group]:  # wrapping a placement of a thousand workers takes a while
             tree[group] = escaped(checked)  # interpolation in the DAG sees the checked values
-    training_nodes, validation_nodes = resolved(tree, "nodes", name), resolved(tree, "validation_nodes", name)
-    roles, removed = _container(resolved(tree, "roles", name), dict, "roles", name), _removed_roles(layers)
+    training_nodes = resolved(tree, "nodes", name)
+    validation_nodes = resolved(tree, "validation_nodes", name)
+    roles = _container(resolved(tree, "roles", name), dict, "roles", name)
+    removed = _removed_roles(layers)
     return ConfigFile(
         config,
         roles={role: spec for role, spec in roles.items() if role not in removed},
@@ -193,7 +195,8 @@ def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
 
 def _removed_roles(layers: Sequence[Layer]) -> set[str]:
     """Return the roles that are null in a layer, after one that has them."""
-    there, removed = set[str](), set[str]()
+    there: set[str] = set()
+    removed: set[str] = set()
     for layer in layers:
         roles = layer.values.get("roles")
         for name, spec in roles.items() if isinstance(roles, dict) else ():

@@ -53,7 +53,9 @@ def whole_agents(agents: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
 
 def _first(base: Any) -> Any:
     """Return the agent whose base it is, written as its name, or as the list of all over it, itself first."""
-    return (base[0] if base else None) if isinstance(base, list) else base
+    if not isinstance(base, list):
+        return base
+    return base[0] if base else None
 
 
 def _over_base(bases: Mapping[str, Any], first: Any) -> list[Any]:

@@ -45,7 +45,10 @@ def read_cluster_spec(path: str) -> ClusterSpec:
     if unknown := [str(key) for key in loaded if key not in _KEYS]:
         hint = did_you_mean(unknown[0], _KEYS)
         raise ConfigError(f"{where}: unknown key {unknown[0]!r} (keys: {', '.join(_KEYS)}){hint}")
-    name, kwargs = loaded.get("class"), loaded.get("kwargs") or {}
+    name = loaded.get("class")
+    kwargs = loaded.get("kwargs")
+    if not kwargs:
+        kwargs = {}
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")) or "." not in name:
         raise ConfigError(f"{where}: class={name!r}: expected a class by its module, as dask_jobqueue.SLURMCluster")
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):

@@ -31,7 +31,8 @@ def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, st
         raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
     groups = {}
     for group, kind in GROUPS.items():
-        hints, values = field_types(kind), resolved(tree, group, path)
+        hints = field_types(kind)
+        values = resolved(tree, group, path)
         where = {key: f"{origins.get(f'{group}.{key}', path)}: {group}.{key}" for key in values}
         typed = {key: _coerce(value, hints[key], where[key]) for key, value in values.items()}
         groups[group] = _checked(kind, typed, path)

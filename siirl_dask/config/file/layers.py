@@ -250,7 +250,8 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
 
 def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
     """Return every key of a configuration (``rollout.n``, ``rollout.vllm.sleep_level``) in the order of the groups."""
-    hints, keys = field_types(kind), list[str]()
+    hints = field_types(kind)
+    keys: list[str] = []
     for name in (f.name for f in fields(kind)):
         full = f"{group}.{name}" if group else name
         keys += config_keys(hints[name], full) if is_dataclass(hints[name]) else [full]

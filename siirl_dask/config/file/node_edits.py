@@ -23,8 +23,9 @@ class NodeList:
 
     def places_of(self, resolved: Any) -> list[str]:
         """Return the place of each spec in ``resolved``, which ``items`` became."""
-        listed = isinstance(self.items, list)
-        return self.places if listed else self.places * (len(resolved) if isinstance(resolved, list) else 0)
+        if isinstance(self.items, list):
+            return self.places
+        return self.places * len(resolved) if isinstance(resolved, list) else []
 
 
 def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
@@ -50,7 +51,8 @@ def merged_nodes(old: NodeList, layer: Layer, key: str) -> NodeList:
 def _change(named: dict[Any, tuple[Any, str]], name: str, change: Any, layer: Layer, at: str) -> None:
     """Change, add or remove one node."""
     known = [str(other) for other in named]
-    missing, hint = f"{at}: node {name!r} is none of those before it (nodes: {known})", did_you_mean(name, known)
+    missing = f"{at}: node {name!r} is none of those before it (nodes: {known})"
+    hint = did_you_mean(name, known)
     if change is None:
         if name not in named:
             raise ConfigError(f"{missing}: there is nothing to remove{hint}")

@@ -50,7 +50,8 @@ class Tracker:
 
     def __init__(self, names: Sequence[MetricsBackend], note: Callable[[str], None]) -> None:
         """``note`` prints a sentence; any thread may call it."""
-        self._names, self._note = names, note
+        self._names = names
+        self._note = note
         self._outlets: list[Outlet] = []
 
     def begin(self, run: TrackedRun, again_from: int | None) -> None:

@@ -20,7 +20,8 @@ class AimBackend:
         place = os.environ.get("AIM_REPO", ".")
         repo = aim.Repo.from_path(place, init="://" not in place)
         # queries and attributes of runs that are open for reading come from an index, which only a server keeps
-        mark, runs = f"siirl_dask {run.id}", (aim.Run(one, repo=repo, read_only=True) for one in repo.list_all_runs())
+        mark = f"siirl_dask {run.id}"
+        runs = (aim.Run(one, repo=repo, read_only=True) for one in repo.list_all_runs())
         earlier = next((one.hash for one in runs if one.description == mark), None)
         # its capture of the terminal would take the progress bar's
         options = {"repo": repo, "system_tracking_interval": None, "capture_terminal_logs": False}

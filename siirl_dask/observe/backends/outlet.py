@@ -24,7 +24,8 @@ class Outlet:
     def __init__(self, name: str, make: Callable[[], Backend], note: Callable[[str], None], most: int = _MOST) -> None:
         """``make`` is called in the thread: to import a backend takes seconds. ``note`` prints a sentence."""
         self.name = name
-        self._make, self._note = make, note
+        self._make = make
+        self._note = note
         self._calls: queue.Queue[Callable[[Backend], None] | None] = queue.Queue(most)
         self._most = most
         self._dropped = threading.Event()

@@ -63,6 +63,7 @@ class ParquetBackend:
 
 
 def _table(record: Record) -> pa.Table:
-    names, values = list(record["metrics"]), list(record["metrics"].values())
+    names = list(record["metrics"])
+    values = list(record["metrics"].values())
     same = [[value] * len(names) for value in (record["step"], str(record["phase"]), record["seconds"])]
     return pa.table([*same, names, values], schema=SCHEMA)

@@ -95,12 +95,16 @@ class _Drawn:
         self.root = column(*([self._head] if title else []), self.figure, sizing_mode="stretch_width")
 
     def show(self, runs: Mapping[str, Sequence[Curve]]) -> None:
-        lines, bands, points = _no_lines(), _no_bands(), _no_points()
+        lines = _no_lines()
+        bands = _no_bands()
+        points = _no_points()
         several = sum(bool(own) for own in runs.values()) > 1
         for number, (run, own) in enumerate(runs.items()):
             for index, curve in enumerate(own):
                 colour = LINES[(number if several else index) % len(LINES)]
-                label = (run if len(own) == 1 else f"{run}, {curve.label}") if several else curve.label
+                label = curve.label
+                if several:
+                    label = run if len(own) == 1 else f"{run}, {curve.label}"
                 lines["xs"].append(curve.steps)
                 lines["ys"].append(curve.values)
                 lines["colour"].append(colour)
@@ -116,13 +120,18 @@ class _Drawn:
                 points["label"] += [label] * len(curve.steps)
                 points["colour"] += [colour] * len(curve.steps)
                 points["size"] += [5 if few else 2] * len(curve.steps)
-        self._bands.data, self._lines.data, self._points.data = bands, lines, points
+        self._bands.data = bands
+        self._lines.data = lines
+        self._points.data = points
         keys = [
             f'<span class="key" style="background:{colour}"></span>{html.escape(label)}'
             for label, colour in zip(lines["label"], lines["colour"], strict=True)
         ]
-        empty = '<span class="soft"> &nbsp; not logged</span>'
-        shown = "".join(keys) if len(keys) > 1 else "" if keys else empty
+        shown = ""
+        if len(keys) > 1:
+            shown = "".join(keys)
+        elif not keys:
+            shown = '<span class="soft"> &nbsp; not logged</span>'
         self._head.text = f"<b>{html.escape(self._title)}</b>{shown}"
 
 

@@ -47,7 +47,8 @@ _PICTURES = 12  # images of a prompt, as thumbnails of 20 kB at most
 _STEPS = 2  # of the timeline
 _COUNTS = (Lane.CONTROL, Lane.ENGINE, Lane.TRANSFER)  # whose counts are shown: not the progress of nodes
 _LOOKED_FOR = 6  # steps among which the newest whole ones are
-_MOST_BYTES, _MOST_PARTS = 2**23, 256  # of several steps: with more workers the newest alone
+_MOST_BYTES = 2**23  # of several steps: with more workers the newest alone
+_MOST_PARTS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,13 +85,18 @@ class Page:
     """The page as one viewer sees it."""
 
     def __init__(self, scheduler: Scheduler, store: Store) -> None:
-        self._scheduler, self._store, self._reader = scheduler, store, store.reader
+        self._scheduler = scheduler
+        self._store = store
+        self._reader = store.reader
         self._top = TopPanel(self._forget)
-        self._curves, self._timeline, self._workers = CurvesPanel(), TimelinePanel(), WorkersPanel()
+        self._curves = CurvesPanel()
+        self._timeline = TimelinePanel()
+        self._workers = WorkersPanel()
         self._samples = SamplesPanel(self._forget_samples, self._look)
         self._seen: dict[str, object] = {}
         self._looked_at: tuple[int, int] | None = None
-        self._beats, self._beat_at = 0, time.monotonic()
+        self._beats = 0
+        self._beat_at = time.monotonic()
         self._pulses_at = 0.0
         figures = [*self._curves.figures, *self._timeline.figures, *self._workers.figures]
         self.recolour, switch = colours(figures, self._top.button)
@@ -177,7 +183,8 @@ class Page:
         return traced
 
     def _show_samples(self, run: LiveRun) -> None:
-        step, choice = run.step, self._samples.choice
+        step = run.step
+        choice = self._samples.choice
         key = ("samples", run.url, str(choice))
         read = partial(newest_samples, run.url, _steps(step), choice)
         held: Held[list[SampleRow]] = self._reader.get(key, read, step, soon=_CALM)
@@ -198,7 +205,8 @@ class Page:
             return  # workers have told nothing since
         self._pulses_at = now
         known = self._scheduler.workers
-        readings, states = {}, []
+        readings = {}
+        states = []
         for member, address in run.members.items():
             worker = known.get(address)
             if worker is None:
@@ -216,7 +224,8 @@ class Page:
         """Return the seconds since anything got done on any worker, as far as this viewer has seen."""
         beats = sum(own[-1].beats for own in run.live.stays.values() if own)
         if beats != self._beats or not self._goes_on(run):
-            self._beats, self._beat_at = beats, now
+            self._beats = beats
+            self._beat_at = now
         return now - self._beat_at
 
 

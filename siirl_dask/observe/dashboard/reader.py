@@ -69,7 +69,9 @@ class Reader:
             held.pause = soon
         busy = sum(one.reading for one in self._held.values())
         if not (held.reading or self._closed) and busy < _THREADS and time.monotonic() - held.read_at >= held.pause:
-            held.reading, held.read_at, held.tag = True, time.monotonic(), tag
+            held.reading = True
+            held.read_at = time.monotonic()
+            held.tag = tag
             held.pause = min(seldom, max(soon, 2 * held.pause))
             # a daemon: a store that never answers must not keep the process from ending
             thread = threading.Thread(target=_fill, args=(held, read), name="siirl-page", daemon=True)
@@ -83,7 +85,8 @@ class Reader:
         """Read nothing more, and wait some seconds for what is being read: a process that ends meanwhile would abort,
         since threads that it cuts off in a library's own code cannot be unwound.
         """
-        self._closed, deadline = True, time.monotonic() + _LAST_SECONDS
+        self._closed = True
+        deadline = time.monotonic() + _LAST_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -94,7 +97,8 @@ class Reader:
 
 def _fill(held: Held[T], read: Callable[[], T]) -> None:
     try:
-        held.value, held.error = read(), ""
+        held.value = read()
+        held.error = ""
     except SiirlError as error:
         held.error = str(error)[:500]
     except Exception as error:  # each store has errors of its own; the page says them

@@ -49,7 +49,8 @@ class SamplesPanel:
         self._told = Div(text="", name="samples remark", stylesheets=[TEXTS], sizing_mode="stretch_width")
         self.source = ColumnDataSource({name: [] for name in _COLUMNS}, name="sample rows")
         self.source.selected.on_change("indices", lambda attribute, old, new: self._click(new))
-        number, text = NumberFormatter(format="0.[000]", nan_format=""), StringFormatter(nan_format="")
+        number = NumberFormatter(format="0.[000]", nan_format="")
+        text = StringFormatter(nan_format="")
         columns = [
             TableColumn(field=name, title=title, width=width, formatter=number if name in _NUMBERS else text)
             for name, (title, width) in _COLUMNS.items()
@@ -73,7 +74,9 @@ class SamplesPanel:
         self._rows = list(rows or ())
         steps = sorted({one.step for one in self._rows})
         which = "" if not steps else f"{len(self._rows)} of step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-        none = "" if rows is None or rows else "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
+        none = ""
+        if rows is not None and not rows:
+            none = "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
         bad = f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
         self._told.text = f'<span class="soft">{which or none}</span>{bad}'
         self.source.selected.indices = []
@@ -127,7 +130,8 @@ _NUMBERS = ("reward", "advantage")
 
 
 def _detail(seen: Seen, colour: str) -> str:
-    sample, pieces = seen.sample, seen.pieces
+    sample = seen.sample
+    pieces = seen.pieces
     one = sample.row
     facts = [
         ("step", str(one.step)),
@@ -169,11 +173,14 @@ _Draw = Callable[[Sequence[tuple[str, int]], int], str]
 
 def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) -> tuple[str, _Draw | None]:
     """Return a sentence on the colours of the policy's ``own`` tokens, and what gives them; None for no colours."""
-    sampled, trained = sample.sampled, sample.trained
+    sampled = sample.sampled
+    trained = sample.trained
     if colour == "plain" or not known or not sampled:
-        remark = "" if colour == "plain" else "No colours: "
-        lacking = "" if colour == "plain" else "the tokenizer is not here." if sampled else "no log-probs are stored."
-        return remark + lacking, None
+        if colour == "plain":
+            return "", None
+        if sampled:
+            return "No colours: the tokenizer is not here.", None
+        return "No colours: no log-probs are stored.", None
     own = [at for at in own if at < len(sampled)]
     if colour == _COLOURS[0] and len(sampled) == len(trained):
         widest = max((abs(trained[at] - sampled[at]) for at in own), default=0.0)
@@ -187,9 +194,12 @@ def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) 
 
 def _turns(sample: WholeSample, pieces: Sequence[tuple[str, int]], draw: _Draw | None) -> Iterator[str]:
     """Yield a conversation as HTML: each turn of the policy, in colour, and what the environment answered, in none."""
-    left, turn, begins = list(pieces), 0, {*sample.begins}
+    left = list(pieces)
+    turn = 0
+    begins = {*sample.begins}
     for span in sample.spans:
-        count, own = 0, list[tuple[str, int]]()
+        count = 0
+        own: list[tuple[str, int]] = []
         while left and count < span.stop - span.start:
             own.append(left.pop(0))
             count += own[-1][1]

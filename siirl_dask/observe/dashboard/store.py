@@ -73,12 +73,16 @@ class Store:
             case _:
                 return
         run = self.runs.pop(url, None) or LiveRun(url)
-        run.name, run.plugin = name[:200], plugin
+        run.name = name[:200]
+        run.plugin = plugin
         run.members = {str(worker): str(address) for worker, address in list(members.items())[:_MOST_MEMBERS]}
-        run.steps = steps if isinstance(steps := about.get("steps"), int) else 0
-        run.tokenizer = tokenizer if isinstance(tokenizer := about.get("tokenizer"), str) else ""
+        steps = about.get("steps")
+        run.steps = steps if isinstance(steps, int) else 0
+        tokenizer = about.get("tokenizer")
+        run.tokenizer = tokenizer if isinstance(tokenizer, str) else ""
         run.records = [record for record in run.records if record["step"] <= done and done]
-        run.tokens, run.live = {}, Live()
+        run.tokens = {}
+        run.live = Live()
         run.version += 1
         self.runs[url] = run
         while len(self.runs) > MOST_RUNS:
@@ -86,7 +90,8 @@ class Store:
 
     def record(self, url: str, record: object) -> None:
         """Add the record of a step, a validation or a test."""
-        run, checked = self.runs.get(url), _checked(record)
+        run = self.runs.get(url)
+        checked = _checked(record)
         if run is None or checked is None:
             return
         run.records.append(checked)

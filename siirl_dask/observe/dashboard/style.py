@@ -14,8 +14,14 @@ from bokeh.plotting import figure
 LINES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#d9534f", "#8c8c40", "#20a8b0", "#c7649a")
 """Colours of lines, distinct on white and on black."""
 NODES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#c9a227", "#20a8b0", "#d96c8a", "#7f8fe0", "#8fb339", "#b07a4f")
-TRANSFER, STORAGE, WAIT, OWN, CRITICAL = "#1f9e9e", "#8a7f72", "#9aa3ad", "#5d6670", "#e5484d"
-_INK, _GRID = "#7b858f", "#8b95a0"  # readable on both, until the page has found out which it is
+TRANSFER = "#1f9e9e"
+STORAGE = "#8a7f72"
+WAIT = "#9aa3ad"
+OWN = "#5d6670"
+CRITICAL = "#e5484d"
+# Readable on both backgrounds, until the page has found out which it is.
+_INK = "#7b858f"
+_GRID = "#8b95a0"
 
 TEMPLATE = """
 {% extends "base.html" %}
@@ -125,7 +131,9 @@ def plot(title: str = "", tooltips: Sequence[tuple[str, str]] = (), **options: A
     fig = figure(title=head, **settings)
     fig.background_fill_alpha = fig.border_fill_alpha = 0
     fig.outline_line_color = None
-    fig.min_border_left, fig.min_border_right, fig.min_border_top = 44, 10, 4
+    fig.min_border_left = 44
+    fig.min_border_right = 10
+    fig.min_border_top = 4
     for axis in (*fig.xaxis, *fig.yaxis):
         axis.major_label_text_color = axis.axis_label_text_color = _INK
         axis.major_label_text_font_size = axis.axis_label_text_font_size = "11px"

@@ -29,7 +29,8 @@ from siirl_dask.observe.trace_table import in_order
 from siirl_dask.trace import Lane
 
 MOST_LANES = 48
-_HEIGHT, _THIN = 0.56, 0.14
+_HEIGHT = 0.56
+_THIN = 0.14
 _SECONDS = 120.0
 _PIXELS = 26  # of a lane
 _ALPHAS = {Lane.WAIT: 0.15, Lane.CONTROL: 0.35}
@@ -51,7 +52,9 @@ class TimelinePanel:
         self._bars = ColumnDataSource(_no_bars(), name="timeline bars")
         self._path = ColumnDataSource({"y": [], "left": [], "right": [], "worker": [], "name": [], "seconds": []})
         zoom = {"tools": "xbox_zoom,xpan,xwheel_zoom,reset", "toolbar_location": "right"}
-        self._lanes, self._lanes_now, self._window = FactorRange(), FactorRange(), Range1d(start=0, end=1)
+        self._lanes = FactorRange()
+        self._lanes_now = FactorRange()
+        self._window = Range1d(start=0, end=1)
         self._past = plot("", tips, y_range=self._lanes, x_range=self._window, height=150, **zoom)
         self._past.toolbar.active_scroll = None  # the wheel scrolls the page
         self._past.toolbar.logo = None
@@ -82,11 +85,13 @@ class TimelinePanel:
         """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there is nothing new."""
         self._told.text = title + (f' <span class="bad">{html.escape(remark)}</span>' if remark else "")
         if past is None:
-            self._bars.data, self._path.data = _no_bars(), {name: [] for name in self._path.data}
+            self._bars.data = _no_bars()
+            self._path.data = {name: [] for name in self._path.data}
             self._past.visible = self._key.visible = False
             return
         self._past.visible = self._key.visible = bool(past.bars)
-        bars, places = past.bars, _places(past.workers)
+        bars = past.bars
+        places = _places(past.workers)
         data = {
             "y": numbers(places[bar.worker] + (0.36 if bar.beside else 0.0) for bar in bars),
             "left": numbers(bar.start for bar in bars),

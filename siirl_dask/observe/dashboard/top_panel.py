@@ -96,13 +96,15 @@ def _state(run: LiveRun, status: str, silent: float) -> str:
 def _slowest(found: Bottleneck) -> list[str]:
     lines = []
     if (slowest := found.slowest) is not None:
-        node, worker = html.escape(slowest.node), html.escape(slowest.worker)
+        node = html.escape(slowest.node)
+        worker = html.escape(slowest.worker)
         lines.append(
             f"<span class='soft'>slowest</span> node <b>{node}</b> on worker <b>{worker}</b>: "
             f"{slowest.seconds:.2f} s a step, <b>{slowest.share:.0%}</b> of the time"
         )
     if (uneven := found.uneven) is not None and uneven.times_others and uneven.times_others > _EVEN:
-        node, worker = html.escape(uneven.node), html.escape(uneven.worker)
+        node = html.escape(uneven.node)
+        worker = html.escape(uneven.worker)
         lines.append(
             f"<span class='soft'>uneven</span> node <b>{node}</b> takes {uneven.times_others:.1f} times as long on "
             f"worker <b>{worker}</b> as on the others"

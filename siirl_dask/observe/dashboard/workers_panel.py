@@ -67,7 +67,8 @@ class WorkersPanel:
         self._cells = ColumnDataSource(
             {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")}, name="matrix"
         )
-        self._sources, self._targets = FactorRange(), FactorRange()
+        self._sources = FactorRange()
+        self._targets = FactorRange()
         self._matrix = plot(
             "bytes from (left) to (below), steps as above",
             [("from, to", "@source, @target"), ("", "@told"), ("by", "@way")],
@@ -141,8 +142,10 @@ class WorkersPanel:
         shown = in_order(sorted(sums, key=lambda name: -sums[name])[:_MOST])
         pairs = {pair: ways for pair, ways in moved.ways.items() if {*pair} <= {*shown}}
         most = max((ways.total() for ways in pairs.values()), default=1)
-        self._mapper.low, self._mapper.high = max(1, most / 1e4), max(10, most)
-        self._targets.factors, self._sources.factors = shown, shown[::-1]
+        self._mapper.low = max(1, most / 1e4)
+        self._mapper.high = max(10, most)
+        self._targets.factors = shown
+        self._sources.factors = shown[::-1]
         self._cells.data = {
             "source": [source for source, _ in pairs],
             "target": [target for _, target in pairs],

@@ -42,7 +42,8 @@ def code_execution(
     blocks = _BLOCK.findall(response)
     if not blocks:
         return 0.0
-    end, passed = time.monotonic() + seconds, 0
+    end = time.monotonic() + seconds
+    passed = 0
     for test in tests:
         left = end - time.monotonic()
         passed += left > 0 and _passes(blocks[-1], test, replace(limits, seconds=left), forgeable)

@@ -112,7 +112,8 @@ def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[s
 
 def _runsc(program: str, readable: Sequence[str], file_size: int, folder: str, user: int | None) -> list[str]:
     """Return runsc's arguments, after the description of the sandbox is written to ``folder``."""
-    root, own = Path(folder, "root"), f"size={file_size}"
+    root = Path(folder, "root")
+    own = f"size={file_size}"
     root.mkdir()
     Path(folder).chmod(0o755)  # runsc gives up being root before it opens it
     for place in readable:

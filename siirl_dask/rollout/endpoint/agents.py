@@ -202,7 +202,8 @@ class AgentRuns:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _one(self, episode: Episode) -> Outcome:
-        key, began = secrets.token_urlsafe(24), time.perf_counter()
+        key = secrets.token_urlsafe(24)
+        began = time.perf_counter()
         client = Client(self.endpoint.base_url, key, self.model, episode.seed)
         self.endpoint.open(key, episode.conversation)
         self.count(1)
@@ -214,7 +215,8 @@ class AgentRuns:
             segments = episode.conversation.close()
         if failure is None and not segments:
             failure = "asked the model nothing"
-        requests, seconds = episode.conversation.requests, time.perf_counter() - began
+        requests = episode.conversation.requests
+        seconds = time.perf_counter() - began
         return Outcome(result, failure, segments, seconds, requests)
 
     async def _outcome(self, client: Client, row: Mapping[str, Any]) -> tuple[Any, str | None]:

@@ -35,7 +35,8 @@ def up_to_stop(generation: Generation, stops: Sequence[str], tokenizer: Tokenize
     def text_of(count: int) -> str:
         return tokenizer.decode(generation.token_ids[:count], skip_special=True)
 
-    text, count = text_of(len(generation.token_ids)), len(generation.token_ids)
+    text = text_of(len(generation.token_ids))
+    count = len(generation.token_ids)
     if not any(stop in text for stop in stops):
         return generation, text
     # texts of more tokens contain those of fewer, but for a character that is not whole yet, of which no stop consists
@@ -62,7 +63,8 @@ def text_body(asked: Asked, answer: Answer, head: dict[str, Any], decode: Callab
 
 def chunks(asked: Asked, body: dict[str, Any]) -> Iterator[str]:
     """Yield the events of a stream that give the same answer: it is sampled whole, and sent as few pieces."""
-    choice, usage = body["choices"][0], body["usage"]
+    choice = body["choices"][0]
+    usage = body["usage"]
     head = {name: body[name] for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if asked.chat else "text_completion"
     if asked.chat:
@@ -106,7 +108,8 @@ def _reason(answer: Answer) -> str:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    asked, given = answer.prompt_tokens, len(answer.generation.token_ids)
+    asked = answer.prompt_tokens
+    given = len(answer.generation.token_ids)
     return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
 
 

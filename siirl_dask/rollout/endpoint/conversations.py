@@ -96,11 +96,16 @@ class Conversation:
         """``own_prompt`` is the prompt of the episode's row: a conversation that begins with it is sampled with
         ``seed`` itself, as a node that generates would; others with a seed of their prompt.
         """
-        self._tokenizer, self._own_prompt, self._seed = tokenizer, [*own_prompt], seed
-        self._sampling, self._bounds = sampling, bounds
+        self._tokenizer = tokenizer
+        self._own_prompt = [*own_prompt]
+        self._seed = seed
+        self._sampling = sampling
+        self._bounds = bounds
         self._segments: list[Segment] = []
         self._places: list[_Place] = []
-        self._under_way, self._wave, self._closed = 0, 0, False
+        self._under_way = 0
+        self._wave = 0
+        self._closed = False
         self.requests = 0
         """Requests that were let in."""
         self.tool_calls = 0
@@ -132,7 +137,8 @@ class Conversation:
             segment.busy = False
             if self._closed:
                 return
-            start, count = len(segment.response) + len(turn.between), len(generation.token_ids)
+            start = len(segment.response) + len(turn.between)
+            count = len(generation.token_ids)
             segment.response += [*turn.between, *generation.token_ids]
             segment.logprobs += [*[0.0] * len(turn.between), *generation.logprobs]
             segment.mask += [*[False] * len(turn.between), *[True] * count]
@@ -182,7 +188,8 @@ class Conversation:
         if not asked.chat:
             return self._tokenizer.encode_more(asked.prompt[known:])
         answered = known - 1  # the first digest is that of the tools
-        new, last = asked.messages[answered:], place.segment.response[place.length - 1]
+        new = asked.messages[answered:]
+        last = place.segment.response[place.length - 1]
         if any(message["role"] == "assistant" for message in new):
             return None  # words that the policy did not say would be put into its mouth
         try:
@@ -226,7 +233,8 @@ class Conversation:
 
     def _request(self, asked: Asked, segment: Segment, between: list[int]) -> Turn:
         """Return a turn with as many tokens as there is room for. Refusal where there is none."""
-        ids, begun = [*segment.ids, *between], len(segment.response) + len(between)
+        ids = [*segment.ids, *between]
+        begun = len(segment.response) + len(between)
         room = self._bounds.response - begun
         if self._bounds.context is not None:
             room = min(room, self._bounds.context - len(ids))

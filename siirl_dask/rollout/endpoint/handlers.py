@@ -114,7 +114,8 @@ class _Sampling(_Handler):
     chat = True
 
     async def post(self) -> None:
-        conversation, body = self.conversation(), self.body()
+        conversation = self.conversation()
+        body = self.body()
         asked = read_request(body, chat=self.chat, config=self.serving.config)
         self.serving.overridden += asked.overridden
         turn = conversation.begin(asked)
@@ -137,7 +138,9 @@ class _Sampling(_Handler):
 
     async def _answer(self, conversation: Conversation, turn: Turn) -> Answer:
         """Return what the engine samples, which is recorded. A client that has gone by then leaves nothing behind."""
-        engine, asked, ids = self.serving.engine, turn.asked, turn.request.prompt
+        engine = self.serving.engine
+        asked = turn.asked
+        ids = turn.request.prompt
         self._ticket = self.serving.queue.submit(turn.request)
         try:
             generation = await asyncio.wrap_future(self._ticket)

@@ -23,7 +23,8 @@ class AgentQueue:
 
     def __init__(self, device: Device, check: Callable[[], None]) -> None:
         """``check`` is called now and then by the engine's thread while it waits; what it raises ends the wait."""
-        self._device, self._check = device, check
+        self._device = device
+        self._check = check
         self._waiting: deque[tuple[Ticket, GenerationRequest]] = deque()
         self._changed = threading.Condition()
         self._agents = 0

@@ -12,7 +12,9 @@ class Refusal(Exception):
 
     def __init__(self, status: int, message: str, *, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.field, self.code = status, field, code
+        self.status = status
+        self.field = field
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """Return the body of the answer."""

@@ -51,7 +51,8 @@ def read_message(
     if not is_shallow(parsed):
         return plain
     calls = _calls(parsed.get("tool_calls") or (), first)
-    content, thinking = parsed.get("content", ""), parsed.get("thinking")
+    content = parsed.get("content", "")
+    thinking = parsed.get("thinking")
     if calls is None or not isinstance(content, str) or not (calls or thinking):
         return plain
     message: dict[str, Any] = {"role": "assistant", "content": content}

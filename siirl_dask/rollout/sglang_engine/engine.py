@@ -53,9 +53,11 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
                 "take rollout.engine=vllm or transformers"
             )
         self.tokenizer: Tokenizer = folder.tokenizer
-        self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
+        self._parameters = folder.parameters
+        self._end_tokens = folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)
-        self._progress, self._max_rows = device.progress, rollout.max_rows
+        self._progress = device.progress
+        self._max_rows = rollout.max_rows
         with device.stage("SGLang loads the weights"):
             self._engine, ending = _start(model, rollout, device)
         self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
@@ -154,7 +156,8 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the cache."""
         check_prompts([request.prompt])
-        length, max_tokens = len(request.prompt), request.sampling.max_tokens
+        length = len(request.prompt)
+        max_tokens = request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
                 f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "

@@ -78,7 +78,8 @@ def as_parent() -> Iterator[None]:
     A Dask worker under a nanny is a daemon, which multiprocessing allows none.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before, method = dict(config), multiprocessing.get_start_method(allow_none=True)
+    before = dict(config)
+    method = multiprocessing.get_start_method(allow_none=True)
     config["daemon"] = False
     try:
         yield

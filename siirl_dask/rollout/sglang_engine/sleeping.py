@@ -7,7 +7,8 @@ from typing import Any
 
 from siirl_dask.errors import RunError
 
-CACHE, WEIGHTS = "kv_cache", "weights"
+CACHE = "kv_cache"
+WEIGHTS = "weights"
 """SGLang's names of what can be freed."""
 
 
@@ -16,7 +17,9 @@ class Sleep:
 
     def __init__(self, engine: Any, make_room: Callable[[], None], *, able: bool) -> None:
         """``make_room`` frees what torch's allocator in this process keeps for later; not ``able``: nothing sleeps."""
-        self._engine, self._make_room, self._able = engine, make_room, able
+        self._engine = engine
+        self._make_room = make_room
+        self._able = able
         self._asleep = frozenset[str]()
 
     @property

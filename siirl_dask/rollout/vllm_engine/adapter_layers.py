@@ -67,7 +67,8 @@ def layer_arguments(lora: LoraConfig, agents: int = 1) -> dict[str, Any]:
 def put_adapters(model: nn.Module, adapters: Mapping[str, Adapter], scaling: float, number: int = 1) -> None:
     """Replace set ``number`` of the adapters of a model inside vLLM. ConfigError for layers that vLLM has none for."""
     manager: Any = model.lora_manager
-    tensors, rank = dict[str, Tensor](), 0
+    tensors: dict[str, Tensor] = {}
+    rank = 0
     for name, adapter in adapters.items():
         layer = name.removesuffix(WEIGHT)
         tensors |= {layer + A: adapter.a, layer + B: adapter.b}

@@ -83,12 +83,14 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.processor = processor
         of_images = image_arguments(processor) if folder.sees_images else None
         settings = llm_arguments(model, rollout, device, self._ranks, lora, of_images, len(agents) or 1)
-        self._parameters, self._end_tokens = folder.parameters, folder.end_tokens
+        self._parameters = folder.parameters
+        self._end_tokens = folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)
         self.tokenizer: Tokenizer = folder.tokenizer
         self._world = EngineWorld()
         self._on_cpu = device.kind is DeviceKind.CPU
-        self._progress, self._note_cache = device.progress, device.engine_cache
+        self._progress = device.progress
+        self._note_cache = device.engine_cache
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
         self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
@@ -96,7 +98,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         self._max_rows: int = settings["max_num_seqs"]
-        self._numbers, self._logprobs_mode = count(), logprobs_mode(rollout)
+        self._numbers = count()
+        self._logprobs_mode = logprobs_mode(rollout)
         self._has_layers = bool(settings.get("enable_lora"))
         if lora is not None and lora.rank:
             own = "computes with adapters in layers of its own"
@@ -119,7 +122,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._sleep.end()
         if self._ranks.size > 1:
             queue = TensorParallelQueue(queue, self._ranks.gather, self._ranks.rank, self.version)
-        engine, running = self._llm.llm_engine, dict[str, tuple[Any, GenerationRequest]]()
+        engine = self._llm.llm_engine
+        running: dict[str, tuple[Any, GenerationRequest]] = {}
         try:
             with self._eager():
                 while self._admit(queue, running):
@@ -236,7 +240,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the KV cache."""
         check_prompts([request.prompt])
-        length, max_tokens = len(request.prompt), request.sampling.max_tokens
+        length = len(request.prompt)
+        max_tokens = request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
                 f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "

@@ -45,7 +45,9 @@ def prompt_of(request: GenerationRequest, processor: ImageProcessor | None, engi
     places = places_of(request, processor)
     if not request.images:
         return TokensPrompt(prompt_token_ids=list(request.prompt))
-    last, token, shown = places[-1].start, processor.image_token, {at for place in places for at in place}
+    last = places[-1].start
+    token = processor.image_token
+    shown = {at for place in places for at in place}
     sampled = [at for at, one in enumerate(request.prompt[:last]) if one == token and at not in shown]
     if not sampled:  # those behind all images vLLM takes as they are
         return _with_pictures(collapsed(request.prompt, places), request, processor)

@@ -60,7 +60,8 @@ def named_stages(stage: Callable[[str], AbstractContextManager[object]]) -> Iter
     """Tell by ``stage`` what vLLM does while it starts inside: each part may take minutes, and reports nothing."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor  # not before it is prepared for
 
-    begin, call = UniProcExecutor._init_executor, UniProcExecutor.collective_rpc
+    begin = UniProcExecutor._init_executor
+    call = UniProcExecutor.collective_rpc
 
     def named_begin(self: Any) -> None:
         with stage(_LOADING):
@@ -70,18 +71,22 @@ def named_stages(stage: Callable[[str], AbstractContextManager[object]]) -> Iter
         with stage(_STAGES[method]) if method in _STAGES else nullcontext():
             return call(self, method, *args, **kwargs)
 
-    UniProcExecutor._init_executor, UniProcExecutor.collective_rpc = named_begin, named_call
+    UniProcExecutor._init_executor = named_begin
+    UniProcExecutor.collective_rpc = named_call
     try:
         yield
     finally:
-        UniProcExecutor._init_executor, UniProcExecutor.collective_rpc = begin, call
+        UniProcExecutor._init_executor = begin
+        UniProcExecutor.collective_rpc = call
 
 
 @contextmanager
 def untouched(host: str = LOOPBACK) -> Iterator[None]:
     """Restore random states and ``torch.set_num_threads``; vLLM's gloo sockets listen at ``host`` alone."""
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-    python, numpy = random.getstate(), np.random.get_state()
+    set_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with listening_at(host), torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names that torch is going to drop

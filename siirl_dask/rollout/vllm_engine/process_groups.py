@@ -39,7 +39,8 @@ class EngineRanks:
                 f"rollout.tensor_parallel_size={size}: expected a divisor of the role's {counted(role.size, 'worker')}"
             )
         engine, self.rank = divmod(role.rank, size)
-        self.size, self.name = size, ""
+        self.size = size
+        self.name = ""
         self._group: Any = None
         self.host = LOOPBACK  # a group of one rank speaks to nobody
         self.timeout = timedelta(0)

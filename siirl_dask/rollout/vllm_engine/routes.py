@@ -55,7 +55,8 @@ class VllmRoutes:
 
     def _attach(self, worker: Any) -> None:
         runner = worker.model_runner
-        groups, transfer = runner.kv_cache_config.kv_cache_groups, runner.vllm_config.kv_transfer_config
+        groups = runner.kv_cache_config.kv_cache_groups
+        transfer = runner.vllm_config.kv_transfer_config
         kinds = [type(group.kv_cache_spec) for group in groups]
         if kinds != [FullAttentionSpec] or transfer is not None:
             names = [kind.__name__ for kind in kinds]
@@ -80,9 +81,12 @@ class VllmRoutes:
         """Put the routes of the pass that has just ended where its tokens lie in the cache."""
         chosen = [self._chosen[layer] for layer in self._routing.layers]
         routes = torch.cat(chosen, dim=1).cpu().numpy()
-        places, begun = [], self._runner.input_batch.num_computed_tokens_cpu
+        places = []
+        begun = self._runner.input_batch.num_computed_tokens_cpu
         for row, name in enumerate(self._runner.input_batch.req_ids):
-            blocks, first, count = self._runner.requests[name].block_ids[0], int(begun[row]), counts[name]
+            blocks = self._runner.requests[name].block_ids[0]
+            first = int(begun[row])
+            count = counts[name]
             at = first // self._block
             own = np.asarray(blocks[at : -(-(first + count) // self._block)])[:, None] * self._block
             of_blocks = (own + np.arange(self._block)).reshape(-1)

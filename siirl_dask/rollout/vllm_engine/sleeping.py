@@ -20,8 +20,10 @@ from siirl_dask.context import Device
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import RunError
 
-_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags
-KEEPS_WEIGHTS, FREES_WEIGHTS = 1, 2  # vLLM's levels
+_WEIGHTS = "weights"  # one of vLLM's tags, as the next
+_CACHE = "kv_cache"
+KEEPS_WEIGHTS = 1  # one of vLLM's levels, as the next
+FREES_WEIGHTS = 2
 _FULLER_CARD = "Memory usage increased after sleeping."  # of vLLM's assertion
 logger = logging.getLogger("siirl_dask.rollout")
 

@@ -38,7 +38,9 @@ class TensorParallelQueue:
         # The first of each rank, then the second: each worker has put its costliest requests first.
         places = sorted((place, owner) for owner, part in enumerate(parts) for place in range(len(part)))
         self._waiting = deque(((owner, place), parts[owner][place]) for place, owner in places)
-        self._queue, self._rank, self._tickets = queue, rank, [ticket for ticket, _ in own]
+        self._queue = queue
+        self._rank = rank
+        self._tickets = [ticket for ticket, _ in own]
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[tuple[int, int], GenerationRequest]]:
         """Return up to ``limit`` requests; a ticket is the rank that owns the request and its place there."""

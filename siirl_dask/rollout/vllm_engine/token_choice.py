@@ -147,7 +147,8 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
             if row is not None:  # vLLM's own warm-up has none
                 self._rows[index] = _Row(row["seed"], Sampling(**row["sampling"]), row["begun"], tokens)
         for source, target, direction in batch_update.moved:
-            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            moved = self._rows.pop(source, None)
+            replaced = self._rows.pop(target, None)
             if moved is not None:
                 self._rows[target] = moved
             if replaced is not None and direction == MoveDirectionality.SWAP:

@@ -29,7 +29,8 @@ def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], 
     whole = [one.step for one in found if not damages[one.url]]
     findings = []
     for one in found:
-        part, before = f"{FOLDER}/{one.url.rpartition('/')[2]}", [step for step in whole if step < one.step]
+        part = f"{FOLDER}/{one.url.rpartition('/')[2]}"
+        before = [step for step in whole if step < one.step]
         if not damages[one.url]:
             findings.append(Finding(part, State.WHOLE, _told(one)))
         elif _is_there(one):  # a run under way removes those that it does not keep
@@ -89,7 +90,8 @@ def _damages(found: Checkpoint, read: Callable[[int], None]) -> list[str]:
 
 
 def _told(found: Checkpoint) -> str:
-    count, nbytes = len(found.files()), sum(one.nbytes for one in found.files().values())
+    count = len(found.files())
+    nbytes = sum(one.nbytes for one in found.files().values())
     if not count:
         return "an earlier version wrote it, without digests: its files were not read"
     return f"{counted(count, 'file')}, {nbytes:,} bytes, by their SHA-256"

@@ -21,7 +21,8 @@ from siirl_dask.runs.identity_file import RETENTION, IdentityFile, read_identity
 from siirl_dask.runs.reader import Run
 
 _ATTEMPT = re.compile(rf"{ATTEMPTS}/(\d{{4,}})\.json", re.ASCII)
-_METRICS, _SUMMARY = "metrics.jsonl", "summary.json"
+_METRICS = "metrics.jsonl"
+_SUMMARY = "summary.json"
 
 
 def check_records(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
@@ -93,7 +94,8 @@ def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> Find
 
 
 def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
-    findings, numbers = [], []
+    findings = []
+    numbers = []
     for name in sorted(files):
         if not (matched := _ATTEMPT.fullmatch(name)):
             continue

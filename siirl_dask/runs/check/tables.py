@@ -137,7 +137,8 @@ def _damages(
 
 def _damage(fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: str, part: Part) -> str:
     """Return what is wrong with a part; empty if nothing is."""
-    where, name = at(root, path), path.rpartition("/")[2]
+    where = at(root, path)
+    name = path.rpartition("/")[2]
     if path not in files:
         return f"{name} is gone"
     if files[path] != part.nbytes:
@@ -165,7 +166,11 @@ def _digest(part: Part) -> str | None:
 def _told(folders: list[_Folder]) -> str:
     parts = [part for folder in folders for part in folder.parts]
     digests = sum(_digest(part) is not None for part in parts)
-    how = "their SHA-256" if digests == len(parts) else "their pages' checksums" if not digests else "their checksums"
+    how = "their checksums"
+    if digests == len(parts):
+        how = "their SHA-256"
+    elif not digests:
+        how = "their pages' checksums"
     steps = counted(len(folders), "step")
     return f"{steps}, {counted(len(parts), 'part')}, {sum(part.nbytes for part in parts):,} bytes, by {how}"
 

@@ -19,7 +19,9 @@ import time
 from dataclasses import dataclass
 
 _CLONE_NEWNET = 0x40000000
-_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_TUNSETIFF = 0x400454CA
+_IFF_TAP = 0x0002
+_IFF_NO_PI = 0x1000
 _MTU = 60_000  # few frames: each costs this process 10 us
 _LARGEST = 65_600  # bytes of a frame
 
@@ -37,7 +39,8 @@ class Port:
 
 
 def main() -> None:
-    delay, patience = float(sys.argv[1]), float(sys.argv[2])
+    delay = float(sys.argv[1])
+    patience = float(sys.argv[2])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     ports = [_open_port(int(pid), number, home) for number, pid in enumerate(sys.argv[3:])]
     print("up", flush=True)
@@ -45,7 +48,8 @@ def main() -> None:
     for port in ports:
         poll.register(port.tap, select.EPOLLIN)
     poll.register(0, select.EPOLLIN)
-    by_tap, by_mac = {port.tap: port for port in ports}, {port.mac: port for port in ports}
+    by_tap = {port.tap: port for port in ports}
+    by_mac = {port.mac: port for port in ports}
     waiting: list[tuple[float, int, Port, bytes]] = []
     count = 0
     while True:

@@ -81,7 +81,8 @@ class Lab:
             self._switch.run("ip", "link", "set", "bridge", "up")
             for index in range(count):
                 host = start_host(f"host{index}", _hosts_file(names, index, count), private, entry)
-                host.address, host.address6 = f"{_NET}.{10 + index}", f"{_NET6}:{10 + index}"
+                host.address = f"{_NET}.{10 + index}"
+                host.address6 = f"{_NET6}:{10 + index}"
                 self.hosts.append(host)
             if self.links.delay:
                 self._relay = self._start_relay(entry)

@@ -39,7 +39,10 @@ from siirl_dask.devices.accelerator import binding
 from siirl_dask.errors import CheckpointError
 from siirl_dask.training.files.staging import copy_to_host
 
-_MODEL, _OPTIMIZER, _EMA = "model.", "optimizer.", ".ema"  # parts of DCP's names of parameters and their averages
+# Parts of DCP's names of parameters and their averages.
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+_EMA = ".ema"
 _MOMENT_OF_ADAMW = "exp_avg"
 _MOMENT_OF_MUON = "momentum_buffer"  # a run with Muon has AdamW's as well
 _KNOWN = {

@@ -63,7 +63,8 @@ def load_adapters(network: Network, lora: LoraConfig) -> None:
 
 def _names(network: Network) -> dict[str, list[str]]:
     """Return, for each parameter, the names of all that are tied to it, itself included."""
-    once, every_name = network.by_name(), network.by_name(tied=True)
+    once = network.by_name()
+    every_name = network.by_name(tied=True)
     return {name: [other for other, same in every_name.items() if same is once[name]] for name in once}
 
 

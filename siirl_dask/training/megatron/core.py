@@ -72,7 +72,8 @@ def on_device(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    current, wait = torch.cuda.current_device, torch.cuda.synchronize
+    current = torch.cuda.current_device
+    wait = torch.cuda.synchronize
     torch.cuda.current_device = lambda: device  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args, **kwargs: accelerator.synchronize(device)
     try:
@@ -80,4 +81,5 @@ def on_device(device: torch.device) -> Iterator[None]:
             warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
             yield
     finally:
-        torch.cuda.current_device, torch.cuda.synchronize = current, wait
+        torch.cuda.current_device = current
+        torch.cuda.synchronize = wait

@@ -26,7 +26,8 @@ class DividedParameters:
     def __init__(self, weights: StageWeights, grid: Grid) -> None:
         """ConfigError, by its key, where more ranks than there are parameters hold them."""
         names = list(weights.parameters)
-        shared, experts = names[: len(names) - weights.experts], names[len(names) - weights.experts :]
+        shared = names[: len(names) - weights.experts]
+        experts = names[len(names) - weights.experts :]
         if len(shared) < grid.holders:
             raise ConfigError(
                 f"trainer.megatron.distributed_optimizer=true: a stage has {len(shared)} parameters for its "

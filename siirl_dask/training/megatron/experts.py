@@ -32,7 +32,8 @@ class Experts(nn.Module):
     def __init__(self, mixture: Mixture, hidden: int, grid: Grid, device: torch.device, dtype: torch.dtype) -> None:
         """Parameters are without values."""
         super().__init__()
-        self._mixture, self._grid = mixture, grid
+        self._mixture = mixture
+        self._grid = grid
         here = mixture.experts // grid.experts
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -45,8 +46,12 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Return the weighted sums of what each token's experts compute, and no bias. [T, 1, D] -> [T, 1, D]."""
-        tokens, group = hidden.flatten(0, 1), self._grid.tp
-        count, has_all = len(tokens), self._grid.tensor > 1 and not self._grid.split_tokens
+        tokens = hidden.flatten(0, 1)
+        group = self._grid.tp
+        count = len(tokens)
+        has_all = self._grid.tensor > 1
+        if self._grid.split_tokens:
+            has_all = False
         if has_all:  # all parts are equal: tokens of zeros fill up the last one
             tokens = pad(tokens, (0, 0, 0, -count % self._grid.tensor))
         weights, chosen = self._route(tokens)
@@ -92,7 +97,8 @@ class Experts(nn.Module):
         else:
             received = torch.empty_like(sent)  # [ranks, experts of this rank]
             dist.all_to_all_single(received, sent, group=self._grid.ep)
-            to_ranks, from_ranks = sent.sum(1).tolist(), received.sum(1).tolist()
+            to_ranks = sent.sum(1).tolist()
+            from_ranks = received.sum(1).tolist()
             arrived = exchange(there, to_ranks, from_ranks, self._grid.ep)  # by rank, and of each by expert
             number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent))
             to_experts = number.repeat_interleave(received.flatten()).argsort(stable=True)

@@ -75,7 +75,8 @@ def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
     }
     if found := [f"{key}={value}" for key, value in unknown.items() if value]:
         raise ConfigError(f"{subject}: it does not compute {', '.join(found)}; take trainer.backend=fsdp")
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
     default = 128 if kind == "qwen3" else hidden // heads
     return Sizes(
         layers=int(config["num_hidden_layers"]),
@@ -96,7 +97,8 @@ def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
 
 def _mixture(config: Mapping[str, Any]) -> Mixture:
     """Read what transformers reads for a Qwen3-MoE, with its rule for layers that have no experts."""
-    layers, step = range(int(config["num_hidden_layers"])), int(config.get("decoder_sparse_step", 1))
+    layers = range(int(config["num_hidden_layers"]))
+    step = int(config.get("decoder_sparse_step", 1))
     without = set(config.get("mlp_only_layers") or ())
     return Mixture(
         experts=int(next(config[name] for name in _EXPERTS if name in config)),
@@ -109,7 +111,8 @@ def _mixture(config: Mapping[str, Any]) -> Mixture:
 
 def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
     """Check that ranks can divide layers, heads, widths and vocabulary evenly. ConfigError if they cannot."""
-    tensor, pipeline = megatron.tensor_parallel, megatron.pipeline_parallel
+    tensor = megatron.tensor_parallel
+    pipeline = megatron.pipeline_parallel
     shared = {
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
@@ -122,7 +125,8 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
             raise ConfigError(
                 f"trainer.megatron.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}"
             )
-    context, heads = megatron.context_parallel, sizes.heads // tensor
+    context = megatron.context_parallel
+    heads = sizes.heads // tensor
     if heads % context:
         raise ConfigError(
             f"trainer.megatron.context_parallel={context}: expected a divisor of the {heads} heads that each of "

@@ -32,10 +32,11 @@ class Grid:
         check_ranks(megatron, rank.size)
         if rank.size > 1 and rank.group is None:
             raise ValueError(f"{rank}: expected the process group of its {rank.size} ranks")
-        self.tensor, self.pipeline, self.context = (
-            megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
-        )  # fmt: skip
-        self.role, self.ranks = rank, megatron.ranks
+        self.tensor = megatron.tensor_parallel
+        self.pipeline = megatron.pipeline_parallel
+        self.context = megatron.context_parallel
+        self.role = rank
+        self.ranks = megatron.ranks
         """This rank in the role, and the number of a replica's ranks."""
         self.chunks = megatron.virtual_pipeline
         """Runs of layers of a stage."""
@@ -45,8 +46,10 @@ class Grid:
         self.stage, self._in_stage = divmod(self.in_replica, self.context * self.tensor)
         self.of_tokens, self.part = divmod(self._in_stage, self.tensor)
         """This rank's place among those that share a micro-batch's tokens, and among those that share a layer."""
-        self.first, self.last = self.stage == 0, self.stage == self.pipeline - 1
-        self.experts, self.linked = megatron.experts_over, megatron.linked_replicas
+        self.first = self.stage == 0
+        self.last = self.stage == self.pipeline - 1
+        self.experts = megatron.experts_over
+        self.linked = megatron.linked_replicas
         """Ranks over which experts are spread, and neighbouring replicas that they are of."""
         self._experts_row, self.of_experts = divmod(
             self.replica * self.context * self.tensor + self._in_stage, self.experts
@@ -123,8 +126,10 @@ class Grid:
         """Make each kind of group once, in one order, on every rank."""
         world = torch.tensor(dist.get_process_group_ranks(rank.group))
         ranks = world.view(self.replicas, self.pipeline, self.context, self.tensor)
-        replica, me = ranks[self.replica], dist.get_rank()
-        same_tokens, same_place = replica[:, self.of_tokens], ranks[:, self.stage, self.of_tokens, self.part].tolist()
+        replica = ranks[self.replica]
+        me = dist.get_rank()
+        same_tokens = replica[:, self.of_tokens]
+        same_place = ranks[:, self.stage, self.of_tokens, self.part].tolist()
         even_out(rank.group, device)
         self.one = new_subgroup([me], rank.group)
         self.tp = new_subgroup(same_tokens[self.stage].tolist(), rank.group)
@@ -149,7 +154,10 @@ class Grid:
 
     def _expert_groups(self, rank: Rank, ranks: torch.Tensor, device: torch.device) -> None:
         """Make the groups of experts where they are not spread over the ranks that share a stage's other layers."""
-        self.ep, self.edp, self._linked_cpu, self.expert_mesh = self.tp, self.held_by, self._replica_cpu, self.mesh
+        self.ep = self.tp
+        self.edp = self.held_by
+        self._linked_cpu = self._replica_cpu
+        self.expert_mesh = self.mesh
         if self.experts == self.tensor:
             return
         same_stage = ranks[:, self.stage].flatten()

@@ -51,7 +51,8 @@ class MegatronLearner(Learner):
         )
         self._first_of_experts = len(self._gradients.parts) - replica.weights.experts
         end = sum(part.numel() for part in self._gradients.parts[: self._first_of_experts])
-        self._shared, self._of_experts = slice(0, end), slice(end, None)
+        self._shared = slice(0, end)
+        self._of_experts = slice(end, None)
 
     def update(
         self,
@@ -94,7 +95,8 @@ class MegatronLearner(Learner):
 
     def _norm(self) -> float:
         """Put the gradients of all ranks together, and return the norm of those of the model."""
-        grid, shared = self._grid, self._weights.shared_at_ends
+        grid = self._grid
+        shared = self._weights.shared_at_ends
         with self._waiting():
             for name, gradient in zip(self._weights.parameters, self._gradients.parts, strict=True):
                 if grid.tensor > 1 and self._in_parts(name):
@@ -123,7 +125,8 @@ class MegatronLearner(Learner):
 
     def _counts(self, parameter: str) -> bool:
         """Return whether this rank counts a parameter that is not one of experts."""
-        grid, weights = self._grid, self._weights
+        grid = self._grid
+        weights = self._weights
         return (
             grid.replica % grid.linked == grid.of_tokens == 0
             and (grid.part == 0 or weights.is_shared(parameter))

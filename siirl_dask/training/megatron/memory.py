@@ -19,7 +19,8 @@ def stepped_on_one_rank(size: ModelSize, megatron: MegatronConfig, ranks: int) -
     """
     rest, experts = _of_rank(size, megatron)
     of_stage = ranks // megatron.pipeline_parallel
-    holders, same_experts = of_stage // megatron.tensor_parallel, of_stage // megatron.experts_over
+    holders = of_stage // megatron.tensor_parallel
+    same_experts = of_stage // megatron.experts_over
     if not megatron.distributed_optimizer or holders == 1:
         return rest + experts
     stepped = min(rest, -(-rest // holders) + -(-size.largest // megatron.tensor_parallel))

@@ -24,7 +24,8 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
     def __init__(self, pp_group: Any, cpu_group: Any, config: Any, device: torch.device) -> None:
         """``cpu_group`` has the ranks of ``pp_group``, and sends what is in the host's memory."""
         super().__init__(pp_group=pp_group, config=config)
-        self._cpu_group, self._device = cpu_group, device
+        self._cpu_group = cpu_group
+        self._device = device
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -84,7 +85,8 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         tags: tuple[int, int],
     ) -> dict[str, Any]:
         """Start to send to the next and the previous stage, and to receive from these, by megatron-core's names."""
-        group, (forwards, backwards) = self._cpu_group, tags
+        group = self._cpu_group
+        (forwards, backwards) = tags
         requests = {}
         if previous is not None:
             requests["recv_prev"] = dist.irecv(previous, self.prev_rank, group, forwards)

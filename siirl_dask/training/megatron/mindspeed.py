@@ -38,7 +38,9 @@ _OF_MODEL: Mapping[str, Any] = MappingProxyType(
     {"transformer_impl": "local", "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
 )
 """Options of Megatron-LM's scripts that MindSpeed looks at, as they are in every model that the backend builds."""
-_ADAPTOR, _MANAGER, _CORE = "mindspeed.megatron_adaptor", "mindspeed.features_manager.features_manager", "megatron.core"
+_ADAPTOR = "mindspeed.megatron_adaptor"
+_MANAGER = "mindspeed.features_manager.features_manager"
+_CORE = "megatron.core"
 _GOES_WITH = "0.16"  # megatron-core of MindSpeed's branch core_r0.16.0
 _REMEMBERED = "siirl_dask_options"
 """Attribute of MindSpeed's adaptor: the options that it was called with, since they hold for the process as it does."""
@@ -87,7 +89,8 @@ def patch(operators: Mapping[str, str], kind: str) -> None:
     ConfigError where it is not there, does not import, lacks an option, or comes too late, and where another role of
     the process has other options.
     """
-    wanted, adaptor = options_of(operators), sys.modules.get(_ADAPTOR)
+    wanted = options_of(operators)
+    adaptor = sys.modules.get(_ADAPTOR)
     given = None if adaptor is None else vars(adaptor).get(_REMEMBERED)
     if given == wanted:
         return

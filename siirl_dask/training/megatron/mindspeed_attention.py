@@ -33,7 +33,8 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
         packed_seq_params: Any = None,
     ) -> Tensor:
         """Attend within each packed row. [T, 1, H, D], [T, 1, H_kv, D] twice -> [T, 1, H * D]."""
-        rows, packing = attention_mask, attention_mask.packing
+        rows = attention_mask
+        packing = attention_mask.packing
         heads = [*rows.gather(query, key, value)]
         if packing.shared is not None:
             heads = packing.shared.spread(heads)

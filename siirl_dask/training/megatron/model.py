@@ -99,7 +99,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         count = sizes.layers // (grid.pipeline * grid.chunks)
         first = (number * grid.pipeline + grid.stage) * count
         mixed = [sizes.has_experts(first + layer) for layer in range(count)]
-        is_first, is_last = grid.first and number == 0, grid.last and number == grid.chunks - 1
+        is_first = all([grid.first, number == 0])
+        is_last = all([grid.last, number == grid.chunks - 1])
         super().__init__(
             stage.config,
             _layers(sizes, operators, mixed),
@@ -127,7 +128,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
                 if parameter.ndim == 1:  # the kernel takes a weight of the hidden states' type alone
                     parameter.data = parameter.data.to(dtype)
         self.to(device)
-        self.device, self._grid = device, grid
+        self.device = device
+        self._grid = grid
         self._padding = padding
         self._attention = operators["attention"]
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim

@@ -15,7 +15,11 @@ from siirl_dask.training.megatron.families import Sizes
 
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_QUERIES, _KEYS, _VALUES, _GATE, _UP = "q", "k", "v", "gate", "up"
+_QUERIES = "q"
+_KEYS = "k"
+_VALUES = "v"
+_GATE = "gate"
+_UP = "up"
 
 
 @dataclass(frozen=True, slots=True)

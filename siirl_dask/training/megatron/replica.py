@@ -63,11 +63,14 @@ class Replica:
         """
         self.device = torch.device(built.device)
         self._float32_head = built.model.float32_head
-        path, megatron = built.model.path, built.trainer.megatron
+        path = built.model.path
+        megatron = built.trainer.megatron
         sizes = sizes_of(read_config(path) or {}, path)
         check_division(megatron, sizes, path)
         self.grid = Grid(built.rank, megatron, self.device)
-        self._temperature, self._trainer, self._progress = temperature, built.trainer, built.progress
+        self._temperature = temperature
+        self._trainer = built.trainer
+        self._progress = built.progress
         self._count = 1 if temperature is None else len(fields(TokenScores))
         self.dtype = torch_dtype(built.model.dtype, self.device)
         operators = operators_of(built.trainer, self.device.type)
@@ -165,7 +168,8 @@ class Replica:
         backward: bool = False,
     ) -> list[Any]:
         """Run micro-batches through the stages. Returns, on the last one, what ``loss`` gives besides the loss."""
-        grid, chunks = self.grid, list(self.stage.chunks)
+        grid = self.grid
+        chunks = list(self.stage.chunks)
         no_tokens = torch.zeros((), dtype=torch.int)
 
         def finish(part: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

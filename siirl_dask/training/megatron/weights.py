@@ -34,7 +34,10 @@ class StageWeights:
         """``shapes`` are those of all the model's parameters by name, in its order. A stage that computes in a narrower
         type learns in float32 copies of its parameters (``learns``).
         """
-        self._stage, self._sizes, self._grid, self._shapes = stage, sizes, grid, shapes
+        self._stage = stage
+        self._sizes = sizes
+        self._grid = grid
+        self._shapes = shapes
         self._per_chunk = sizes.layers // (grid.pipeline * grid.chunks)
         self._scores = not any(name.startswith(VALUES) for name in shapes)  # tokens of the vocabulary
         self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
@@ -137,7 +140,8 @@ class StageWeights:
         return self._stage_of(name) == self._grid.stage or copy
 
     def _place(self, name: str) -> Place:
-        layer, last = layer_of(name), self._grid.chunks - 1
+        layer = layer_of(name)
+        last = self._grid.chunks - 1
         if layer is not None:
             chunk, within = divmod(layer, self._per_chunk * self._grid.pipeline)
             return place_of(name, chunk, within % self._per_chunk)
@@ -147,7 +151,8 @@ class StageWeights:
 
     def _own(self, name: str, place: Place) -> tuple[slice, ...]:
         """Return which part of a full parameter is this rank's."""
-        shape, grid = self._shapes[name], self._grid
+        shape = self._shapes[name]
+        grid = self._grid
         own = [slice(0, size) for size in shape]
         if place.split is not None:
             at, parts = (grid.of_experts, grid.experts) if place.of_experts else (grid.part, grid.tensor)

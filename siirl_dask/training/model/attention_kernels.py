@@ -31,7 +31,8 @@ logger = logging.getLogger("siirl_dask.training")
 Kernel = Callable[..., Any]
 """``torch.nn.attention.varlen.varlen_attn``, or a function of its signature."""
 _SDPA = "torch's scaled_dot_product_attention, a call for each row length"
-_AMPERE, _HOPPER = (8, 0), (9, 0)
+_AMPERE = (8, 0)
+_HOPPER = (9, 0)
 _BLACKWELL = (10, 0)  # FlashAttention-3 is compiled for Hopper alone
 
 

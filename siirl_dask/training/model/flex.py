@@ -20,7 +20,8 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.training.packing import Packing
 
 _BLOCK = 128  # tokens of a block that is computed or left out; what torch tunes its kernels for
-NARROWEST, WIDEST = 16, 256
+NARROWEST = 16
+WIDEST = 256
 """Widths of a head that torch's kernels can have."""
 _LEAST_TOKENS = 2 * _BLOCK  # the compiler makes a kernel of its own where there is one block, or one token
 _GRAPHS = 64  # windows, types and widths of heads, with and without gradients; torch's 8 are for all of a process
@@ -144,7 +145,8 @@ def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
 
     first = torch.arange(0, tokens, _BLOCK, device=ends.device)
     last = (first + _BLOCK - 1).clamp(max=tokens - 1)
-    query_first, query_last = first[:, None], last[:, None]
+    query_first = first[:, None]
+    query_last = last[:, None]
     some = (first <= query_first) & (row[last] >= row[query_first])
     whole = (first < query_first) & (row[first] == row[query_last])
     if window is not None:

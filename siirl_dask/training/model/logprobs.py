@@ -70,7 +70,10 @@ class _Head:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.scale = output.factor / temperature
         """The factor of a product; where logits are bounded, it comes before."""
-        self._hidden, self._weight, self._bias, self._targets = hidden, weight, bias, targets
+        self._hidden = hidden
+        self._weight = weight
+        self._bias = bias
+        self._targets = targets
         self._head_dtype = head_dtype
         self._cap = None
         if output.cap is not None:

@@ -46,7 +46,8 @@ def add_adapters(
         raise ConfigError(
             f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'"
         ) from error
-    decoder, seeing = _linear(layers), _linear(tower)
+    decoder = _linear(layers)
+    seeing = _linear(tower)
     if not decoder:
         raise ConfigError(
             f"trainer.lora.rank={trainer.lora.rank}: {type(model).__name__} has no layers of torch.nn.Linear, which "
@@ -85,7 +86,8 @@ def chosen_targets(trainer: TrainerConfig, decoder: set[str], tower: set[str]) -
     if tower:
         known |= {str(Part.visual): (set(), tower), str(Part.language_model): (decoder, set())}
         known |= {f"{Part.visual}.{name}": (set(), {name}) for name in tower}
-    of_decoder, of_tower = set[str](), set[str]()
+    of_decoder: set[str] = set()
+    of_tower: set[str] = set()
     for target in trainer.lora.targets:
         if target not in known:
             where = "the model" if tower else "the model's decoder"
@@ -114,7 +116,8 @@ def peft_config(rank: int, alpha: float, targets: Sequence[str], base: str | Non
 
 def by_file_name(named: Iterable[tuple[str, P]], agent: str = "") -> dict[str, P]:
     """Return the parameters of a model with peft's layers by their names in files, without adapters of other agents."""
-    own, found = _peft_name(agent), dict[str, P]()
+    own = _peft_name(agent)
+    found: dict[str, P] = {}
     for name, parameter in named:
         adapter = _OF_ADAPTER.search(name)
         if adapter is None:
@@ -165,7 +168,8 @@ def merged(named: Mapping[str, Tensor], scaling: float, device: torch.device) ->
     for name, weight in named.items():
         layer = name.removesuffix(WEIGHT)
         if layer + A in named:
-            a, b = named[layer + A], named[layer + B]
+            a = named[layer + A]
+            b = named[layer + B]
             full_a = full_tensor(like_dtensor(a, local(a).to(device)))
             shard = local(weight).to(device, torch.float32)  # B is sharded along its rows like W
             yield name, like_dtensor(weight, torch.addmm(shard, local(b).to(device), full_a, alpha=scaling))

@@ -86,10 +86,12 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.agents, self.agent = tuple(agents), agents[0]
+        self.agents = tuple(agents)
+        self.agent = agents[0]
         self.device = device
         self.autocast = autocast
-        self.inputs, self._always = inputs, always
+        self.inputs = inputs
+        self._always = always
         self._family = family_of_model(model)
         self._trainer = trainer
         self._attention = AUTO
@@ -108,7 +110,8 @@ class Network(nn.Module):
             choose_adapters(model, self.agent)
             self.each_adapter(_begin)
         else:
-            named, learned = self.by_name(), self.trainable()
+            named = self.by_name()
+            learned = self.trainable()
             for name in named.keys() - learned.keys():
                 named[name].requires_grad_(False)  # now, for FSDP takes it over when it first gathers
         if autocast:

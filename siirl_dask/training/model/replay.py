@@ -25,7 +25,8 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
     is switched on after this.
     """
     for place, (layer, router) in enumerate(routers(model, routing)):
-        held, own = _Held(), slice(place * routing.chosen, (place + 1) * routing.chosen)
+        held = _Held()
+        own = slice(place * routing.chosen, (place + 1) * routing.chosen)
         router.forward = partial(_route, router, router.forward, held)
         layer.forward = partial(_with_routes, layer, layer.forward, held, own)
 

@@ -22,8 +22,11 @@ class AgentNetwork:
     """
 
     def __init__(self, network: PolicyNetwork, agent: str, temperature: float, trainer: TrainerConfig) -> None:
-        self._network, self._agent, self._temperature = network, agent, temperature
-        self._trainer, self.inputs = trainer, network.inputs
+        self._network = network
+        self._agent = agent
+        self._temperature = temperature
+        self._trainer = trainer
+        self.inputs = network.inputs
 
     def __call__(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         scores: tuple[Tensor, Tensor, Tensor] = self._used()(batch)

@@ -43,7 +43,8 @@ def below_head(model: PreTrainedModel) -> PreTrainedModel:
 
 def tower_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of the model's tower; none for a model without. ConfigError for a tower without a list."""
-    family, tower = family_of_model(model), tower_of(model)
+    family = family_of_model(model)
+    tower = tower_of(model)
     if family is None or tower is None:
         return []
     layers = getattr(tower, family.blocks, None)
@@ -74,7 +75,8 @@ def decoder_inputs(
 
 def _with_images(embeddings: Tensor, found: Sequence[ImageFeatures], images: BatchImages) -> dict[str, Any]:
     device = embeddings.device
-    places, features = images.places.to(device), images.features.to(device)
+    places = images.places.to(device)
+    features = images.features.to(device)
     shown = _pick([one.embeddings for one in found], features).to(embeddings.dtype)
     arguments: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, places, shown[None])}
     if levels := [_pick(level, features) for level in zip(*(one.levels for one in found), strict=True)]:

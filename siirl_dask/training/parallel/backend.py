@@ -67,12 +67,17 @@ class ReplicatedBackend:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``progress`` is called for each micro-batch."""
-        self.device, self._progress = torch.device(device), progress
-        self._model, self._trainer, self._images = model, trainer, images
+        self.device = torch.device(device)
+        self._progress = progress
+        self._model = model
+        self._trainer = trainer
+        self._images = images
 
     def network(self, make: Make[N]) -> N:
-        path, subject = self._model.path, f"model.path={self._model.path!r}"
-        kind, longest = model_class(path, subject), self._model.longest_row
+        path = self._model.path
+        subject = f"model.path={self._model.path!r}"
+        kind = model_class(path, subject)
+        longest = self._model.longest_row
         model = load_pretrained(kind, path, torch.float32, subject, longest_row=longest)
         model.to(self.device)  # type: ignore[arg-type]  # a decorator hides its type
         inputs = ImageInputs.load(path, self._images, model)

@@ -60,7 +60,8 @@ def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
     for name, tensor in named:
         if bucket and (size + tensor.nbytes > _BUCKET or not _same_layout(tensor, bucket[0][1])):
             yield from _gather(bucket)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((name, tensor))
         size += tensor.nbytes
     if bucket:
@@ -109,7 +110,8 @@ def copy_state(target: Mapping[str, Any], source: Mapping[str, Any], where: str 
     A tensor that was loaded in place is the same memory and costs nothing.
     """
     if target.keys() != source.keys():
-        lacking, other = sorted(target.keys() - source.keys()), sorted(source.keys() - target.keys())
+        lacking = sorted(target.keys() - source.keys())
+        other = sorted(source.keys() - target.keys())
         raise ValueError(f"{where}: it lacks {lacking} and has {other}, which are not known here")
     for name, value in target.items():
         if isinstance(value, Tensor):
@@ -119,7 +121,8 @@ def copy_state(target: Mapping[str, Any], source: Mapping[str, Any], where: str 
 
 
 def _copy_tensor(target: Tensor, source: Tensor, where: str) -> None:
-    to_shard, from_shard = local(target), local(source)
+    to_shard = local(target)
+    from_shard = local(source)
     if target.shape != source.shape or to_shard.shape != from_shard.shape:
         raise ValueError(f"{where}: it has shape {list(source.shape)}; expected {list(target.shape)}, laid out alike")
     if to_shard.data_ptr() != from_shard.data_ptr():

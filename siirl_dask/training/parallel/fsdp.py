@@ -69,8 +69,12 @@ class FsdpBackend:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """``progress`` is called for each micro-batch."""
-        self.device, self._progress = torch.device(device), progress
-        self._model, self._trainer, self._rank, self._images = model, trainer, rank, images
+        self.device = torch.device(device)
+        self._progress = progress
+        self._model = model
+        self._trainer = trainer
+        self._rank = rank
+        self._images = images
         check_heads(trainer, model.path)
         check_no_split_images(trainer, images)
         self._sequence = sequence_ranks(rank, trainer.fsdp.sequence_parallel, self.device)
@@ -80,7 +84,8 @@ class FsdpBackend:
             self._mesh, self._tensor = (mesh[axis] for axis in mesh.mesh_dim_names)
             self._tensor_ranks = Rank(rank.rank % size, size, self._tensor.get_group())
         else:
-            self._mesh, self._tensor_ranks = role_mesh(rank, trainer.fsdp.shard_size, self.device), Rank()
+            self._mesh = role_mesh(rank, trainer.fsdp.shard_size, self.device)
+            self._tensor_ranks = Rank()
         shards = (trainer.fsdp.shard_size if size == 1 else None) or rank.size
         first = rank.rank - rank.rank % shards
         self.shard_ranks: Sequence[int] | None = range(first, first + shards)
@@ -112,13 +117,18 @@ class FsdpBackend:
 
     def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
         """Cut rows into micro-batches. All ranks take part in each pass, so ranks with fewer get idle ones as well."""
-        budget, sequence, tensor = self._trainer.max_tokens_per_micro_batch, self._sequence, self._tensor_ranks
+        budget = self._trainer.max_tokens_per_micro_batch
+        sequence = self._sequence
+        tensor = self._tensor_ranks
         if sequence.size > 1:
-            parts, idle = shared_batches(rows, sequence, budget, self.device), idle_tokens(rows, sequence)
+            parts = shared_batches(rows, sequence, budget, self.device)
+            idle = idle_tokens(rows, sequence)
         elif tensor.size > 1:
-            parts, idle = common_batches(rows, tensor, budget, self.device), idle_batch(rows)
+            parts = common_batches(rows, tensor, budget, self.device)
+            idle = idle_batch(rows)
         else:
-            parts, idle = micro_batches(rows, budget, inputs=inputs), idle_batch(rows)
+            parts = micro_batches(rows, budget, inputs=inputs)
+            idle = idle_batch(rows)
         parts = [part for part in parts if part.input_ids.numel()]
         passes = torch.tensor(len(parts), device=self.device)
         if self._rank.group is not None:

@@ -32,7 +32,8 @@ def select_own_rows(scores: Sequence[Tensor], rows: TensorParallelRows) -> list[
 class _SelectOwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, mask: Tensor, group: Any) -> Tensor:
-        ctx.mask, ctx.group = mask, group
+        ctx.mask = mask
+        ctx.group = group
         return scores[mask]
 
     @staticmethod

@@ -22,11 +22,14 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     sequence-parallel MicroBatch see there.
     """
     union, owners = gather_rows(rows, ranks, device)
-    batches, first, done = [], 0, 0
+    batches = []
+    first = 0
+    done = 0
     for whole in micro_batches(union, budget * ranks.size, share=False):
         part, owner = own_rows(whole, owners[first:], ranks, done)
         batches.append(shard_tokens(part, owner, ranks))
-        first, done = first + len(whole.offsets) - 1, part.tokens.stop
+        first = first + len(whole.offsets) - 1
+        done = part.tokens.stop
     return batches
 
 
@@ -58,7 +61,8 @@ def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
     added = each * ranks.size - tokens
     part = slice(ranks.rank * each, (ranks.rank + 1) * each)
     computing = batch.predicting // max(1, each)  # [C], rank that computes each score
-    here, own = computing == ranks.rank, owners == ranks.rank
+    here = computing == ranks.rank
+    own = owners == ranks.rank
     arriving = computing[own].argsort(stable=True)  # scores arrive by the rank that computed them
     return replace(
         batch,

@@ -46,9 +46,12 @@ def common_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     For the fields of a tensor-parallel MicroBatch see there.
     """
     union, owners = gather_rows(rows, ranks, device)
-    batches, first, done = [], 0, 0
+    batches = []
+    first = 0
+    done = 0
     for whole in micro_batches(union, budget):
         part, owner = own_rows(whole, owners[first:], ranks, done)
         batches.append(replace(part, own_rows=TensorParallelRows(owner == ranks.rank, ranks.group)))
-        first, done = first + len(whole.offsets) - 1, part.tokens.stop
+        first = first + len(whole.offsets) - 1
+        done = part.tokens.stop
     return batches

@@ -12,7 +12,9 @@ class Channel:
     """Sends and receives messages over two files. The other side may send anything: EOFError for all but a message."""
 
     def __init__(self, incoming: int, outgoing: int, most: int) -> None:
-        self._incoming, self._outgoing, self._most = incoming, outgoing, most
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._most = most
 
     def send(self, message: Any) -> None:
         """Send a message. ValueError when it is longer than the other side would read."""

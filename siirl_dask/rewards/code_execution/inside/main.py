@@ -21,13 +21,18 @@ from siirl_dask.rewards.code_execution.inside.linux import call, die_with_parent
 from siirl_dask.rewards.code_execution.inside.namespaces import become, leave_namespaces
 from siirl_dask.rewards.code_execution.inside.seccomp import install_filter
 
-PASSED, UNUSABLE, REFUSED, FAILED = 0, 96, 97, 98
+PASSED = 0
+UNUSABLE = 96
+REFUSED = 97
+FAILED = 98
 """Exit codes: the code came to its end; a test cannot be run apart from the program; the code could not be confined and
 was not run; it failed. For the second and third, standard error says why."""
 
-_NO_NEW_PRIVS, _SET_DUMPABLE = 38, 4  # linux/prctl.h
+_NO_NEW_PRIVS = 38  # linux/prctl.h
+_SET_DUMPABLE = 4
 _CAPABILITY_VERSION = 0x20080522  # linux/capability.h
-_OPEN_FILES, _TASKS = 64, 64
+_OPEN_FILES = 64
+_TASKS = 64
 _NO_CORE = 1  # 0 would still start the program that /proc/sys/kernel/core_pattern names
 
 Task = dict[str, Any]
@@ -67,8 +72,13 @@ def main() -> None:
     was_run = os.read(confined, 1)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    unusable = code == UNUSABLE and task["kind"] == "examination"
-    os._exit(REFUSED if not was_run else PASSED if code == 0 else UNUSABLE if unusable else FAILED)
+    if not was_run:
+        os._exit(REFUSED)
+    if code == 0:
+        os._exit(PASSED)
+    if code == UNUSABLE and task["kind"] == "examination":
+        os._exit(UNUSABLE)
+    os._exit(FAILED)
 
 
 def _run(run: Callable[[Task], None], task: Task) -> int:

@@ -16,11 +16,24 @@ MOST_FILES = 1024
 """Files, folders and links that a program can make: the kernel's memory for each is not part of their size."""
 
 # Numbers of linux/sched.h and linux/mount.h, which ctypes lacks.
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+_NEWNS = 0x20000
+_NEWIPC = 0x8000000
+_NEWUSER = 0x10000000
+_NEWPID = 0x20000000
+_NEWNET = 0x40000000
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
+_DETACH = 2
 _SET_DUMPABLE = 4  # linux/prctl.h
-_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
-_READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
+_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_READ_ONLY = 1
+_NO_SUID = 2
+_NO_DEVICES = 4
 
 
 def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) -> None:

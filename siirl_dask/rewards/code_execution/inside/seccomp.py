@@ -16,25 +16,35 @@ from siirl_dask.rewards.code_execution.inside.linux import call
 _Rule = tuple[int, int, int, int]
 """An instruction of linux/filter.h: code, jump if true, jump if false, operand."""
 
-_LOAD, _AND, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06
+_LOAD = 0x20
+_AND = 0x54
+_EQUAL = 0x15
+_ANY_BIT = 0x45
+_AT_LEAST = 0x35
+_RETURN = 0x06
 _ALLOW: _Rule = (_RETURN, 0, 0, 0x7FFF0000)
 _REFUSE: _Rule = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
 _UNKNOWN: _Rule = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
-_SECCOMP, _FILTER = 22, 2  # linux/prctl.h, linux/seccomp.h
-_NUMBER, _ARCHITECTURE, _FIRST, _SECOND = 0, 4, 16, 24  # places in struct seccomp_data; low halves of arguments
+_SECCOMP = 22  # linux/prctl.h
+_FILTER = 2  # linux/seccomp.h
+# Offsets in struct seccomp_data; of arguments the low halves.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST = 16
+_SECOND = 24
 _OTHER_NUMBERS = 0x40000000  # x86_64 has a second set of numbers
-_CLONE_THREAD, _AF_UNIX, _SOCK_STREAM = 0x10000, 1, 1
+_CLONE_THREAD = 0x10000
+_AF_UNIX = 1
+_SOCK_STREAM = 1
 _NEWEST = 450  # calls that came after the tables below are refused, whatever they do: Linux 5.17 knows no higher number
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _SOCKETPAIR, _PRLIMIT, _KILL, _TGKILL = (
-    (56, 220),
-    (435, 435),
-    (53, 199),
-    (302, 261),
-    (62, 129),
-    (234, 131),
-)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_SOCKETPAIR = (53, 199)
+_PRLIMIT = (302, 261)
+_KILL = (62, 129)
+_TGKILL = (234, 131)
 _PROCESSES = (  # fork, vfork, unshare, setns, setpgid, setsid, prctl, execve, execveat, ptrace, seccomp
     *((57, None), (58, None), (272, 97), (308, 268), (109, 154), (112, 157), (157, 167), (59, 221), (322, 281)),
     *((101, 117), (317, 277)),
