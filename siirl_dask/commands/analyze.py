@@ -76,7 +76,16 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     speed = None if resolved is None else resolved.speed
     if resolved is not None and (timing.tokens is not None or lengths is None):
         lengths = resolved.lengths
-    found = analyze(config, plan, sizes_of(config, plan, source), memory, measured, records, speed, lengths)
+    found = analyze(
+        config,
+        plan,
+        sizes=sizes_of(config, plan, source),
+        memory=memory,
+        measured=measured,
+        records=records,
+        speed=speed,
+        lengths=lengths,
+    )
     if form == "json":
         return json.dumps({"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)}, indent=1)
     return _text(config, found, redacted(notes), None if speed is None else speed.name)

@@ -226,7 +226,9 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], sep
     match present[0]:
         case Kind.JSON:
             found = JsonFiles(fs, names)
-            return [Input(source, source, found.schema, None, None, found.batches, found)]
+            return [
+                Input(source, source, schema=found.schema, rows=None, snapshot=None, batches=found.batches, json=found)
+            ]
         case Kind.CSV:
             one = partial(_open_csv, source, fs, separator)
         case _:
@@ -237,7 +239,7 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], sep
 
 def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> Input:
     schema, batches = open_csv(fs, path, separator)
-    return Input(full_name(fs, path), source, schema, None, None, batches)
+    return Input(full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches)
 
 
 def _open_file(source: str, fs: AbstractFileSystem, path: str) -> Input:
@@ -248,14 +250,16 @@ def _open_file(source: str, fs: AbstractFileSystem, path: str) -> Input:
             if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
                 file.seek(0)
                 schema = pa.ipc.open_stream(file).schema
-                return Input(url, source, schema, None, None, partial(_stream_batches, fs, path))
+                return Input(
+                    url, source, schema=schema, rows=None, snapshot=None, batches=partial(_stream_batches, fs, path)
+                )
     return _open_table(source, url)
 
 
 def _open_table(source: str, url: str) -> Input:
     snapshot = open_table(url)
     batches = partial(snapshot.batches, max_bytes=MAX_BATCH_BYTES)
-    return Input(url, source, snapshot.schema, snapshot.num_rows, snapshot, batches)
+    return Input(url, source, schema=snapshot.schema, rows=snapshot.num_rows, snapshot=snapshot, batches=batches)
 
 
 def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatch]:

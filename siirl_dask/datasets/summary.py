@@ -89,10 +89,10 @@ def summarise(
     found = DatasetSummary(
         url,
         total_rows(inputs),
-        [part for snapshot in snapshots for part in snapshot.parts],
-        snapshots[0].version if len(snapshots) == len(inputs) == 1 else None,
-        {one.name: ColumnSummary(one.type) for one in schema},
-        column,
+        parts=[part for snapshot in snapshots for part in snapshot.parts],
+        version=snapshots[0].version if len(snapshots) == len(inputs) == 1 else None,
+        columns={one.name: ColumnSummary(one.type) for one in schema},
+        prompt=column,
     )
     pieces = _pieces(inputs)
     if rows is not None:

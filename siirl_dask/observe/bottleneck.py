@@ -97,7 +97,15 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
     wall = covered([span for own in by_worker.values() for span in own])
     nodes = sorted(_node_times(workers, steps, wall), key=lambda one: -one.seconds)
     dropped = sum(span.amount or 0 for span in spans if span.is_count and span.name == "dropped")
-    return Bottleneck(steps, wall / 1e9, start, workers, nodes, _uneven(workers, nodes, steps, wall), dropped)
+    return Bottleneck(
+        steps,
+        wall / 1e9,
+        start=start,
+        workers=workers,
+        nodes=nodes,
+        uneven=_uneven(workers, nodes, steps, wall),
+        dropped=dropped,
+    )
 
 
 def chain_times(spans: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, int]]:

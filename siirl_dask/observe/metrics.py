@@ -69,7 +69,7 @@ def _unpack_one(name: object, entry: object) -> Metric:
             )
     if not 0 <= weight < math.inf:
         raise ValueError(f"metric {name!r}: weight {weight} is not a finite number from 0")
-    return Metric(Reduce(reduce), weight, total, squares, low, high)
+    return Metric(Reduce(reduce), weight, total=total, squares=squares, low=low, high=high)
 
 
 def _numbers(entries: Iterable[object]) -> list[float]:

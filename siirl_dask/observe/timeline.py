@@ -239,4 +239,15 @@ def _moved_beside(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
 def _bar(span: TraceSpan, first: int, cause: str) -> Bar:
     start = (span.start - first) / 1e9
     end = (span.end - first) / 1e9
-    return Bar(span.worker, span.lane, span.name, span.what, start, end, span.step, span.beside, cause, span.amount)
+    return Bar(
+        span.worker,
+        span.lane,
+        name=span.name,
+        what=span.what,
+        start=start,
+        end=end,
+        step=span.step,
+        beside=span.beside,
+        waits_for=cause,
+        amount=span.amount,
+    )

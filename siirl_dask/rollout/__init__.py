@@ -66,11 +66,11 @@ def build_engine(
     ConfigError when ``model.path`` is missing or cannot be loaded, or sees no images where there are some.
     """
     if not base:
-        return _build(device, rank, model, rollout, lora, images)
+        return _build(device, rank, model=model, rollout=rollout, lora=lora, images=images)
     from siirl_dask.rollout.shared_engine import AgentEngine, SharedEngine
 
     def make() -> SharedEngine:
-        return SharedEngine(_build(device, rank, model, rollout, lora, images, base))
+        return SharedEngine(_build(device, rank, model=model, rollout=rollout, lora=lora, images=images, agents=base))
 
     return AgentEngine(device.shared(("engine", *base), make), agent)
 
@@ -102,7 +102,7 @@ def _build(
                 f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
                 "as docs/engines.md says, or take rollout.engine=transformers"
             ) from error
-        return VllmEngine(model, rollout, device, rank, lora, processor, agents)
+        return VllmEngine(model, rollout, device=device, rank=rank, lora=lora, processor=processor, agents=agents)
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "

@@ -60,7 +60,7 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
         best = logprobs.max(-1)
         return best.indices, best.values
 
-    tokens, _ = generate(model, prompts, [2, 2], frozenset(), 0, likeliest)
+    tokens, _ = generate(model, prompts, limits=[2, 2], ends=frozenset(), pad_token=0, choose=likeliest)
     found = torch.stack(vocabulary, dim=1)
     plain = []
     for prompt, first in zip(prompts, tokens[:, 0].tolist(), strict=True):

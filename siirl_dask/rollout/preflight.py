@@ -143,7 +143,9 @@ def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Con
         weights = -(-model.dtype.itemsize * parameters.total // rollout.tensor_parallel_size)
         memory = weights + _cache(rollout, uses_vllm)
         lora = options.get("lora")
-        device = _on_device(parameters, model, rollout, workers, config, uses_vllm, lora)
+        device = _on_device(
+            parameters, model, rollout=rollout, workers=workers, config=config, vllm=uses_vllm, lora=lora
+        )
     notes = _notes(rollout.tensor_parallel_size, workers)
     if not uses_vllm and rollout.engine is not Engine.sglang:
         loop = loop_note(model.path)

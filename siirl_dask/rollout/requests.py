@@ -92,7 +92,14 @@ class RequestMessage:
                     )
                 shown = tuple(map(self._images.read, images))
                 places = _starts(starts, len(shown))
-                return GenerationRequest(_numbers(prompt, "<i8"), seed, _sampling(sampling), begun, shown, places)
+                return GenerationRequest(
+                    _numbers(prompt, "<i8"),
+                    seed,
+                    sampling=_sampling(sampling),
+                    begun=begun,
+                    images=shown,
+                    image_starts=places,
+                )
         raise PeerError(f"received {short(value)}, which is no generation request")
 
 

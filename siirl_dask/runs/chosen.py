@@ -38,7 +38,7 @@ _SHOWN = (
 
 def worst(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
     """Return the ``count`` samples with the lowest rewards, later steps first among equals; see ``best``."""
-    return _chosen(rollouts, count, "reward IS NOT NULL", "reward", "has a reward", decode)
+    return _chosen(rollouts, count, where="reward IS NOT NULL", order="reward", missing="has a reward", decode=decode)
 
 
 def best(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
@@ -48,18 +48,22 @@ def best(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa
     ``response_tokens``, and the row's lineage, as far as the run has them. Samples without a reward do not count. Where
     the run has columns of turns, ``conversation`` tells who said what, of which ``decode`` makes the texts.
     """
-    return _chosen(rollouts, count, "reward IS NOT NULL", "reward DESC", "has a reward", decode)
+    return _chosen(
+        rollouts, count, where="reward IS NOT NULL", order="reward DESC", missing="has a reward", decode=decode
+    )
 
 
 def longest(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
     """Return the ``count`` samples with the most response tokens, an environment's among them; see ``best``."""
-    return _chosen(rollouts, count, "true", f"{RESPONSE_TOKENS} DESC", "has a response", decode)
+    return _chosen(
+        rollouts, count, where="true", order=f"{RESPONSE_TOKENS} DESC", missing="has a response", decode=decode
+    )
 
 
 def failed(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
     """Return the newest ``count`` episodes in which a call of the environment failed, perhaps none; see ``best``."""
     check(rollouts, FINISH_REASON)
-    return _chosen(rollouts, count, f"finish_reason = '{FAILED}'", "step DESC", "", decode)
+    return _chosen(rollouts, count, where=f"finish_reason = '{FAILED}'", order="step DESC", missing="", decode=decode)
 
 
 def _chosen(rollouts: Rollouts, count: int, where: str, order: str, missing: str, decode: Decode | None) -> pa.Table:

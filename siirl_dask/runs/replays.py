@@ -101,11 +101,11 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
     return ColumnChange(
         name,
         len(old),
-        int((~same).sum()),
-        float(old[there].mean()) if there.any() else float("nan"),
-        float(new[there].mean()) if there.any() else float("nan"),
-        int(((old > 0) != (new > 0)).sum()),
-        float(np.corrcoef(old[there], new[there])[0, 1]) if vary else None,
+        changed=int((~same).sum()),
+        before=float(old[there].mean()) if there.any() else float("nan"),
+        after=float(new[there].mean()) if there.any() else float("nan"),
+        flipped=int(((old > 0) != (new > 0)).sum()),
+        correlation=float(np.corrcoef(old[there], new[there])[0, 1]) if vary else None,
     )
 
 
@@ -119,7 +119,12 @@ def _samples(before: pa.Table, after: pa.Table) -> tuple[SampleChange, ...]:
     news = after[REWARD].take(chosen).to_pylist()
     return tuple(
         SampleChange(
-            row[_STEP], row[ROW_ID], row[REWARD], new, str(row.get(PROMPT_TEXT, "")), str(row.get(RESPONSE, ""))
+            row[_STEP],
+            row[ROW_ID],
+            before=row[REWARD],
+            after=new,
+            prompt=str(row.get(PROMPT_TEXT, "")),
+            response=str(row.get(RESPONSE, "")),
         )
         for row, new in zip(rows, news, strict=True)
     )

@@ -214,7 +214,7 @@ def _opened(
             everything = [path for paths in files.values() for path in paths]
             connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")
             schema = connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
-        yield Rollouts(table, fs, files, schema, remark, connection)
+        yield Rollouts(table, fs, files=files, schema=schema, remark=remark, _connection=connection)
 
 
 def in_words(steps: range) -> str:

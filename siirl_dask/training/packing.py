@@ -138,7 +138,10 @@ def micro_batches(
         raise ValueError("the rows show images: expected a model that was built with the config's images")
     if inputs is not None:
         inputs.check_given(rows)
-    return [_pack(rows, response, start, stop, share, inputs) for start, stop in _cut(rows.offsets.numpy(), budget)]
+    return [
+        _pack(rows, response, start=start, stop=stop, share=share, inputs=inputs)
+        for start, stop in _cut(rows.offsets.numpy(), budget)
+    ]
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:

@@ -116,7 +116,9 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
     if size is None:
         return RoleCost(reads=(model.path,), process=process)
     held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
-    computing, device = _passes(size, model, trainer, len(workers), config, "trainer", images, learns=False)
+    computing, device = _passes(
+        size, model, trainer=trainer, workers=len(workers), config=config, key="trainer", images=images, learns=False
+    )
     memory = held + _gathered(size, trainer, learns=False)
     return RoleCost(
         memory=memory,
@@ -203,7 +205,9 @@ def _check_learner(
     if config.checkpoint.every and config.checkpoint.asynchronous:
         copied = _share((each - _GRADIENT) * learned - fewer, trainer, len(workers)) - elsewhere
     memory = _share(held, trainer, len(workers)) - elsewhere + _gathered(size, trainer, learns=True)
-    computing, device = _passes(size, model, trainer, len(workers), config, key, images)
+    computing, device = _passes(
+        size, model, trainer=trainer, workers=len(workers), config=config, key=key, images=images
+    )
     return RoleCost(
         memory=memory,
         computing=computing,

@@ -62,7 +62,9 @@ def read_rows(
         present = [name for name in columns if name in footer.schema.names]
         match kind:
             case Format.PARQUET:
-                schema, batches = _parquet_batches(file, held and held.metadata, index, present, bound, where)
+                schema, batches = _parquet_batches(
+                    file, held and held.metadata, index=index, columns=present, bound=bound, where=where
+                )
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
         selected = list(_select(batches, rows, bound, where))
@@ -91,7 +93,14 @@ def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None
             reader = _parquet_file(file)
             schema = reader.schema_arrow
             groups = (
-                _bounded(reader, index, schema, schema.names, bound, f"row group {index} of {where}")
+                _bounded(
+                    reader,
+                    index,
+                    schema=schema,
+                    columns=schema.names,
+                    bound=bound,
+                    where=f"row group {index} of {where}",
+                )
                 for index in range(reader.metadata.num_row_groups)
             )
         str(schema)  # names are decoded only when they are looked at
@@ -134,7 +143,9 @@ def read_batches(
             if reader is not None:
                 sizes = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, present)
                 most = _machine_memory() // 2
-                batches = _group_batches(reader, index, present, min(bound, _REPEATED_BYTES), sizes, most)
+                batches = _group_batches(
+                    reader, index, columns=present, bound=min(bound, _REPEATED_BYTES), sizes=sizes, most=most
+                )
             else:
                 batches = _arrow_batches(file, index, present)[1]
             seen = 0
@@ -210,7 +221,7 @@ def _parquet_batches(
     reader = _parquet_file(file, metadata)
     whole = reader.schema_arrow  # made anew at each call
     schema = pa.schema([whole.field(name) for name in columns])
-    return schema, _bounded(reader, index, whole, columns, bound, where)
+    return schema, _bounded(reader, index, schema=whole, columns=columns, bound=bound, where=where)
 
 
 def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:

@@ -121,7 +121,14 @@ def stage(
     back = decode_footer(encode(table.schema.empty_table(), format, 1), format).schema
     if differs := difference(table.schema, back):
         raise StorageError(f"this table stored as {format} {differs}: cast it first, or use another format")
-    return put_part(url, f"{DATA}/{uuid4().hex}.{format}", table, format, rows_per_group, bytes_per_group)
+    return put_part(
+        url,
+        f"{DATA}/{uuid4().hex}.{format}",
+        table=table,
+        format=format,
+        rows_per_group=rows_per_group,
+        bytes_per_group=bytes_per_group,
+    )
 
 
 def commit(

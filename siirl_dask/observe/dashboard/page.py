@@ -265,7 +265,15 @@ def _read_trace(url: str, step: int, before: Traced | None) -> Traced | None:
     first = min(span.start for span in spans if not span.is_count)
     drawn = timeline(spans, workers[:MOST_LANES])
     requests = engine_requests(spans, first)
-    return Traced(steps, drawn, find_bottleneck(spans), transfers(spans), requests, list(nodes), trace.parts)
+    return Traced(
+        steps,
+        drawn,
+        found=find_bottleneck(spans),
+        moved=transfers(spans),
+        requests=requests,
+        nodes=list(nodes),
+        parts=trace.parts,
+    )
 
 
 def _read_whole(url: str, step: int, row_id: int, tokenizer: str) -> Seen | None:

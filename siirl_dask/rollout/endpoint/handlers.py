@@ -151,7 +151,9 @@ class _Sampling(_Handler):
             if self.chat:
                 tools = asked.tools if asked.calls_tools else ()
                 first = conversation.tool_calls
-                message = read_message(engine.tokenizer, generation.token_ids, text, ids, tools, first)
+                message = read_message(
+                    engine.tokenizer, generation.token_ids, text=text, prompt=ids, tools=tools, first=first
+                )
                 conversation.tool_calls += len(message.get("tool_calls", ()))
         except asyncio.CancelledError as error:  # by on_connection_close, or because the endpoint closes
             conversation.abandon(turn)

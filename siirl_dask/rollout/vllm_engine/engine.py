@@ -82,7 +82,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._ranks.check_devices(device)
         self.processor = processor
         of_images = image_arguments(processor) if folder.sees_images else None
-        settings = llm_arguments(model, rollout, device, self._ranks, lora, of_images, len(agents) or 1)
+        settings = llm_arguments(
+            model, rollout, device=device, ranks=self._ranks, lora=lora, images=of_images, agents=len(agents) or 1
+        )
         self._parameters = folder.parameters
         self._end_tokens = folder.end_tokens
         self._base = BaseWeights(model.path, self._parameters)

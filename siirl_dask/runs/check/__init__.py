@@ -44,5 +44,5 @@ def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None
     findings = check_records(url, files, due.validations)
     checkpoints = check_checkpoints(url, files, read)
     resumed = newest_whole(url, checkpoints)
-    findings += check_tables(fs, root, files, resumed, due.folders, read)
+    findings += check_tables(fs, root, files=files, resumed=resumed, due=due.folders, read=read)
     return findings + checkpoints

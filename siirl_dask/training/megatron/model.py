@@ -60,7 +60,17 @@ class Stage(nn.Module):
         self.config = transformer_config(sizes, grid, device, dtype, operators)
         self.pg_collection = grid.collection()
         self.chunks = nn.ModuleList(
-            Chunk(self, sizes, grid, device, dtype, operators, number, head=head, padding=padding)
+            Chunk(
+                self,
+                sizes,
+                grid=grid,
+                device=device,
+                dtype=dtype,
+                operators=operators,
+                number=number,
+                head=head,
+                padding=padding,
+            )
             for number in range(grid.chunks)
         )
         self.value_head: nn.Linear | None = None

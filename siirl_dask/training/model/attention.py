@@ -71,12 +71,23 @@ def packed_attention(
         query, key, value = (each.to(dtype) for each in (query, key, value))
     match kernel:
         case FlashKernel(attend=attend):
-            output = attend_varlen(attend, query, key, value, packing, scaling, window)
+            output = attend_varlen(attend, query, key=key, value=value, packing=packing, scaling=scaling, window=window)
         case FlexKernel():
             ends = _ends(packing, query)
-            output = attend_flex(kernel, query, key, value, ends, packing, scaling, window, softcap, s_aux)
+            output = attend_flex(
+                kernel,
+                query,
+                key=key,
+                value=value,
+                ends=ends,
+                packing=packing,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=s_aux,
+            )
         case PluginKernel():
-            output = _attend_rows(query, key, value, packing, scaling, window)
+            output = _attend_rows(query, key, value=value, packing=packing, scaling=scaling, window=window)
         case None:
             scores = Scores(scaling, window, softcap, s_aux)
             output = _attend_runs(query, key, value, packing.runs, scores)

@@ -75,7 +75,7 @@ def kernel_of(
         name = PluginKernel().name if fits else _SDPA
         logger.info("packed attention on %s, %s, is computed by %s", device, heads, name)
         return PluginKernel() if fits else None
-    chosen = _on_gpu(device, dtype, width, value_width, heads, library, plain)
+    chosen = _on_gpu(device, dtype, width=width, value_width=value_width, heads=heads, library=library, plain=plain)
     if library in (FLASH, FLEX) and chosen is None:
         raise ConfigError(
             f"trainer.operators.attention={library}: it does not run on {device} for {heads}; leave it out"

@@ -174,7 +174,9 @@ def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width:
     )
     try:
         with torch.enable_grad():
-            attend_flex(kernel, query, key, value, ends, Packing(runs), None, None).sum().backward()
+            attend_flex(
+                kernel, query, key=key, value=value, ends=ends, packing=Packing(runs), scaling=None, window=None
+            ).sum().backward()
     except Exception as error:  # the compiler's and Triton's: no program for this device, too little shared memory, ...
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None

@@ -142,7 +142,16 @@ class _TokenLogprobs(torch.autograd.Function):
         of squared probabilities is q / s^2.
         """
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
+        head = _Head(
+            hidden,
+            weight,
+            bias=bias,
+            targets=targets,
+            temperature=temperature,
+            output=output,
+            head_dtype=head_dtype,
+            rows=rows,
+        )
         highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
         total = torch.zeros_like(highest)
         weighted = torch.zeros_like(highest)
@@ -184,7 +193,16 @@ class _TokenLogprobs(torch.autograd.Function):
         if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block
             by_entropy = None
         by_logprob, by_entropy = (None if each is None else each[:, None] for each in (by_logprob, by_entropy))
-        head = _Head(hidden, weight, bias, targets, ctx.temperature, ctx.output, ctx.head_dtype, ctx.rows)
+        head = _Head(
+            hidden,
+            weight,
+            bias=bias,
+            targets=targets,
+            temperature=ctx.temperature,
+            output=ctx.output,
+            head_dtype=ctx.head_dtype,
+            rows=ctx.rows,
+        )
         _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head needs no [V, D] gradient
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
         for_weight = torch.empty_like(weight) if head_learns else None
@@ -194,7 +212,9 @@ class _TokenLogprobs(torch.autograd.Function):
             slope = head.slope(logits)
             scores = logits.sub_(normalizer)
             spare = None if memory is None else head.like_logits(memory, len(part))
-            by_logits = _by_logits(scores, at[:, None], entropy, by_logprob, by_entropy, spare)
+            by_logits = _by_logits(
+                scores, at[:, None], entropy=entropy, by_logprob=by_logprob, by_entropy=by_entropy, spare=spare
+            )
             if slope is not None:
                 by_logits.mul_(slope)
             by_logits = by_logits.to(hidden.dtype)
