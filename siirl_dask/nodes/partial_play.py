@@ -26,7 +26,7 @@ from siirl_dask.nodes.episode import Episode
 from siirl_dask.nodes.episode_queue import OpenEpisode
 from siirl_dask.nodes.episode_rows import Item, Played
 from siirl_dask.nodes.episode_table import log_episodes
-from siirl_dask.nodes.partial_rollout import blobs_of, older_rows
+from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.nodes.playing import (
     Answers,
     Game,
@@ -73,7 +73,7 @@ def play_partial(ctx: Context, table: pa.Table, game: Game, budget: int) -> pa.T
     kept: _Kept | None = ctx.state.pop(_KEPT, None)
     lasting = kept.lasting if kept is not None else None
     if kept is not None:
-        older = older_rows(kept.rows).select(rows.column_names).cast(rows.schema)
+        older = with_older_ids(kept.rows).select(rows.column_names).cast(rows.schema)
         rows, states = pa.concat_tables([rows, older]), [*states, *kept.states]
     if lasting is None:
         answers: Answers = Answers()
@@ -102,14 +102,14 @@ def pack_kept_episodes(ctx: Context) -> pa.Table:
     kept: _Kept | None = ctx.state.get(_KEPT)
     if kept is None:
         return pa.schema([*((name, TYPES[name]) for name in IDENTITY), *_SEEDS.items()]).empty_table()
-    return once_per_group(kept.rows, blobs_of(kept.rows))
+    return once_per_group(kept.rows, blob_columns(kept.rows))
 
 
 def unpack_kept_episodes(ctx: Context, table: pa.Table) -> None:
     """Begin, in the next step, the episodes of ``pack_kept_episodes`` again. DataError when they are not such rows."""
     if missing := [name for name in _SEEDS if name not in table.column_names]:
         raise DataError(f"the episodes that were kept for later steps lack {missing}")
-    ctx.state[_KEPT] = _Kept(filled_by_group(table, blobs_of(table)), [None] * table.num_rows, None)
+    ctx.state[_KEPT] = _Kept(filled_by_group(table, blob_columns(table)), [None] * table.num_rows, None)
 
 
 def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:

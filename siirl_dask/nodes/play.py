@@ -23,7 +23,7 @@ from siirl_dask.nodes.episode import Episode, Rules
 from siirl_dask.nodes.episode_queue import EpisodeQueue
 from siirl_dask.nodes.episode_rows import EpisodeCodec, Item, Played
 from siirl_dask.nodes.episode_table import EPISODE_ROWS, episode_table, log_episodes
-from siirl_dask.nodes.generate import answering, sampling_of
+from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.partial_play import pack_kept_episodes, play_partial, unpack_kept_episodes
 from siirl_dask.nodes.playing import (
     Answers,
@@ -37,7 +37,7 @@ from siirl_dask.nodes.playing import (
     queue_of,
 )
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import EARLY
+from siirl_dask.nodes.sampling import EARLY_COLUMNS
 from siirl_dask.planner import Changes, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling
 from siirl_dask.schema import AGENT, GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT, PROMPT_IDS, TOKENS, fields
@@ -109,7 +109,7 @@ def _try_play(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **opt
     depends_on_options=_changes_of_play,
     expand=("rollout.rows_per_prompt", "environments.rows_per_episode"),
     groups="kept",
-    early=EARLY,
+    early=EARLY_COLUMNS,
     trial=_try_play,
 )
 def play(
@@ -130,7 +130,7 @@ def play(
     reward, and EpisodeError ends the run when more fail than ``environments.max_failures``. With ``rollout.partial``
     the rows are those of the groups that are complete by now, from this step and from earlier ones: partial_play.py.
     """
-    samplings, budget = [sampling_of(rollout)] * rollout.n, rollout.max_tokens_per_step
+    samplings, budget = [rollout_sampling(rollout)] * rollout.n, rollout.max_tokens_per_step
     return _play(ctx, table, samplings, environments, max_prompt_length, world, images, budget)
 
 
@@ -142,7 +142,7 @@ def play(
     depends_on_options=_changes,
     expand=("validation.n", "environments.rows_per_episode"),
     groups="kept",
-    early=EARLY,
+    early=EARLY_COLUMNS,
     trial=_try,
 )
 def play_answers(
@@ -157,7 +157,7 @@ def play_answers(
     images: ImagesConfig | None = None,
 ) -> pa.Table:
     """Play ``validation.n`` episodes from each prompt as ``validation`` says, numbered as those of ``play``."""
-    samplings = [answering(rollout, validation)] * validation.n
+    samplings = [validation_sampling(rollout, validation)] * validation.n
     return _play(ctx, table, samplings, environments, max_prompt_length, world, images)
 
 

@@ -20,8 +20,8 @@ from siirl_dask.nodes.episode import Episode, Rules
 from siirl_dask.nodes.episode_queue import EpisodeQueue, Heard, Usage
 from siirl_dask.nodes.episode_rows import SHOWN, Item, Played
 from siirl_dask.nodes.failures import check_failures, failed_episodes
-from siirl_dask.nodes.prompts import MAX_TOKENS, limits_of
-from siirl_dask.nodes.sampling import shown_images
+from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
+from siirl_dask.nodes.sampling import prompt_images
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import GROUP_ID, IMAGES, PROMPT, PROMPT_IDS, ROW_ID, TYPES
 
@@ -47,7 +47,7 @@ class Game:
         Episodes of a group have the same objects as images.
         """
         given = (ROW_ID, GROUP_ID, PROMPT, PROMPT_IDS, MAX_TOKENS, *self.world.columns, *more)
-        shown = shown_images(engine, episodes)
+        shown = prompt_images(engine, episodes)
         left_out = {IMAGES} if engine.processor is not None else set()  # to_pylist would copy them for each episode
         names = [name for name in dict.fromkeys(given) if name in episodes.column_names and name not in left_out]
         plain = episodes.select(names)
@@ -63,7 +63,7 @@ def episodes_of_prompts(table: pa.Table, n: int) -> pa.Table:
     """Return a row for each episode, ``n`` for each prompt, with the episode's number as its id."""
     rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
     numbers = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
-    limits_of(rows)  # refuses what is no limit
+    token_limits(rows)  # refuses what is no limit
     return rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID]))
 
 

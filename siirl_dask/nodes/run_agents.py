@@ -22,8 +22,8 @@ from siirl_dask.nodes.agent_rows import AgentCodec, Lived, lived_rows, log_lived
 from siirl_dask.nodes.episode_rows import EpisodeCodec, Item
 from siirl_dask.nodes.episode_table import EPISODE_ROWS
 from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
-from siirl_dask.nodes.generate import answering, sampling_of
-from siirl_dask.nodes.prompts import MAX_TOKENS, limits_of
+from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
+from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.rewards import Score
@@ -95,7 +95,9 @@ def run_agents(
     EpisodeError ends the run when more fail than ``endpoint.max_failures``.
     """
     live = Program(command) if agent is None else agent
-    return _run(ctx, table, [sampling_of(rollout)] * rollout.n, live, rollout, endpoint, max_prompt_length, columns)
+    return _run(
+        ctx, table, [rollout_sampling(rollout)] * rollout.n, live, rollout, endpoint, max_prompt_length, columns
+    )
 
 
 @declares(
@@ -120,7 +122,10 @@ def run_agents_to_validate(
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
     """Let agents live ``validation.n`` episodes of each prompt, sampled as ``validation`` says."""
-    live, samplings = Program(command) if agent is None else agent, [answering(rollout, validation)] * validation.n
+    live, samplings = (
+        Program(command) if agent is None else agent,
+        [validation_sampling(rollout, validation)] * validation.n,
+    )
     return _run(ctx, table, samplings, live, rollout, endpoint, max_prompt_length, columns)
 
 
@@ -157,7 +162,7 @@ def _episodes(table: pa.Table, n: int) -> pa.Table:
     """Return a row for each episode, ``n`` for each prompt, with the episode's number as its id."""
     rows, samples = rows_at(table, np.repeat(np.arange(table.num_rows), n)), np.tile(np.arange(n), table.num_rows)
     numbers = table[ROW_ID].to_numpy().repeat(n) * n + samples
-    limits_of(rows)  # refuses what is no limit
+    token_limits(rows)  # refuses what is no limit
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID]))
     return rows.append_column(SAMPLE_NUMBER, pa.array(samples, TYPES[SAMPLE_NUMBER]))
 

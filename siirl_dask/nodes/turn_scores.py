@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.early_scores import arguments
+from siirl_dask.nodes.early_scores import argument_names
 from siirl_dask.nodes.packed_table import one_chunk
 from siirl_dask.nodes.reward import score
 from siirl_dask.planner import Changes
@@ -79,7 +79,7 @@ def _turn_table(
     columns: Sequence[str],
 ) -> pa.Table:
     """Return a row for each turn, as ``score`` reads them: the turn's text is the response."""
-    names = [name for name in [ROW_ID, *arguments(columns)] if name != RESPONSE and name not in _OF_TURNS]
+    names = [name for name in [ROW_ID, *argument_names(columns)] if name != RESPONSE and name not in _OF_TURNS]
     ids = one_chunk(table[RESPONSE_IDS])
     texts = [
         engine.tokenizer.decode(ids[row].values[turn["start"] : turn["stop"]].to_pylist(), skip_special=True)

@@ -15,7 +15,7 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError, counted
 from siirl_dask.nodes.episodes import EPISODE, places_of
-from siirl_dask.nodes.nonfinite import decide
+from siirl_dask.nodes.nonfinite import nonfinite_handler
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
 from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns as declares
@@ -126,7 +126,7 @@ def update_policy(
         for batch in batches:
             _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
-        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
+        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, parts)))
     return table
 
 
@@ -154,7 +154,7 @@ def update_critic(
     critic: Critic = ctx.resource
     parts, spans = _parts(ctx, table, RETURNS, minibatches)
     batches = [_value_batch(part, own) for part, own in zip(parts, spans, strict=True)]
-    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
+    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, parts)))
     return table
 
 
