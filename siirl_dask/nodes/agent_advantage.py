@@ -18,7 +18,7 @@ from torch import Tensor
 from siirl_dask.algorithms import AgentOutcomes, EpisodeRows, RoleBaselines
 from siirl_dask.context import Context
 from siirl_dask.errors import PeerError
-from siirl_dask.nodes.episodes import EPISODE
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import scatter_valid, values
 from siirl_dask.nodes.turn_table import agent_names, episode_rows, scored_episodes
@@ -71,7 +71,7 @@ def _reads_proposal(*, proposal: str | None, **options: object) -> Changes:
 
 @columns(
     reads=[REWARD, GROUP_ID, AGENT],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     writes=fields(ADVANTAGE),
     depends_on_options=_reads_proposal,
     trial=_try,
@@ -100,7 +100,7 @@ def estimate_agent_advantages(
 
 @columns(
     reads=[REWARD, GROUP_ID],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     writes=fields(ADVANTAGE),
     stateful=True,
     depends_on_options=reads_option("by"),

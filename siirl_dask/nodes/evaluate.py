@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, reward_sums
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
 from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.planner import Changes, columns, reads_option
 from siirl_dask.schema import (
@@ -129,7 +129,9 @@ def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | N
         raise ValueError(f"extract gave {answer!r}: expected a text or None")
 
 
-@columns(reads=[GROUP_ID, REWARD, RESPONSE], optional=EPISODE, depends_on_options=reads_option("source"), trial=_try)
+@columns(
+    reads=[GROUP_ID, REWARD, RESPONSE], optional=EPISODE_COLUMNS, depends_on_options=reads_option("source"), trial=_try
+)
 def measure_answers(
     ctx: Context,
     table: pa.Table,
@@ -181,8 +183,8 @@ def _tally(
 
 def _samples(table: pa.Table, source: ColumnPath) -> Iterator[tuple[int, float | None, str, str | None]]:
     """Yield group, reward, response and source of each sample: a row, or an episode."""
-    episodes = episodes_of(table)
-    groups, responses, names = groups_of(table).tolist(), table[RESPONSE].to_pylist(), source.texts(table)
+    episodes = sequences_of(table)
+    groups, responses, names = comparison_groups(table).tolist(), table[RESPONSE].to_pylist(), source.texts(table)
     rewards = reward_sums(episodes, table[REWARD].to_pylist())
     for reward, rows in zip(rewards, episodes.rows(), strict=True):
         yield groups[rows[-1]], reward, responses[rows[-1]], names[rows[-1]]

@@ -103,8 +103,10 @@ Flags = NDArray[np.bool_]
 """[R] bool: one flag for each row."""
 
 
-def valid_rows(table: pa.Table, *names: str) -> Flags:
-    """Return a flag for each row that has no null in the named columns; absent columns do not count. [R]."""
+def valid_rows(table: pa.Table, names: Sequence[str]) -> Flags:
+    """Return a flag for each row that has no null in the named columns, of which the table has one at least; absent
+    columns do not count. [R].
+    """
     valid = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
     flags: Flags = np.logical_and.reduce(valid)
     return flags
@@ -112,7 +114,8 @@ def valid_rows(table: pa.Table, *names: str) -> Flags:
 
 def scatter_valid(valid: Flags, column: pa.Array) -> pa.Array:
     """Spread a column of the valid rows over all rows, null in the others."""
-    return column.take(pa.array(np.cumsum(valid) - 1, pa.int64(), mask=~valid))
+    index_among_valid = np.cumsum(valid) - 1
+    return column.take(pa.array(index_among_valid, pa.int64(), mask=~valid))
 
 
 def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import pyarrow as pa
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import Origin, RewardError
 from siirl_dask.nodes.early_scores import EarlyScores, argument_names
-from siirl_dask.nodes.episodes import EPISODE, episodes_of, reward_sums
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, reward_sums, sequences_of
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
@@ -49,7 +49,7 @@ def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
 
 @declares(
     reads=[PROMPT, RESPONSE, ANSWER],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     if_written=[PROMPT_TEXT],
     writes=fields(REWARD, REWARD_PARTS),
     by_row=begin_scores,
@@ -120,13 +120,13 @@ def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], fail
 
 def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
     """Log mean and standard deviation of the rewards: of rows, or of episodes as far as this worker has their rows."""
-    sequence_rewards = reward_sums(episodes_of(table), rewards)
+    sequence_rewards = reward_sums(sequences_of(table), rewards)
     valid = [reward for reward in sequence_rewards if reward is not None]
     ctx.log("reward/mean", valid)
     ctx.log("reward/std", valid, Reduce.STD)
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE, writes=fields(REWARD))
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE_COLUMNS, writes=fields(REWARD))
 def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the reward model's score of each row, prompt and response. RewardError names a row with no finite score."""
     model: RewardModel = ctx.resource

@@ -13,7 +13,7 @@ from torch import Tensor
 from siirl_dask.algorithms import nearest_distances, srpo_rewards
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import ConfigError, DataError
-from siirl_dask.nodes.episodes import EPISODE
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS
 from siirl_dask.nodes.packed_table import packed, ragged, scatter_valid, values
 from siirl_dask.nodes.turn_table import episode_rows, scored_episodes
 from siirl_dask.planner import columns, reads_option
@@ -54,7 +54,11 @@ def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("r
 
 
 @columns(
-    reads=[REWARD, GROUP_ID, EMBEDDING], optional=EPISODE, writes=fields(REWARD), trial=_try, learns_alone=_learns_alone
+    reads=[REWARD, GROUP_ID, EMBEDDING],
+    optional=EPISODE_COLUMNS,
+    writes=fields(REWARD),
+    trial=_try,
+    learns_alone=_learns_alone,
 )
 def score_by_similarity(
     ctx: Context, table: pa.Table, *, success: float = 1.0, eps: float = 0.5, min_samples: int = 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from siirl_dask.algorithms import EpisodeRows, TurnAdvantages, TurnOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import EPISODE
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, scatter_valid, values
 from siirl_dask.nodes.turn_table import TableTurns, episode_rows, scored_episodes, turns_of
@@ -94,7 +94,7 @@ def _two_episodes(group_ids: Tensor, first: Sequence[float], second: Sequence[fl
 
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
-    optional=[TURNS, RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
+    optional=[TURNS, RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE_COLUMNS],
     writes=fields(ADVANTAGES, RETURNS, TOKEN_TURNS),
     trial=_try,
     learns_alone=_learns_alone,

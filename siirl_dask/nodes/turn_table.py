@@ -12,14 +12,14 @@ from torch import Tensor
 
 from siirl_dask.algorithms import EpisodeRows
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import agents_of, numbered
+from siirl_dask.nodes.episodes import name_numbers, row_agents
 from siirl_dask.nodes.packed_table import Flags, one_chunk, response_mask, valid_rows, values
 from siirl_dask.schema import EPISODE_ID, GROUP_ID, RESPONSE_IDS, REWARD, ROW_ID, SEGMENT, TURNS
 
 
 def scored_episodes(table: pa.Table) -> Flags:
     """Return a flag for each row of an episode whose rows all have a reward. [R]."""
-    valid = valid_rows(table, REWARD)
+    valid = valid_rows(table, [REWARD])
     if EPISODE_ID not in table.column_names or not table.num_rows:
         return valid
     episodes = table[EPISODE_ID].to_numpy()
@@ -32,8 +32,8 @@ def agent_names(table: pa.Table) -> tuple[list[str], Tensor]:
 
     Without the column, and where it is null, the name is empty.
     """
-    agents = agents_of(table)
-    return sorted({*agents}) or [""], torch.from_numpy(numbered(agents))
+    agents = row_agents(table)
+    return sorted({*agents}) or [""], torch.from_numpy(name_numbers(agents))
 
 
 def episode_rows(table: pa.Table) -> EpisodeRows:
