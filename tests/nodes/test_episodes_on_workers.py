@@ -19,7 +19,9 @@ from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing
 
 SAMPLES, MOST = 3, 4
-WRITTEN = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "old_logprobs", "reward", *EPISODE_COLUMNS)
+WRITTEN = (
+    "prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "old_logprobs", "reward", *EPISODE_COLUMNS
+)  # fmt: skip
 
 
 @columns(writes=fields(*WRITTEN), new_rows=True, passes=False)
