@@ -129,7 +129,7 @@ def measure(engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes:
     ctx = Context(1, 0, Rank(), device, engine, resources={"environments": world})
     table = encode_prompts(ctx, prompts(episodes), max_prompt_length=16)
     try:
-        with patch("siirl_dask.nodes.playing.EpisodeQueue", case.queue):
+        with patch("siirl_dask.nodes.play_common.EpisodeQueue", case.queue):
             began = time.perf_counter()
             made = play(ctx, table, rollout=rollout, environments=config, max_prompt_length=16)
             seconds = time.perf_counter() - began

@@ -48,7 +48,7 @@ from siirl_dask.schema import (
     fields,
 )
 
-_STEP_SEED = -1  # takes the place of a row id in the seed of a draw for the step as a whole
+_STEP_SEED = -1  # used like a row id, for the seed of a draw for the step as a whole
 _BaselineKey = tuple[int, str | None]
 """The group and, in a table of episodes, the agent that a baseline is for."""
 
@@ -277,8 +277,8 @@ def estimate_token_advantages(
 def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax, arXiv:2310.10505).
 
-    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``. The reward of a greedy episode is
-    the sum of its rows'. ValueError for a group without a greedy response.
+    The node needs complete groups, rows=GROUPED, and responses of ``generate_with_greedy``. The reward of a greedy
+    episode is the sum of its rows'. ValueError for a group without a greedy response.
     """
     greedy = table.filter(table[GREEDY])
     rewards_of: dict[_BaselineKey, list[float | None]] = {}
@@ -312,10 +312,10 @@ def draw_minibatches(
 ) -> pa.Table:
     """Assign each row to a mini-batch: shuffle the step's prompts and cut them into equal parts.
 
-    Samples go with their prompt; a group of an earlier step goes where the group at its place would. With
-    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself, an episode with all of its rows: the number of
-    optimizer steps does not depend on how many rows episodes have. The draw depends on the step's seed alone, so all
-    workers agree without a message.
+    All samples of a prompt are in one mini-batch; a group of an earlier step, whose number is larger than the step has
+    prompts, is drawn as the group of that number modulo their count. With ``split_groups`` each of a prompt's ``n``
+    samples is drawn by itself, an episode with all of its rows: the number of optimizer steps does not depend on how
+    many rows episodes have. The draw depends on the step's seed alone, so all workers agree without a message.
     """
     if not split_groups:
         ids = table[GROUP_ID]
@@ -324,8 +324,8 @@ def draw_minibatches(
         ids = table[EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID]
         count = batch_size * n
     order = np.random.default_rng(ctx.seed(_STEP_SEED)).permutation(count)
-    place = order[ids.to_numpy() % count]
-    minibatch = place * minibatches // count
+    shuffled_index = order[ids.to_numpy() % count]
+    minibatch = shuffled_index * minibatches // count
     return table.append_column(MINIBATCH, pa.array(minibatch, TYPES[MINIBATCH]))
 
 

@@ -43,7 +43,6 @@ from siirl_dask.schema import (
     TYPES,
     WEIGHTS_VERSION,
     WORKER,
-    fields,
 )
 
 MESSAGE = "message"
@@ -176,7 +175,7 @@ def _check_agent(option: str, name: str, agents: Sequence[str]) -> None:
 @columns(
     reads=TURN,
     optional=[REWARD],
-    writes=fields(*TURN, EPISODE_ID, AGENT, SEGMENT),
+    writes={name: TYPES[name] for name in (*TURN, EPISODE_ID, AGENT, SEGMENT)},
     new_rows=True,
     depends_on_options=_bring_out_changes,
 )
@@ -199,11 +198,11 @@ def bring_out(
     Where an agent answered a turn several times (``rollout.n`` above 1), that turn is one row, with the mean of the
     rewards of the rows that continue it, and the id of the first; the node then needs complete groups (rows=GROUPED).
     ``groups={"b": "a"}`` compares turns of b that answer the same turn of a; otherwise the turns that answer the same
-    prompt are compared.
-    ``rewards={"a": "split"}`` gives a the part ``split`` of the reward (``reward_parts``) in place of the whole.
+    prompt are compared. ``rewards={"a": "split"}`` gives a the part ``split`` of the reward (``reward_parts``) in place
+    of the whole.
     """
-    groups = groups or {}
-    rewards = rewards or {}
+    groups = {} if groups is None else groups
+    rewards = {} if rewards is None else rewards
     turns = _turns(agents, rounds)
     table = table.sort_by(ROW_ID)
     tables: list[pa.Table] = []

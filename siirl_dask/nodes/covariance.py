@@ -58,11 +58,10 @@ def choose_covariant(
     logprobs = packed.column(rows, OLD_LOGPROBS).double()
     advantages = packed.column(rows, advantages_of(rows)).double()
     minibatch_of = packed.column(rows, MINIBATCH)
-    has_bounds = low is not None or high is not None
+    draws = None if low is None and high is None else _draws(ctx, rows, offsets)
     low = -inf if low is None else low
     high = inf if high is None else high
     chosen = torch.zeros(len(mask), dtype=torch.bool)
-    draws = _draws(ctx, rows, offsets) if has_bounds else None
     for minibatch in range(minibatches):
         tokens = torch.nonzero(mask & (minibatch_of == minibatch)).squeeze(1)
         own_sums = [len(tokens), float(logprobs[tokens].sum()), float(advantages[tokens].sum())]

@@ -146,9 +146,9 @@ class Episode:
         count = len(generation.token_ids)
         if self.budget is not None:
             self.budget -= count
-        reached_limit = count == self._requested and generation.finish_reason is FinishReason.LENGTH
-        self._turn_unfinished = bool(self._limited_by_budget and reached_limit)
-        if self._turn_unfinished:
+        self._turn_unfinished = False
+        if generation.finish_reason is FinishReason.LENGTH and count == self._requested and self._limited_by_budget:
+            self._turn_unfinished = True
             return None
         turn = row.turns[-1]
         turn.reward += self._rewards_before_turn.pop(self._agent, 0.0)
@@ -231,7 +231,7 @@ class Episode:
                 history.row.observed.append((shown.start, shown.image.data))
 
     def _begin_row(self, agent: str | None, text: Text, encoded: Encoded | None = None) -> None:
-        """Begin a row with a text, which ``encoded`` is where it is encoded already."""
+        """Begin a row with a text; ``encoded`` is its encoding, None where it is not encoded yet."""
         number = len(self._rows)
         rules = self.rules
         if number == rules.rows:

@@ -54,7 +54,7 @@ class PlayedRow:
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token; ``NOT_SAMPLED`` for a token of the environment."""
     observed: list[tuple[int, bytes]] = field(default_factory=list)
-    """Files of the images that the environment has shown, each with the place of its first token in the row."""
+    """Files of the images that the environment has shown, each with the index of its first token in the row."""
 
     @property
     def reward(self) -> float | None:
@@ -98,7 +98,9 @@ class PlayedEpisode:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that is finite as float32, the type of the columns."""
-    return isinstance(value, Real) and bool(abs(float(value)) <= _LARGEST_FLOAT32)
+    if not isinstance(value, Real):
+        return False
+    return bool(abs(float(value)) <= _LARGEST_FLOAT32)
 
 
 Item = Mapping[str, Any]

@@ -92,7 +92,7 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     requires=["adapters"],
 )
 def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the log-probs under the policy without its adapters: a reference that takes no second model.
+    """Add the log-probs under the policy without its adapters: a reference that needs no second model.
 
     The policy needs adapters (``trainer.lora.rank``).
     """
@@ -110,7 +110,7 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 )
 def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the moving average of the policy's weights: a reference that follows the policy
-    (TR-DPO, arXiv:2404.09656), and takes no second model.
+    (TR-DPO, arXiv:2404.09656), and needs no second model.
 
     The policy needs an average (``trainer.ema_decay``, ``trainer.ema_every``).
     """

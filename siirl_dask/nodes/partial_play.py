@@ -29,7 +29,7 @@ from siirl_dask.nodes.episode_queue import OpenEpisode
 from siirl_dask.nodes.episode_rows import Item, PlayedEpisode
 from siirl_dask.nodes.episode_table import log_episodes
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
-from siirl_dask.nodes.playing import (
+from siirl_dask.nodes.play_common import (
     AnswerQueue,
     PlaySetup,
     answers_into,
@@ -92,7 +92,7 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
         session = _LastingSession(setup.environments.lasting_session(answers_into(answers)), answers)
     step_budget = None if ctx.drain else budget
     try:
-        ended = _continue_episodes(ctx, setup, rows, states, session, step_budget)
+        ended = _continue_episodes(ctx, setup, rows, states, session=session, budget=step_budget)
         ended_rows = rows_at(rows, np.array([*ended], np.intp))
         check_episodes(ctx, ended_rows, [*ended.values()], setup.environments)
     except BaseException as error:
@@ -151,6 +151,7 @@ def _continue_episodes(
     setup: PlaySetup,
     rows: pa.Table,
     states: list[_State],
+    *,
     session: _LastingSession,
     budget: int | None,
 ) -> dict[int, PlayedEpisode]:

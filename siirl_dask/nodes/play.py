@@ -27,7 +27,7 @@ from siirl_dask.nodes.episode_rows import EpisodeCodec, Item, PlayedEpisode
 from siirl_dask.nodes.episode_table import EPISODE_ROWS, episode_table, log_episodes
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.partial_play import pack_unfinished_episodes, play_partial, unpack_unfinished_episodes
-from siirl_dask.nodes.playing import (
+from siirl_dask.nodes.play_common import (
     AnswerQueue,
     PlaySetup,
     answers_into,
@@ -247,15 +247,15 @@ def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[Played
 def _early_rows(
     ctx: Context, episodes: pa.Table, order: Sequence[int], setup: PlaySetup
 ) -> Callable[[int, PlayedEpisode], None] | None:
-    """Return the function that hands the rows of a played episode to the next node, given the episode's place in
-    ``order``; None where no node takes rows early.
+    """Return the function that hands the rows of a played episode to the next node, from the episode's index in
+    ``order``; None where no node reads rows early.
     """
     hand_over = ctx.hand_over
     if hand_over is None:
         return None
 
-    def on_result(place: int, played: PlayedEpisode) -> None:
-        episode = episodes.slice(order[place], 1)
+    def on_result(index: int, played: PlayedEpisode) -> None:
+        episode = episodes.slice(order[index], 1)
         hand_over(setup.make_rows(episode, [played]))
 
     return on_result
@@ -274,7 +274,7 @@ def _codec(schema: pa.Schema, version: int, rows: int) -> Codec[Item, PlayedEpis
 
 
 def _serve(ctx: Context, source: Any, own_count: int, setup: PlaySetup) -> EpisodeQueue:
-    """Let the engine play until no episode is left; return its queue."""
+    """Serve the engine until no episode is left; return its queue."""
     engine: RolloutEngine = ctx.resource
     answers: AnswerQueue = AnswerQueue()
 

@@ -43,13 +43,13 @@ def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> Changes:
 def measure_policy_change(
     ctx: Context, table: pa.Table, *, agents: tuple[str, ...] = (), old: str = OLD_LOGPROBS
 ) -> pa.Table:
-    """Add to each row's ``policy_change`` what the policy's update changed in its episode: the sum of log pi - log
-    pi_old over the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
+    """Add to each row's ``policy_change`` the change of the policy in its episode: the sum of log pi - log pi_old over
+    the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
 
-    It comes after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
-    ``happo_clip``. What was measured after earlier updates is added. ``old`` is the column of log-probs under the
-    policy before the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. The node
-    asks for rows=GROUPED where episodes have several rows.
+    The node runs after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
+    ``happo_clip``. The changes by earlier updates are added. ``old`` is the column of log-probs under the policy before
+    the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. Where episodes have
+    several rows the node needs complete groups: rows=GROUPED.
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource

@@ -85,7 +85,7 @@ def encode_prompts(
 
     The prompt is what ``column`` holds: the dataset's, or what another agent has written (``hand_over``). With
     ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens. With
-    ``continue_answers`` the model goes on with a last message of the assistant's.
+    ``continue_answers`` the model continues a last message of the assistant.
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that

@@ -59,7 +59,7 @@ def row_images(table: pa.Table) -> RowImages | None:
     Samples of a prompt have the same value, and where it is the same memory, comparing takes no time. Rows of a group
     may show other images than its first, as turns of an episode do.
     """
-    has_images = IMAGES in table.column_names and table.schema.field(IMAGES).type == TYPES[IMAGES]
+    has_images = _has_column(table, IMAGES)
     observed = _observed_images(table)
     if not has_images and not observed:
         return None
@@ -73,9 +73,16 @@ def row_images(table: pa.Table) -> RowImages | None:
     return RowImages(sets.images, torch.tensor(set_of_row, dtype=torch.int64), observed)
 
 
+def _has_column(table: pa.Table, name: str) -> bool:
+    """Return whether the table has a column of images; a dataset's own column of that name has another type."""
+    if name not in table.column_names:
+        return False
+    return bool(table.schema.field(name).type == TYPES[name])
+
+
 def _observed_images(table: pa.Table) -> list[tuple[ObservedImage, ...]]:
     """Return the images that environments have shown in each row; an empty list for a table without the column."""
-    if OBSERVED_IMAGES not in table.column_names or table.schema.field(OBSERVED_IMAGES).type != TYPES[OBSERVED_IMAGES]:
+    if not _has_column(table, OBSERVED_IMAGES):
         return []
     return [
         tuple(ObservedImage(image["start"], Image(image["bytes"])) for image in row)

@@ -86,13 +86,13 @@ def run_agents(
     command: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Let ``agent``, or a program that ``command`` starts, run ``rollout.n`` episodes of each prompt.
+    """Run ``rollout.n`` episodes of each prompt with ``agent``, or with a program that ``command`` starts.
 
-    It gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is episode ``e = p * n + k``,
-    and row j of the episode is row ``e * endpoint.max_segments + j``. The tokens before a row's first answer are at
-    most ``max_prompt_length``, the others ``rollout.max_response_length``. An episode fails when its agent
-    raises, takes too long, asks the model nothing, or returns neither a reward nor None: its rows have no reward, and
-    EpisodeError ends the run when more fail than ``endpoint.max_failures``.
+    The agent gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is episode
+    ``e = p * n + k``, and row j of the episode is row ``e * endpoint.max_segments + j``. The tokens before a row's
+    first answer are at most ``max_prompt_length``, the others ``rollout.max_response_length``. An episode fails when
+    its agent raises, takes too long, asks the model nothing, or returns neither a reward nor None: its rows have no
+    reward, and EpisodeError ends the run when more fail than ``endpoint.max_failures``.
     """
     return _run(
         ctx,
@@ -128,7 +128,7 @@ def run_agents_to_validate(
     command: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Let agents run ``validation.n`` episodes of each prompt, sampled as ``validation`` says."""
+    """Run ``validation.n`` episodes of each prompt with agents, sampled as ``validation`` says."""
     return _run(
         ctx,
         table,

@@ -151,16 +151,16 @@ def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
 
 
 def _early_rows(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
-    """Return the function that hands a finished row to the next node, given the place of its request in ``order`` and
-    its sample; None where no node takes rows early.
+    """Return the function that hands a finished row to the next node, from the index of its request in ``order`` and
+    its sample; None where no node reads rows early.
     """
     hand_over = ctx.hand_over
     if hand_over is None or rows is None:
         return None
     engine: RolloutEngine = ctx.resource
 
-    def on_result(place: int, sampled: Sampled) -> None:
-        row = rows.slice(order[place], 1)
+    def on_result(index: int, sampled: Sampled) -> None:
+        row = rows.slice(order[index], 1)
         hand_over(_with_samples(engine, row, [sampled]))
 
     return on_result

@@ -40,7 +40,7 @@ def mask_second_moment(ctx: Context, table: pa.Table, *, minibatches: int, limit
     ``limit`` (M2PO, arXiv:2510.01161, as AReaL has it).
 
     The second moment of log-ratios does not cancel as their mean does, and a few tokens make most of it: with rows of
-    old weights it takes these out and leaves the rest to a loss without a clip, such as ``ppo_clip`` with ``clip_low:
+    old weights it masks these and leaves the rest to a loss without a clip, such as ``ppo_clip`` with ``clip_low:
     1.0`` and ``clip_high: .inf``. Masked tokens do not count in the loss's denominators. Tokens that are equally far go
     together, and where even the nearest are too far, all do. Any number of workers masks the same tokens. ValueError
     for a limit that is not above 0.

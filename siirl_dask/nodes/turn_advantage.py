@@ -127,11 +127,12 @@ def estimate_turn_advantages(
 ) -> pa.Table:
     """Add an advantage and a return for each response token, those of its turn, and the number of the turn.
 
-    The node asks for rows=GROUPED: groups are whole. Without the column ``turns`` each row is one turn. A turn's reward
-    is the one in ``turns``, plus the penalties of its tokens (``kl_penalty``). What ``reward`` has beyond the row's
-    turns is on the last of them. With ``team`` all agents' rows of an episode carry the reward of the team: it counts
-    once, and what it has beyond all turns is on the episode's last one. With ``whiten``, what ``advantage`` returned
-    gets mean 0 and variance 1 over all the role's workers, turns or tokens each counting once.
+    The node needs complete groups: rows=GROUPED. Without the column ``turns`` each row is one turn. A turn's reward is
+    the one in ``turns``, plus the penalties of its tokens (``kl_penalty``). The difference between ``reward`` and the
+    sum of the row's turns is added to the last of them. With ``team`` all agents' rows of an episode have the reward of
+    the team: it counts once, and its difference to the sum of all turns is added to the episode's last one. With
+    ``whiten``, the result of ``advantage`` gets mean 0 and variance 1 over all the role's workers, turns or tokens each
+    counting once.
 
     DataError where ``team`` finds different rewards in an episode, and for spans that do not fit the response.
     """

@@ -160,7 +160,7 @@ def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = 
     """Publish this worker's share of the parameters; the role's workers share the load evenly.
 
     With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the same option. The
-    rows are a copy, so the next update may go on.
+    rows are a copy, so the next update may begin.
     """
     own = [
         (number, name, tensor)
