@@ -70,11 +70,11 @@ class LockStep(EpisodeQueue):
                 pass
             if not self._open:
                 break
-            self._hear(0.1)
+            self._take_answers(0.1)
             self.left = len(self._ready) if len(self._ready) == len(self._open) else 0
         turns = [self._ready.popleft() for _ in range(min(limit, self.left))]
         self.left -= len(turns)
-        self._note(len(turns))
+        self._change_running(len(turns))
         return [(turn, turn.episode.request()) for turn in turns]
 
 
@@ -129,7 +129,7 @@ def measure(engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes:
     ctx = Context(1, 0, Rank(), device, engine, resources={"environments": world})
     table = encode_prompts(ctx, prompts(episodes), max_prompt_length=16)
     try:
-        with patch("siirl_dask.nodes.play.EpisodeQueue", case.queue):
+        with patch("siirl_dask.nodes.play_common.EpisodeQueue", case.queue):
             began = time.perf_counter()
             made = play(ctx, table, rollout=rollout, environments=config, max_prompt_length=16)
             seconds = time.perf_counter() - began

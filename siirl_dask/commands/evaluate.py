@@ -27,7 +27,7 @@ from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import HUB, is_remote
 from siirl_dask.nodes.evaluate import SOURCE
-from siirl_dask.nodes.generate import answering as sampling_of_answers
+from siirl_dask.nodes.generate import validation_sampling
 from siirl_dask.observe import EvalResult, write_eval_result
 from siirl_dask.planner import DAG, compile_chains
 from siirl_dask.runs.export import check_unused
@@ -167,7 +167,7 @@ def _eval_result(
 ) -> EvalResult:
     metrics = {name: value for name, value in logged.items() if value is not None}
     validation = config.validation
-    sampling = sampling_of_answers(config.rollout, config.validation)
+    sampling = validation_sampling(config.rollout, config.validation)
     return EvalResult(
         model=redacted(request.model),
         step=step,

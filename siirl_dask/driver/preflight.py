@@ -20,7 +20,7 @@ from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.driver.prompt_rows import check_rows, may_be_answered
 from siirl_dask.driver.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
-from siirl_dask.nodes.prompts import check_expected
+from siirl_dask.nodes.prompts import check_expected_lengths
 from siirl_dask.observe.backends import check_backends
 from siirl_dask.planner import DAG, Footprint, Node, Plan, Role, RoleCost
 from siirl_dask.planner.contract import bare, options_of
@@ -278,5 +278,5 @@ def _check_column(source: Source, column: str, *, required: bool) -> None:
             lengths = snapshot.read_row_group(group, [column], max_bytes=source.read_limit)[column]
         except StorageError as error:
             raise DataError(f"dataset {source.url!r}: {error}") from error
-        check_expected(lengths, label, first)
+        check_expected_lengths(lengths, label, first)
         first += group.rows

@@ -21,7 +21,7 @@ from torch import Tensor
 from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, whole_episodes
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, comparison_groups, complete_sequences, sequences_of
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, values
 from siirl_dask.planner import Changes, columns
@@ -48,35 +48,55 @@ from siirl_dask.schema import (
     fields,
 )
 
-_DRAW = -1  # stands for a row id in the seed of a draw that belongs to the step as a whole
+_STEP_SEED = -1  # used like a row id, for the seed of a draw for the step as a whole
+_BaselineKey = tuple[int, str | None]
+"""The group and, in a table of episodes, the agent that a baseline is for."""
 
 
-def _try_rows(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> None:
-    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    outcomes = Outcomes(rewards=none, group_ids=ids, lengths=ids, baselines=none, parts=dict.fromkeys(parts, none))
-    _check_count(advantage(outcomes), "advantages")
+def _check_row_advantage(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> None:
+    """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
+    empty = torch.zeros(0)
+    empty_ids = torch.zeros(0, dtype=torch.int64)
+    outcomes = Outcomes(
+        rewards=empty,
+        group_ids=empty_ids,
+        lengths=empty_ids,
+        baselines=empty,
+        parts=dict.fromkeys(parts, empty),
+    )
+    _check_empty(advantage(outcomes), "advantages")
 
 
-def _try_tokens(
+def _check_token_advantages(
     *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
 ) -> None:
-    none = torch.zeros(0)
+    """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
+    empty = torch.zeros(0)
     outcomes = TokenOutcomes(
-        rewards=none,
-        group_ids=none.long(),
+        rewards=empty,
+        group_ids=empty.long(),
         offsets=torch.zeros(1).long(),
-        mask=none.bool(),
-        values=none,
-        logprobs=none if probabilities else None,
-        collision=none if probabilities else None,
+        mask=empty.bool(),
+        values=empty,
+        logprobs=empty if probabilities else None,
+        collision=empty if probabilities else None,
     )
     estimated = advantage(outcomes)
-    _check_count(estimated.advantages, "advantages")
-    _check_count(estimated.returns, "returns")
+    _check_empty(estimated.advantages, "advantages")
+    _check_empty(estimated.returns, "returns")
+
+
+def _check_empty(tensor: Tensor, name: str) -> None:
+    if tensor.shape != (0,):
+        raise ValueError(f"{name} have shape {list(tensor.shape)}: expected [0]")
 
 
 def _learns_alone(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> bool:
-    """Return False for an advantage that compares a prompt's samples: beside none, a sample of reward 0 has 0."""
+    """Return whether a single sample of a prompt can get an advantage other than 0.
+
+    False for an advantage that compares the samples of a prompt: a sample of reward 0 that is alone in its group gets
+    0, and in a group with another sample it does not.
+    """
     prompts = torch.arange(2)
     apart = advantage(_two_samples(prompts, parts))
     together = advantage(_two_samples(torch.zeros_like(prompts), parts))
@@ -99,7 +119,7 @@ def _two_samples(group_ids: Tensor, parts: tuple[str, ...]) -> Outcomes:
 def _tokens_learn_alone(
     *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
 ) -> bool:
-    """Return whether the same holds for samples of one token; with ``whiten`` the batch's mean is a baseline."""
+    """Return what ``_learns_alone`` does, for samples of one token; with ``whiten`` the batch's mean is a baseline."""
     if whiten:
         return True
     prompts = torch.arange(2)
@@ -122,11 +142,6 @@ def _two_tokens(group_ids: Tensor) -> TokenOutcomes:
     )
 
 
-def _check_count(values: Tensor, name: str) -> None:
-    if values.shape != (0,):
-        raise ValueError(f"{name} have shape {list(values.shape)}: expected [0]")
-
-
 def _reads_parts(*, parts: tuple[str, ...], **options: object) -> Changes:
     return Changes(reads=(REWARD_PARTS,) if parts else ())
 
@@ -135,7 +150,7 @@ def _reads_probabilities(*, probabilities: bool = False, **options: object) -> C
     return Changes(reads=(OLD_LOGPROBS, COLLISION_PROBS) if probabilities else ())
 
 
-def _parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the named parts of the rows' rewards, [R] each."""
     if not names:
         return {}
@@ -146,47 +161,54 @@ def _parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
         )
     parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
     for row_id, parts in zip(table[ROW_ID].to_pylist(), parts_of_rows, strict=True):
-        if lacking := [name for name in names if parts.get(name) is None]:
-            raise DataError(
-                f"the reward of row {row_id} has no part {lacking[0]!r} (it has: {sorted(parts)}): expected a reward "
-                f"function that returns a dict with {[*names]} for every row"
-            )
+        for name in names:
+            if parts.get(name) is None:
+                raise DataError(
+                    f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): expected a reward "
+                    f"function that returns a dict with {[*names]} for every row"
+                )
     return {name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32) for name in names}
 
 
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
-    optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE],
+    optional=[RESPONSE_MASK, KL_PENALTY, GREEDY_REWARD, *EPISODE_COLUMNS],
     writes=fields(ADVANTAGE),
     depends_on_options=_reads_parts,
-    trial=_try_rows,
+    trial=_check_row_advantage,
     learns_alone=_learns_alone,
 )
 def estimate_advantage(
     ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()
 ) -> pa.Table:
-    """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node asks for rows=GROUPED: groups are whole.
+    """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node needs complete groups: rows=GROUPED.
 
     The sum of a row's token rewards (``kl_penalty``) is added to its reward. All rows of an episode have its advantage.
     ``parts`` names parts of a reward that is a dict, which ``Outcomes.parts`` then has; an episode's are the sums of
-    its rows'. DataError for a row whose reward lacks one, and beside ``kl_penalty``, which is in none of them.
+    its rows'. DataError for a row whose reward lacks one, and for ``parts`` together with ``kl_penalty``, which is in
+    none of them.
     """
-    comparable = whole_episodes(table, REWARD, GREEDY_REWARD)
+    comparable = complete_sequences(table, [REWARD, GREEDY_REWARD])
     scored = table.filter(comparable)
-    episodes = episodes_of(scored)
+    sequences = sequences_of(scored)
     mask, offsets = response_mask(scored)
     rewards = values(scored[REWARD])
     if KL_PENALTY in scored.column_names:
-        rewards = rewards + row_sums(packed(scored[KL_PENALTY])[0] * mask, offsets)
+        token_penalties, _ = packed(scored[KL_PENALTY])
+        rewards = rewards + row_sums(token_penalties * mask, offsets)
+    baselines = None
+    if GREEDY_REWARD in scored.column_names:
+        baselines = sequences.of_last_rows(values(scored[GREEDY_REWARD]))
     outcomes = Outcomes(
-        rewards=episodes.sums(rewards),
-        group_ids=episodes.last(groups_of(scored)),
-        lengths=episodes.sums(row_sums(mask.long(), offsets)),
-        baselines=episodes.last(values(scored[GREEDY_REWARD])) if GREEDY_REWARD in scored.column_names else None,
-        parts={name: episodes.sums(rewards_of) for name, rewards_of in _parts(scored, parts).items()},
+        rewards=sequences.sums(rewards),
+        group_ids=sequences.of_last_rows(comparison_groups(scored)),
+        lengths=sequences.sums(row_sums(mask.long(), offsets)),
+        baselines=baselines,
+        parts={name: sequences.sums(part) for name, part in _reward_parts(scored, parts).items()},
         all_sum=ctx.all_sum,
     )
-    estimated = pa.array(episodes.spread(advantage(outcomes)).numpy(), TYPES[ADVANTAGE])
+    advantages = sequences.to_rows(advantage(outcomes))
+    estimated = pa.array(advantages.numpy(), TYPES[ADVANTAGE])
     table = table.append_column(ADVANTAGE, scatter_valid(comparable, estimated))
     check_finite(ctx, table, ADVANTAGE)
     return table
@@ -194,10 +216,10 @@ def estimate_advantage(
 
 @columns(
     reads=[REWARD, GROUP_ID, RESPONSE_IDS],
-    optional=[RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE],
+    optional=[RESPONSE_MASK, KL_PENALTY, VALUES, *EPISODE_COLUMNS],
     writes=fields(ADVANTAGES, RETURNS),
     depends_on_options=_reads_probabilities,
-    trial=_try_tokens,
+    trial=_check_token_advantages,
     learns_alone=_tokens_learn_alone,
 )
 def estimate_token_advantages(
@@ -208,24 +230,26 @@ def estimate_token_advantages(
     whiten: bool = True,
     probabilities: bool = False,
 ) -> pa.Table:
-    """Add an advantage and a return for each response token. The row's reward falls on its last token in the mask.
+    """Add an advantage and a return for each response token. The row's reward is that of its last token in the mask.
 
-    The rows of an episode are one row here: its segments lie end to end, and what follows a segment's last token is the
-    next one's first. With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers.
-    ``probabilities`` brings log-probs and collision probabilities, which ``policy_logprobs`` writes.
+    The rows of an episode are one row here: a segment's last token is followed by the first one of the next segment.
+    With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers. With
+    ``probabilities`` the advantage also gets log-probs and collision probabilities, which ``policy_logprobs`` writes.
     """
-    comparable = whole_episodes(table, REWARD)
+    comparable = complete_sequences(table, [REWARD])
     scored = table.filter(comparable)
-    episodes = episodes_of(scored)
-    scored = episodes.end_to_end(scored)
+    sequences = sequences_of(scored)
+    scored = sequences.sorted_table(scored)
     mask, row_offsets = response_mask(scored)
-    offsets = episodes.offsets(row_offsets)
-    rewards = _on_last_token(values(scored[REWARD]), mask, row_offsets, episodes.begins(offsets))
+    offsets = sequences.token_offsets(row_offsets)
+    sequence_starts = sequences.starts_of_rows(offsets)
+    rewards = _rewards_on_last_tokens(values(scored[REWARD]), mask, row_offsets, sequence_starts)
     if KL_PENALTY in scored.column_names:
-        rewards = rewards + packed(scored[KL_PENALTY])[0] * mask
+        token_penalties, _ = packed(scored[KL_PENALTY])
+        rewards = rewards + token_penalties * mask
     outcomes = TokenOutcomes(
         rewards=rewards,
-        group_ids=groups_of(scored)[episodes.ends],
+        group_ids=comparison_groups(scored)[sequences.ends],
         offsets=offsets,
         mask=mask,
         values=packed(scored[VALUES])[0] if VALUES in scored.column_names else None,
@@ -237,7 +261,7 @@ def estimate_token_advantages(
     if whiten:
         advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
     for name, flat in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
-        column = episodes.put_back(ragged(flat, row_offsets, TYPES[name]))
+        column = sequences.unsorted_column(ragged(flat, row_offsets, TYPES[name]))
         table = table.append_column(name, scatter_valid(comparable, column))
     check_finite(ctx, table, ADVANTAGES, RETURNS)
     return table
@@ -245,7 +269,7 @@ def estimate_token_advantages(
 
 @columns(
     reads=[GREEDY, REWARD, GROUP_ID],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     writes=fields(GREEDY_REWARD),
     new_rows=True,
     groups="kept",
@@ -253,27 +277,32 @@ def estimate_token_advantages(
 def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax, arXiv:2310.10505).
 
-    The node asks for rows=GROUPED; the responses come from ``generate_with_greedy``. The reward of a greedy episode is
-    the sum of its rows'. ValueError for a group without a greedy response.
+    The node needs complete groups, rows=GROUPED, and responses of ``generate_with_greedy``. The reward of a greedy
+    episode is the sum of its rows'. ValueError for a group without a greedy response.
     """
     greedy = table.filter(table[GREEDY])
-    rewards: dict[tuple[int, str | None], list[float | None]] = {}
+    rewards_of: dict[_BaselineKey, list[float | None]] = {}
     for key, reward in zip(_baseline_keys(greedy), greedy[REWARD].to_pylist(), strict=True):
-        rewards.setdefault(key, []).append(reward)
-    baseline = {key: None if None in parts else fsum(filter(None, parts)) for key, parts in rewards.items()}
-    ctx.log("reward/greedy", [reward for reward in baseline.values() if reward is not None])
+        rewards_of.setdefault(key, []).append(reward)
+    baselines: dict[_BaselineKey, float | None] = {}
+    for key, rewards in rewards_of.items():
+        valid = [reward for reward in rewards if reward is not None]
+        baselines[key] = fsum(valid) if len(valid) == len(rewards) else None
+    ctx.log("reward/greedy", [reward for reward in baselines.values() if reward is not None])
     sampled = table.filter(pc.invert(table[GREEDY]))
     keys = _baseline_keys(sampled)
-    if missing := sorted({group for group, _ in {*keys} - baseline.keys()}):
+    missing = sorted({group for group, agent in keys if (group, agent) not in baselines})
+    if missing:
         raise ValueError(f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy")
-    baselines = pa.array([baseline[key] for key in keys], TYPES[GREEDY_REWARD])
-    return sampled.append_column(GREEDY_REWARD, baselines)
+    column = pa.array([baselines[key] for key in keys], TYPES[GREEDY_REWARD])
+    return sampled.append_column(GREEDY_REWARD, column)
 
 
-def _baseline_keys(table: pa.Table) -> list[tuple[int, str | None]]:
-    """Return the group and, in a table of episodes, the agent that each row has a baseline for."""
-    by_agent = EPISODE_ID in table.column_names and AGENT in table.column_names
-    agents = table[AGENT].to_pylist() if by_agent else [None] * table.num_rows
+def _baseline_keys(table: pa.Table) -> list[_BaselineKey]:
+    """Return the key of each row's baseline."""
+    agents = [None] * table.num_rows
+    if EPISODE_ID in table.column_names and AGENT in table.column_names:
+        agents = table[AGENT].to_pylist()
     return list(zip(table[GROUP_ID].to_pylist(), agents, strict=True))
 
 
@@ -283,25 +312,34 @@ def draw_minibatches(
 ) -> pa.Table:
     """Assign each row to a mini-batch: shuffle the step's prompts and cut them into equal parts.
 
-    Samples go with their prompt; a group of an earlier step goes where the group at its place would. With
-    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself, an episode with all of its rows: the number of
-    optimizer steps does not depend on how many rows episodes have. The draw depends on the step's seed alone, so all
-    workers agree without a message.
+    All samples of a prompt are in one mini-batch; a group of an earlier step, whose number is larger than the step has
+    prompts, is drawn as the group of that number modulo their count. With ``split_groups`` each of a prompt's ``n``
+    samples is drawn by itself, an episode with all of its rows: the number of optimizer steps does not depend on how
+    many rows episodes have. The draw depends on the step's seed alone, so all workers agree without a message.
     """
-    sample = EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID
-    ids, count = (table[sample], batch_size * n) if split_groups else (table[GROUP_ID], batch_size)
-    order = np.random.default_rng(ctx.seed(_DRAW)).permutation(count)
-    drawn = order[ids.to_numpy() % count] * minibatches // count
-    return table.append_column(MINIBATCH, pa.array(drawn, TYPES[MINIBATCH]))
+    if not split_groups:
+        ids = table[GROUP_ID]
+        count = batch_size
+    else:
+        ids = table[EPISODE_ID if EPISODE_ID in table.column_names else ROW_ID]
+        count = batch_size * n
+    order = np.random.default_rng(ctx.seed(_STEP_SEED)).permutation(count)
+    shuffled_index = order[ids.to_numpy() % count]
+    minibatch = shuffled_index * minibatches // count
+    return table.append_column(MINIBATCH, pa.array(minibatch, TYPES[MINIBATCH]))
 
 
-def _on_last_token(rewards: Tensor, mask: Tensor, offsets: Tensor, begins: Tensor) -> Tensor:
-    """Put each row's reward on its last token in the mask; ``begins`` is where its sequence begins. [R] -> [K].
+def _rewards_on_last_tokens(rewards: Tensor, mask: Tensor, offsets: Tensor, sequence_starts: Tensor) -> Tensor:
+    """Put each row's reward on its last token in the mask. [R] -> [K].
 
-    Of a row without one it falls on the last one before it in the sequence; where there is none either, nowhere.
+    ``sequence_starts``, [R], is the index of the first token of the row's sequence. The reward of a row without tokens
+    in the mask is put on the last such token before it in the sequence; where there is none either, on no token.
     """
-    rows = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
-    places = torch.where(mask, torch.arange(len(mask)), -1)
-    last = torch.full((len(rewards),), -1).scatter_reduce(0, rows, places, "amax").cummax(0).values
-    there = last >= begins
-    return torch.zeros(len(mask), dtype=rewards.dtype).index_put_((last[there],), rewards[there], accumulate=True)
+    row_of_token = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
+    index_in_mask = torch.where(mask, torch.arange(len(mask)), -1)
+    no_token = torch.full((len(rewards),), -1)
+    last_of_row = no_token.scatter_reduce(0, row_of_token, index_in_mask, "amax")
+    last_so_far = last_of_row.cummax(0).values
+    has_token = last_so_far >= sequence_starts
+    on_tokens = torch.zeros(len(mask), dtype=rewards.dtype)
+    return on_tokens.index_put_((last_so_far[has_token],), rewards[has_token], accumulate=True)

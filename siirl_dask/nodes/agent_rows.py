@@ -1,4 +1,4 @@
-"""The rows of episodes that agents lived: as a table, as plain data for other workers, and what is logged of them."""
+"""The rows of episodes that agents ran: as a table, as plain data for other workers, and as metrics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import PeerError
-from siirl_dask.nodes.episode_rows import EpisodeCodec, Played, PlayedRow, Turn, is_number
-from siirl_dask.nodes.episode_table import log_rewards, log_rows, rows_of_episodes
+from siirl_dask.nodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn, is_number
+from siirl_dask.nodes.episode_table import log_rewards, log_rows, oldest_version, rows_of_episodes
 from siirl_dask.rewards import Score
 from siirl_dask.rollout import FinishReason, RolloutEngine
 from siirl_dask.rollout.endpoint import Segment
@@ -29,13 +29,13 @@ from siirl_dask.schema import (
 
 
 @dataclass(frozen=True, slots=True)
-class Lived:
+class AgentEpisode:
     """An episode that has ended."""
 
     segments: Sequence[Segment]
     """Its rows, at least one."""
     score: Score
-    """The reward that the agent returned; none where it returned None, or failed."""
+    """The reward that the agent returned; without one where it returned None, or failed."""
     requests: int
     seconds: float
     worker: str
@@ -44,36 +44,23 @@ class Lived:
 
 @dataclass(frozen=True, slots=True)
 class AgentCodec:
-    """Packs episodes for a peer that runs their agents, and what came of them. All data from peers is checked."""
+    """Packs episodes that a peer's agents have run, for the way back. All data from peers is checked."""
 
     episodes: EpisodeCodec
 
-    def pack_result(self, lived: Lived) -> dict[str, Any]:
+    def pack_result(self, episode: AgentEpisode) -> dict[str, Any]:
         """Return an episode that has ended as plain data."""
-        rows = [
-            PlayedRow(
-                None,
-                at,
-                row.prompt,
-                row.response,
-                row.mask,
-                row.logprobs,
-                [Turn(*t) for t in row.turns],
-                {},
-                row.finish,
-            )
-            for at, row in enumerate(lived.segments)
-        ]
+        rows = [_played_row(index, segment) for index, segment in enumerate(episode.segments)]
         return {
-            "episode": self.episodes.pack_result(Played(rows, lived.worker, lived.score.failure)),
-            "seeds": [row.seed for row in lived.segments],
-            "reward": lived.score.reward,
-            "parts": dict(lived.score.parts),
-            "requests": lived.requests,
-            "seconds": lived.seconds,
+            "episode": self.episodes.pack_result(PlayedEpisode(rows, episode.worker, episode.score.failure)),
+            "seeds": [segment.seed for segment in episode.segments],
+            "reward": episode.score.reward,
+            "parts": dict(episode.score.parts),
+            "requests": episode.requests,
+            "seconds": episode.seconds,
         }
 
-    def read_result(self, value: object) -> Lived:
+    def read_result(self, value: object) -> AgentEpisode:
         """Return the episode in ``value``, whose rows this worker's version of the weights sampled.
 
         PeerError for anything else.
@@ -89,74 +76,105 @@ class AgentCodec:
             }:
                 played = self.episodes.read_result(packed)
                 score = Score(reward, parts, played.failure)
-                if _fits(played, seeds, score) and requests >= 0 and seconds >= 0:
-                    rows = zip(played.rows, seeds, strict=True)
-                    segments = [_segment(row, seed) for row, seed in rows]
-                    return Lived(segments, score, requests, seconds, played.worker)
+                if _is_consistent(played, seeds, score) and requests >= 0 and seconds >= 0:
+                    segments = [_segment(row, seed) for row, seed in zip(played.rows, seeds, strict=True)]
+                    return AgentEpisode(segments, score, requests, seconds, played.worker)
         raise PeerError(f"received {str(value)[:80]!r}, which is no episode of an agent")
 
 
-def _segment(row: PlayedRow, seed: int) -> Segment:
-    spans = [(turn.start, turn.stop) for turn in row.turns]
-    return Segment(row.prompt, seed, (), row.response, row.logprobs, row.mask, row.versions, spans, row.reason)
-
-
-def _fits(played: Played, seeds: Sequence[object], score: Score) -> bool:
-    """Return whether what a peer sent beside an episode's rows has the values that it can have."""
-    return (
-        len(seeds) == len(played.rows)
-        and all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds)
-        and (score.reward is None or is_number(score.reward))
-        and (score.reward is None or score.failure is None)
-        and all(isinstance(name, str) and is_number(number) for name, number in score.parts.items())
+def _played_row(index: int, segment: Segment) -> PlayedRow:
+    """Return an episode's segment as a row; turns have no rewards of their own."""
+    return PlayedRow(
+        agent=None,
+        segment=index,
+        prompt=segment.prompt,
+        response=segment.response,
+        mask=segment.mask,
+        logprobs=segment.logprobs,
+        turns=[Turn(start, stop) for start, stop in segment.turns],
+        reason=segment.finish,
     )
 
 
-def lived_rows(ctx: Context, episodes: pa.Table, lived: Sequence[Lived], max_segments: int) -> pa.Table:
-    """Return the rows of each of the ``episodes``, whose row ids are their numbers.
+def _segment(row: PlayedRow, seed: int) -> Segment:
+    return Segment(
+        prompt=row.prompt,
+        seed=seed,
+        order=(),
+        response=row.response,
+        logprobs=row.logprobs,
+        mask=row.mask,
+        versions=row.versions,
+        turns=[(turn.start, turn.stop) for turn in row.turns],
+        finish=row.reason,
+    )
+
+
+def _is_consistent(played: PlayedEpisode, seeds: Sequence[object], score: Score) -> bool:
+    """Return whether seeds and score that a peer sent with an episode's rows have the values that they can have."""
+    if len(seeds) != len(played.rows):
+        return False
+    if not all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds):
+        return False
+    if score.reward is not None and (not is_number(score.reward) or score.failure is not None):
+        return False
+    return all(isinstance(name, str) and is_number(number) for name, number in score.parts.items())
+
+
+def agent_rows(ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode], max_segments: int) -> pa.Table:
+    """Return the rows of each episode; ``table`` has a row for each of them, whose row id is the episode's number.
 
     An episode's reward is that of its last row, and of the last turn in it; the others have 0, so that the sum over the
-    rows is the episode's. Where there is none, all are null.
+    rows is the episode's. An episode without a reward has null in all rows.
     """
     engine: RolloutEngine = ctx.resource
-    within = [at for one in lived for at in range(len(one.segments))]
-    rows = [segment for one in lived for segment in one.segments]
-    scores = [_share(one.score, last=at + 1 == len(one.segments)) for one in lived for at in range(len(one.segments))]
-    others: dict[str, Sequence[object]] = {
-        SEGMENT: within,
-        SAMPLING_SEED: [row.seed for row in rows],
-        TOKEN_VERSIONS: [row.versions for row in rows],
-        WEIGHTS_VERSION: [min((v for v in row.versions if v >= 0), default=engine.version) for row in rows],
-        TURNS: [_turns(row, score) for row, score in zip(rows, scores, strict=True)],
-        FINISH_REASON: [_reason(row, score) for row, score in zip(rows, scores, strict=True)],
+    segments: list[Segment] = []
+    scores: list[Score] = []
+    numbers: list[int] = []
+    workers: list[str] = []
+    for episode in episodes:
+        count = len(episode.segments)
+        segments += episode.segments
+        numbers += range(count)
+        workers += [episode.worker] * count
+        others = episode.score if episode.score.reward is None else Score(0.0)
+        scores += [others] * (count - 1) + [episode.score]
+    with_scores = list(zip(segments, scores, strict=True))
+    columns: dict[str, Sequence[object]] = {
+        SEGMENT: numbers,
+        SAMPLING_SEED: [segment.seed for segment in segments],
+        TOKEN_VERSIONS: [segment.versions for segment in segments],
+        WEIGHTS_VERSION: [oldest_version(segment.versions, engine) for segment in segments],
+        TURNS: [_turns(segment, score) for segment, score in with_scores],
+        FINISH_REASON: [_finish_reason(segment, score) for segment, score in with_scores],
         REWARD: [score.reward for score in scores],
         REWARD_PARTS: [[*score.parts.items()] for score in scores],
-        WORKER: [one.worker for one in lived for _ in one.segments],
+        WORKER: workers,
     }
-    return rows_of_episodes(engine, episodes, [one.segments for one in lived], max_segments, others)
+    return rows_of_episodes(engine, table, [episode.segments for episode in episodes], max_segments, columns)
 
 
-def log_lived(ctx: Context, table: pa.Table, lived: Sequence[Lived]) -> None:
+def log_agent_episodes(ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode]) -> None:
     """Log lengths by row, and requests, seconds and rewards by episode."""
-    turns = [sum(len(row.turns) for row in one.segments) for one in lived]
-    log_rows(ctx, table, failed=sum(one.score.failure is not None for one in lived), turns=turns)
-    ctx.log("episodes/seconds", [one.seconds for one in lived])
-    ctx.log("episodes/longest_seconds", max((one.seconds for one in lived), default=0.0), Reduce.MAX)
-    rewards = [one.score.reward for one in lived if one.score.reward is not None]
-    log_rewards(ctx, rewards, [part for one in lived for part in one.score.parts.items()])
+    turns = [sum(len(segment.turns) for segment in episode.segments) for episode in episodes]
+    log_rows(ctx, table, failed=sum(episode.score.failure is not None for episode in episodes), turns=turns)
+    seconds = [episode.seconds for episode in episodes]
+    ctx.log("episodes/seconds", seconds)
+    ctx.log("episodes/longest_seconds", max(seconds, default=0.0), Reduce.MAX)
+    rewards = [episode.score.reward for episode in episodes if episode.score.reward is not None]
+    parts = [part for episode in episodes for part in episode.score.parts.items()]
+    log_rewards(ctx, rewards, parts)
 
 
-def _share(score: Score, *, last: bool) -> Score:
-    """Return a row's share of its episode's score."""
-    return score if last or score.reward is None else Score(0.0)
-
-
-def _turns(row: Segment, score: Score) -> list[dict[str, Any]]:
-    turns = [{"start": start, "stop": stop, "reward": 0.0, "state": 0} for start, stop in row.turns]
-    if turns:
-        turns[-1]["reward"] = score.reward or 0.0
+def _turns(segment: Segment, score: Score) -> list[dict[str, Any]]:
+    """Return the turns of a row, whose reward is that of the last one."""
+    turns = [{"start": start, "stop": stop, "reward": 0.0, "state": 0} for start, stop in segment.turns]
+    if turns and score.reward is not None:
+        turns[-1]["reward"] = score.reward
     return turns
 
 
-def _reason(row: Segment, score: Score) -> str:
-    return str(FinishReason.FAILED if score.failure is not None else row.finish)
+def _finish_reason(segment: Segment, score: Score) -> str:
+    if score.failure is not None:
+        return str(FinishReason.FAILED)
+    return str(segment.finish)

@@ -1,4 +1,4 @@
-"""Chooses the tokens that clip-cov and kl-cov treat apart (arXiv:2505.22617), over the mini-batches of all workers."""
+"""Chooses the tokens that clip-cov and kl-cov treat specially (arXiv:2505.22617), over all workers."""
 
 from __future__ import annotations
 
@@ -51,39 +51,50 @@ def choose_covariant(
     between them with the step's seed. Means and choice are over all workers: any number of them marks the same tokens.
     The choice is made once a step, from log-probs before the update, as the paper's is in the first mini-batch.
     """
-    comparable = valid_rows(table, advantages_of(table))
+    comparable = valid_rows(table, [advantages_of(table)])
     rows = table.filter(comparable)
     packed = pack_rows(rows)
     mask, offsets = response_mask(rows)
-    logprobs, advantages = (packed.column(rows, name).double() for name in (OLD_LOGPROBS, advantages_of(rows)))
+    logprobs = packed.column(rows, OLD_LOGPROBS).double()
+    advantages = packed.column(rows, advantages_of(rows)).double()
     minibatch_of = packed.column(rows, MINIBATCH)
     draws = None if low is None and high is None else _draws(ctx, rows, offsets)
+    low = -inf if low is None else low
+    high = inf if high is None else high
     chosen = torch.zeros(len(mask), dtype=torch.bool)
     for minibatch in range(minibatches):
-        places = torch.nonzero(mask & (minibatch_of == minibatch)).squeeze(1)
-        count, *sums = ctx.all_sum([len(places), float(logprobs[places].sum()), float(advantages[places].sum())])
-        means = [total / max(1.0, count) for total in sums]
-        scores = covariances(logprobs[places], advantages[places], *means)
+        tokens = torch.nonzero(mask & (minibatch_of == minibatch)).squeeze(1)
+        own_sums = [len(tokens), float(logprobs[tokens].sum()), float(advantages[tokens].sum())]
+        count, logprob_sum, advantage_sum = ctx.all_sum(own_sums)
+        mean_logprob = logprob_sum / max(1.0, count)
+        mean_advantage = advantage_sum / max(1.0, count)
+        scores = covariances(logprobs[tokens], advantages[tokens], mean_logprob, mean_advantage)
         if draws is not None:
-            between = (scores >= (-inf if low is None else low)) & (scores <= (inf if high is None else high))
-            places, scores = places[between], draws[places[between]]
-        chosen[places[scores >= _threshold(ctx, scores, max(1, int(fraction * count)))]] = True
+            tokens = tokens[(scores >= low) & (scores <= high)]
+            scores = draws[tokens]
+        threshold = _threshold(ctx, scores, max(1, int(fraction * count)))
+        chosen[tokens[scores >= threshold]] = True
     ctx.log("policy/covariant_tokens", int(chosen.sum()), Reduce.SUM)
     return table.append_column(COVARIANT, scatter_valid(comparable, ragged(chosen, offsets, TYPES[COVARIANT])))
 
 
 def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:
-    """Return a number in [0, 1) for each token, decided by its row and its place. [K]."""
-    seeds = (ctx.seed(row_id) for row_id in table[ROW_ID].to_pylist())
-    drawn = [np.random.default_rng(seed).random(n) for seed, n in zip(seeds, offsets.diff().tolist(), strict=True)]
-    return torch.from_numpy(np.concatenate([np.zeros(0), *drawn]))
+    """Return a number in [0, 1) for each token, which its row id and its index in the row determine. [K]."""
+    drawn = [np.zeros(0)]
+    for row_id, length in zip(table[ROW_ID].to_pylist(), offsets.diff().tolist(), strict=True):
+        generator = np.random.default_rng(ctx.seed(row_id))
+        drawn.append(generator.random(length))
+    return torch.from_numpy(np.concatenate(drawn))
 
 
 def _threshold(ctx: Context, scores: Tensor, count: int) -> float:
-    """Return the ``count``-th highest score over all workers."""
-    own = scores.topk(min(count, len(scores))).values
-    everyone = np.concatenate([_read_scores(message, count) for message in ctx.all_gather(own.numpy().tobytes())])
-    return float(np.partition(everyone, -count)[-count]) if len(everyone) >= count else -inf
+    """Return the ``count``-th highest score over all workers; -inf where they have fewer."""
+    highest = scores.topk(min(count, len(scores))).values
+    messages = ctx.all_gather(highest.numpy().tobytes())
+    everyone = np.concatenate([_read_scores(message, count) for message in messages])
+    if len(everyone) < count:
+        return -inf
+    return float(np.partition(everyone, -count)[-count])
 
 
 def _read_scores(message: bytes, count: int) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """DAPO's dynamic sampling (arXiv:2503.14476): a group whose rewards are all equal teaches nothing, and is replaced.
 
-All workers learn which groups of all workers have different rewards. From that each computes alike which groups stay,
-how many prompts are drawn next, and how groups are numbered: the same rows come out on any number of workers.
+All workers learn which groups of all workers have different rewards. From that each computes the same: which groups
+stay, how many prompts are drawn next, and how groups are numbered. The rows are the same on any number of workers.
 """
 
 from __future__ import annotations
@@ -50,12 +50,17 @@ def _changes(
     images: ImagesConfig | None = None,
     **options: object,
 ) -> Changes:
-    own = prompt_columns(rollout=rollout, images=images)
-    writes = {**own.writes, **route_columns(rollout)}
-    return replace(own, reads=(*own.reads, *columns), writes=writes, neighbour=scorer, draws=True)
+    changes = prompt_columns(rollout=rollout, images=images)
+    return replace(
+        changes,
+        reads=(*changes.reads, *columns),
+        writes={**changes.writes, **route_columns(rollout)},
+        neighbour=scorer,
+        draws=True,
+    )
 
 
-def _try(*, rollout: RolloutConfig, **options: object) -> None:
+def _check_samples(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.n == 1:
         raise ConfigError(
             "rollout.n=1: no prompt has samples whose rewards differ, so that all of them would be left out; expected "
@@ -69,7 +74,7 @@ def _try(*, rollout: RolloutConfig, **options: object) -> None:
     writes=_WRITES,
     expand="rollout.n",
     groups="new",
-    trial=_try,
+    trial=_check_samples,
     depends_on_options=_changes,
 )
 def sample_until_mixed(
@@ -87,13 +92,14 @@ def sample_until_mixed(
 ) -> pa.Table:
     """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
 
-    Each round draws as many prompts as are likely to be enough. Groups and rows are numbered anew, in the dataset's
-    order of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards.
+    Each round draws as many prompts as are likely to be enough. Groups and rows get new numbers, in the dataset's order
+    of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards.
     """
-    groups: list[int] = []
-    parts: list[pa.Table] = []
-    first, count = 0, batch_size
-    for left in reversed(range(rounds)):
+    mixed: list[int] = []
+    tables: list[pa.Table] = []
+    drawn = 0
+    count = batch_size
+    for round_number in range(1, rounds + 1):
         prompts = encode_prompts(
             ctx,
             table,
@@ -103,33 +109,41 @@ def sample_until_mixed(
             continue_answers=continue_answers,
         )
         rows = _sample_and_score(ctx, prompts, rollout, ctx.resources[scorer], columns)
-        groups += _on_all_workers(ctx, _mixed_groups(rows), first, count)
-        parts.append(rows)
-        first += count
-        if len(groups) >= batch_size or not left:
+        mixed += _on_all_workers(ctx, _mixed_groups(rows), drawn, count)
+        tables.append(rows)
+        drawn += count
+        if len(mixed) >= batch_size or round_number == rounds:
             break
-        missing, rate = batch_size - len(groups), len(groups) / first
-        count = min(batch_size, ceil(missing / rate)) if rate else batch_size
+        count = _prompts_to_draw(batch_size, len(mixed), drawn)
         table = ctx.draw_prompts(count)
     if ctx.rank.rank == 0:  # all workers know the same
-        ctx.log("data/drawn_prompts", first)
-        ctx.log("data/generation_rounds", len(parts))
-        ctx.log("data/mixed_groups", len(groups) / first)
-    return _renumbered(pa.concat_tables(parts), groups[:batch_size], rollout.n)
+        ctx.log("data/drawn_prompts", drawn)
+        ctx.log("data/generation_rounds", len(tables))
+        ctx.log("data/mixed_groups", len(mixed) / drawn)
+    return _renumber(pa.concat_tables(tables), mixed[:batch_size], rollout.n)
+
+
+def _prompts_to_draw(batch_size: int, mixed: int, drawn: int) -> int:
+    """Return how many prompts are likely to give the groups that are missing; at most ``batch_size``."""
+    rate = mixed / drawn
+    if not rate:
+        return batch_size
+    return min(batch_size, ceil((batch_size - mixed) / rate))
 
 
 def _sample_and_score(
     ctx: Context, prompts: pa.Table, rollout: RolloutConfig, scorer: Scorer, columns: tuple[str, ...]
 ) -> pa.Table:
-    """Sample responses and score them; where that can be, those that are finished while others are sampled."""
-    if not (ctx.overlap and scorer.works_beside):
-        return score(replace(ctx, resource=scorer), generate(ctx, prompts, rollout=rollout), columns=columns)
-    begun = begin_scores(scorer, columns=columns)
+    """Sample responses and score them; with ``run.overlap``, finished ones are scored while others are sampled."""
+    if not ctx.overlap or not scorer.works_beside:
+        rows = generate(ctx, prompts, rollout=rollout)
+        return score(replace(ctx, resource=scorer), rows, columns=columns)
+    early = begin_scores(scorer, columns=columns)
     try:
-        rows = generate(replace(ctx, hand_over=begun.take), prompts, rollout=rollout)
-        return score(replace(ctx, resource=scorer, begun=begun), rows, columns=columns)
+        rows = generate(replace(ctx, hand_over=early.take), prompts, rollout=rollout)
+        return score(replace(ctx, resource=scorer, begun=early), rows, columns=columns)
     finally:
-        begun.cancel()
+        early.cancel()
 
 
 def _mixed_groups(rows: pa.Table) -> list[int]:
@@ -148,12 +162,12 @@ def _on_all_workers(ctx: Context, own: Sequence[int], first: int, count: int) ->
     return groups
 
 
-def _renumbered(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
-    """Return the rows of ``groups``, in which the group at place p of the list becomes group p."""
-    place = {group: at for at, group in enumerate(groups)}
+def _renumber(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
+    """Return the rows of ``groups`` under new ids: the group at index p of the list becomes group p."""
+    number_of = {group: number for number, group in enumerate(groups)}
     rows = rows_where(rows, np.isin(rows[GROUP_ID].to_numpy(), groups))
-    numbers = np.array([place[group] for group in rows[GROUP_ID].to_pylist()], dtype=np.int64)
-    row_ids = numbers * n + rows[ROW_ID].to_numpy() % n
-    for name, ids in {GROUP_ID: numbers, ROW_ID: row_ids}.items():
+    group_ids = np.array([number_of[group] for group in rows[GROUP_ID].to_pylist()], dtype=np.int64)
+    row_ids = group_ids * n + rows[ROW_ID].to_numpy() % n
+    for name, ids in {GROUP_ID: group_ids, ROW_ID: row_ids}.items():
         rows = rows.set_column(rows.column_names.index(name), name, pa.array(ids, TYPES[name]))
     return rows_at(rows, np.argsort(row_ids, kind="stable"))

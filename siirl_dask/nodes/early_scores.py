@@ -1,4 +1,4 @@
-"""Scores of finished rows, while others are still generated: what the node ``score`` begins before its turn."""
+"""Scores of finished rows while others are still generated: the node ``score`` begins before its turn."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, ROW_ID
 logger = logging.getLogger(__name__)
 
 
-def arguments(columns: Sequence[str]) -> list[str]:
-    """Return the names of a reward function's arguments, where it also gets ``columns``."""
+def argument_names(columns: Sequence[str]) -> list[str]:
+    """Return the names of the arguments of a reward function that also gets ``columns``."""
     return [*dict.fromkeys([PROMPT, RESPONSE, ANSWER, *columns])]
 
 
 class EarlyScores:
-    """A RowWork: scores rows as they are finished, beside the thread that makes others."""
+    """A RowWork: scores rows as they are finished, in other threads than the one that generates rows."""
 
     def __init__(self, scorer: Scorer, names: Sequence[str]) -> None:
         """``names`` are the arguments of the reward function."""
         self._names = names
         self._scoring: Scoring = scorer.begin()
-        self._taken: dict[int, pa.Table] = {}
+        self._begun: dict[int, pa.Table] = {}
+        """The rows whose scoring has begun, by their ids."""
         self._finished = False
 
     def take(self, rows: pa.Table) -> None:
@@ -36,8 +37,9 @@ class EarlyScores:
         if not {*self._names} <= {*rows.column_names}:  # the node's own ``reads`` leave out an argument
             return
         for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
-            row = self._taken[row_id] = rows.select(self._names).slice(at, 1)
-            self._scoring.add(row_id, partial(_as_arguments, row))
+            row = rows.select(self._names).slice(at, 1)
+            self._begun[row_id] = row
+            self._scoring.add(row_id, partial(_arguments_of, row))
 
     @property
     def done(self) -> int:
@@ -45,31 +47,32 @@ class EarlyScores:
         return self._scoring.done
 
     def finish(self, row_ids: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Score] | None:
-        """Return one score for each of all rows, those included that were not taken before.
+        """Return one score for each of ``rows``, which are the arguments of all rows; the others are scored now.
 
-        None where a row that was taken is another one now, or is gone: then no score counts, nor does a failure. None
-        as well when it is called again.
+        None where a row that was scored early has changed since, or is gone: then neither scores nor failures count.
+        None as well for a second call.
         """
         if self._finished:  # the node scores twice
             return None
         self._finished = True
-        places = {row_id: at for at, row_id in enumerate(row_ids)}
-        for row_id, row in self._taken.items():
-            if row_id not in places or _as_arguments(row) != rows[places[row_id]]:
+        arguments_of_row = dict(zip(row_ids, rows, strict=True))
+        for row_id, row in self._begun.items():
+            if row_id not in arguments_of_row or _arguments_of(row) != arguments_of_row[row_id]:
                 logger.warning("rows have changed since they were generated: all of them are scored again")
                 self.cancel()
                 return None
-        for row_id in row_ids:
-            if row_id not in self._taken:
-                self._scoring.add(row_id, partial(rows.__getitem__, places[row_id]))
+        for row_id, arguments in arguments_of_row.items():
+            if row_id not in self._begun:
+                self._scoring.add(row_id, partial(dict, arguments))
         scores = self._scoring.finish()
         return [scores.get(row_id, Score()) for row_id in row_ids]
 
     def cancel(self) -> None:
-        """Score no other row, and end the calls that are under way."""
+        """Score no other row, and end the calls that are running."""
         self._scoring.cancel()
 
 
-def _as_arguments(row: pa.Table) -> dict[str, Any]:
-    (given,) = row.to_pylist()
-    return dict(given)
+def _arguments_of(row: pa.Table) -> dict[str, Any]:
+    """Return the columns of a table of one row as arguments."""
+    (arguments,) = row.to_pylist()
+    return dict(arguments)

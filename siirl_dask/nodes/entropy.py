@@ -48,20 +48,21 @@ def choose_high_entropy(ctx: Context, table: pa.Table, *, minibatches: int, frac
 
     A fifth of the tokens, where reasoning forks, is worth as much as all of them or more (arXiv:2506.01939). Entropies
     are those before the update, so the choice is made once a step; tokens as uncertain as the last one chosen are
-    chosen with it. Any number of workers marks the same tokens. ValueError for a fraction that is none.
+    chosen with it. Any number of workers marks the same tokens. ValueError for a fraction outside (0, 1].
     """
-    comparable = valid_rows(table, advantages_of(table))
+    comparable = valid_rows(table, [advantages_of(table)])
     rows = table.filter(comparable)
     mask, offsets = response_mask(rows)
-    entropies = packed(rows[ENTROPIES])[0].float().clamp(min=0)  # rounding may take those of sure tokens below 0
+    entropies, _ = packed(rows[ENTROPIES])
+    entropies = entropies.float().clamp(min=0)  # rounding may take those of certain tokens below 0
     minibatch_of = values(rows[MINIBATCH]).repeat_interleave(offsets.diff())
-    chosen = torch.zeros(len(mask), dtype=torch.bool)
+    high = torch.zeros(len(mask), dtype=torch.bool)
     for minibatch in range(minibatches):
-        own = mask & (minibatch_of == minibatch)
-        threshold = _threshold(ctx, entropies[own], fraction)
-        chosen |= own & (entropies >= threshold)
-    ctx.log("policy/high_entropy_tokens", chosen[mask].float().tolist())
-    return table.append_column(HIGH_ENTROPY, scatter_valid(comparable, ragged(chosen, offsets, TYPES[HIGH_ENTROPY])))
+        in_minibatch = mask & (minibatch_of == minibatch)
+        threshold = _threshold(ctx, entropies[in_minibatch], fraction)
+        high |= in_minibatch & (entropies >= threshold)
+    ctx.log("policy/high_entropy_tokens", high[mask].float().tolist())
+    return table.append_column(HIGH_ENTROPY, scatter_valid(comparable, ragged(high, offsets, TYPES[HIGH_ENTROPY])))
 
 
 def _threshold(ctx: Context, entropies: Tensor, fraction: float) -> float:
@@ -73,4 +74,5 @@ def _threshold(ctx: Context, entropies: Tensor, fraction: float) -> float:
         (count,) = ctx.all_sum([float((entropies >= threshold).sum())])
         return count >= wanted
 
-    return largest_float32(enough) or 0.0
+    threshold = largest_float32(enough)
+    return 0.0 if threshold is None else threshold

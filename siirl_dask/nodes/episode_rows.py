@@ -17,8 +17,7 @@ from siirl_dask.rollout.requests import ImageMessage
 
 NOT_SAMPLED = -1
 """Version of the weights of a token that the policy did not sample."""
-_LARGEST = 3.4028234663852886e38  # the largest float32
-_TURN = {"start": int, "stop": int, "reward": float, "state": int}
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(slots=True)
@@ -31,12 +30,14 @@ class Turn:
     """Index after its last token."""
     reward: float = 0.0
     state: int = 0
-    """Hash of the state that it was taken in; 0: none."""
+    """Hash of the environment's state that the turn was taken in; 0 where it gave none."""
 
 
 @dataclass(slots=True)
 class PlayedRow:
-    """One row of an episode: what one agent has seen and said, until its history is rewritten or the episode ends."""
+    """One row of an episode: the tokens that one agent has read and sampled, until its history is rewritten or the
+    episode ends.
+    """
 
     agent: str | None
     segment: int
@@ -48,32 +49,34 @@ class PlayedRow:
     """0 for a token of the environment."""
     turns: list[Turn] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    """Sums of the numbers that the environment gave beside the rewards."""
+    """Sums of the numbers that the environment gave in addition to the rewards, by name."""
     reason: FinishReason = FinishReason.STOP
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token; ``NOT_SAMPLED`` for a token of the environment."""
     observed: list[tuple[int, bytes]] = field(default_factory=list)
-    """Files of the images that the environment has shown, each with the place of its first token in the row."""
+    """Files of the images that the environment has shown, each with the index of its first token in the row."""
 
     @property
     def reward(self) -> float | None:
         """Sum of the turns' rewards; None where the episode failed."""
-        return None if self.reason is FinishReason.FAILED else sum(turn.reward for turn in self.turns)
+        if self.reason is FinishReason.FAILED:
+            return None
+        return sum(turn.reward for turn in self.turns)
 
-    def say(self, generation: Generation, version: int, *, goes_on: bool = False) -> None:
-        """Append a turn of the policy, or, where the latest one ``goes_on``, more of it."""
+    def add_turn(self, generation: Generation, version: int, *, continues_turn: bool = False) -> None:
+        """Append a turn of the policy, or, with ``continues_turn``, more tokens of the latest one."""
         start = len(self.response)
         self.response += generation.token_ids
         self.mask += [True] * len(generation.token_ids)
         self.logprobs += generation.logprobs
         self.versions += [version] * len(generation.token_ids)
-        if goes_on:
+        if continues_turn:
             self.turns[-1].stop = len(self.response)
         else:
             self.turns.append(Turn(start, len(self.response)))
         self.reason = generation.finish_reason
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def add_observation(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the environment."""
         self.response += token_ids
         self.mask += [False] * len(token_ids)
@@ -82,7 +85,7 @@ class PlayedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class PlayedEpisode:
     """An episode that has ended."""
 
     rows: Sequence[PlayedRow]
@@ -95,18 +98,20 @@ class Played:
 
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that is finite as float32, the type of the columns."""
-    return isinstance(value, Real) and bool(abs(float(value)) <= _LARGEST)
+    if not isinstance(value, Real):
+        return False
+    return bool(abs(float(value)) <= _LARGEST_FLOAT32)
 
 
 Item = Mapping[str, Any]
-"""An episode that is to be played: the columns of its row, with the episode's number as its id, and the images that its
-prompt shows, a tuple under ``SHOWN``."""
-SHOWN = "shown"
+"""An episode to play: the columns of its row, with the episode's number as its id, and a tuple of the images of its
+prompt under ``PROMPT_IMAGES``."""
+PROMPT_IMAGES = "shown"
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCodec:
-    """Packs episodes for a peer that plays them, and what it played. All data from peers is checked.
+    """Packs episodes for a peer that plays them, and the played ones for the way back. All data from peers is checked.
 
     The bytes of an image are once in a message, so a message has a codec of its own.
     """
@@ -124,21 +129,22 @@ class EpisodeCodec:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, self.schema) as writer:
             writer.write_table(pa.Table.from_pylist([dict(item)], self.schema))
-        shown = [*map(self.images.pack, item.get(SHOWN, ()))]
-        return {"row": sink.getvalue().to_pybytes(), "version": self.version, SHOWN: shown}
+        images = [self.images.pack(image) for image in item.get(PROMPT_IMAGES, ())]
+        return {"row": sink.getvalue().to_pybytes(), "version": self.version, PROMPT_IMAGES: images}
 
     def read_item(self, value: object) -> Item:
-        """Return the episode in ``value``. PeerError for anything else, and for one that other weights must play."""
+        """Return the episode in ``value``. PeerError for anything else, and for weights of another version."""
         match value:
-            case {"row": bytes(packed), "version": int(wanted), "shown": list(shown) | tuple(shown)}:
-                if wanted != self.version:
+            case {"row": bytes(packed), "version": int(version), "shown": list(images) | tuple(images)}:
+                if version != self.version:
                     raise PeerError(
-                        f"was given an episode for weights of version {wanted}: those here are {self.version}"
+                        f"was given an episode for weights of version {version}: those here are {self.version}"
                     )
-                return {**self._row(packed), SHOWN: tuple(map(self.images.read, shown))}
+                return {**self._read_columns(packed), PROMPT_IMAGES: tuple(map(self.images.read, images))}
         raise PeerError(f"received {str(value)[:80]!r}, which is no episode")
 
-    def _row(self, packed: bytes) -> Item:
+    def _read_columns(self, packed: bytes) -> Item:
+        """Return the columns of the one row of an Arrow stream. PeerError for anything else."""
         try:
             with pa.ipc.open_stream(packed) as reader:
                 if not reader.schema.equals(self.schema):
@@ -151,22 +157,22 @@ class EpisodeCodec:
             raise PeerError(f"received {table.num_rows} rows for an episode: expected one")
         return dict(table.to_pylist()[0])
 
-    def pack_result(self, played: Played) -> dict[str, Any]:
+    def pack_result(self, played: PlayedEpisode) -> dict[str, Any]:
         """Return a played episode as plain data."""
         rows = [_pack_row(row) for row in played.rows]
         return {"rows": rows, "worker": played.worker, "failure": played.failure or ""}
 
-    def read_result(self, value: object) -> Played:
+    def read_result(self, value: object) -> PlayedEpisode:
         """Return the played episode in ``value``. PeerError for anything else."""
         match value:
             case {"rows": list(rows), "worker": str(worker), "failure": str(failure)}:
                 if 1 <= len(rows) <= self.most_rows:
-                    return Played([_read_row(row, self.version) for row in rows], worker, failure or None)
+                    read_rows = [_read_row(row, self.version) for row in rows]
+                    return PlayedEpisode(read_rows, worker, failure or None)
         raise PeerError(f"received {str(value)[:80]!r}, which is no played episode")
 
 
 def _pack_row(row: PlayedRow) -> dict[str, Any]:
-    numbers = {"prompt": row.prompt, "response": row.response, "mask": row.mask}
     return {
         "agent": row.agent,
         "segment": row.segment,
@@ -174,8 +180,10 @@ def _pack_row(row: PlayedRow) -> dict[str, Any]:
         "parts": row.parts,
         "logprobs": np.asarray(row.logprobs, "<f8").tobytes(),
         "turns": [[turn.start, turn.stop, turn.reward, turn.state] for turn in row.turns],
-        "observed": [list(one) for one in row.observed],
-        **{name: np.asarray(values, "<i4").tobytes() for name, values in numbers.items()},
+        "observed": [list(image) for image in row.observed],
+        "prompt": np.asarray(row.prompt, "<i4").tobytes(),
+        "response": np.asarray(row.response, "<i4").tobytes(),
+        "mask": np.asarray(row.mask, "<i4").tobytes(),
     }
 
 
@@ -194,28 +202,29 @@ def _read_row(value: object, version: int) -> PlayedRow:
             "mask": bytes(mask),
             "observed": list(observed),
         } if reason in list(FinishReason):
-            own = [bool(flag) for flag in _numbers(mask, "<i4")]
+            flags = [bool(flag) for flag in _read_numbers(mask, "<i4")]
             row = PlayedRow(
-                agent,
-                segment,
-                _numbers(prompt, "<i4"),
-                _numbers(response, "<i4"),
-                own,
-                _numbers(logprobs, "<f8"),
-                [_read_turn(turn) for turn in turns],
-                parts,
-                FinishReason(reason),
-                [version if flag else NOT_SAMPLED for flag in own],
-                [*map(_read_observed, observed)],
+                agent=agent,
+                segment=segment,
+                prompt=_read_numbers(prompt, "<i4"),
+                response=_read_numbers(response, "<i4"),
+                mask=flags,
+                logprobs=_read_numbers(logprobs, "<f8"),
+                turns=[_read_turn(turn) for turn in turns],
+                parts=parts,
+                reason=FinishReason(reason),
+                versions=[version if flag else NOT_SAMPLED for flag in flags],
+                observed=[_read_observed(image) for image in observed],
             )
-            if _fits(row):
+            if _is_consistent(row):
                 return row
     raise PeerError(f"received {str(value)[:80]!r}, which is no row of an episode")
 
 
 def _read_turn(value: object) -> Turn:
-    if isinstance(value, list) and [*map(type, value)] == [*_TURN.values()]:
-        return Turn(*value)
+    if isinstance(value, list) and [type(number) for number in value] == [int, int, float, int]:
+        start, stop, reward, state = value
+        return Turn(start, stop, reward, state)
     raise PeerError(f"received {str(value)[:80]!r}, which is no turn")
 
 
@@ -226,28 +235,35 @@ def _read_observed(value: object) -> tuple[int, bytes]:
     raise PeerError(f"received {str(value)[:80]!r}, which is no image of a row")
 
 
-def _fits(row: PlayedRow) -> bool:
-    """Return whether the parts of a row that a peer sent have the lengths and the values that they can have."""
+def _is_consistent(row: PlayedRow) -> bool:
+    """Return whether the parts of a row that a peer sent have lengths and values that belong to one row."""
     length = len(row.response)
-    ends = [0, *(at for turn in row.turns for at in (turn.start, turn.stop)), length]
+    boundaries = [0]
+    for turn in row.turns:
+        boundaries += [turn.start, turn.stop]
+    boundaries.append(length)
+    image_starts = [start for start, _ in row.observed]
+    limits = [-1, *image_starts, len(row.prompt) + length]
     numbers = [*row.parts.values(), *(turn.reward for turn in row.turns)]
-    starts = [-1, *(start for start, _ in row.observed), length + len(row.prompt)]
-    return (
-        len(row.mask) == length == len(row.logprobs)
-        and bool(row.prompt)
-        and min(row.prompt + row.response) >= 0
-        and 0 <= row.segment < 2**31
-        and ends == sorted(ends)
-        and starts == sorted({*starts})
-        and all(map(isfinite, row.logprobs))
-        and all(isinstance(name, str) for name in row.parts)
-        and all(map(is_number, numbers))
-        and all(-(2**63) <= turn.state < 2**63 for turn in row.turns)
+    checks = (
+        len(row.mask) == length,
+        len(row.logprobs) == length,
+        len(row.prompt) > 0,
+        min(row.prompt + row.response, default=-1) >= 0,
+        0 <= row.segment < 2**31,
+        boundaries == sorted(boundaries),
+        limits == sorted(set(limits)),
+        all(isfinite(logprob) for logprob in row.logprobs),
+        all(isinstance(name, str) for name in row.parts),
+        all(is_number(number) for number in numbers),
+        all(-(2**63) <= turn.state < 2**63 for turn in row.turns),
     )
+    return all(checks)
 
 
-def _numbers(packed: bytes, kind: str) -> list[Any]:
-    """Return the numbers in ``packed``. PeerError for a length that is no multiple of theirs."""
-    if len(packed) % np.dtype(kind).itemsize:
-        raise PeerError(f"received {len(packed)} bytes where numbers of {np.dtype(kind).itemsize} were expected")
+def _read_numbers(packed: bytes, kind: str) -> list[Any]:
+    """Return the numbers in ``packed``. PeerError for a length that is no multiple of their size."""
+    size = np.dtype(kind).itemsize
+    if len(packed) % size:
+        raise PeerError(f"received {len(packed)} bytes where numbers of {size} were expected")
     return list(np.frombuffer(packed, kind).tolist())

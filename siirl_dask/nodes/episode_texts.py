@@ -1,8 +1,7 @@
-"""Token ids of what an episode's prompts and observations say, and where in them images are shown.
+"""Token ids of an episode's prompts and observations, and the positions of images in them.
 
-``<image>`` in a row's own prompt, or ``{type: image}``, stands for an image of the row. An environment's images come
-with it, in the parts of a message's content. Each takes as many tokens as the model sees of it: the one processor of
-images counts them.
+``<image>`` in a row's own prompt, or ``{type: image}``, stands for an image of the row. An environment's images are in
+the parts of a message's content. The image processor counts the tokens of each image.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
 
 
-class Unusable(Exception):
-    """An answer of the environment cannot be used: the episode fails, for the reason that this says."""
+class InvalidAnswer(Exception):
+    """An answer of the environment that cannot be used: the episode fails, with the message as the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,13 @@ class ShownImage:
     """An image among the tokens of a row."""
 
     start: int
-    """Place of its first token."""
+    """Index of its first token."""
     image: Image
     observed: bool
-    """Whether the environment has brought it; the others are the row's."""
+    """True for an image of the environment, False for one of the row's prompt."""
 
     def moved(self, by: int) -> ShownImage:
-        """Return the image as it is among other tokens, of which ``by`` come before."""
+        """Return the image with its first token ``by`` tokens later."""
         return ShownImage(self.start + by, self.image, self.observed)
 
 
@@ -48,13 +47,13 @@ class Encoded:
 
     ids: list[int]
     text: Text
-    """The text as the chat template takes it: with places for images, and without their files."""
+    """The text as the chat template takes it: with placeholders for images, and without their files."""
     images: list[ShownImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTexts:
-    """Encodes the texts of one episode. Its methods raise Unusable for what cannot be shown."""
+    """Encodes the texts of one episode. Its methods raise InvalidAnswer for texts and images that cannot be used."""
 
     tokenizer: Tokenizer
     processor: ImageProcessor | None
@@ -66,116 +65,156 @@ class EpisodeTexts:
         """Return the row's prompt, which ``encode_prompts`` has encoded."""
         if self.processor is None:
             return Encoded(ids, text)
-        places = image_places(ids, self.processor.image_token, [*map(self.processor.tokens, self.images)])
-        shown = [ShownImage(place.start, image, False) for place, image in zip(places, self.images, strict=True)]
-        return Encoded(ids, marked(text, self.processor.family.placeholder) if shown else text, shown)
+        images = self._shown_images(self.processor, ids, [_PlacedImage(image, False) for image in self.images])
+        if images:
+            text = marked(text, self.processor.family.placeholder)
+        return Encoded(ids, text, images)
 
     def prompt(self, text: Text, tools: Sequence[Mapping[str, Any]]) -> Encoded:
         """Return a prompt that the environment gives. It shows all images of the row, or none of them."""
-        plain, given = self._taken(text, marks=bool(self.images))
-        own = [image for image in given if image is None]
-        if self.processor is not None and len(own) not in (0, len(self.images)):
-            raise Unusable(
-                f"gave a prompt with {len(own)} places for images of its row, which has {len(self.images)}: expected "
+        plain, files = self._split_images(text, marks=bool(self.images))
+        own_places = files.count(None)
+        if self.processor is not None and own_places not in (0, len(self.images)):
+            raise InvalidAnswer(
+                f"gave a prompt with {own_places} places for images of its row, which has {len(self.images)}: expected "
                 "as many, or none"
             )
-        left = iter(self.images)
-        shown = [(next(left), False) if image is None else (image, True) for image in given]
+        own_images = iter(self.images)
+        images: list[_PlacedImage] = []
+        for file in files:
+            if file is None:
+                images.append(_PlacedImage(next(own_images), False))
+            else:
+                images.append(_PlacedImage(file, True))
         try:
             ids = self.tokenizer.encode(plain, tools)
         except DataError as error:
-            raise Unusable(f"gave a prompt that no answer can follow: {error}") from error
-        return Encoded(*self._expanded(ids, shown, plain))
+            raise InvalidAnswer(f"gave a prompt that no answer can follow: {error}") from error
+        return self._expanded(ids, images, plain)
 
     def observation(self, began: Text, new: Text | None, tools: Sequence[Mapping[str, Any]], last: int) -> Encoded:
-        """Return what an observation adds to a row that ``began`` so, and whose last sampled token is ``last``."""
+        """Return the tokens that an observation ``new`` adds to a row whose prompt was ``began``, and whose last
+        sampled token is ``last``.
+        """
         if isinstance(began, str):
             if new is not None and not isinstance(new, str):
-                raise Unusable("gave messages where the episode began with a string: expected a string")
-            return Encoded(*self._expanded(self.tokenizer.encode_more(new) if new else [], [], new or ""))
-        plain, given = self._taken(messages_of(new), marks=False)
+                raise InvalidAnswer("gave messages where the episode began with a string: expected a string")
+            ids = self.tokenizer.encode_more(new) if new else []
+            return self._expanded(ids, [], new or "")
+        plain, files = self._split_images(messages_of(new), marks=False)
         assert not isinstance(plain, str)
-        if None in given:
-            raise Unusable(
-                "gave an observation with a place for an image, and no image: expected {type: image, image: ...}"
-            )
-        shown = [(image, True) for image in given if image is not None]
-        return Encoded(*self._expanded(self.tokenizer.after_turn(began, plain, tools, last), shown, plain))
+        images: list[_PlacedImage] = []
+        for file in files:
+            if file is None:
+                raise InvalidAnswer(
+                    "gave an observation with a place for an image, and no image: expected {type: image, image: ...}"
+                )
+            images.append(_PlacedImage(file, True))
+        return self._expanded(self.tokenizer.after_turn(began, plain, tools, last), images, plain)
 
-    def _taken(self, text: Text, *, marks: bool) -> tuple[Text, list[Image | None]]:
-        """Return a text with places for images, and the image of each place: None for one of the row.
+    def _split_images(self, text: Text, *, marks: bool) -> tuple[Text, list[Image | None]]:
+        """Return a text with placeholders for images, and the image of each of them: None for one of the row.
 
-        With ``marks``, ``<image>`` in a text is a place.
+        With ``marks``, ``<image>`` in a text is a placeholder.
         """
         if isinstance(text, str):
             if self.processor is None or not marks:
                 return text, []
             return marked(text, self.processor.family.placeholder), [None] * text.count(MARK)
         try:
-            files = [file_of(part) for message in text for part in _parts(message)]
+            files = [file_of(part) for message in text for part in _content_parts(message)]
             if self.processor is None:
                 if any(file is not None for file in files):
                     raise ImageError("it shows an image: set images.observations=true for a model that sees them")
                 return text, []
-            plain = [_without_files(message) for message in text]
-            taken = marked(plain, self.processor.family.placeholder) if marks else plain
+            plain: Text = [_without_files(message) for message in text]
+            if marks:
+                plain = marked(plain, self.processor.family.placeholder)
         except ImageError as error:
-            raise Unusable(f"gave messages that cannot be shown: {error}") from error
-        return taken, _images_of(text, marks=marks)
+            raise InvalidAnswer(f"gave messages that cannot be shown: {error}") from error
+        return plain, _images_of(text, marks=marks)
 
-    def _expanded(
-        self, ids: list[int], shown: Sequence[tuple[Image, bool]], text: Text
-    ) -> tuple[list[int], Text, list[ShownImage]]:
+    def _expanded(self, ids: list[int], images: Sequence[_PlacedImage], text: Text) -> Encoded:
+        """Return a text with as many placeholder tokens for each image as it has tokens."""
         if self.processor is None:
-            return ids, text, []
-        images = [image for image, _ in shown]
+            return Encoded(ids, text)
+        files = [placed.image for placed in images]
         try:
-            expanded = self.processor.expand(ids, images)
-            self.processor.check(images)
+            ids = self.processor.expand(ids, files)
+            self.processor.check(files)
         except ImageError as error:
-            raise Unusable(f"gave images that cannot be shown: {error}") from error
-        places = image_places(expanded, self.processor.image_token, [*map(self.processor.tokens, images)])
-        return expanded, text, [ShownImage(at.start, *one) for at, one in zip(places, shown, strict=True)]
+            raise InvalidAnswer(f"gave images that cannot be shown: {error}") from error
+        return Encoded(ids, text, self._shown_images(self.processor, ids, images))
+
+    @staticmethod
+    def _shown_images(processor: ImageProcessor, ids: list[int], images: Sequence[_PlacedImage]) -> list[ShownImage]:
+        """Return the images with their positions among ``ids``."""
+        token_counts = [processor.tokens(placed.image) for placed in images]
+        places = image_places(ids, processor.image_token, token_counts)
+        return [
+            ShownImage(place.start, placed.image, placed.observed) for place, placed in zip(places, images, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedImage:
+    """The image of a placeholder."""
+
+    image: Image
+    observed: bool
+    """True for an image of the environment, False for one of the row's prompt."""
 
 
 def messages_of(text: Text | None) -> list[Message]:
-    """Return a text as chat messages: a string is a user's."""
+    """Return a text as chat messages: a string is a message of the user."""
     if text is None:
         return []
-    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+    if isinstance(text, str):
+        return [{"role": "user", "content": text}]
+    return list(text)
 
 
 def joined(text: Text, more: Text | None) -> Text:
-    """Return two texts as one. Unusable for messages after a string."""
+    """Return a text followed by another. InvalidAnswer for messages after a string."""
     if not more:
         return text
     if not isinstance(text, str):
         return [*text, *messages_of(more)]
     if isinstance(more, str):
         return text + more
-    raise Unusable("gave messages where the episode began with a string: expected a string")
+    raise InvalidAnswer("gave messages where the episode began with a string: expected a string")
 
 
-def _parts(message: Message) -> list[Mapping[str, Any]]:
+def _content_parts(message: Message) -> list[Mapping[str, Any]]:
+    """Return the parts of a message's content; none where that is a string."""
     content = message.get("content")
-    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list | tuple) else []
+    if not isinstance(content, list | tuple):
+        return []
+    return [part for part in content if isinstance(part, Mapping)]
 
 
 def _without_files(message: Message) -> Message:
-    if not (parts := _parts(message)):
+    """Return the message with ``{type: image}`` in place of each image."""
+    parts = _content_parts(message)
+    if not parts:
         return message
-    return {**message, "content": [{"type": "image"} if part.get("type") == "image" else part for part in parts]}
+    plain = [{"type": "image"} if part.get("type") == "image" else part for part in parts]
+    return {**message, "content": plain}
 
 
 def _images_of(text: Sequence[Message], *, marks: bool) -> list[Image | None]:
-    """Return the image of each place in messages, in order; None for one of the row."""
-    found: list[Image | None] = []
+    """Return the image of each placeholder in messages, in order; None for one of the row."""
+    images: list[Image | None] = []
     for message in text:
         content = message.get("content")
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else _parts(message):
+        parts = _content_parts(message)
+        if isinstance(content, str):
+            parts = [{"type": "text", "text": content}]
+        for part in parts:
             if part.get("type") == "image":
                 file = file_of(part)
-                found.append(None if file is None else Image(file))
+                images.append(None if file is None else Image(file))
             elif marks:
-                found += [None] * str(part.get("text") or "").count(MARK)
-    return found
+                marks_in_text = str(part.get("text") or "").count(MARK)
+                images += [None] * marks_in_text
+    return images

@@ -1,4 +1,4 @@
-"""Tells which rows are one episode, for nodes that count episodes and not rows.
+"""The rows of episodes: which rows belong to one episode, for nodes that count episodes and not rows.
 
 An episode has several rows where its history was rewritten (``segment``) or where several agents speak (``agent``). The
 rows of one episode *and agent* are one sequence: it has one reward, the sum of its rows', and one length. A group's
@@ -25,15 +25,18 @@ from siirl_dask.nodes.packed_table import Flags, valid_rows, values
 from siirl_dask.schema import AGENT, EPISODE_ID, GROUP_ID, MINIBATCH, ROW_ID, SEGMENT
 from siirl_dask.training import EpisodeSpans
 
-EPISODE = (EPISODE_ID, SEGMENT, AGENT)
-"""Columns that tell the episode of a row: optional in the contract of a node that counts episodes."""
+EPISODE_COLUMNS = (EPISODE_ID, SEGMENT, AGENT)
+"""Columns that identify the episode of a row: optional in the contract of a node that counts episodes."""
 Ints = NDArray[np.int64]
-_PLACE = np.dtype([(name, "<i8") for name in (MINIBATCH, EPISODE_ID, AGENT, ROW_ID, "tokens")])
+_TOKENS = "tokens"
+_ROW = np.dtype([(name, "<i8") for name in (MINIBATCH, EPISODE_ID, AGENT, ROW_ID, _TOKENS)])
+"""A row in the messages between workers: what identifies its sequence, and its number of tokens."""
+_MAX_TOKENS = 2**40  # no row of a peer has as many
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
-    """The sequences of a table whose episodes are whole: R rows of E sequences."""
+class Sequences:
+    """The sequences of a table whose episodes are complete: R rows of E sequences."""
 
     of_row: Tensor | None
     """[R] int64, index of each row's sequence; None where each row is one."""
@@ -43,31 +46,49 @@ class Episodes:
     """[E] int64, index in ``order`` of each sequence's last row."""
 
     def sums(self, numbers: Tensor) -> Tensor:
-        """Add the rows' numbers up, in float64 where they are of floating point. [R] -> [E], of their type."""
+        """Add up the rows' numbers, in float64 where they are of floating point. [R] -> [E], of the same type."""
         if self.of_row is None:
             return numbers
         wide = numbers.double() if numbers.is_floating_point() else numbers
         return wide.new_zeros(len(self.ends)).index_add_(0, self.of_row, wide).to(numbers.dtype)
 
-    def last(self, numbers: Tensor) -> Tensor:
+    def of_last_rows(self, numbers: Tensor) -> Tensor:
         """Return the number of each sequence's last row. [R] -> [E]."""
-        return numbers if self.of_row is None else numbers[self.order[self.ends]]
+        if self.of_row is None:
+            return numbers
+        return numbers[self.order[self.ends]]
 
-    def spread(self, numbers: Tensor) -> Tensor:
+    def to_rows(self, numbers: Tensor) -> Tensor:
         """Give each row the number of its sequence. [E] -> [R]."""
-        return numbers if self.of_row is None else numbers[self.of_row]
+        if self.of_row is None:
+            return numbers
+        return numbers[self.of_row]
 
-    def end_to_end(self, table: pa.Table) -> pa.Table:
-        """Return the rows sequence after sequence."""
-        return table if self.of_row is None else table.take(self.order.numpy())
+    def sorted_table(self, table: pa.Table) -> pa.Table:
+        """Return the rows sequence after sequence, each in the order of its row ids."""
+        if self.of_row is None:
+            return table
+        return table.take(self.order.numpy())
 
-    def put_back(self, column: pa.Array) -> pa.Array:
-        """Return a column of ``end_to_end`` in the order of the table's rows."""
-        return column if self.of_row is None else column.take(self.order.argsort().numpy())
+    def unsorted_column(self, column: pa.Array) -> pa.Array:
+        """Return a column of ``sorted_table`` in the order of the original table's rows."""
+        if self.of_row is None:
+            return column
+        return column.take(self.order.argsort().numpy())
 
-    def offsets(self, rows: Tensor) -> Tensor:
-        """Return where the tokens of each sequence begin, of rows that lie ``end_to_end``. [R + 1] -> [E + 1]."""
-        return rows if self.of_row is None else torch.cat([rows[:1], rows[self.ends + 1]])
+    def token_offsets(self, row_offsets: Tensor) -> Tensor:
+        """Return where each sequence's tokens begin, from where those of each row of ``sorted_table`` do.
+        [R + 1] -> [E + 1].
+        """
+        if self.of_row is None:
+            return row_offsets
+        return torch.cat([row_offsets[:1], row_offsets[self.ends + 1]])
+
+    def starts_of_rows(self, token_offsets: Tensor) -> Tensor:
+        """Return, for each row of ``sorted_table``, where the tokens of its sequence begin. [E + 1] -> [R]."""
+        if self.of_row is None:
+            return token_offsets[:-1]
+        return token_offsets[self.of_row[self.order]]
 
     def rows(self) -> Iterator[list[int]]:
         """Yield the rows of each sequence, in the order of their row ids."""
@@ -76,53 +97,56 @@ class Episodes:
             yield self.order[begin:end].tolist()
             begin = end
 
-    def begins(self, sequences: Tensor) -> Tensor:
-        """Return where the sequence of each row begins, of rows that lie ``end_to_end``. [E + 1] -> [R]."""
-        return sequences[:-1] if self.of_row is None else sequences[self.of_row[self.order]]
 
-
-def episodes_of(table: pa.Table) -> Episodes:
+def sequences_of(table: pa.Table) -> Sequences:
     """Return the sequences of a table."""
     if EPISODE_ID not in table.column_names:
         rows = torch.arange(table.num_rows)
-        return Episodes(None, rows, rows)
-    keys = np.stack([table[EPISODE_ID].to_numpy(), numbered(agents_of(table))])
-    of_row = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-    order = np.lexsort((table[ROW_ID].to_numpy(), of_row))
-    ends = np.cumsum(np.bincount(of_row)) - 1 if len(of_row) else np.zeros(0, np.int64)
-    return Episodes(*(torch.from_numpy(part.astype(np.int64)) for part in (of_row, order, ends)))
+        return Sequences(of_row=None, order=rows, ends=rows)
+    keys = np.stack([table[EPISODE_ID].to_numpy(), name_numbers(row_agents(table))])
+    _, inverse = np.unique(keys, axis=1, return_inverse=True)
+    of_row = inverse.reshape(-1).astype(np.int64)
+    order = np.lexsort((table[ROW_ID].to_numpy(), of_row)).astype(np.int64)
+    lengths = np.bincount(of_row)
+    ends = np.cumsum(lengths).astype(np.int64) - 1
+    return Sequences(torch.from_numpy(of_row), torch.from_numpy(order), torch.from_numpy(ends))
 
 
-def reward_sums(episodes: Episodes, rewards: Sequence[float | None]) -> list[float | None]:
+def reward_sums(sequences: Sequences, rewards: Sequence[float | None]) -> list[float | None]:
     """Return the reward of each sequence: the sum of its rows', None where one has none. [R] -> [E]."""
-    if episodes.of_row is None:
+    if sequences.of_row is None:
         return list(rewards)
-    parts = ([rewards[row] for row in rows] for rows in episodes.rows())
-    return [None if None in own else fsum(reward for reward in own if reward is not None) for own in parts]
+    sums: list[float | None] = []
+    for rows in sequences.rows():
+        valid = [reward for row in rows if (reward := rewards[row]) is not None]
+        sums.append(fsum(valid) if len(valid) == len(rows) else None)
+    return sums
 
 
-def groups_of(table: pa.Table) -> Tensor:
-    """Return the number of the group that each row is compared in: its prompt's, of each agent another. [R] int64."""
+def comparison_groups(table: pa.Table) -> Tensor:
+    """Return the number of the group that each row is compared in: its prompt's, another for each agent. [R] int64."""
     groups: Tensor = values(table[GROUP_ID])
     if EPISODE_ID not in table.column_names or AGENT not in table.column_names:
         return groups
-    agents = numbered(agents_of(table))
-    return groups * (int(agents.max(initial=0)) + 1) + torch.from_numpy(agents)
+    agents = name_numbers(row_agents(table))
+    agent_count = int(agents.max(initial=0)) + 1
+    return groups * agent_count + torch.from_numpy(agents)
 
 
-def whole_episodes(table: pa.Table, *names: str) -> Flags:
+def complete_sequences(table: pa.Table, names: Sequence[str]) -> Flags:
     """Return a flag for each row of a sequence whose rows have no null in the named columns. [R]."""
-    flags = valid_rows(table, *names)
-    of_row = episodes_of(table).of_row
+    valid = valid_rows(table, names)
+    of_row = sequences_of(table).of_row
     if of_row is None:
-        return flags
-    broken = np.zeros(table.num_rows, np.bool_)
-    broken[of_row.numpy()[~flags]] = True
-    whole: Flags = ~broken[of_row.numpy()]
-    return whole
+        return valid
+    sequence_of_row = of_row.numpy()
+    incomplete = np.zeros(table.num_rows, np.bool_)  # by sequence: there are no more of them than rows
+    incomplete[sequence_of_row[~valid]] = True
+    complete: Flags = ~incomplete[sequence_of_row]
+    return complete
 
 
-def first_rows(table: pa.Table) -> int:
+def count_first_rows(table: pa.Table) -> int:
     """Count the sequences that begin in this table: over all workers these are all, however rows are divided."""
     if EPISODE_ID not in table.column_names or SEGMENT not in table.column_names:
         return int(table.num_rows)
@@ -130,74 +154,83 @@ def first_rows(table: pa.Table) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where each row stands in its sequence, whose rows may be on other workers as well. [R] each."""
+class RowPositions:
+    """The position of each row in its sequence, whose rows may be on other workers as well. [R] each."""
 
     spans: EpisodeSpans
-    last: Tensor
+    is_last: Tensor
     """bool, True for the last row of a sequence."""
 
 
-def places_of(ctx: Context, table: pa.Table, lengths: Tensor) -> Places:
-    """Return the places of rows with ``lengths`` tokens, [R], in their sequences.
+def row_positions(ctx: Context, table: pa.Table, lengths: Tensor) -> RowPositions:
+    """Return the positions of rows with ``lengths`` tokens, [R], in their sequences.
 
-    All workers of the role must call it, with tables of the same columns. Rows of different mini-batches are apart.
+    All workers of the role must call it, with tables of the same columns. Rows of different mini-batches are different
+    sequences.
     """
-    own = np.zeros(table.num_rows, _PLACE)
-    own[EPISODE_ID], own[ROW_ID], own["tokens"] = (
-        table[EPISODE_ID].to_numpy(),
-        table[ROW_ID].to_numpy(),
-        lengths.numpy(),
-    )
-    own[AGENT] = _hashed(agents_of(table))
+    own = np.zeros(table.num_rows, _ROW)
+    own[EPISODE_ID] = table[EPISODE_ID].to_numpy()
+    own[ROW_ID] = table[ROW_ID].to_numpy()
+    own[AGENT] = _name_hashes(row_agents(table))
+    own[_TOKENS] = lengths.numpy()
     if MINIBATCH in table.column_names:
         own[MINIBATCH] = table[MINIBATCH].to_numpy()
-    messages = [_read_places(message) for message in ctx.all_gather(own.tobytes())]
-    first = sum(map(len, messages[: ctx.rank.rank]))
-    everywhere = _places(np.concatenate(messages))
-    starts, totals, last = (torch.from_numpy(part[first : first + len(own)]) for part in everywhere)
-    return Places(EpisodeSpans(starts, totals), last)
+    tables = [_read_rows(message) for message in ctx.all_gather(own.tobytes())]
+    first = sum(map(len, tables[: ctx.rank.rank]))
+    own_rows = slice(first, first + len(own))
+    starts, totals, is_last = _positions(np.concatenate(tables))
+    spans = EpisodeSpans(torch.from_numpy(starts[own_rows]), torch.from_numpy(totals[own_rows]))
+    return RowPositions(spans, torch.from_numpy(is_last[own_rows]))
 
 
-def _places(rows: NDArray[np.void]) -> tuple[Ints, Ints, Flags]:
+def _positions(rows: NDArray[np.void]) -> tuple[Ints, Ints, Flags]:
     """Return for each row the tokens before it in its sequence, those of the sequence, and whether it is the last."""
+    count = len(rows)
     order = np.lexsort((rows[ROW_ID], rows[AGENT], rows[EPISODE_ID], rows[MINIBATCH]))
-    keys, tokens = rows[[MINIBATCH, EPISODE_ID, AGENT]][order], rows["tokens"][order]
-    begins = np.concatenate([np.ones(min(1, len(rows)), np.bool_), keys[1:] != keys[:-1]])
-    sequence, before = np.cumsum(begins) - 1, np.cumsum(tokens) - tokens
-    totals = np.zeros(int(begins.sum()), np.int64)
-    np.add.at(totals, sequence, tokens)
-    starts, lengths, last = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64), np.empty(len(rows), np.bool_)
-    starts[order] = before - before[begins][sequence]
-    lengths[order] = totals[sequence]
-    last[order] = np.concatenate([begins[1:], np.ones(min(1, len(rows)), np.bool_)])
-    return starts, lengths, last
+    keys = rows[[MINIBATCH, EPISODE_ID, AGENT]][order]
+    tokens = rows[_TOKENS][order]
+    is_first = np.ones(count, np.bool_)
+    is_first[1:] = keys[1:] != keys[:-1]
+    last_in_order = np.ones(count, np.bool_)
+    last_in_order[:-1] = is_first[1:]
+    sequence = np.cumsum(is_first) - 1
+    tokens_before = np.cumsum(tokens) - tokens
+    sequence_tokens = np.zeros(int(is_first.sum()), np.int64)
+    np.add.at(sequence_tokens, sequence, tokens)
+    starts = np.empty(count, np.int64)
+    totals = np.empty(count, np.int64)
+    is_last = np.empty(count, np.bool_)
+    starts[order] = tokens_before - tokens_before[is_first][sequence]
+    totals[order] = sequence_tokens[sequence]
+    is_last[order] = last_in_order
+    return starts, totals, is_last
 
 
-def _read_places(message: bytes) -> NDArray[np.void]:
-    """Return the rows in a worker's message. PeerError where it holds none."""
-    if len(message) % _PLACE.itemsize:
-        raise PeerError(f"received {len(message)} bytes for the places of rows, expected {_PLACE.itemsize} for each")
-    rows: NDArray[np.void] = np.frombuffer(message, _PLACE)
-    if len(rows) and not 0 <= rows["tokens"].min() <= rows["tokens"].max() < 2**40:
-        raise PeerError(f"received rows of {rows['tokens'].min()} to {rows['tokens'].max()} tokens")
+def _read_rows(message: bytes) -> NDArray[np.void]:
+    """Return the rows in a worker's message. PeerError for a message that is not made of rows."""
+    if len(message) % _ROW.itemsize:
+        raise PeerError(f"received {len(message)} bytes for the places of rows, expected {_ROW.itemsize} for each")
+    rows: NDArray[np.void] = np.frombuffer(message, _ROW)
+    tokens = rows[_TOKENS]
+    if len(rows) and not 0 <= tokens.min() <= tokens.max() < _MAX_TOKENS:
+        raise PeerError(f"received rows of {tokens.min()} to {tokens.max()} tokens")
     return rows
 
 
-def agents_of(table: pa.Table) -> list[str]:
-    """Return the agent of each row; empty where there is none."""
+def row_agents(table: pa.Table) -> list[str]:
+    """Return the name of each row's agent; empty where there is none."""
     if AGENT not in table.column_names:
         return [""] * table.num_rows
     return [agent or "" for agent in table[AGENT].to_pylist()]
 
 
-def numbered(agents: Sequence[str]) -> Ints:
-    """Number the agents by their names in alphabetical order. [R]."""
-    number = {agent: at for at, agent in enumerate(sorted({*agents}))}
-    return np.array([number[agent] for agent in agents], np.int64)
+def name_numbers(names: Sequence[str]) -> Ints:
+    """Return the number of each name among the different ones in alphabetical order. [R]."""
+    number_of = {name: number for number, name in enumerate(sorted({*names}))}
+    return np.array([number_of[name] for name in names], np.int64)
 
 
-def _hashed(agents: Sequence[str]) -> Ints:
-    """Return a number for each agent's name that is the same on all workers. [R]."""
-    number = {name: blake2b(name.encode(), digest_size=8).digest() for name in {*agents}}
-    return np.array([int.from_bytes(number[name], "little", signed=True) for name in agents], np.int64)
+def _name_hashes(names: Sequence[str]) -> Ints:
+    """Return a number for each name that is the same on all workers. [R]."""
+    digests = {name: blake2b(name.encode(), digest_size=8).digest() for name in {*names}}
+    return np.array([int.from_bytes(digests[name], "little", signed=True) for name in names], np.int64)

@@ -25,21 +25,22 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     The i-th lowest reward is the highest in ``C(i - 1, k - 1)`` choices.
     """
     choices = _choices(len(rewards), k)
-    return float(sum(Fraction(reward) * comb(below, k - 1) for below, reward in enumerate(sorted(rewards))) / choices)
+    total = sum(Fraction(reward) * comb(below, k - 1) for below, reward in enumerate(sorted(rewards)))
+    return float(total / choices)
 
 
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float], k: int) -> float:
     """Return the mean reward of the majority answer of ``k`` samples (self-consistency, arXiv:2203.11171).
 
-    [n], [n] -> one. Among answers with equally many votes the one that comes first in all n samples wins. Equal answers
-    with different rewards count with their mean.
+    [n], [n] -> one. Among answers with equally many votes the one that occurs first in all n samples wins. Equal
+    answers with different rewards count with their mean.
     """
     rewards_of: dict[str, list[Fraction]] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         rewards_of.setdefault(answer, []).append(Fraction(reward))
     choices = _choices(len(answers), k)
-    wins = _wins([len(equal) for equal in rewards_of.values()], k)
-    total = sum(won * sum(equal) / len(equal) for won, equal in zip(wins, rewards_of.values(), strict=True))
+    wins = _wins([len(own) for own in rewards_of.values()], k)
+    total = sum(won * sum(own) / len(own) for won, own in zip(wins, rewards_of.values(), strict=True))
     return float(total / choices)
 
 

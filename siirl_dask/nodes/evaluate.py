@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import EPISODE, episodes_of, groups_of, reward_sums
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
 from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.planner import Changes, columns, reads_option
 from siirl_dask.schema import (
@@ -44,6 +44,7 @@ from siirl_dask.schema import (
     ROW_ID,
     SEGMENT,
     TURNS,
+    TYPES,
     DataType,
     Schema,
     fields,
@@ -91,8 +92,8 @@ class _Tally:
 
     def add(self, name: str, value: Fraction, count: int = 1) -> None:
         """Add the sum ``value`` of ``count`` prompts."""
-        total, counted = self.sums.get(name, (Fraction(0), 0))
-        self.sums[name] = (total + value, counted + count)
+        total, prompts = self.sums.get(name, (Fraction(0), 0))
+        self.sums[name] = (total + value, prompts + count)
 
     def merge(self, packed: bytes) -> None:
         """Add another worker's tally."""
@@ -116,20 +117,32 @@ class _Tally:
 
     def values(self) -> dict[str, float]:
         """Return the mean of each metric, without best@k where all rewards are 0 or 1: there it equals pass@k."""
-        left_out = (_BEST,) if self.binary else ()
-        return {
-            name: float(total / count) for name, (total, count) in self.sums.items() if not name.startswith(left_out)
-        }
+        means: dict[str, float] = {}
+        for name, (total, count) in self.sums.items():
+            if not self.binary or not name.startswith(_BEST):
+                means[name] = float(total / count)
+        return means
 
 
-def _try(*, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | None = None, **others: object) -> None:
-    if outside := [size for size in k if not 1 <= size <= n]:
-        raise ValueError(f"k={list(k)}: {outside[0]} of n={n} samples")
-    if extract is not None and not isinstance(answer := extract(""), str | None):
+def _check_options(
+    *, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | None = None, **others: object
+) -> None:
+    for size in k:
+        if not 1 <= size <= n:
+            raise ValueError(f"k={list(k)}: {size} of n={n} samples")
+    if extract is None:
+        return
+    answer = extract("")
+    if not isinstance(answer, str | None):
         raise ValueError(f"extract gave {answer!r}: expected a text or None")
 
 
-@columns(reads=[GROUP_ID, REWARD, RESPONSE], optional=EPISODE, depends_on_options=reads_option("source"), trial=_try)
+@columns(
+    reads=[GROUP_ID, REWARD, RESPONSE],
+    optional=EPISODE_COLUMNS,
+    depends_on_options=reads_option("source"),
+    trial=_check_options,
+)
 def measure_answers(
     ctx: Context,
     table: pa.Table,
@@ -140,15 +153,16 @@ def measure_answers(
     extract: Callable[[str], str | None] | None = None,
     alone: bool = False,
 ) -> pa.Table:
-    """Log the metrics above for ``n`` samples a prompt. The node asks for rows=GROUPED, so that prompts are whole.
+    """Log the metrics above for ``n`` samples a prompt. The node needs complete groups: rows=GROUPED.
 
-    maj@k counts ``extract(response)``; where that is None or not given, the response without surrounding white space.
+    maj@k counts ``extract(response)``; without ``extract``, and where it returns None, the response without surrounding
+    white space.
     With one sample and no source nothing is logged unless ``alone``: ``reward/mean`` is the same number.
     """
     if n == 1 and source.path is None and not alone:
         return table
     own = _tally(table, n, k, source, extract)
-    own.check(source)  # before a column of prompts goes to everybody
+    own.check(source)  # before it is sent to all workers: a column of prompts would be large
     tally = _Tally()
     for packed in ctx.all_gather(own.pack()):
         tally.merge(packed)
@@ -162,46 +176,74 @@ def measure_answers(
 def _tally(
     table: pa.Table, n: int, k: Sequence[int], source: ColumnPath, extract: Callable[[str], str | None] | None
 ) -> _Tally:
-    groups: dict[int, tuple[str | None, list[str], list[float]]] = {}
+    """Return the metrics of this worker's prompts. DataError for a source that cannot be printed."""
     tally = _Tally()
+    prompts: dict[int, _Prompt] = {}
     for group, reward, response, name in _samples(table, source):
         if name is not None and not (name and name.isprintable()):
             raise DataError(f"source {name!r} ({source.path}) of prompt {group}: expected text that can be printed")
-        _, answers, rewards = groups.setdefault(group, (name, [], []))
-        if reward is not None:
-            answers.append((extract(response) if extract else None) or response.strip())
-            rewards.append(reward)
-            tally.binary &= reward in (0.0, 1.0)
-    for name, answers, rewards in groups.values():
-        for metric, value in _numbers(answers, rewards, n, k).items():
-            for full in (metric,) if name is None else (metric, f"{metric}/{name}"):
-                tally.add(full, Fraction(value))
+        prompt = prompts.setdefault(group, _Prompt(name))
+        if reward is None:
+            continue
+        answer = None
+        if extract is not None:
+            answer = extract(response)
+        prompt.answers.append(answer or response.strip())
+        prompt.rewards.append(reward)
+        tally.binary &= reward in (0.0, 1.0)
+    for prompt in prompts.values():
+        for metric, value in _estimates(prompt, n, k).items():
+            tally.add(metric, Fraction(value))
+            if prompt.source is not None:
+                tally.add(f"{metric}/{prompt.source}", Fraction(value))
     return tally
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The samples of one prompt that have a reward."""
+
+    source: str | None
+    answers: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
 
 
 def _samples(table: pa.Table, source: ColumnPath) -> Iterator[tuple[int, float | None, str, str | None]]:
     """Yield group, reward, response and source of each sample: a row, or an episode."""
-    episodes = episodes_of(table)
-    groups, responses, names = groups_of(table).tolist(), table[RESPONSE].to_pylist(), source.texts(table)
-    rewards = reward_sums(episodes, table[REWARD].to_pylist())
-    for reward, rows in zip(rewards, episodes.rows(), strict=True):
-        yield groups[rows[-1]], reward, responses[rows[-1]], names[rows[-1]]
+    sequences = sequences_of(table)
+    groups = comparison_groups(table).tolist()
+    responses = table[RESPONSE].to_pylist()
+    sources = source.texts(table)
+    rewards = reward_sums(sequences, table[REWARD].to_pylist())
+    for reward, rows in zip(rewards, sequences.rows(), strict=True):
+        last = rows[-1]
+        yield groups[last], reward, responses[last], sources[last]
 
 
-def _numbers(answers: Sequence[str], rewards: Sequence[float], n: int, k: Sequence[int]) -> Mapping[str, float]:
+def _estimates(prompt: _Prompt, n: int, k: Sequence[int]) -> Mapping[str, float]:
     """Return the estimates of one prompt, for each k that it has enough samples for."""
-    count, right = len(rewards), sum(reward >= _RIGHT for reward in rewards)
-    numbers = {f"mean@{n}": mean(rewards)} if rewards else {}
-    numbers |= {f"pass@{size}": pass_at_k_estimate(count, right, size) for size in k if size <= count}
-    several = [size for size in k if 1 < size <= count]
-    numbers |= {f"{_BEST}{size}": best_at_k(rewards, size) for size in several}
-    return numbers | {f"maj@{size}": majority_at_k(answers, rewards, size) for size in several}
+    rewards = prompt.rewards
+    count = len(rewards)
+    right = sum(reward >= _RIGHT for reward in rewards)
+    sizes = [size for size in k if size <= count]
+    several = [size for size in sizes if size > 1]
+    estimates: dict[str, float] = {}
+    if rewards:
+        estimates[f"mean@{n}"] = mean(rewards)
+    for size in sizes:
+        estimates[f"pass@{size}"] = pass_at_k_estimate(count, right, size)
+    for size in several:
+        estimates[f"{_BEST}{size}"] = best_at_k(rewards, size)
+    for size in several:
+        estimates[f"maj@{size}"] = majority_at_k(prompt.answers, rewards, size)
+    return estimates
 
 
-SAMPLE, SOURCE = "sample", "source"
-_SAMPLED = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
-_SPOKEN = (EPISODE_ID, SEGMENT, TURNS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK)
-"""Columns that tell, of an episode, who said what."""
+SAMPLE = "sample"
+SOURCE = "source"
+_SAMPLE_COLUMNS = (RESPONSE, FINISH_REASON, REWARD, REWARD_PARTS)
+_EPISODE_COLUMNS = (EPISODE_ID, SEGMENT, TURNS, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK)
+"""Columns that show which tokens of an episode the policy and the environment wrote."""
 
 
 def eval_table_schema(prompt: DataType, answer: DataType, *, episodes: bool = False, agents: bool = False) -> Schema:
@@ -209,27 +251,36 @@ def eval_table_schema(prompt: DataType, answer: DataType, *, episodes: bool = Fa
 
     ``episodes`` says whether rows are those of episodes, ``agents`` whether these have several.
     """
-    own = {SAMPLE: pa.int64(), SOURCE: pa.large_string()}
-    spoken = fields(*(_SPOKEN if episodes else ()), *((AGENT,) if agents else ()))
-    return make_schema({**own, PROMPT: prompt, ANSWER: answer, **fields(*_SAMPLED), **spoken})
+    types: dict[str, DataType] = {SAMPLE: pa.int64(), SOURCE: pa.large_string(), PROMPT: prompt, ANSWER: answer}
+    types |= {name: TYPES[name] for name in _SAMPLE_COLUMNS}
+    if episodes:
+        types |= {name: TYPES[name] for name in _EPISODE_COLUMNS}
+    if agents:
+        types |= fields(AGENT)
+    return make_schema(types)
 
 
 def _reads_of_eval_table(*, source: ColumnPath = NO_COLUMN, episodes: bool = False, **options: object) -> Changes:
-    return Changes(reads=[*source, *(_SPOKEN if episodes else ())], optional=[AGENT] if episodes else [])
+    if episodes:
+        return Changes(reads=[*source, *_EPISODE_COLUMNS], optional=[AGENT])
+    return Changes(reads=[*source])
 
 
-@columns(reads=[PROMPT, ANSWER, *_SAMPLED], depends_on_options=_reads_of_eval_table, passes=False)
+@columns(reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS], depends_on_options=_reads_of_eval_table, passes=False)
 def eval_table(
     ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN, episodes: bool = False
 ) -> pa.Table:
     """Return a table to read: prompt, answer, response, reward, source, and the sample's number from 0 to ``n - 1``.
 
-    Rows of ``episodes`` tell who said what as well. No column depends on which worker made it.
+    With ``episodes`` it also has the columns of episodes. No column depends on which worker made it.
     """
-    kept = [*IDENTITY, PROMPT, ANSWER, *_SAMPLED, *(_SPOKEN if episodes else ())]
-    shown = {name: table[name] for name in kept}
+    names = [*IDENTITY, PROMPT, ANSWER, *_SAMPLE_COLUMNS]
+    if episodes:
+        names += _EPISODE_COLUMNS
+    shown = {name: table[name] for name in names}
     if episodes and AGENT in table.column_names:
         shown[AGENT] = table[AGENT]
-    shown[SAMPLE] = pa.array(table[EPISODE_ID if episodes else ROW_ID].to_numpy() % n, pa.int64())
+    sample_ids = table[EPISODE_ID if episodes else ROW_ID].to_numpy()
+    shown[SAMPLE] = pa.array(sample_ids % n, pa.int64())
     shown[SOURCE] = pa.array(source.texts(table), pa.large_string())
     return pa.table(shown)

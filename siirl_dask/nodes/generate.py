@@ -1,4 +1,4 @@
-"""Samples responses: n for each prompt, with a greedy one beside them, or as validation wants them."""
+"""Samples responses: n for each prompt, the same with a greedy one added, or those of a validation."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import pyarrow as pa
 
 from siirl_dask.config import RolloutConfig, ValidationConfig
 from siirl_dask.context import Context
-from siirl_dask.nodes.partial_rollout import generate_partial, pack_kept, unpack_kept
+from siirl_dask.nodes.partial_rollout import generate_partial, pack_unfinished, unpack_unfinished
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.routes import add_routes, route_columns
-from siirl_dask.nodes.sampling import EARLY, SAMPLED, add_samples, generate_all, make_requests
+from siirl_dask.nodes.sampling import EARLY_COLUMNS, SAMPLED, add_samples, generate_all, make_requests
 from siirl_dask.planner import Changes, Groups, KeptRows, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, IMAGES, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
 
 def _pack(ctx: Context, **options: object) -> pa.Table:
-    return pack_kept(ctx)
+    return pack_unfinished(ctx)
 
 
 def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options: object) -> None:
-    unpack_kept(ctx, table, [sampling_of(rollout)] * rollout.n)
+    unpack_unfinished(ctx, table, [rollout_sampling(rollout)] * rollout.n)
 
 
-def _changes(*, rollout: RolloutConfig, **options: object) -> Changes:
-    kept = KeptRows(_pack, _unpack)
-    groups = Groups.NEW  # some are of earlier steps
-    if rollout.partial:
-        return Changes(writes=fields(TOKEN_VERSIONS), carries=kept, groups=groups)
-    return Changes(writes=route_columns(rollout))
+def _generate_changes(*, rollout: RolloutConfig, **options: object) -> Changes:
+    if not rollout.partial:
+        return _route_changes(rollout=rollout)
+    unfinished_rows = KeptRows(_pack, _unpack)
+    return Changes(
+        writes=fields(TOKEN_VERSIONS),
+        carries=unfinished_rows,
+        groups=Groups.NEW,  # some are of earlier steps
+    )
 
 
-def _changes_of_routes(*, rollout: RolloutConfig, **options: object) -> Changes:
+def _route_changes(*, rollout: RolloutConfig, **options: object) -> Changes:
     return Changes(writes=route_columns(rollout))
 
 
@@ -44,10 +47,10 @@ def _changes_of_routes(*, rollout: RolloutConfig, **options: object) -> Changes:
     optional=[MAX_TOKENS],
     if_written=[IMAGES],
     writes=SAMPLED,
-    depends_on_options=_changes,
+    depends_on_options=_generate_changes,
     expand="rollout.rows_per_prompt",
     groups="kept",
-    early=EARLY,
+    early=EARLY_COLUMNS,
 )
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample ``rollout.n`` responses to each prompt, which may show images.
@@ -55,7 +58,7 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are those of
     the groups that are complete by now, from this step and from earlier ones: see ``partial_rollout.py``.
     """
-    samplings = [sampling_of(rollout)] * rollout.n
+    samplings = [rollout_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
         return generate_partial(ctx, table, samplings, rollout.max_tokens_per_step)
     return _generate(ctx, table, samplings, routes=rollout.router_replay)
@@ -66,17 +69,17 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     optional=[MAX_TOKENS],
     if_written=[IMAGES],
     writes=SAMPLED | fields(GREEDY),
-    depends_on_options=_changes_of_routes,
+    depends_on_options=_route_changes,
     expand="rollout.n_and_greedy",
     groups="kept",
-    early=EARLY,
+    early=EARLY_COLUMNS,
 )
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """Sample as ``generate`` does, and add each prompt's greedy response, which the column ``greedy`` marks."""
-    samplings = [*[sampling_of(rollout)] * rollout.n, _greedy(rollout)]
+    """Sample as ``generate`` does, and add each prompt's greedy response, for which the column ``greedy`` is true."""
+    samplings = [rollout_sampling(rollout)] * rollout.n + [_greedy_sampling(rollout)]
     rows = _generate(ctx, table, samplings, routes=rollout.router_replay)
-    marks = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
-    return rows.append_column(GREEDY, pa.array(marks, TYPES[GREEDY]))
+    is_greedy = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
+    return rows.append_column(GREEDY, pa.array(is_greedy, TYPES[GREEDY]))
 
 
 @columns(
@@ -86,24 +89,24 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
     writes=SAMPLED,
     expand="validation.n",
     groups="kept",
-    early=EARLY,
+    early=EARLY_COLUMNS,
 )
 def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
     """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those of ``generate``."""
-    return _generate(ctx, table, [answering(rollout, validation)] * validation.n)
+    return _generate(ctx, table, [validation_sampling(rollout, validation)] * validation.n)
 
 
-def answering(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
+def validation_sampling(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
     """Return the sampling parameters of ``generate_answers``; the default temperature is 0 for one sample, else 1."""
     temperature = validation.temperature
     if temperature is None:
         temperature = 0.0 if validation.n == 1 else 1.0
-    return replace(_greedy(rollout), temperature=temperature, top_p=validation.top_p)
+    return replace(_greedy_sampling(rollout), temperature=temperature, top_p=validation.top_p)
 
 
-def sampling_of(rollout: RolloutConfig) -> Sampling:
+def rollout_sampling(rollout: RolloutConfig) -> Sampling:
     """Return the sampling parameters of ``generate``."""
     return Sampling(
         max_tokens=rollout.max_response_length,
@@ -115,7 +118,7 @@ def sampling_of(rollout: RolloutConfig) -> Sampling:
     )
 
 
-def _greedy(rollout: RolloutConfig) -> Sampling:
+def _greedy_sampling(rollout: RolloutConfig) -> Sampling:
     return Sampling(
         max_tokens=rollout.max_response_length, temperature=0.0, stop_token_ids=tuple(rollout.stop_token_ids)
     )
@@ -125,4 +128,6 @@ def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling], *, r
     rows, requests = make_requests(ctx, table, samplings)
     sampled = generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows)
     rows = add_samples(ctx, rows, sampled)
-    return add_routes(ctx.resource, rows, sampled) if routes else rows
+    if routes:
+        rows = add_routes(ctx.resource, rows, sampled)
+    return rows

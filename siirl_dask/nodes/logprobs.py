@@ -48,15 +48,17 @@ def _writes_scores(*, entropies: bool, collision_probs: bool) -> Changes:
 def policy_logprobs(
     ctx: Context, table: pa.Table, *, entropies: bool = False, collision_probs: bool = False
 ) -> pa.Table:
-    """Add the log-probs under the policy before this step's update, with ``rollout.router_replay`` on the engine's
-    routes. With ``entropies`` also add the entropy at each response token, and with ``collision_probs`` the sum of
-    squared probabilities, both of the same pass.
+    """Add the log-probs under the policy before this step's update; with ``rollout.router_replay`` tokens are routed to
+    the experts that the engine used.
+
+    With ``entropies`` also add the entropy at each response token, and with ``collision_probs`` the sum of squared
+    probabilities, both of the same forward pass.
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table, packed_routes(table))
     scores = trainer.logprobs(packed.rows)
-    table = _with_scores(ctx, table, packed, scores, OLD_LOGPROBS)
+    table = _add_logprobs(ctx, table, packed, scores, OLD_LOGPROBS)
     if entropies:
         table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
     if collision_probs:
@@ -66,12 +68,12 @@ def policy_logprobs(
 
 @columns(reads=[ROLLOUT_LOGPROBS], writes=fields(OLD_LOGPROBS))
 def rollout_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Take the log-probs of the engine that sampled for those before the update: the policy makes one pass fewer.
+    """Use the engine's log-probs as those before the update, which saves the policy a forward pass.
 
-    The ratio of the loss is then that of the policy to the sampler itself, as in PPO (arXiv:1707.06347), whatever the
-    two differ by: rounding, or the age of the weights.
+    The ratio of the loss is then that of the policy to the sampler itself, as in PPO (arXiv:1707.06347), whatever makes
+    the two differ: rounding, or the age of the weights.
     """
-    return _finite(ctx, table.append_column(OLD_LOGPROBS, table[ROLLOUT_LOGPROBS]), OLD_LOGPROBS)
+    return _add_finite(ctx, table, OLD_LOGPROBS, table[ROLLOUT_LOGPROBS])
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(REFERENCE_LOGPROBS))
@@ -80,7 +82,7 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
-    return _with_scores(ctx, table, packed, trainer.logprobs(packed.rows), REFERENCE_LOGPROBS)
+    return _add_logprobs(ctx, table, packed, trainer.logprobs(packed.rows), REFERENCE_LOGPROBS)
 
 
 @columns(
@@ -90,14 +92,14 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     requires=["adapters"],
 )
 def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the log-probs under the policy without its adapters: a reference that takes no second model.
+    """Add the log-probs under the policy without its adapters: a reference that needs no second model.
 
     The policy needs adapters (``trainer.lora.rank``).
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
-    return _with_scores(ctx, table, packed, trainer.base_logprobs(packed.rows), REFERENCE_LOGPROBS)
+    return _add_logprobs(ctx, table, packed, trainer.base_logprobs(packed.rows), REFERENCE_LOGPROBS)
 
 
 @columns(
@@ -108,18 +110,18 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
 )
 def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the moving average of the policy's weights: a reference that follows the policy
-    (TR-DPO, arXiv:2404.09656), and takes no second model.
+    (TR-DPO, arXiv:2404.09656), and needs no second model.
 
     The policy needs an average (``trainer.ema_decay``, ``trainer.ema_every``).
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
-    return _with_scores(ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS)
+    return _add_logprobs(ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS)
 
 
-def _with_scores(ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str) -> pa.Table:
-    return _finite(ctx, table.append_column(column, packed.per_token(scores.logprobs, TYPES[column])), column)
+def _add_logprobs(ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str) -> pa.Table:
+    return _add_finite(ctx, table, column, packed.per_token(scores.logprobs, TYPES[column]))
 
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES))
@@ -129,9 +131,11 @@ def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     critic: Critic = ctx.resource
     packed = pack_rows(table)
     values = packed.per_token(critic.values(packed.rows), TYPES[VALUES])
-    return _finite(ctx, table.append_column(VALUES, values), VALUES)
+    return _add_finite(ctx, table, VALUES, values)
 
 
-def _finite(ctx: Context, table: pa.Table, column: str) -> pa.Table:
-    check_finite(ctx, table, column)
+def _add_finite(ctx: Context, table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Table:
+    """Add a column whose numbers must be finite."""
+    table = table.append_column(name, column)
+    check_finite(ctx, table, name)
     return table

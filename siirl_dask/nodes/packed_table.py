@@ -40,7 +40,8 @@ class PackedTable:
 
         DataError for lists of other lengths than the responses.
         """
-        if not _is_list(table[name].type):
+        kind = table[name].type
+        if not pa.types.is_list(kind) and not pa.types.is_large_list(kind):
             return self.spread(values(table[name]))
         flat, offsets = packed(table[name])
         if not torch.equal(offsets, self.response_offsets):
@@ -49,25 +50,34 @@ class PackedTable:
 
     def optional(self, table: pa.Table, name: str) -> Tensor | None:
         """Return ``column``, or None where the table does not have it."""
-        return self.column(table, name) if name in table.column_names else None
+        if name not in table.column_names:
+            return None
+        return self.column(table, name)
 
 
 def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
     """Pack each row's prompt and response, one after the other, and the images that the prompts show, if any.
 
-    ``routes`` are those of the rows (see ``routes.py``).
+    ``routes`` are the rows' routed experts, [T, W] (see ``routes.py``).
     """
     prompts, prompt_offsets = packed(table[PROMPT_IDS])
     responses, response_offsets = packed(table[RESPONSE_IDS])
     offsets = prompt_offsets + response_offsets
     tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
     is_response = torch.ones(len(tokens), dtype=torch.bool)
-    lengths = prompt_offsets.diff()
-    within = torch.arange(len(prompts)) - prompt_offsets[:-1].repeat_interleave(lengths)
-    is_response[offsets[:-1].repeat_interleave(lengths) + within] = False
+    prompt_lengths = prompt_offsets.diff()
+    index_in_prompt = torch.arange(len(prompts)) - prompt_offsets[:-1].repeat_interleave(prompt_lengths)
+    is_response[offsets[:-1].repeat_interleave(prompt_lengths) + index_in_prompt] = False
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
-    return PackedTable(PackedRows(tokens, offsets, lengths, row_images(table), routes), response_offsets)
+    rows = PackedRows(
+        tokens=tokens,
+        offsets=offsets,
+        prompt_lengths=prompt_lengths,
+        images=row_images(table),
+        routes=routes,
+    )
+    return PackedTable(rows, response_offsets)
 
 
 def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
@@ -75,7 +85,7 @@ def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
 
     DataError for a mask of other lengths than the responses.
     """
-    offsets = packed(table[RESPONSE_IDS])[1]
+    _, offsets = packed(table[RESPONSE_IDS])
     if RESPONSE_MASK not in table.column_names:
         return torch.ones(int(offsets[-1]), dtype=torch.bool), offsets
     mask, mask_offsets = packed(table[RESPONSE_MASK])
@@ -93,8 +103,10 @@ Flags = NDArray[np.bool_]
 """[R] bool: one flag for each row."""
 
 
-def valid_rows(table: pa.Table, *names: str) -> Flags:
-    """Return a flag for each row that has no null in the named columns; absent columns do not count. [R]."""
+def valid_rows(table: pa.Table, names: Sequence[str]) -> Flags:
+    """Return a flag for each row that has no null in the named columns, of which the table has one at least; absent
+    columns do not count. [R].
+    """
     valid = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
     flags: Flags = np.logical_and.reduce(valid)
     return flags
@@ -102,7 +114,8 @@ def valid_rows(table: pa.Table, *names: str) -> Flags:
 
 def scatter_valid(valid: Flags, column: pa.Array) -> pa.Array:
     """Spread a column of the valid rows over all rows, null in the others."""
-    return column.take(pa.array(np.cumsum(valid) - 1, pa.int64(), mask=~valid))
+    index_among_valid = np.cumsum(valid) - 1
+    return column.take(pa.array(index_among_valid, pa.int64(), mask=~valid))
 
 
 def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
@@ -141,12 +154,11 @@ def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> 
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), flat_array, type=with_large_offsets(kind))
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
 def one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    """Return the column in one piece, with offsets of 64 bits where it came in several."""
+    """Return the column as one array; where it has several chunks they are copied, with 64-bit offsets."""
     if column.num_chunks != 1:
         column = column.cast(with_large_offsets(column.type))
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays([pa.array([], column.type), *column.chunks])
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    empty = pa.array([], column.type)  # a column without chunks has nothing to concatenate
+    return pa.concat_arrays([empty, *column.chunks])

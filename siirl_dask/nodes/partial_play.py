@@ -1,17 +1,19 @@
-"""Partial rollouts of episodes: those that are long are played over several steps, with their environments open.
+"""Partial rollouts of episodes: long ones are played over several steps, with their environments open.
 
-In a step the policy may sample so many tokens of an episode. One that has not ended by then stays on its worker with
-its environment, between two turns or within one, and so does all of its group; in the next step it goes on with the
-weights of that step. Its next token is drawn as if it was never interrupted. A drain step plays all to their ends.
+In a step the policy samples at most a budget of tokens of an episode. One that has not ended by then stays on its
+worker with its environment, between two turns or within one, and so does all of its group; in the next step it
+continues with the weights of that step. Its next token is drawn as if it was never interrupted. A drain step plays all
+episodes to their ends.
 
-An environment cannot be stored. What is stored with a step are the prompts of the groups that were kept: in a run that
-goes on from there, their episodes begin again, with the seeds that they had.
+An environment cannot be stored. The prompts of the unfinished groups are stored with a step: in a run that resumes from
+it, their episodes begin again, with the same seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -24,148 +26,194 @@ from siirl_dask.environments import Session
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.episode import Episode
 from siirl_dask.nodes.episode_queue import OpenEpisode
-from siirl_dask.nodes.episode_rows import Item, Played
+from siirl_dask.nodes.episode_rows import Item, PlayedEpisode
 from siirl_dask.nodes.episode_table import log_episodes
-from siirl_dask.nodes.partial_rollout import blobs_of, older_rows
-from siirl_dask.nodes.playing import (
-    Answers,
-    Game,
+from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
+from siirl_dask.nodes.play_common import (
+    AnswerQueue,
+    PlaySetup,
+    answers_into,
+    build_queue,
     check_episodes,
     environment_seed,
-    episodes_of_prompts,
-    into,
     log_usage,
-    queue_of,
+    rows_of_new_episodes,
 )
 from siirl_dask.rollout import LocalQueue, RolloutEngine
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, SAMPLE_NUMBER, SAMPLING_SEED, TOKENS, TYPES
 
-_KEPT = "kept"
+_UNFINISHED = "unfinished"  # in the node's state
 _ENVIRONMENT_SEED = "environment_seed"
 _SEEDS = {SAMPLE_NUMBER: TYPES[SAMPLE_NUMBER], SAMPLING_SEED: TYPES[SAMPLING_SEED], _ENVIRONMENT_SEED: pa.int64()}
-"""Columns of an episode's row that are those of the step in which it began."""
-_A_STEP = 2**40  # added, for each step, to the number of an episode in the session: more than any has
-_State = OpenEpisode | Played | None
-"""An episode that goes on, one that has ended, or one that is still to begin."""
+"""Columns of an episode's row that depend on the step in which it began."""
+_KEYS_OF_A_STEP = 2**40  # added, for each step, to an episode's number in the session: more than a step has episodes
+_State = OpenEpisode | PlayedEpisode | None
+"""An episode that continues, one that has ended, or None for one that has not begun."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Lasting:
-    """A session that stays open from step to step, and its answers."""
+class _LastingSession:
+    """A session that stays open from step to step, and the queue of its answers."""
 
     session: Session
-    answers: Answers
+    answers: AnswerQueue
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session, after ``error`` where there was one."""
+        if error is None:
+            self.session.__exit__(None, None, None)
+        else:
+            self.session.__exit__(type(error), error, error.__traceback__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Unfinished:
     """Episodes that continue in the next step, whole groups of them."""
 
     rows: pa.Table
     states: list[_State]
-    lasting: _Lasting | None
+    session: _LastingSession | None
+    """None for episodes that were stored, and begin again."""
 
 
-def play_partial(ctx: Context, table: pa.Table, game: Game, budget: int) -> pa.Table:
+def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -> pa.Table:
     """Return the rows of groups whose episodes have all ended; the policy gets ``budget`` tokens in each."""
-    rows = _with_seeds(ctx, episodes_of_prompts(table, game.n), game.n)
+    rows = _with_seeds(ctx, rows_of_new_episodes(table, setup.n), setup.n)
     states: list[_State] = [None] * rows.num_rows
-    kept: _Kept | None = ctx.state.pop(_KEPT, None)
-    lasting = kept.lasting if kept is not None else None
-    if kept is not None:
-        older = older_rows(kept.rows).select(rows.column_names).cast(rows.schema)
-        rows, states = pa.concat_tables([rows, older]), [*states, *kept.states]
-    if lasting is None:
-        answers: Answers = Answers()
-        lasting = _Lasting(game.world.lasting_session(into(answers)), answers)
+    session: _LastingSession | None = None
+    earlier: _Unfinished | None = ctx.state.pop(_UNFINISHED, None)
+    if earlier is not None:
+        earlier_rows = with_older_ids(earlier.rows).select(rows.column_names).cast(rows.schema)
+        rows = pa.concat_tables([rows, earlier_rows])
+        states = states + earlier.states
+        session = earlier.session
+    if session is None:
+        answers: AnswerQueue = AnswerQueue()
+        session = _LastingSession(setup.environments.lasting_session(answers_into(answers)), answers)
+    step_budget = None if ctx.drain else budget
     try:
-        ended = _play_on(ctx, game, rows, states, lasting, None if ctx.drain else budget)
-        check_episodes(ctx, rows_at(rows, np.array([*ended], np.intp)), [*ended.values()], game.world)
+        ended = _continue_episodes(ctx, setup, rows, states, session=session, budget=step_budget)
+        ended_rows = rows_at(rows, np.array([*ended], np.intp))
+        check_episodes(ctx, ended_rows, [*ended.values()], setup.environments)
     except BaseException as error:
-        lasting.session.__exit__(type(error), error, error.__traceback__)
+        session.close(error)
         raise
-    whole = _whole_groups(rows, states)
-    left = [state for state, is_whole in zip(states, whole, strict=True) if not is_whole]
-    if left:
-        ctx.state[_KEPT] = _Kept(rows_where(rows, ~whole), left, lasting)
+    complete = _complete_groups(rows, states)
+    unfinished = list(compress(states, ~complete))
+    if unfinished:
+        ctx.state[_UNFINISHED] = _Unfinished(rows_where(rows, ~complete), unfinished, session)
     else:
-        lasting.session.__exit__(None, None, None)
-    ctx.log("rollout/kept_for_next_step", len(left), Reduce.SUM)
-    played = [state for state, is_whole in zip(states, whole, strict=True) if is_whole and isinstance(state, Played)]
-    made = game.make_rows(rows_where(rows, whole).drop_columns([_ENVIRONMENT_SEED]), played)
+        session.close()
+    ctx.log("rollout/kept_for_next_step", len(unfinished), Reduce.SUM)
+    played = [state for state in compress(states, complete) if isinstance(state, PlayedEpisode)]
+    complete_rows = rows_where(rows, complete).drop_columns([_ENVIRONMENT_SEED])
+    made = setup.make_rows(complete_rows, played)
     log_episodes(ctx, made, played)
     return made
 
 
-def pack_kept_episodes(ctx: Context) -> pa.Table:
-    """Return the rows of the episodes that continue in the next step, without what was played of them."""
-    kept: _Kept | None = ctx.state.get(_KEPT)
-    if kept is None:
-        return pa.schema([*((name, TYPES[name]) for name in IDENTITY), *_SEEDS.items()]).empty_table()
-    return once_per_group(kept.rows, blobs_of(kept.rows))
+def pack_unfinished_episodes(ctx: Context) -> pa.Table:
+    """Return the rows of the episodes that continue in the next step, without the turns that were played."""
+    unfinished: _Unfinished | None = ctx.state.get(_UNFINISHED)
+    if unfinished is None:
+        identity = {name: TYPES[name] for name in IDENTITY}
+        return pa.schema(identity | _SEEDS).empty_table()
+    return once_per_group(unfinished.rows, blob_columns(unfinished.rows))
 
 
-def unpack_kept_episodes(ctx: Context, table: pa.Table) -> None:
-    """Begin, in the next step, the episodes of ``pack_kept_episodes`` again. DataError when they are not such rows."""
-    if missing := [name for name in _SEEDS if name not in table.column_names]:
+def unpack_unfinished_episodes(ctx: Context, table: pa.Table) -> None:
+    """Put the episodes of ``pack_unfinished_episodes`` into the node's state: they begin again in the next step.
+
+    DataError when they are not such rows.
+    """
+    missing = [name for name in _SEEDS if name not in table.column_names]
+    if missing:
         raise DataError(f"the episodes that were kept for later steps lack {missing}")
-    ctx.state[_KEPT] = _Kept(filled_by_group(table, blobs_of(table)), [None] * table.num_rows, None)
+    rows = filled_by_group(table, blob_columns(table))
+    ctx.state[_UNFINISHED] = _Unfinished(rows, [None] * table.num_rows, None)
 
 
 def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:
-    numbers, groups = rows[ROW_ID].to_pylist(), rows[GROUP_ID].to_pylist()
+    """Add the columns ``_SEEDS`` to the rows of new episodes."""
+    numbers = rows[ROW_ID].to_pylist()
     columns = {
         SAMPLE_NUMBER: [number % n for number in numbers],
         SAMPLING_SEED: [ctx.seed(number) for number in numbers],
-        _ENVIRONMENT_SEED: [environment_seed(ctx, group) for group in groups],
+        _ENVIRONMENT_SEED: [environment_seed(ctx, group) for group in rows[GROUP_ID].to_pylist()],
     }
     for name, values in columns.items():
         rows = rows.append_column(name, pa.array(values, _SEEDS[name]))
     return rows
 
 
-def _play_on(
-    ctx: Context, game: Game, rows: pa.Table, states: list[_State], lasting: _Lasting, budget: int | None
-) -> dict[int, Played]:
-    """Play until each episode has ended or spent its budget; note that in ``states``. Returns those that ended now."""
+def _continue_episodes(
+    ctx: Context,
+    setup: PlaySetup,
+    rows: pa.Table,
+    states: list[_State],
+    *,
+    session: _LastingSession,
+    budget: int | None,
+) -> dict[int, PlayedEpisode]:
+    """Play until each episode has ended or spent its budget, and update ``states``.
+
+    Returns the episodes that have ended in this step, by their index in ``rows``.
+    """
     engine: RolloutEngine = ctx.resource
     costs = rows[TOKENS].to_pylist()
-    new = sorted((at for at, state in enumerate(states) if state is None), key=lambda at: -costs[at])
-    under_way = {at: state for at, state in enumerate(states) if isinstance(state, OpenEpisode)}
-    places, ended = [*new, *under_way], dict[int, Played]()
+    new = sorted((index for index, state in enumerate(states) if state is None), key=lambda index: -costs[index])
+    open_episodes = {index: state for index, state in enumerate(states) if isinstance(state, OpenEpisode)}
+    index_of_ticket = [*new, *open_episodes]
+    ended: dict[int, PlayedEpisode] = {}
 
-    def end(number: int, played: Played) -> None:
-        ended[places[number]] = played
+    def on_result(ticket: int, played: PlayedEpisode) -> None:
+        ended[index_of_ticket[ticket]] = played
 
-    def make(item: Item) -> tuple[Episode, dict[str, Any], int]:
-        given, seed_of = (item, game.rules, engine.tokenizer), _always(item[SAMPLING_SEED])
-        episode = Episode(*given, seed_of, engine.version, budget, processor=engine.processor)
-        return episode, game.row_of(item), item[_ENVIRONMENT_SEED]
+    def make_episode(item: Item) -> tuple[Episode, dict[str, Any], int]:
+        sampling_seed = item[SAMPLING_SEED]
+        episode = Episode(
+            item=item,
+            rules=setup.rules,
+            tokenizer=engine.tokenizer,
+            seed_of=lambda row_id: sampling_seed,  # an episode that is played in parts has one row
+            version=engine.version,
+            budget=budget,
+            processor=engine.processor,
+        )
+        return episode, setup.row_of(item), item[_ENVIRONMENT_SEED]
 
-    begins = rows_at(rows, np.array(new, np.intp))
-    _, items = game.items(engine, begins, SAMPLING_SEED, _ENVIRONMENT_SEED)
-    source = LocalQueue(items, end)
+    new_rows = rows_at(rows, np.array(new, np.intp))
+    _, items = setup.items(engine, new_rows, [SAMPLING_SEED, _ENVIRONMENT_SEED])
     ctx.free_device()
-    queue = queue_of(ctx, game, source, len(new), make, lasting.session, lasting.answers, first_key=ctx.step * _A_STEP)
-    for number, own in enumerate(under_way.values(), len(new)):
-        own.ticket, own.episode.version, own.episode.budget = number, engine.version, budget
-    queue.resume([*under_way.values()])
+    queue = build_queue(
+        ctx,
+        setup,
+        source=LocalQueue(items, on_result),
+        own_count=len(new),
+        make_episode=make_episode,
+        session=session.session,
+        answers=session.answers,
+        first_key=ctx.step * _KEYS_OF_A_STEP,
+    )
+    for ticket, opened in enumerate(open_episodes.values(), len(new)):
+        opened.ticket = ticket
+        opened.episode.version = engine.version
+        opened.episode.budget = budget
+    queue.resume([*open_episodes.values()])
     engine.serve(queue)
-    for own in queue.put_aside:
-        states[places[own.ticket]] = own
-    for at, played in ended.items():
-        states[at] = played
-    log_usage(ctx, queue.usage, min(queue.rows, len(places)))
+    for opened in queue.suspended:
+        states[index_of_ticket[opened.ticket]] = opened
+    for index, played in ended.items():
+        states[index] = played
+    log_usage(ctx, queue.usage, min(queue.rows, len(index_of_ticket)))
     return dict(sorted(ended.items()))
 
 
-def _always(seed: int) -> Callable[[int], int]:
-    """Return a function of a row's id that gives ``seed``: an episode that is played in parts has one row."""
-    return lambda row_id: seed
-
-
-def _whole_groups(rows: pa.Table, states: Sequence[_State]) -> NDArray[np.bool_]:
-    """Return, for each episode, whether all of its group have ended."""
+def _complete_groups(rows: pa.Table, states: Sequence[_State]) -> NDArray[np.bool_]:
+    """Return, for each episode, whether all episodes of its group have ended. [R] bool."""
     groups = rows[GROUP_ID].to_numpy()
-    waiting = [group for group, state in zip(groups.tolist(), states, strict=True) if not isinstance(state, Played)]
-    return ~np.isin(groups, waiting)
+    incomplete: list[int] = []
+    for group, state in zip(groups.tolist(), states, strict=True):
+        if not isinstance(state, PlayedEpisode):
+            incomplete.append(group)
+    return ~np.isin(groups, incomplete)

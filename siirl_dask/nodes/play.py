@@ -1,13 +1,14 @@
 """Plays episodes: the policy and an environment take turns, many episodes at once, until each has ended.
 
 The engine takes the turns that are ready from one queue, while other episodes wait for their environments
-(``episode_queue.py``); an episode becomes rows of tokens as it goes (``episode.py``). The ids of rows, their seeds and
-so their tokens depend on the prompt's position alone, never on when an environment answered or which worker played.
+(``episode_queue.py``); an episode appends to its rows of tokens turn by turn (``episode.py``). The ids of rows, their
+seeds and so their tokens depend on the prompt's position alone, never on when an environment answered or which worker
+played.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,37 +19,38 @@ import pyarrow as pa
 from siirl_dask.config import EnvironmentsConfig, ImagesConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
+from siirl_dask.environments import Environments
 from siirl_dask.errors import ConfigError
 from siirl_dask.nodes.episode import Episode, Rules
 from siirl_dask.nodes.episode_queue import EpisodeQueue
-from siirl_dask.nodes.episode_rows import EpisodeCodec, Item, Played
+from siirl_dask.nodes.episode_rows import EpisodeCodec, Item, PlayedEpisode
 from siirl_dask.nodes.episode_table import EPISODE_ROWS, episode_table, log_episodes
-from siirl_dask.nodes.generate import answering, sampling_of
-from siirl_dask.nodes.partial_play import pack_kept_episodes, play_partial, unpack_kept_episodes
-from siirl_dask.nodes.playing import (
-    Answers,
-    Game,
+from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
+from siirl_dask.nodes.partial_play import pack_unfinished_episodes, play_partial, unpack_unfinished_episodes
+from siirl_dask.nodes.play_common import (
+    AnswerQueue,
+    PlaySetup,
+    answers_into,
+    build_queue,
     check_chat,
     check_episodes,
     environment_seed,
-    episodes_of_prompts,
-    into,
     log_usage,
-    queue_of,
+    rows_of_new_episodes,
 )
 from siirl_dask.nodes.prompts import MAX_TOKENS
-from siirl_dask.nodes.sampling import EARLY
+from siirl_dask.nodes.sampling import EARLY_COLUMNS
 from siirl_dask.planner import Changes, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling
 from siirl_dask.schema import AGENT, GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT, PROMPT_IDS, TOKENS, fields
 
 
 def _pack(ctx: Context, **options: object) -> pa.Table:
-    return pack_kept_episodes(ctx)
+    return pack_unfinished_episodes(ctx)
 
 
 def _unpack(ctx: Context, table: pa.Table, **options: object) -> None:
-    unpack_kept_episodes(ctx, table)
+    unpack_unfinished_episodes(ctx, table)
 
 
 def _changes(
@@ -58,22 +60,30 @@ def _changes(
     world: str = "environments",
     **options: object,
 ) -> Changes:
-    written = [AGENT] * bool(environments.agents) + [OBSERVED_IMAGES] * _are_shown(images)
-    return Changes(reads=environments.row_columns, writes=fields(*written), neighbour=world)
+    writes: dict[str, pa.DataType] = {}
+    if environments.agents:
+        writes |= fields(AGENT)
+    if _shows_images(images):
+        writes |= fields(OBSERVED_IMAGES)
+    return Changes(reads=environments.row_columns, writes=writes, neighbour=world)
 
 
-def _are_shown(images: ImagesConfig | None) -> bool:
-    return images is not None and images.observations
+def _shows_images(images: ImagesConfig | None) -> bool:
+    """Return whether environments may show images."""
+    if images is None:
+        return False
+    return images.observations
 
 
-def _changes_of_play(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any) -> Changes:
+def _play_changes(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any) -> Changes:
     changes = _changes(environments=environments, **options)
-    kept = KeptRows(_pack, _unpack)
+    if not rollout.partial:
+        return changes
     groups = Groups.NEW  # some are of earlier steps
-    return replace(changes, carries=kept, groups=groups) if rollout.partial else changes
+    return replace(changes, carries=KeptRows(_pack, _unpack), groups=groups)
 
 
-def _try(*, rollout: RolloutConfig, **options: object) -> None:
+def _check_rollout(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
             f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an engine begin all rows "
@@ -85,8 +95,8 @@ def _try(*, rollout: RolloutConfig, **options: object) -> None:
         )
 
 
-def _try_play(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object) -> None:
-    _try(rollout=rollout)
+def _check_partial_rollout(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object) -> None:
+    _check_rollout(rollout=rollout)
     if not rollout.partial:
         return
     if environments.rows_per_episode != 1:
@@ -106,11 +116,11 @@ def _try_play(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **opt
     optional=[MAX_TOKENS],
     if_written=[IMAGES],
     writes=EPISODE_ROWS,
-    depends_on_options=_changes_of_play,
+    depends_on_options=_play_changes,
     expand=("rollout.rows_per_prompt", "environments.rows_per_episode"),
     groups="kept",
-    early=EARLY,
-    trial=_try_play,
+    early=EARLY_COLUMNS,
+    trial=_check_partial_rollout,
 )
 def play(
     ctx: Context,
@@ -130,8 +140,17 @@ def play(
     reward, and EpisodeError ends the run when more fail than ``environments.max_failures``. With ``rollout.partial``
     the rows are those of the groups that are complete by now, from this step and from earlier ones: partial_play.py.
     """
-    samplings, budget = [sampling_of(rollout)] * rollout.n, rollout.max_tokens_per_step
-    return _play(ctx, table, samplings, environments, max_prompt_length, world, images, budget)
+    return _play(
+        ctx,
+        table,
+        sampling=rollout_sampling(rollout),
+        n=rollout.n,
+        config=environments,
+        max_prompt_length=max_prompt_length,
+        environments=ctx.resources[world],
+        shows_images=_shows_images(images),
+        budget=rollout.max_tokens_per_step,
+    )
 
 
 @columns(
@@ -142,8 +161,8 @@ def play(
     depends_on_options=_changes,
     expand=("validation.n", "environments.rows_per_episode"),
     groups="kept",
-    early=EARLY,
-    trial=_try,
+    early=EARLY_COLUMNS,
+    trial=_check_rollout,
 )
 def play_answers(
     ctx: Context,
@@ -157,87 +176,128 @@ def play_answers(
     images: ImagesConfig | None = None,
 ) -> pa.Table:
     """Play ``validation.n`` episodes from each prompt as ``validation`` says, numbered as those of ``play``."""
-    samplings = [answering(rollout, validation)] * validation.n
-    return _play(ctx, table, samplings, environments, max_prompt_length, world, images)
+    return _play(
+        ctx,
+        table,
+        sampling=validation_sampling(rollout, validation),
+        n=validation.n,
+        config=environments,
+        max_prompt_length=max_prompt_length,
+        environments=ctx.resources[world],
+        shows_images=_shows_images(images),
+    )
 
 
 def _play(
     ctx: Context,
     table: pa.Table,
-    samplings: Sequence[Sampling],
-    environments: EnvironmentsConfig,
+    *,
+    sampling: Sampling,
+    n: int,
+    config: EnvironmentsConfig,
     max_prompt_length: int,
-    world: str,
-    images: ImagesConfig | None,
+    environments: Environments,
+    shows_images: bool,
     budget: int | None = None,
 ) -> pa.Table:
     engine: RolloutEngine = ctx.resource
     rules = Rules(
-        sampling=samplings[0],
-        turns=environments.turns,
-        turn_tokens=environments.turn_tokens,
-        rows=environments.rows_per_episode or 1,
-        agents=environments.agents,
+        sampling=sampling,
+        turns=config.turns,
+        turn_tokens=config.turn_tokens,
+        rows=config.rows_per_episode or 1,
+        agents=config.agents,
         max_prompt_length=max_prompt_length,
         context_length=engine.context_length,
     )
-    n = len(samplings)
-    several, shown = bool(environments.agents), _are_shown(images)
-    make_rows = partial(episode_table, ctx, engine, rules=rules, n=n, agents=several, images=shown)
-    game = Game(ctx.resources[world], rules, n, environments.max_open, make_rows)
+    make_rows = partial(episode_table, ctx, engine, rules=rules, n=n, agents=bool(config.agents), images=shows_images)
+    setup = PlaySetup(environments, rules, n, config.max_open, make_rows)
     check_chat(ctx, table)
     if budget is not None:
-        return play_partial(ctx, table, game, budget)
-    episodes = episodes_of_prompts(table, n)
-    played = _play_all(ctx, episodes, game)
-    check_episodes(ctx, episodes, played, game.world)
+        return play_partial(ctx, table, setup, budget)
+    episodes = rows_of_new_episodes(table, n)
+    played = _play_all(ctx, episodes, setup)
+    check_episodes(ctx, episodes, played, environments)
     rows = make_rows(episodes, played)
     log_episodes(ctx, rows, played)
     return rows
 
 
-def _play_all(ctx: Context, episodes: pa.Table, game: Game) -> list[Played]:
+def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[PlayedEpisode]:
     """Return each episode as it was played, by this worker or by a peer that ran idle; the costliest begin first."""
     engine: RolloutEngine = ctx.resource
-    order = np.argsort(-episodes[TOKENS].to_numpy(), kind="stable")
-    schema, waiting = game.items(engine, rows_at(episodes, order))
-    codec = _codec(schema, engine.version, game.rules.rows)
-
-    def hand_over(number: int, played: Played) -> None:
-        assert ctx.hand_over is not None
-        ctx.hand_over(game.make_rows(episodes.slice(int(order[number]), 1), [played]))
-
-    finished = None if ctx.hand_over is None else hand_over
-    source = (
-        LocalQueue(waiting, finished)
-        if ctx.steal_from_peers is None
-        else ctx.steal_from_peers(waiting, codec, finished)
-    )
+    order = np.argsort(-episodes[TOKENS].to_numpy(), kind="stable").tolist()
+    schema, items = setup.items(engine, rows_at(episodes, np.array(order, np.intp)))
+    codec = _codec(schema, engine.version, setup.rules.rows)
+    on_result = _early_rows(ctx, episodes, order, setup)
+    if ctx.steal_from_peers is None:
+        source = LocalQueue(items, on_result)
+    else:
+        source = ctx.steal_from_peers(items, codec, on_result)
     ctx.free_device()
-    queue = _serve(ctx, source, len(waiting), game)
+    queue = _serve(ctx, source, len(items), setup)
     with ctx.device.waiting():
-        played: list[Played] = source.results()
+        played: list[PlayedEpisode] = source.results()
     ctx.log("rollout/taken_over", source.taken_over, Reduce.SUM)
-    log_usage(ctx, queue.usage, min(queue.rows, len(waiting)))
-    return [one for _, one in sorted(zip(order.tolist(), played, strict=True), key=lambda pair: pair[0])]
+    log_usage(ctx, queue.usage, min(queue.rows, len(items)))
+    in_row_order = dict(zip(order, played, strict=True))
+    return [in_row_order[row] for row in range(len(order))]
 
 
-def _codec(schema: pa.Schema, version: int, rows: int) -> Codec[Item, Played]:
-    checked = EpisodeCodec(schema, version, rows)
-    renewed = partial(_codec, schema, version, rows)
-    return Codec(checked.pack_item, checked.read_item, checked.pack_result, checked.read_result, renewed)
+def _early_rows(
+    ctx: Context, episodes: pa.Table, order: Sequence[int], setup: PlaySetup
+) -> Callable[[int, PlayedEpisode], None] | None:
+    """Return the function that hands the rows of a played episode to the next node, from the episode's index in
+    ``order``; None where no node reads rows early.
+    """
+    hand_over = ctx.hand_over
+    if hand_over is None:
+        return None
+
+    def on_result(index: int, played: PlayedEpisode) -> None:
+        episode = episodes.slice(order[index], 1)
+        hand_over(setup.make_rows(episode, [played]))
+
+    return on_result
 
 
-def _serve(ctx: Context, source: Any, own: int, game: Game) -> EpisodeQueue:
-    """Let the engine play until no episode is left."""
+def _codec(schema: pa.Schema, version: int, rows: int) -> Codec[Item, PlayedEpisode]:
+    """Return the codec of episodes that peers take over, at this version of the weights."""
+    codec = EpisodeCodec(schema, version, rows)
+    return Codec(
+        pack_item=codec.pack_item,
+        read_item=codec.read_item,
+        pack_result=codec.pack_result,
+        read_result=codec.read_result,
+        renewed=partial(_codec, schema, version, rows),
+    )
+
+
+def _serve(ctx: Context, source: Any, own_count: int, setup: PlaySetup) -> EpisodeQueue:
+    """Serve the engine until no episode is left; return its queue."""
     engine: RolloutEngine = ctx.resource
-    answers: Answers = Answers()
+    answers: AnswerQueue = AnswerQueue()
 
-    def make(item: Item) -> tuple[Episode, dict[str, Any], int]:
-        episode = Episode(item, game.rules, engine.tokenizer, ctx.seed, engine.version, processor=engine.processor)
-        return episode, game.row_of(item), environment_seed(ctx, item[GROUP_ID])
+    def make_episode(item: Item) -> tuple[Episode, dict[str, Any], int]:
+        episode = Episode(
+            item=item,
+            rules=setup.rules,
+            tokenizer=engine.tokenizer,
+            seed_of=ctx.seed,
+            version=engine.version,
+            processor=engine.processor,
+        )
+        return episode, setup.row_of(item), environment_seed(ctx, item[GROUP_ID])
 
-    with game.world.session(into(answers)) as session:
-        queue = queue_of(ctx, game, source, own, make, session, answers)
+    with setup.environments.session(answers_into(answers)) as session:
+        queue = build_queue(
+            ctx,
+            setup,
+            source=source,
+            own_count=own_count,
+            make_episode=make_episode,
+            session=session,
+            answers=answers,
+        )
         engine.serve(queue)
     return queue

@@ -43,36 +43,42 @@ def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> Changes:
 def measure_policy_change(
     ctx: Context, table: pa.Table, *, agents: tuple[str, ...] = (), old: str = OLD_LOGPROBS
 ) -> pa.Table:
-    """Add to each row's ``policy_change`` what the policy's update changed in its episode: the sum of log pi - log
-    pi_old over the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
+    """Add to each row's ``policy_change`` the change of the policy in its episode: the sum of log pi - log pi_old over
+    the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
 
-    It comes after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
-    ``happo_clip``. What was measured after earlier updates is added. ``old`` is the column of log-probs under the
-    policy before the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. The node
-    asks for rows=GROUPED where episodes have several rows.
+    The node runs after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
+    ``happo_clip``. The changes by earlier updates are added. ``old`` is the column of log-probs under the policy before
+    the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. Where episodes have
+    several rows the node needs complete groups: rows=GROUPED.
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
-    own = np.isin(table[AGENT].to_pylist(), agents) if agents else np.ones(table.num_rows, np.bool_)
-    rows = rows_where(table, own)
+    is_own = np.ones(table.num_rows, np.bool_)
+    if agents:
+        is_own = np.isin(table[AGENT].to_pylist(), agents)
+    rows = rows_where(table, is_own)
     mask, offsets = response_mask(rows)
-    change = (trainer.logprobs(pack_rows(rows).rows).logprobs - packed(rows[old])[0]) * mask
-    of_row = torch.zeros(table.num_rows, dtype=torch.float64)
-    of_row[torch.from_numpy(own)] = row_sums(change.double(), offsets)
-    total = _of_episodes(table, of_row)
+    old_logprobs, _ = packed(rows[old])
+    change = (trainer.logprobs(pack_rows(rows).rows).logprobs - old_logprobs) * mask
+    own_rows = torch.from_numpy(is_own)
+    row_changes = torch.zeros(table.num_rows, dtype=torch.float64)
+    row_changes[own_rows] = row_sums(change.double(), offsets)
+    total = _sums_of_episodes(table, row_changes)
     if POLICY_CHANGE in table.column_names:
         total = total + values(table[POLICY_CHANGE])
         table = table.drop_columns([POLICY_CHANGE])
-    ctx.log("policy/change", total[torch.from_numpy(own)].tolist())
+    ctx.log("policy/change", total[own_rows].tolist())
     table = table.append_column(POLICY_CHANGE, pa.array(total.float().numpy(), TYPES[POLICY_CHANGE]))
     check_finite(ctx, table, POLICY_CHANGE)
     return table
 
 
-def _of_episodes(table: pa.Table, of_row: Tensor) -> Tensor:
-    """Give each row the sum over the rows of its episode. [R] -> [R]."""
+def _sums_of_episodes(table: pa.Table, numbers: Tensor) -> Tensor:
+    """Give each row the sum of the numbers of its episode's rows. [R] float64 -> [R]."""
     if EPISODE_ID not in table.column_names:
-        return of_row
-    _, places = np.unique(table[EPISODE_ID].to_numpy(), return_inverse=True)
-    episode = torch.from_numpy(places.astype(np.int64))
-    return torch.zeros(table.num_rows, dtype=torch.float64).index_add_(0, episode, of_row)[episode]
+        return numbers
+    _, inverse = np.unique(table[EPISODE_ID].to_numpy(), return_inverse=True)
+    episode_of_row = torch.from_numpy(inverse.astype(np.int64))
+    sums = torch.zeros(table.num_rows, dtype=torch.float64)  # there are no more episodes than rows
+    sums.index_add_(0, episode_of_row, numbers)
+    return sums[episode_of_row]

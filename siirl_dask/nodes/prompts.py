@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = "max_tokens"
 """An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
-_NULL = "its prompt is null: remove such rows, or name another column (data.prompt)"
-_READ_FOR_ONE = 16
-"""Prompt tokens that are read in the time of sampling one: they are read together, and once for n samples."""
+_NULL_PROMPT = "its prompt is null: remove such rows, or name another column (data.prompt)"
+_PREFILL_TOKENS_PER_SAMPLED = 16
+"""Prompt tokens whose prefill takes as long as sampling one token: they are read together, and once for n samples."""
 
 
 def prompt_columns(
@@ -57,8 +58,9 @@ def prompt_columns(
     changes = Changes(reads=(column,), optional=() if expected is None else (expected,))
     if images is None or images.column is None:
         return changes
-    own = _column_of_images(images, column)
-    return replace(changes, reads=(column, own), writes=fields(IMAGES), drops=() if own == IMAGES else (own,))
+    image_column = _image_column(images, column)
+    drops = () if image_column == IMAGES else (image_column,)
+    return replace(changes, reads=(column, image_column), writes=fields(IMAGES), drops=drops)
 
 
 @columns(
@@ -83,118 +85,133 @@ def encode_prompts(
 
     The prompt is what ``column`` holds: the dataset's, or what another agent has written (``hand_over``). With
     ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens. With
-    ``continue_answers`` the model goes on with a last message of the assistant's.
+    ``continue_answers`` the model continues a last message of the assistant.
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
-    leaves no worker any trains nothing (``driver/prompts.py`` warns of it). ValueError for a prompt without tokens;
-    DataError, with the row, for one that is null, that the chat template cannot write, or whose last message is the
-    assistant's without ``continue_answers``; ImageError, with the row and
-    the image, for an image that cannot be used.
+    leaves no worker any trains nothing (``driver/prompts.py`` warns of it).
+
+    ValueError for a prompt without tokens; DataError, with the row, for one that is null, that the chat template cannot
+    write, or whose last message is the assistant's without ``continue_answers``; ImageError, with the row and the
+    image, for an image that cannot be used.
     """
     engine: RolloutEngine = ctx.resource
-    if images is None or images.column is None:
-        ids = shown = _encoded(ctx, table, column, continue_answers)
+    if images is not None and images.column is None:
+        images = None
+    if images is None:
+        ids = _encode_texts(ctx, table, column, continue_answers)
+        collapsed_ids = ids
     else:
-        table, shown, ids = _with_images(ctx, table, column, images, continue_answers)
+        table, collapsed_ids, ids = _encode_with_images(ctx, table, column, images, continue_answers)
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
             raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
-    dropped = [len(tokens) for tokens in ids if len(tokens) > max_prompt_length]
-    ctx.log("data/prompts", len(ids) - len(dropped), Reduce.SUM)
-    ctx.log("data/dropped_prompts", len(dropped), Reduce.SUM)
-    if dropped:
-        ctx.log("data/shortest_dropped_prompt", min(dropped), Reduce.MIN)
-        table = rows_where(table, pa.array([len(tokens) <= max_prompt_length for tokens in ids]))
-        shown = [tokens for tokens, all_ids in zip(shown, ids, strict=True) if len(all_ids) <= max_prompt_length]
-        ids = [tokens for tokens in ids if len(tokens) <= max_prompt_length]
-    if images is not None and images.column is not None:
-        _decode_all(ctx, table, images)
-    texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in shown]
-    costs = sampling_costs(table, [*map(len, ids)], rollout)
+    fits = [len(tokens) <= max_prompt_length for tokens in ids]
+    dropped_lengths = [len(tokens) for tokens in ids if len(tokens) > max_prompt_length]
+    ctx.log("data/prompts", len(ids) - len(dropped_lengths), Reduce.SUM)
+    ctx.log("data/dropped_prompts", len(dropped_lengths), Reduce.SUM)
+    if dropped_lengths:
+        ctx.log("data/shortest_dropped_prompt", min(dropped_lengths), Reduce.MIN)
+        table = rows_where(table, pa.array(fits))
+        collapsed_ids = list(compress(collapsed_ids, fits))
+        ids = list(compress(ids, fits))
+    if images is not None:
+        _check_images(ctx, table, images)
+    texts = [engine.tokenizer.decode(tokens, skip_special=False) for tokens in collapsed_ids]
+    costs = sampling_costs(table, [len(tokens) for tokens in ids], rollout)
     table = table.set_column(table.column_names.index(TOKENS), TOKENS, pa.array(costs, pa.int64()))
     table = table.append_column(PROMPT_IDS, pa.array(ids, TYPES[PROMPT_IDS]))
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
-def _encoded(ctx: Context, table: pa.Table, column: str, continue_answers: bool) -> list[list[int]]:
-    """Return each prompt's token ids."""
-    return [_ids(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(table[column].to_pylist())]
+def _encode_texts(ctx: Context, table: pa.Table, column: str, continue_answers: bool) -> list[list[int]]:
+    """Return each prompt's token ids, of prompts without images."""
+    prompts = table[column].to_pylist()
+    return [_encode(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(prompts)]
 
 
-def _ids(ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool) -> list[int]:
+def _encode(ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool) -> list[int]:
     """Return the token ids of a row's prompt. DataError, with the row, for one that cannot be used."""
     if prompt is None:
-        raise _refused(ctx, table, row, _NULL)
+        raise _data_error(ctx, table, row, _NULL_PROMPT)
     tokenizer = ctx.resource.tokenizer
+    options = {"continue_answer": True} if continue_answers else {}
     try:
-        ids: list[int] = (
-            tokenizer.encode(prompt, continue_answer=True) if continue_answers else tokenizer.encode(prompt)
-        )
+        ids: list[int] = tokenizer.encode(prompt, **options)
     except DataError as error:
-        raise _refused(ctx, table, row, str(error)) from error
+        raise _data_error(ctx, table, row, str(error)) from error
     except SiirlError:
         raise
-    except Exception as error:  # a chat template raises what it likes
+    except Exception as error:  # a chat template may raise any exception
         reason = f"the chat template fails on its prompt: {type(error).__name__}: {error}"
-        raise _refused(ctx, table, row, reason) from error
+        raise _data_error(ctx, table, row, reason) from error
     return ids
 
 
-def _refused(ctx: Context, table: pa.Table, row: int, reason: str) -> DataError:
-    error = DataError(f"{_place(ctx, table, row)}: {reason}")
+def _data_error(ctx: Context, table: pa.Table, row: int, reason: str) -> DataError:
+    """Return the error for a row whose prompt cannot be used."""
+    error = DataError(f"{_location(ctx, table, row)}: {reason}")
     error.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
     return error
 
 
-def _place(ctx: Context, table: pa.Table, row: int) -> str:
-    """Return a row's id in the step, and its place in the dataset if that is known."""
-    place = ""
+def _location(ctx: Context, table: pa.Table, row: int) -> str:
+    """Return a row's id and step, and its part and row of the dataset if these are known, for an error message."""
+    in_dataset = ""
     if {DATA_PART, DATA_ROW} <= {*table.column_names}:
-        place = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
-    return f"row {table[ROW_ID][row]} of step {ctx.step}{place}"
+        in_dataset = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
+    return f"row {table[ROW_ID][row]} of step {ctx.step}{in_dataset}"
 
 
-def _column_of_images(images: ImagesConfig, column: str) -> str:
-    """Return the column that has the images: the dataset's, or for what an agent has written that of the first one."""
+def _image_column(images: ImagesConfig, column: str) -> str:
+    """Return the column that has the images: the dataset's; for a prompt that an agent wrote, the one that the first
+    agent's ``encode_prompts`` has written.
+    """
     assert images.column is not None
     return images.column if column == PROMPT else IMAGES
 
 
-def _with_images(
+def _encode_with_images(
     ctx: Context, table: pa.Table, column: str, images: ImagesConfig, continue_answers: bool
 ) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
-    """Return the table with its images in the column ``images``, and each prompt's ids with one placeholder an image,
-    and with as many as each one has tokens, from the images' headers alone.
+    """Return the table with its images in the column ``images``, each prompt's ids with one placeholder an image, and
+    its ids with as many placeholders as each image has tokens. Image sizes are read from the images' headers alone.
     """
     engine: RolloutEngine = ctx.resource
     processor = _processor(engine, images)
-    name = _column_of_images(images, column)
-    of_rows = normalised(table[name], name)
-    table = table.drop_columns([name]).append_column(IMAGES, of_rows)
-    collapsed, expanded, seen = [], [], 0
-    processor.bring(image for value in of_rows.to_pylist() for image in _readable(value))
-    for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), of_rows.to_pylist(), strict=True)):
-        with _of_row(ctx, table, row):
-            shown = images_of(value)
+    name = _image_column(images, column)
+    image_values = normalised(table[name], name)
+    table = table.drop_columns([name]).append_column(IMAGES, image_values)
+    values = image_values.to_pylist()
+    processor.bring(image for value in values for image in _images_at_urls(value))
+    collapsed_ids: list[list[int]] = []
+    expanded_ids: list[list[int]] = []
+    image_count = 0
+    for row, (prompt, value) in enumerate(zip(table[column].to_pylist(), values, strict=True)):
+        with _naming_row(ctx, table, row):
+            row_images = images_of(value)
             text = None if prompt is None else marked(prompt, processor.family.placeholder)
-            collapsed.append(_ids(ctx, table, row, text, continue_answers))
-            expanded.append(processor.expand(collapsed[-1], shown))
-        seen += len(shown)
-    ctx.log("data/images", seen, Reduce.SUM)
-    ctx.log("data/image_tokens", sum(map(len, expanded)) - sum(map(len, collapsed)) + seen, Reduce.SUM)
-    return table, collapsed, expanded
+            ids = _encode(ctx, table, row, text, continue_answers)
+            collapsed_ids.append(ids)
+            expanded_ids.append(processor.expand(ids, row_images))
+        image_count += len(row_images)
+    added_tokens = sum(map(len, expanded_ids)) - sum(map(len, collapsed_ids))
+    ctx.log("data/images", image_count, Reduce.SUM)
+    ctx.log("data/image_tokens", added_tokens + image_count, Reduce.SUM)
+    return table, collapsed_ids, expanded_ids
 
 
-def _readable(value: Sequence[dict[str, object] | None] | None) -> Iterator[Image]:
-    """Yield the images of a row that are at a URL; a null entry is told with its row, later."""
+def _images_at_urls(value: Sequence[dict[str, object] | None] | None) -> Iterator[Image]:
+    """Yield the images of a row that are at a URL. A null entry is skipped: ``images_of`` raises for it later, with its
+    row.
+    """
     for entry in value or ():
         if entry is not None and entry["bytes"] is None and entry["path"] is not None:
             yield Image(None, str(entry["path"]))
 
 
 def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
-    """Return the processor that the engine generates with. ConfigError for an engine without."""
+    """Return the processor that the engine generates with. ConfigError for an engine without one."""
     if engine.processor is None:
         raise ConfigError(
             f"images.column={images.column!r}, and the engine takes texts alone: give its role's builder the images as "
@@ -203,27 +220,27 @@ def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
     return engine.processor
 
 
-def _decode_all(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:
+def _check_images(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:
     """Decode every image once: one that is cut off behind its header would fail only after others were generated."""
     processor = _processor(ctx.resource, images)
     for row, value in enumerate(table[IMAGES].to_pylist()):
-        with _of_row(ctx, table, row):
+        with _naming_row(ctx, table, row):
             processor.check(images_of(value))
         ctx.device.progress()
 
 
 @contextmanager
-def _of_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
-    """Name the row of an ImageError raised inside: its id in the step, its place in the dataset if known."""
+def _naming_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
+    """Add the row to an ImageError that is raised inside."""
     try:
         yield
     except ImageError as error:
-        named = ImageError(f"{_place(ctx, table, row)}: {error}")
+        named = ImageError(f"{_location(ctx, table, row)}: {error}")
         named.origin = Origin(rows=(table[ROW_ID][row].as_py(),))
         raise named from error.__cause__
 
 
-def limits_of(rows: pa.Table) -> list[int | None]:
+def token_limits(rows: pa.Table) -> list[int | None]:
     """Return each row's own limit of response tokens, None where it has none. DataError for other values."""
     if MAX_TOKENS not in rows.column_names:
         return [None] * int(rows.num_rows)
@@ -234,7 +251,7 @@ def limits_of(rows: pa.Table) -> list[int | None]:
     return limits  # type: ignore[return-value]  # checked above
 
 
-def check_expected(lengths: pa.ChunkedArray, column: str, first: int = 0) -> None:
+def check_expected_lengths(lengths: pa.ChunkedArray, column: str, first: int = 0) -> None:
     """Raise DataError for expected lengths that are no whole numbers of at least 1.
 
     Errors name ``column`` and count rows from ``first``.
@@ -254,15 +271,18 @@ def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutCo
     column, the row's limit. Where rows have neither, or ``rollout`` is None, the cost is the prompt's length: all
     responses are expected to be equally long.
     """
-    read = np.asarray(lengths, dtype=np.int64)
-    expected = None if rollout is None else rollout.expected_length_column
-    named = [name for name in (expected, MAX_TOKENS) if name in prompts.column_names]
-    if rollout is None or not named:
-        return read
+    prompt_lengths = np.asarray(lengths, dtype=np.int64)
+    if rollout is None:
+        return prompt_lengths
+    expected = rollout.expected_length_column
+    has_expected = expected in prompts.column_names
+    if not has_expected and MAX_TOKENS not in prompts.column_names:
+        return prompt_lengths
     longest = rollout.max_response_length
-    limits = [longest if limit is None else min(limit, longest) for limit in limits_of(prompts)]
-    response = np.array(limits, dtype=np.int64)
-    if named[0] == expected:
-        check_expected(prompts[expected], f"the column {expected!r} (rollout.expected_length_column)")
-        response = np.minimum(response, prompts[expected].to_numpy().astype(np.int64))
-    return response + read // _READ_FOR_ONE
+    limits = [longest if limit is None else min(limit, longest) for limit in token_limits(prompts)]
+    response_lengths = np.array(limits, dtype=np.int64)
+    if has_expected:
+        check_expected_lengths(prompts[expected], f"the column {expected!r} (rollout.expected_length_column)")
+        expected_lengths = prompts[expected].to_numpy().astype(np.int64)
+        response_lengths = np.minimum(response_lengths, expected_lengths)
+    return response_lengths + prompt_lengths // _PREFILL_TOKENS_PER_SAMPLED

@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import Origin, RewardError
-from siirl_dask.nodes.early_scores import EarlyScores, arguments
-from siirl_dask.nodes.episodes import EPISODE, episodes_of, reward_sums
-from siirl_dask.nodes.failures import Failed, check_failures
+from siirl_dask.nodes.early_scores import EarlyScores, argument_names
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, reward_sums, sequences_of
+from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option
 from siirl_dask.planner import columns as declares
@@ -31,17 +31,17 @@ from siirl_dask.schema import (
 )
 from siirl_dask.training import RewardModel
 
-_SHOWN = 200  # characters of a prompt or a response in an error
+_MAX_SHOWN = 200  # characters of a prompt or a response in an error
 
 
 def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
-    """Begin the work of ``score``, with the same options, on rows that come while others are generated."""
-    return EarlyScores(scorer, _arguments(scorer, columns))
+    """Begin the work of ``score``, with the same options, on rows that are finished while others are generated."""
+    return EarlyScores(scorer, _argument_names(scorer, columns))
 
 
-def _arguments(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
-    """Return the names of the function's arguments, with the prompt's text as the model saw it where it names that."""
-    names = arguments(columns)
+def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
+    """Return the names of the function's arguments, ``prompt_text`` included where it has an argument of that name."""
+    names = argument_names(columns)
     if scorer.reads_prompt_text and PROMPT_TEXT not in names:
         names.append(PROMPT_TEXT)
     return names
@@ -49,7 +49,7 @@ def _arguments(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
 
 @declares(
     reads=[PROMPT, RESPONSE, ANSWER],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     if_written=[PROMPT_TEXT],
     writes=fields(REWARD, REWARD_PARTS),
     by_row=begin_scores,
@@ -62,47 +62,54 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
     A row whose function fails gets a null reward and is left out of the loss, unless more rows of the step fail than
     ``rewards.max_failures`` allows: that stops the run with RewardError. A made-up score never trains.
     """
-    names = [name for name in _arguments(ctx.resource, columns) if name in columns or name in table.column_names]
-    scores = _scores(ctx, table, table.select(names).to_pylist())
-    failed = [index for index, result in enumerate(scores) if result.failure is not None]
+    names = [name for name in _argument_names(ctx.resource, columns) if name in columns or name in table.column_names]
+    scores = _score_rows(ctx, table, table.select(names).to_pylist())
+    failed = [index for index, score in enumerate(scores) if score.failure is not None]
     _check_failures(ctx, table, scores, failed)
-    assert len(failed) + sum(result.reward is not None for result in scores) == len(scores)
+    rewards = [score.reward for score in scores]
+    assert rewards.count(None) == len(failed)
     ctx.log("reward/failures", len(failed), Reduce.SUM)
-    rewards = [result.reward for result in scores]
-    for name in sorted({name for result in scores for name in result.parts} - {REWARD}):
-        ctx.log(f"reward/{name}", [result.parts[name] for result in scores if name in result.parts])
+    part_names = {name for score in scores for name in score.parts}
+    for name in sorted(part_names - {REWARD}):
+        ctx.log(f"reward/{name}", [score.parts[name] for score in scores if name in score.parts])
     table = table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
     _log_rewards(ctx, table, rewards)
-    parts = [[*result.parts.items()] for result in scores]
+    parts = [[*score.parts.items()] for score in scores]
     return table.append_column(REWARD_PARTS, pa.array(parts, TYPES[REWARD_PARTS]))
 
 
-def _scores(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Sequence[Score]:
-    """Return one score a row; many are there where the node has begun early."""
+def _score_rows(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Sequence[Score]:
+    """Return the score of each row; those that were scored while others were generated are not scored again."""
     scorer: Scorer = ctx.resource
-    begun: EarlyScores | None = ctx.begun
-    if begun is not None:
-        ctx.log("rows/scored_early", begun.done, Reduce.SUM)
-        if (scores := begun.finish(table[ROW_ID].to_pylist(), rows)) is not None:
+    early: EarlyScores | None = ctx.begun
+    if early is not None:
+        ctx.log("rows/scored_early", early.done, Reduce.SUM)
+        scores = early.finish(table[ROW_ID].to_pylist(), rows)
+        if scores is not None:
             return scores
     return scorer.score(rows)
 
 
 def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
-    """Raise RewardError on all workers when more rows failed on all of them together than may; log allowed failures."""
+    """Raise RewardError on all workers when more rows failed over all of them than ``rewards.max_failures``; log
+    allowed failures.
+    """
     scorer: Scorer = ctx.resource
 
     def describe(index: int) -> tuple[str, int]:
         row = table.select([ROW_ID, PROMPT, RESPONSE, ANSWER]).slice(index, 1).to_pylist()[0]
-        told = (
-            f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, prompt "
-            f"{row[PROMPT]!r:.{_SHOWN}}, response {row[RESPONSE]!r:.{_SHOWN}}, answer {row[ANSWER]!r:.{_SHOWN}}"
+        prompt = f"{row[PROMPT]!r:.{_MAX_SHOWN}}"
+        response = f"{row[RESPONSE]!r:.{_MAX_SHOWN}}"
+        answer = f"{row[ANSWER]!r:.{_MAX_SHOWN}}"
+        message = (
+            f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, prompt {prompt}, "
+            f"response {response}, answer {answer}"
         )
-        return told, row[ROW_ID]
+        return message, row[ROW_ID]
 
     check_failures(
         ctx,
-        Failed(numbers=failed, describe=describe),
+        Failures(indices=failed, describe=describe),
         most=scorer.max_failures,
         key="rewards.max_failures",
         whose=f"reward {scorer.name}",
@@ -112,24 +119,27 @@ def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], fail
 
 
 def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
-    """Log mean and spread of the rewards that there are: of rows, or of episodes as far as this worker has them."""
-    sums = [reward for reward in reward_sums(episodes_of(table), rewards) if reward is not None]
-    ctx.log("reward/mean", sums)
-    ctx.log("reward/std", sums, Reduce.STD)
+    """Log mean and standard deviation of the rewards: of rows, or of episodes as far as this worker has their rows."""
+    sequence_rewards = reward_sums(sequences_of(table), rewards)
+    valid = [reward for reward in sequence_rewards if reward is not None]
+    ctx.log("reward/mean", valid)
+    ctx.log("reward/std", valid, Reduce.STD)
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE, writes=fields(REWARD))
+@columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE_COLUMNS, writes=fields(REWARD))
 def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the reward model's score of each row, prompt and response. RewardError names a row with no finite score."""
     model: RewardModel = ctx.resource
     scores = model.scores(pack_rows(table).rows)
-    if not scores.isfinite().all():
-        index = int((~scores.isfinite()).nonzero()[0])
+    finite = scores.isfinite()
+    if not finite.all():
+        index = int((~finite).nonzero()[0])
+        row_id = table[ROW_ID][index].as_py()
         error = RewardError(
             f"the reward model gave {scores[index].item()}: expected a finite number "
-            f"(row {table[ROW_ID][index].as_py()} of step {ctx.step}); with model.dtype=bfloat16, try float32"
+            f"(row {row_id} of step {ctx.step}); with model.dtype=bfloat16, try float32"
         )
-        error.origin = Origin(rows=(table[ROW_ID][index].as_py(),))
+        error.origin = Origin(rows=(row_id,))
         raise error
     _log_rewards(ctx, table, scores.tolist())
     return table.append_column(REWARD, pa.array(scores.numpy(), TYPES[REWARD]))

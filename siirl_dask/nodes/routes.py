@@ -1,4 +1,4 @@
-"""The column of routes: what generate nodes write of it, and the tensor that trainers take."""
+"""The column of routed experts (``rollout.router_replay``): written by generate nodes, read as a tensor by trainers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from siirl_dask.schema import PROMPT_IDS, RESPONSE_IDS, ROUTED_EXPERTS, ROW_ID, 
 
 
 def route_columns(rollout: RolloutConfig) -> Mapping[str, DataType]:
-    """Return the columns that a node which samples adds with ``rollout.router_replay``."""
+    """Return the columns that ``rollout.router_replay`` adds to those of a node that samples."""
     return fields(ROUTED_EXPERTS) if rollout.router_replay else {}
 
 
 def add_routes(engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled]) -> pa.Table:
-    """Add the samples' routes. PeerError for those of a peer that do not fit their row."""
+    """Add the samples' routes. PeerError for those of a peer that do not fit their row, ConfigError for an engine
+    that records none.
+    """
     routing: Routing | None = getattr(engine, "routing", None)
     if routing is None:
         raise ConfigError(
@@ -42,8 +44,9 @@ def add_routes(engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled]
 
 
 def _routes(sample: Sampled, tokens: int, routing: Routing) -> np.typing.NDArray[np.uint8]:
-    given = sample.generation.routes
-    routes = np.frombuffer(b"" if given is None else given, np.uint8)
+    """Return a sample's routes for the ``tokens`` tokens of prompt and response but the last. [tokens * W]."""
+    recorded = sample.generation.routes
+    routes = np.frombuffer(b"" if recorded is None else recorded, np.uint8)
     if len(routes) != tokens * routing.width or (len(routes) and routes.max() >= routing.experts):
         raise PeerError(
             f"worker {sample.worker!r} sent routes of {len(routes)} bytes, up to expert {max(routes, default=None)}: "
@@ -65,17 +68,21 @@ def packed_routes(table: pa.Table) -> Tensor | None:
         rows = "1 row has" if nulls == 1 else f"{nulls} rows have"
         raise DataError(f"{rows} no {ROUTED_EXPERTS}: expected the experts of each token but the last")
     flat, offsets = packed(table[ROUTED_EXPERTS])
-    ends = packed(table[PROMPT_IDS])[1] + packed(table[RESPONSE_IDS])[1]
-    tokens, given = ends.diff() - 1, offsets.diff()
-    width = int(given[0]) // max(1, int(tokens[0]))
-    if len(wrong := (given != width * tokens).nonzero()):
+    _, prompt_offsets = packed(table[PROMPT_IDS])
+    _, response_offsets = packed(table[RESPONSE_IDS])
+    token_offsets = prompt_offsets + response_offsets
+    tokens = token_offsets.diff() - 1  # the last token of a row is never fed to the model
+    experts = offsets.diff()
+    width = int(experts[0]) // max(1, int(tokens[0]))
+    wrong = (experts != width * tokens).nonzero()
+    if len(wrong):
         row = int(wrong[0])
         raise DataError(
-            f"row {table[ROW_ID][row].as_py()} has {int(given[row])} {ROUTED_EXPERTS} for the {int(tokens[row])} "
+            f"row {table[ROW_ID][row].as_py()} has {int(experts[row])} {ROUTED_EXPERTS} for the {int(tokens[row])} "
             f"tokens before its last: expected {width} each, as in other rows"
         )
-    routes = torch.full((int(ends[-1]), width), -1, dtype=torch.int16)
-    known = torch.ones(len(routes), dtype=torch.bool)
-    known[ends[1:] - 1] = False
-    routes[known] = flat.view(-1, width).to(torch.int16)
+    routes = torch.full((int(token_offsets[-1]), width), -1, dtype=torch.int16)
+    has_route = torch.ones(len(routes), dtype=torch.bool)
+    has_route[token_offsets[1:] - 1] = False
+    routes[has_route] = flat.view(-1, width).to(torch.int16)
     return routes

@@ -1,6 +1,6 @@
 """Runs agents, which talk to the engine through an OpenAI-compatible endpoint, and makes rows of what they sampled.
 
-An agent is a function ``async def agent(client, row)``, or a command, that lives one episode with any client or harness
+An agent is a function ``async def agent(client, row)``, or a command, that runs one episode with any client or harness
 and returns its reward. See ``siirl_dask/rollout/endpoint``.
 """
 
@@ -18,12 +18,12 @@ from siirl_dask.config import EndpointConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.errors import ConfigError, EpisodeError
-from siirl_dask.nodes.agent_rows import AgentCodec, Lived, lived_rows, log_lived
+from siirl_dask.nodes.agent_rows import AgentCodec, AgentEpisode, agent_rows, log_agent_episodes
 from siirl_dask.nodes.episode_rows import EpisodeCodec, Item
 from siirl_dask.nodes.episode_table import EPISODE_ROWS
 from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
-from siirl_dask.nodes.generate import answering, sampling_of
-from siirl_dask.nodes.prompts import MAX_TOKENS, limits_of
+from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
+from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
 from siirl_dask.rewards import Score
@@ -42,11 +42,11 @@ from siirl_dask.rollout.endpoint import (
 )
 from siirl_dask.schema import ANSWER, PROMPT, PROMPT_IDS, ROW_ID, SAMPLE_NUMBER, TYPES
 
-_PER_ROW = 4  # agents that run at once for each row of the engine: most of them wait for something else
-_PROGRAMS = 32  # programs that run at once on a worker
+_AGENTS_PER_ROW = 4  # that run at once for each row of the engine: most of them wait for something else
+_MAX_PROGRAMS = 32  # that run at once on a worker
 
 
-def _try(
+def _check_options(
     *,
     rollout: RolloutConfig,
     agent: Agent | None = None,
@@ -73,7 +73,7 @@ def _try(
     depends_on_options=reads_option("columns"),
     expand=("rollout.n", "endpoint.max_segments"),
     groups="kept",
-    trial=_try,
+    trial=_check_options,
 )
 def run_agents(
     ctx: Context,
@@ -86,16 +86,25 @@ def run_agents(
     command: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Let ``agent``, or a program that ``command`` starts, live ``rollout.n`` episodes of each prompt.
+    """Run ``rollout.n`` episodes of each prompt with ``agent``, or with a program that ``command`` starts.
 
-    It gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is episode ``e = p * n + k``,
-    and row j of the episode is row ``e * endpoint.max_segments + j``. What comes before a row's first answer has at
-    most ``max_prompt_length`` tokens, what follows ``rollout.max_response_length``. An episode fails when its agent
-    raises, takes too long, asks the model nothing, or returns neither a reward nor None: its rows have no reward, and
-    EpisodeError ends the run when more fail than ``endpoint.max_failures``.
+    The agent gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is episode
+    ``e = p * n + k``, and row j of the episode is row ``e * endpoint.max_segments + j``. The tokens before a row's
+    first answer are at most ``max_prompt_length``, the others ``rollout.max_response_length``. An episode fails when
+    its agent raises, takes too long, asks the model nothing, or returns neither a reward nor None: its rows have no
+    reward, and EpisodeError ends the run when more fail than ``endpoint.max_failures``.
     """
-    live = Program(command) if agent is None else agent
-    return _run(ctx, table, [sampling_of(rollout)] * rollout.n, live, rollout, endpoint, max_prompt_length, columns)
+    return _run(
+        ctx,
+        table,
+        sampling=rollout_sampling(rollout),
+        n=rollout.n,
+        agent=Program(command) if agent is None else agent,
+        rollout=rollout,
+        config=endpoint,
+        max_prompt_length=max_prompt_length,
+        columns=columns,
+    )
 
 
 @declares(
@@ -105,7 +114,7 @@ def run_agents(
     depends_on_options=reads_option("columns"),
     expand=("validation.n", "endpoint.max_segments"),
     groups="kept",
-    trial=_try,
+    trial=_check_options,
 )
 def run_agents_to_validate(
     ctx: Context,
@@ -119,15 +128,26 @@ def run_agents_to_validate(
     command: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Let agents live ``validation.n`` episodes of each prompt, sampled as ``validation`` says."""
-    live, samplings = Program(command) if agent is None else agent, [answering(rollout, validation)] * validation.n
-    return _run(ctx, table, samplings, live, rollout, endpoint, max_prompt_length, columns)
+    """Run ``validation.n`` episodes of each prompt with agents, sampled as ``validation`` says."""
+    return _run(
+        ctx,
+        table,
+        sampling=validation_sampling(rollout, validation),
+        n=validation.n,
+        agent=Program(command) if agent is None else agent,
+        rollout=rollout,
+        config=endpoint,
+        max_prompt_length=max_prompt_length,
+        columns=columns,
+    )
 
 
 def _run(
     ctx: Context,
     table: pa.Table,
-    samplings: Sequence[Sampling],
+    *,
+    sampling: Sampling,
+    n: int,
     agent: Agent,
     rollout: RolloutConfig,
     config: EndpointConfig,
@@ -141,117 +161,146 @@ def _run(
         requests=config.max_requests,
         segments=config.max_segments,
     )
-    rows = _episodes(table, len(samplings))
-    most = config.max_open or (_PROGRAMS if isinstance(agent, Program) else _PER_ROW * rollout.max_rows)
-    given = (ROW_ID, PROMPT, ANSWER, *columns, PROMPT_IDS, MAX_TOKENS)
-    items = rows.select([name for name in dict.fromkeys(given) if name in rows.column_names])
-    make = partial(_episode, ctx, samplings[0], bounds, columns)
-    lived = _live(ctx, items, make, agent, config, most, rollout.max_rows)
-    _check_failures(ctx, rows, lived, config)
-    made = lived_rows(ctx, rows, lived, config.max_segments)
-    log_lived(ctx, made, lived)
+    rows = _episode_rows(table, n)
+    names = dict.fromkeys([ROW_ID, PROMPT, ANSWER, *columns, PROMPT_IDS, MAX_TOKENS])
+    items = rows.select([name for name in names if name in rows.column_names])
+    episodes = _run_episodes(
+        ctx,
+        items,
+        make_episode=partial(_make_episode, ctx, sampling, bounds, columns),
+        agent=agent,
+        config=config,
+        max_rows=rollout.max_rows,
+    )
+    _check_failures(ctx, rows, episodes, config)
+    made = agent_rows(ctx, rows, episodes, config.max_segments)
+    log_agent_episodes(ctx, made, episodes)
     return made
 
 
-def _episodes(table: pa.Table, n: int) -> pa.Table:
-    """Return a row for each episode, ``n`` for each prompt, with the episode's number as its id."""
-    rows, samples = rows_at(table, np.repeat(np.arange(table.num_rows), n)), np.tile(np.arange(n), table.num_rows)
+def _episode_rows(table: pa.Table, n: int) -> pa.Table:
+    """Return a row for each episode, ``n`` for each prompt, with the episode's number as its id.
+
+    DataError for a row's own limit of tokens that is not a number of at least 1.
+    """
+    rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
+    samples = np.tile(np.arange(n), table.num_rows)
     numbers = table[ROW_ID].to_numpy().repeat(n) * n + samples
-    limits_of(rows)  # refuses what is no limit
+    token_limits(rows)
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID]))
     return rows.append_column(SAMPLE_NUMBER, pa.array(samples, TYPES[SAMPLE_NUMBER]))
 
 
-def _episode(ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item) -> Episode:
-    """Return what is to be lived; the row's own limit of tokens bounds what its agent can have sampled."""
+def _make_episode(ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item) -> Episode:
+    """Return the episode that an agent runs. The row's own limit of tokens bounds the tokens that may be sampled."""
     engine: RolloutEngine = ctx.resource
-    seed, limit = ctx.seed(item[ROW_ID] * bounds.segments), item.get(MAX_TOKENS)
-    own = bounds if limit is None else bounds.with_response(limit)
+    seed = ctx.seed(item[ROW_ID] * bounds.segments)
+    limit = item.get(MAX_TOKENS)
+    if limit is not None:
+        bounds = bounds.with_response(limit)
     row = {name: item[name] for name in (PROMPT, ANSWER, *columns)}
-    return Episode(row, seed, Conversation(engine.tokenizer, item[PROMPT_IDS], seed, sampling, own))
+    conversation = Conversation(engine.tokenizer, item[PROMPT_IDS], seed, sampling, bounds)
+    return Episode(row, seed, conversation)
 
 
-def _live(
+def _max_open(agent: Agent, config: EndpointConfig, max_rows: int) -> int:
+    """Return the most agents that run at once on a worker."""
+    if config.max_open is not None:
+        return config.max_open
+    if isinstance(agent, Program):
+        return _MAX_PROGRAMS
+    return _AGENTS_PER_ROW * max_rows
+
+
+def _run_episodes(
     ctx: Context,
     items: pa.Table,
-    make: Callable[[Item], Episode],
+    *,
+    make_episode: Callable[[Item], Episode],
     agent: Agent,
     config: EndpointConfig,
-    most: int,
     max_rows: int,
-) -> list[Lived]:
-    """Run the agents beside the engine, here or on a peer that ran idle; return each episode."""
+) -> list[AgentEpisode]:
+    """Run the agents while the engine serves them, here or on a peer that ran idle; return each episode."""
     engine: RolloutEngine = ctx.resource
-    waiting: list[Item] = items.to_pylist()
-    episodes = EpisodeCodec(items.schema, engine.version, config.max_segments)
-    lives = AgentCodec(episodes)
-    codec = Codec(episodes.pack_item, episodes.read_item, lives.pack_result, lives.read_result)
-    source = LocalQueue(waiting) if ctx.steal_from_peers is None else ctx.steal_from_peers(waiting, codec)
+    own_items: list[Item] = items.to_pylist()
+    item_codec = EpisodeCodec(items.schema, engine.version, config.max_segments)
+    result_codec = AgentCodec(item_codec)
+    codec = Codec(item_codec.pack_item, item_codec.read_item, result_codec.pack_result, result_codec.read_result)
+    source = LocalQueue(own_items) if ctx.steal_from_peers is None else ctx.steal_from_peers(own_items, codec)
     ctx.free_device()
     runs: AgentRuns | None = None
 
-    def check() -> None:
+    def check_stop() -> None:
         ctx.check_stop()
         if runs is not None:
             runs.check()
 
-    queue = AgentQueue(ctx.device, check)
+    queue = AgentQueue(ctx.device, check_stop)
     with Endpoint(engine, queue, config, ctx.rank) as endpoint:
         runs = AgentRuns(
             agent=agent,
             source=source,
-            own=len(waiting),
-            make=make,
-            result=partial(_lived, worker=ctx.device.worker),
+            own=len(own_items),
+            make=make_episode,
+            result=partial(_agent_episode, worker=ctx.device.worker),
             endpoint=endpoint,
             model=config.model,
-            max_open=most,
+            max_open=_max_open(agent, config, max_rows),
             rows=max_rows,
             timeout=config.timeout,
             max_failures=config.max_failures,
             count=queue.count_agents,
             done=queue.end,
         )
-        began = time.perf_counter()
+        start = time.perf_counter()
         with runs:
             engine.serve(queue)
         runs.finish()
-    busy = time.perf_counter() - began
+    busy_seconds = time.perf_counter() - start
     with ctx.device.waiting():
-        lived: list[Lived] = source.results()
-    ctx.log("rollout/busy_seconds", busy)
-    ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
+        episodes: list[AgentEpisode] = source.results()
+    ctx.log("rollout/busy_seconds", busy_seconds)
+    ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
     ctx.log("rollout/taken_over", source.taken_over, Reduce.SUM)
     ctx.log("endpoint/refused", endpoint.serving.refused, Reduce.SUM)
     ctx.log("endpoint/overridden", endpoint.serving.overridden, Reduce.SUM)
-    return lived
+    return episodes
 
 
-def _lived(episode: Episode, outcome: Outcome | None, *, worker: str) -> Lived:
-    """Return an episode with its score. One without a request has a row of its prompt alone."""
+def _agent_episode(episode: Episode, outcome: Outcome | None, *, worker: str) -> AgentEpisode:
+    """Return an episode with its score; ``outcome`` is None for one that was given up.
+
+    An episode without a request has one row, of its prompt alone.
+    """
     if outcome is None:
         outcome = Outcome(failure=GIVEN_UP)
-    score = Score(failure=outcome.failure)
-    if outcome.failure is None and outcome.result is not None:
+    if outcome.failure is not None:
+        score = Score(failure=outcome.failure)
+    elif outcome.result is None:
+        score = Score()
+    else:
         score = score_of((outcome.result, None))
-    segments = outcome.segments or [episode.conversation.unasked()]
-    return Lived(segments, score, outcome.requests, outcome.seconds, worker)
+    segments = outcome.segments
+    if not segments:
+        segments = [episode.conversation.unasked()]
+    return AgentEpisode(segments, score, outcome.requests, outcome.seconds, worker)
 
 
-def _check_failures(ctx: Context, rows: pa.Table, lived: Sequence[Lived], config: EndpointConfig) -> None:
-    """Raise EpisodeError on all workers when more episodes failed on all of them together than may."""
+def _check_failures(ctx: Context, rows: pa.Table, episodes: Sequence[AgentEpisode], config: EndpointConfig) -> None:
+    """Raise EpisodeError on all workers when over all of them more episodes failed than ``endpoint.max_failures``."""
 
-    def describe(at: int) -> tuple[str, int]:
-        row: dict[str, Any] = rows.select([ROW_ID, PROMPT]).slice(at, 1).to_pylist()[0]
-        told = (
-            f"the agent {lived[at].score.failure}: episode {row[ROW_ID]} of step {ctx.step}, after "
-            f"{lived[at].requests} requests, prompt {row[PROMPT]!r:.200}"
+    def describe(index: int) -> tuple[str, int]:
+        row: dict[str, Any] = rows.select([ROW_ID, PROMPT]).slice(index, 1).to_pylist()[0]
+        message = (
+            f"the agent {episodes[index].score.failure}: episode {row[ROW_ID]} of step {ctx.step}, after "
+            f"{episodes[index].requests} requests, prompt {row[PROMPT]!r:.200}"
         )
-        return told, row[ROW_ID]
+        return message, row[ROW_ID]
 
     check_failures(
         ctx,
-        failed_episodes([one.score.failure for one in lived], describe),
+        failed_episodes([episode.score.failure for episode in episodes], describe),
         most=config.max_failures,
         key="endpoint.max_failures",
         whose="the agent",

@@ -1,4 +1,4 @@
-"""The common part of nodes that sample: makes rows and requests, has them served, adds the samples' columns."""
+"""The common part of nodes that sample: builds rows and requests, runs the engine, adds the samples' columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow as pa
 from siirl_dask.context import Codec, Context, Device, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.images import Image, images_of
-from siirl_dask.nodes.prompts import limits_of
+from siirl_dask.nodes.prompts import token_limits
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
 from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
 from siirl_dask.schema import (
@@ -36,12 +36,14 @@ from siirl_dask.schema import (
     fields,
 )
 
-SAMPLED = fields(
-    SAMPLE_NUMBER, SAMPLING_SEED, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON, WEIGHTS_VERSION, WORKER
+SAMPLED = (
+    fields(SAMPLE_NUMBER, SAMPLING_SEED)
+    | fields(RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS)
+    | fields(FINISH_REASON, WEIGHTS_VERSION, WORKER)
 )
 """The columns that ``make_requests`` and ``add_samples`` add."""
-EARLY = (PROMPT_IDS, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON)
-"""The columns of a row that are known as soon as its response is: they go on while others are sampled."""
+EARLY_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON)
+"""The columns that the next node may get row by row, as soon as a response has ended, while others are sampled."""
 
 
 def make_requests(
@@ -49,7 +51,7 @@ def make_requests(
 ) -> tuple[pa.Table, list[GenerationRequest]]:
     """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row.
 
-    The rows tell the number and the seed of their sample.
+    The rows have the columns ``sample_number`` and ``sampling_seed``.
     """
     n = len(samplings)
     rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
@@ -57,34 +59,47 @@ def make_requests(
     row_ids = table[ROW_ID].to_numpy().repeat(n) * n + samples
     seeds = [ctx.seed(row_id) for row_id in row_ids.tolist()]
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(row_ids, pa.int64()))
-    for name, values in ((SAMPLE_NUMBER, samples), (SAMPLING_SEED, seeds)):
-        rows = rows.append_column(name, pa.array(values, TYPES[name]))
-    return rows, requests_of(ctx, rows, samplings)
+    rows = rows.append_column(SAMPLE_NUMBER, pa.array(samples, TYPES[SAMPLE_NUMBER]))
+    rows = rows.append_column(SAMPLING_SEED, pa.array(seeds, TYPES[SAMPLING_SEED]))
+    return rows, build_requests(ctx, rows, samplings)
 
 
-def requests_of(ctx: Context, rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
+def build_requests(ctx: Context, rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
     """Return the request of each row that ``make_requests`` has made, with its sample's element of ``samplings``.
 
-    It shows the row's images to an engine that was built for them; to another one ``images`` is a column like others.
+    It has the row's images where the engine was built for them; for another engine ``images`` is a column like others.
     """
-    images = shown_images(ctx.resource, rows)
-    given = (rows[name].to_pylist() for name in (PROMPT_IDS, SAMPLING_SEED, SAMPLE_NUMBER))
+    columns = zip(
+        rows[PROMPT_IDS].to_pylist(),
+        rows[SAMPLING_SEED].to_pylist(),
+        rows[SAMPLE_NUMBER].to_pylist(),
+        token_limits(rows),
+        prompt_images(ctx.resource, rows),
+        strict=True,
+    )
     return [
-        GenerationRequest(prompt, seed, _within(samplings[sample], limit), images=shown)
-        for prompt, seed, sample, limit, shown in zip(*given, limits_of(rows), images, strict=True)
+        GenerationRequest(prompt, seed, _with_limit(samplings[sample], limit), images=images)
+        for prompt, seed, sample, limit, images in columns
     ]
 
 
-def shown_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
+def _with_limit(sampling: Sampling, limit: int | None) -> Sampling:
+    """Return the parameters with at most ``limit`` tokens."""
+    if limit is None:
+        return sampling
+    return replace(sampling, max_tokens=min(limit, sampling.max_tokens))
+
+
+def prompt_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
     """Return the images of each row's prompt, none for an engine of texts; rows of a group have the same objects."""
     if IMAGES not in rows.column_names or getattr(engine, "processor", None) is None:
         return [()] * rows.num_rows
-    of_group: dict[int, tuple[Image, ...]] = {}
+    images_of_group: dict[int, tuple[Image, ...]] = {}
     groups = rows[GROUP_ID].to_pylist()
     for row, group in enumerate(groups):
-        if group not in of_group:
-            of_group[group] = images_of(rows[IMAGES][row].as_py())
-    return [of_group[group] for group in groups]
+        if group not in images_of_group:
+            images_of_group[group] = images_of(rows[IMAGES][row].as_py())
+    return [images_of_group[group] for group in groups]
 
 
 def generate_all(
@@ -92,7 +107,8 @@ def generate_all(
 ) -> list[Sampled]:
     """Return a sample for each request, from this worker's engine or from that of a peer that ran idle.
 
-    With ``rows``, the requests' in their order, what is sampled leaves for the next node while others are sampled.
+    With ``rows``, the requests' rows in the same order, each finished row is handed to the next node while others are
+    sampled.
 
     Requests that are expected to cost most begin first, longest prompts first among equals: rows of similar length run
     together, and the last row to end is a short one.
@@ -102,71 +118,77 @@ def generate_all(
         range(len(requests)),
         key=lambda at: (requests[at].sampling.temperature, -costs[at], -len(requests[at].prompt)),
     )
-    first_to_last, version = [requests[at] for at in order], engine.version
-    codec = _codec(version)
-    finished = _handing_over(ctx, rows, order)
-    queue = (
-        LocalQueue(first_to_last, finished)
-        if ctx.steal_from_peers is None
-        else ctx.steal_from_peers(first_to_last, codec, finished)
-    )
+    ordered_requests = [requests[at] for at in order]
+    codec = _codec(engine.version)
+    on_result = _early_rows(ctx, rows, order)
+    if ctx.steal_from_peers is None:
+        queue = LocalQueue(ordered_requests, on_result)
+    else:
+        queue = ctx.steal_from_peers(ordered_requests, codec, on_result)
     ctx.free_device()
-    began = time.perf_counter()
-    engine.serve(_Attributed(queue, ctx.device))
-    busy = time.perf_counter() - began
-    ctx.log("rollout/busy_seconds", busy)
-    ctx.log("rollout/longest_busy_seconds", busy, Reduce.MAX)
+    start = time.perf_counter()
+    engine.serve(_ProgressQueue(queue, ctx.device))
+    busy_seconds = time.perf_counter() - start
+    ctx.log("rollout/busy_seconds", busy_seconds)
+    ctx.log("rollout/longest_busy_seconds", busy_seconds, Reduce.MAX)
     with ctx.device.waiting():
         sampled = queue.results()
     ctx.log("rollout/taken_over", queue.taken_over, Reduce.SUM)
-    return [sample for _, sample in sorted(zip(order, sampled, strict=True), key=lambda pair: pair[0])]
+    in_request_order = dict(zip(order, sampled, strict=True))
+    return [in_request_order[at] for at in range(len(requests))]
 
 
 def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
+    """Return the codec of requests and samples for work that peers take over, at this version of the weights."""
     message = RequestMessage(version)
-    return Codec(message.pack, message.read, pack_sampled, read_sampled, partial(_codec, version))
+    return Codec(
+        pack_item=message.pack,
+        read_item=message.read,
+        pack_result=pack_sampled,
+        read_result=read_sampled,
+        renewed=partial(_codec, version),
+    )
 
 
-def _handing_over(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
-    """Return what is to be done with the sample of request ``order[number]``; None where nothing is."""
-    hand_over, engine = ctx.hand_over, ctx.resource
+def _early_rows(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
+    """Return the function that hands a finished row to the next node, from the index of its request in ``order`` and
+    its sample; None where no node reads rows early.
+    """
+    hand_over = ctx.hand_over
     if hand_over is None or rows is None:
         return None
+    engine: RolloutEngine = ctx.resource
 
-    def finished(number: int, sampled: Sampled) -> None:
-        hand_over(_with_samples(engine, rows.slice(order[number], 1), [sampled]))
+    def on_result(index: int, sampled: Sampled) -> None:
+        row = rows.slice(order[index], 1)
+        hand_over(_with_samples(engine, row, [sampled]))
 
-    return finished
+    return on_result
 
 
 @dataclass(slots=True)
-class _Attributed:
-    """A RequestQueue whose results carry the name of the worker that made them, and count as its progress."""
+class _ProgressQueue:
+    """A RequestQueue that adds this worker's name to each result, and reports the engine's progress to the device."""
 
     queue: Any
     device: Device
-    under_way: int = 0
+    running: int = 0
     """Requests that the engine has begun and not finished."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         with self.device.waiting() if wait else nullcontext():
             requests: Sequence[tuple[Any, GenerationRequest]] = self.queue.next(limit, wait=wait)
-        self._note(len(requests))
+        self._change_running(len(requests))
         return requests
 
     def complete(self, ticket: Any, result: Generation) -> None:
         self.queue.complete(ticket, Sampled(result, self.device.worker))
-        self._note(-1)
+        self._change_running(-1)
 
-    def _note(self, more: int) -> None:
-        self.under_way += more
-        self.device.engine_has(self.under_way)
+    def _change_running(self, change: int) -> None:
+        self.running += change
+        self.device.engine_has(self.running)
         self.device.progress()
-
-
-def _within(sampling: Sampling, limit: int | None) -> Sampling:
-    """Return the parameters with at most ``limit`` tokens."""
-    return sampling if limit is None else replace(sampling, max_tokens=min(limit, sampling.max_tokens))
 
 
 def add_samples(
@@ -174,7 +196,7 @@ def add_samples(
 ) -> pa.Table:
     """Add the samples' columns to the rows, and log their lengths.
 
-    ``versions`` are the weights' versions of each row; None is the engine's.
+    ``versions`` are the versions of the weights that sampled each row; None means the engine's.
     """
     rows = _with_samples(ctx.resource, rows, sampled, versions)
     samples = [sample.generation for sample in sampled]
@@ -191,8 +213,8 @@ def _with_samples(
     engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
 ) -> pa.Table:
     samples = [sample.generation for sample in sampled]
-    prompts = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
-    tokens = [prompt + len(sample.token_ids) for prompt, sample in zip(prompts, samples, strict=True)]
+    prompt_lengths = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
+    tokens = [length + len(sample.token_ids) for length, sample in zip(prompt_lengths, samples, strict=True)]
     columns: dict[str, Sequence[object]] = {
         RESPONSE_IDS: [sample.token_ids for sample in samples],
         RESPONSE: [engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples],

@@ -40,36 +40,40 @@ def mask_second_moment(ctx: Context, table: pa.Table, *, minibatches: int, limit
     ``limit`` (M2PO, arXiv:2510.01161, as AReaL has it).
 
     The second moment of log-ratios does not cancel as their mean does, and a few tokens make most of it: with rows of
-    old weights it takes these out and leaves the rest to a loss without a clip, such as ``ppo_clip`` with ``clip_low:
+    old weights it masks these and leaves the rest to a loss without a clip, such as ``ppo_clip`` with ``clip_low:
     1.0`` and ``clip_high: .inf``. Masked tokens do not count in the loss's denominators. Tokens that are equally far go
     together, and where even the nearest are too far, all do. Any number of workers masks the same tokens. ValueError
     for a limit that is not above 0.
     """
-    comparable = valid_rows(table, advantages_of(table))
+    comparable = valid_rows(table, [advantages_of(table)])
     mask, offsets = response_mask(table)
     usable = mask & torch.from_numpy(comparable).repeat_interleave(offsets.diff())
-    difference = packed(table[OLD_LOGPROBS])[0].float() - packed(table[ROLLOUT_LOGPROBS])[0].float()
-    squares = difference.square()
+    old_logprobs, _ = packed(table[OLD_LOGPROBS])
+    rollout_logprobs, _ = packed(table[ROLLOUT_LOGPROBS])
+    squares = (old_logprobs.float() - rollout_logprobs.float()).square()
     minibatch_of = values(table[MINIBATCH]).repeat_interleave(offsets.diff())
-    far = torch.zeros(len(mask), dtype=torch.bool)
+    too_far = torch.zeros(len(mask), dtype=torch.bool)
     for minibatch in range(minibatches):
-        own = usable & (minibatch_of == minibatch)
-        far |= own & (squares > _furthest(ctx, squares[own], limit))
-    ctx.log("policy/second_moment_masked", far[usable].float().tolist())
-    column = ragged(mask & ~far, offsets, TYPES[RESPONSE_MASK])
+        in_minibatch = usable & (minibatch_of == minibatch)
+        threshold = _threshold(ctx, squares[in_minibatch], limit)
+        too_far |= in_minibatch & (squares > threshold)
+    ctx.log("policy/second_moment_masked", too_far[usable].float().tolist())
+    column = ragged(mask & ~too_far, offsets, TYPES[RESPONSE_MASK])
     if RESPONSE_MASK in table.column_names:
         return table.set_column(table.column_names.index(RESPONSE_MASK), RESPONSE_MASK, column)
     return table.append_column(RESPONSE_MASK, column)
 
 
-def _furthest(ctx: Context, squares: Tensor, limit: float) -> float:
+def _threshold(ctx: Context, squares: Tensor, limit: float) -> float:
     """Return the largest number up to which all workers' squares have a mean below ``limit``."""
 
-    def below(threshold: float) -> bool:
+    def mean_is_below(threshold: float) -> bool:
         near = squares[squares <= threshold].double()
         count, total = ctx.all_sum([float(len(near)), float(near.sum())])
-        return total < limit * count if count else True
+        if not count:
+            return True
+        return total < limit * count
 
-    furthest = largest_float32(below)
-    assert furthest is not None, "the mean of no squares, or of zeros, is below a limit above 0"
-    return furthest
+    threshold = largest_float32(mean_is_below)
+    assert threshold is not None, "the mean of no squares, or of zeros, is below a limit above 0"
+    return threshold

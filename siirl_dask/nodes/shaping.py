@@ -11,7 +11,7 @@ from torch import Tensor
 
 from siirl_dask.algorithms import KLController, k1, overlong_penalty
 from siirl_dask.context import Context
-from siirl_dask.nodes.episodes import EPISODE, first_rows, places_of
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, count_first_rows, row_positions
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, values
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
@@ -29,7 +29,7 @@ from siirl_dask.schema import (
 
 @columns(
     reads=[RESPONSE_IDS, OLD_LOGPROBS, REFERENCE_LOGPROBS],
-    optional=[RESPONSE_MASK, *EPISODE],
+    optional=[RESPONSE_MASK, *EPISODE_COLUMNS],
     writes=fields(KL_PENALTY),
     stateful=True,
 )
@@ -41,20 +41,23 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
     """
     controller: KLController = ctx.resource
     mask, offsets = response_mask(table)
-    divergence = kl(packed(table[OLD_LOGPROBS])[0], packed(table[REFERENCE_LOGPROBS])[0]) * mask
+    old_logprobs, _ = packed(table[OLD_LOGPROBS])
+    reference_logprobs, _ = packed(table[REFERENCE_LOGPROBS])
+    divergence = kl(old_logprobs, reference_logprobs) * mask
     coefficient = controller.coefficient
-    own = [float(divergence.double().sum()), float(mask.sum()), float(first_rows(table))]
-    total, tokens, rows = ctx.all_sum(own)
+    own_sums = [float(divergence.double().sum()), float(mask.sum()), float(count_first_rows(table))]
+    total, tokens, samples = ctx.all_sum(own_sums)
     if tokens:
-        controller.update(total / tokens, int(rows))
+        mean = total / tokens
+        controller.update(mean, int(samples))
         if ctx.rank.rank == 0:
-            ctx.log("kl/mean", total / tokens)
+            ctx.log("kl/mean", mean)
     if ctx.rank.rank == 0:
         ctx.log("kl/coefficient", coefficient)
     return table.append_column(KL_PENALTY, ragged(-coefficient * divergence, offsets, TYPES[KL_PENALTY]))
 
 
-@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE], writes=fields(REWARD))
+@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE_COLUMNS], writes=fields(REWARD))
 def penalise_overlong(
     ctx: Context, table: pa.Table, *, max_length: int, buffer: int | None = None, factor: float = 1.0
 ) -> pa.Table:
@@ -64,14 +67,16 @@ def penalise_overlong(
     ``buffer`` defaults to a fifth of ``max_length``, as in the paper. An episode of several rows has the length of all
     of them, and its penalty is in the reward of its last one.
     """
-    buffer = max(1, max_length // 5) if buffer is None else buffer
+    if buffer is None:
+        buffer = max(1, max_length // 5)
     lengths = values(pc.list_value_length(table[RESPONSE_IDS]))
-    last = torch.ones(table.num_rows, dtype=torch.bool)
+    is_last = torch.ones(table.num_rows, dtype=torch.bool)
     if EPISODE_ID in table.column_names:
-        places = places_of(ctx, table, lengths)
-        lengths, last = places.spans.lengths, places.last
+        positions = row_positions(ctx, table, lengths)
+        lengths = positions.spans.lengths
+        is_last = positions.is_last
     penalty = overlong_penalty(lengths, max_length=max_length, buffer=buffer, factor=factor)
-    ctx.log("reward/overlong_penalty", penalty[last].tolist())
-    penalty = torch.where(last, penalty, torch.zeros_like(penalty))
+    ctx.log("reward/overlong_penalty", penalty[is_last].tolist())
+    penalty = torch.where(is_last, penalty, torch.zeros_like(penalty))
     rewards = pc.add(table[REWARD], pa.array(penalty.numpy(), TYPES[REWARD]))
     return table.set_column(table.column_names.index(REWARD), REWARD, rewards)

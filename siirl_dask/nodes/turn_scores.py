@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
-from siirl_dask.nodes.early_scores import arguments
+from siirl_dask.nodes.early_scores import argument_names
 from siirl_dask.nodes.packed_table import one_chunk
 from siirl_dask.nodes.reward import score
 from siirl_dask.planner import Changes
@@ -17,13 +17,14 @@ from siirl_dask.planner import columns as declares
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, RESPONSE_IDS, REWARD, ROW_ID, TURNS, TYPES, fields
 
-TURN, TURN_REWARD = "turn", "turn_reward"
-_OF_TURNS = {TURN: pa.int32(), TURN_REWARD: pa.float32()}
-_RENAMED = {"reward/mean": "turn_reward/mean", "reward/std": "turn_reward/std"}
+TURN = "turn"
+TURN_REWARD = "turn_reward"
+_TURN_TYPES = {TURN: pa.int32(), TURN_REWARD: pa.float32()}
+_METRIC_NAMES = {"reward/mean": "turn_reward/mean", "reward/std": "turn_reward/std"}
 
 
 def _changes(*, columns: Sequence[str], engine: str, **options: object) -> Changes:
-    return Changes(reads=[name for name in columns if name not in _OF_TURNS], neighbour=engine)
+    return Changes(reads=[name for name in columns if name not in _TURN_TYPES], neighbour=engine)
 
 
 @declares(
@@ -46,49 +47,63 @@ def score_turns(
     Where the function fails on a turn, the turn and its row get null rewards, as with ``score``, and
     ``rewards.max_failures`` counts turns.
     """
-    lost = one_chunk(table[REWARD]).is_null().to_pylist() if REWARD in table.column_names else [False] * table.num_rows
-    spans = one_chunk(table[TURNS]).to_pylist()
-    row_of = [row for row, turns in enumerate(spans) if not lost[row] for _ in turns]
-    turns = [turn for row, turns in enumerate(spans) if not lost[row] for turn in turns]
+    if REWARD in table.column_names:
+        failed = one_chunk(table[REWARD]).is_null().to_pylist()
+    else:
+        failed = [False] * table.num_rows
+    turns_of_rows: list[list[dict[str, Any]]] = one_chunk(table[TURNS]).to_pylist()
+    row_of_turn: list[int] = []
+    turns: list[dict[str, Any]] = []
+    for row, row_turns in enumerate(turns_of_rows):
+        if not failed[row]:
+            row_of_turn += [row] * len(row_turns)
+            turns += row_turns
     decoder: RolloutEngine = ctx.resources[engine]
-    scored = score(
-        inner := replace(ctx, metrics={}, begun=None),
-        _turn_table(table, row_of, turns, decoder, columns),
-        columns=columns,
-    )
-    for name, metric in inner.metrics.items():
-        ctx.metrics[_RENAMED.get(name, name)] = metric
-    rewards: list[float | None] = [None if gone else 0.0 for gone in lost]
-    for row, turn, reward in zip(row_of, turns, scored[REWARD].to_pylist(), strict=True):
-        turn["reward"] = reward + turn["reward"] * add if reward is not None else None
-        so_far = rewards[row]
-        rewards[row] = None if so_far is None or turn["reward"] is None else so_far + turn["reward"]
+    turn_table = _turn_table(table, row_of_turn, turns, decoder, columns)
+    turn_context = replace(ctx, metrics={}, begun=None)
+    scored = score(turn_context, turn_table, columns=columns)
+    for name, metric in turn_context.metrics.items():
+        ctx.metrics[_METRIC_NAMES.get(name, name)] = metric
+    for turn, reward in zip(turns, scored[REWARD].to_pylist(), strict=True):
+        if reward is not None and add:
+            reward += turn["reward"]
+        turn["reward"] = reward
+    rewards: list[float | None] = []
+    for row_turns, row_failed in zip(turns_of_rows, failed, strict=True):
+        if row_failed or any(turn["reward"] is None for turn in row_turns):
+            rewards.append(None)
+            continue
+        total = 0.0
+        for turn in row_turns:  # sum() rounds differently from Python 3.12 on
+            total += turn["reward"]
+        rewards.append(total)
     valid = [reward for reward in rewards if reward is not None]
     ctx.log("reward/mean", valid)
     ctx.log("reward/std", valid, Reduce.STD)
     table = table.drop_columns([name for name in (TURNS, REWARD) if name in table.column_names])
-    table = table.append_column(TURNS, pa.array(spans, TYPES[TURNS]))
+    table = table.append_column(TURNS, pa.array(turns_of_rows, TYPES[TURNS]))
     return table.append_column(REWARD, pa.array(rewards, TYPES[REWARD]))
 
 
 def _turn_table(
     table: pa.Table,
-    row_of: Sequence[int],
+    row_of_turn: Sequence[int],
     turns: Sequence[Mapping[str, Any]],
     engine: RolloutEngine,
     columns: Sequence[str],
 ) -> pa.Table:
     """Return a row for each turn, as ``score`` reads them: the turn's text is the response."""
-    names = [name for name in [ROW_ID, *arguments(columns)] if name != RESPONSE and name not in _OF_TURNS]
-    ids = one_chunk(table[RESPONSE_IDS])
-    texts = [
-        engine.tokenizer.decode(ids[row].values[turn["start"] : turn["stop"]].to_pylist(), skip_special=True)
-        for row, turn in zip(row_of, turns, strict=True)
-    ]
-    first: dict[int, int] = {}
-    numbers = [at - first.setdefault(row, at) for at, row in enumerate(row_of)]
-    rows = table.select(names).take(pa.array(row_of, pa.int64()))
-    given = {RESPONSE: texts, TURN: numbers, TURN_REWARD: [turn["reward"] for turn in turns]}
-    for name, numbers_or_texts in given.items():
-        rows = rows.append_column(name, pa.array(numbers_or_texts, {**TYPES, **_OF_TURNS}[name]))
-    return rows
+    names = [name for name in [ROW_ID, *argument_names(columns)] if name != RESPONSE and name not in _TURN_TYPES]
+    rows = table.select(names).take(pa.array(row_of_turn, pa.int64()))
+    response_ids = one_chunk(table[RESPONSE_IDS])
+    texts: list[str] = []
+    numbers: list[int] = []
+    first_turn: dict[int, int] = {}
+    for index, (row, turn) in enumerate(zip(row_of_turn, turns, strict=True)):
+        ids = response_ids[row].values[turn["start"] : turn["stop"]].to_pylist()
+        texts.append(engine.tokenizer.decode(ids, skip_special=True))
+        numbers.append(index - first_turn.setdefault(row, index))
+    rewards = [turn["reward"] for turn in turns]
+    rows = rows.append_column(RESPONSE, pa.array(texts, TYPES[RESPONSE]))
+    rows = rows.append_column(TURN, pa.array(numbers, _TURN_TYPES[TURN]))
+    return rows.append_column(TURN_REWARD, pa.array(rewards, _TURN_TYPES[TURN_REWARD]))

@@ -1,4 +1,4 @@
-"""Reads whose rows a table holds, and the turns in them."""
+"""Reads the episodes, agents and turns of a table's rows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from siirl_dask.algorithms import EpisodeRows
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import agents_of, numbered
+from siirl_dask.nodes.episodes import name_numbers, row_agents
 from siirl_dask.nodes.packed_table import Flags, one_chunk, response_mask, valid_rows, values
 from siirl_dask.schema import EPISODE_ID, GROUP_ID, RESPONSE_IDS, REWARD, ROW_ID, SEGMENT, TURNS
 
 
 def scored_episodes(table: pa.Table) -> Flags:
     """Return a flag for each row of an episode whose rows all have a reward. [R]."""
-    valid = valid_rows(table, REWARD)
+    valid = valid_rows(table, [REWARD])
     if EPISODE_ID not in table.column_names or not table.num_rows:
         return valid
     episodes = table[EPISODE_ID].to_numpy()
-    whole: Flags = ~np.isin(episodes, episodes[~valid])
-    return whole
+    scored: Flags = ~np.isin(episodes, episodes[~valid])
+    return scored
 
 
 def agent_names(table: pa.Table) -> tuple[list[str], Tensor]:
@@ -32,28 +32,33 @@ def agent_names(table: pa.Table) -> tuple[list[str], Tensor]:
 
     Without the column, and where it is null, the name is empty.
     """
-    agents = agents_of(table)
-    return sorted({*agents}) or [""], torch.from_numpy(numbered(agents))
+    agents = row_agents(table)
+    names = sorted({*agents})
+    if not names:  # a table without rows
+        names = [""]
+    return names, torch.from_numpy(name_numbers(agents))
 
 
 def episode_rows(table: pa.Table) -> EpisodeRows:
     """Return the rows of a table as advantages see them.
 
-    A row of segment 0 begins a part; rows of the same episode and agent with other segments, in the order of row ids,
-    go on with it.
+    A row of segment 0 begins a part; rows of the same episode and agent with other segments belong to the same part, in
+    the order of row ids.
     """
     row_ids = values(table[ROW_ID])
     episode_ids = values(table[EPISODE_ID]) if EPISODE_ID in table.column_names else row_ids
     _, agents = agent_names(table)
     segments = table[SEGMENT].to_pylist() if SEGMENT in table.column_names else [0] * table.num_rows
-    parts, newest = [0] * table.num_rows, -1
+    parts = [0] * table.num_rows
+    part_count = 0
     part_of: dict[tuple[int, int], int] = {}
-    whose = list(zip(episode_ids.tolist(), agents.tolist(), strict=True))
+    episodes_and_agents = list(zip(episode_ids.tolist(), agents.tolist(), strict=True))
     for row in row_ids.argsort().tolist():
-        if not segments[row] or whose[row] not in part_of:
-            newest += 1
-            part_of[whose[row]] = newest
-        parts[row] = part_of[whose[row]]
+        episode_and_agent = episodes_and_agents[row]
+        if not segments[row] or episode_and_agent not in part_of:
+            part_of[episode_and_agent] = part_count
+            part_count += 1
+        parts[row] = part_of[episode_and_agent]
     return EpisodeRows(
         row_ids=row_ids,
         group_ids=values(table[GROUP_ID]),
@@ -70,7 +75,7 @@ class TableTurns:
     offsets: Tensor
     """[R + 1] int64: row r has turns ``offsets[r]`` to ``offsets[r + 1]``."""
     rewards: Tensor
-    """[S] float64 reward of each turn as its environment gave it."""
+    """[S] float64, the environment's reward of each turn."""
     states: Tensor
     """[S] int64."""
     token_offsets: Tensor
@@ -105,32 +110,47 @@ def turns_of(table: pa.Table) -> TableTurns:
     rows = table.num_rows
     if TURNS not in table.column_names:
         row_of_token = torch.arange(rows).repeat_interleave(token_offsets.diff())
-        alone = torch.where(mask, row_of_token, -1)
         return TableTurns(
-            torch.arange(rows + 1), torch.zeros(rows).double(), torch.zeros(rows).long(), token_offsets, alone
+            offsets=torch.arange(rows + 1),
+            rewards=torch.zeros(rows).double(),
+            states=torch.zeros(rows).long(),
+            token_offsets=token_offsets,
+            turn_of_token=torch.where(mask, row_of_token, -1),
         )
-    spans = one_chunk(table[TURNS])
-    if spans.null_count:
-        raise DataError(f"{TURNS!r} has {spans.null_count} null rows: expected lists, empty ones where there is none")
-    ends = spans.offsets.to_numpy().astype(np.int64)
-    offsets, flat = torch.from_numpy(ends - ends[0]), spans.flatten()
-    starts, stops, states = (_numbers(flat, name, torch.int64) for name in ("start", "stop", "state"))
+    turns = one_chunk(table[TURNS])
+    if turns.null_count:
+        raise DataError(f"{TURNS!r} has {turns.null_count} null rows: expected lists, empty ones where there is none")
+    list_offsets = turns.offsets.to_numpy().astype(np.int64)
+    offsets = torch.from_numpy(list_offsets - list_offsets[0])
+    flat = turns.flatten()
     row_of_turn = torch.arange(rows).repeat_interleave(offsets.diff())
-    first, last = token_offsets[:-1][row_of_turn], token_offsets[1:][row_of_turn]
-    starts, stops = starts + first, stops + first
-    before = torch.cat([stops.new_zeros(min(1, len(stops))), stops[:-1]])
-    if bool(((starts < torch.maximum(first, before)) | (stops < starts) | (stops > last)).any()):
+    row_starts = token_offsets[:-1][row_of_turn]
+    row_stops = token_offsets[1:][row_of_turn]
+    starts = _field(flat, "start", torch.int64) + row_starts
+    stops = _field(flat, "stop", torch.int64) + row_starts
+    previous_stops = torch.zeros_like(stops)
+    previous_stops[1:] = stops[:-1]
+    is_wrong = (starts < torch.maximum(row_starts, previous_stops)) | (stops < starts) | (stops > row_stops)
+    if bool(is_wrong.any()):
         raise DataError(f"{TURNS!r}: expected spans within {RESPONSE_IDS!r}, one after the other")
     turn_of_token = torch.full((len(mask),), -1)
     for turn, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         turn_of_token[start:stop] = turn
-    if outside := int((mask & (turn_of_token < 0)).sum()):
+    outside = int((mask & (turn_of_token < 0)).sum())
+    if outside:
         tokens = "1 token is" if outside == 1 else f"{outside} tokens are"
         raise DataError(f"{tokens} learned from and in none of {TURNS!r}: expected each in one")
     turn_of_token[~mask] = -1
-    return TableTurns(offsets, _numbers(flat, "reward", torch.float64), states, token_offsets, turn_of_token)
+    return TableTurns(
+        offsets=offsets,
+        rewards=_field(flat, "reward", torch.float64),
+        states=_field(flat, "state", torch.int64),
+        token_offsets=token_offsets,
+        turn_of_token=turn_of_token,
+    )
 
 
-def _numbers(flat: pa.StructArray, name: str, dtype: torch.dtype) -> Tensor:
+def _field(turns: pa.StructArray, name: str, dtype: torch.dtype) -> Tensor:
     """Return a field of the turns; null is 0. [S]."""
-    return torch.tensor(pc.fill_null(pc.struct_field(flat, name), 0).to_numpy(zero_copy_only=False), dtype=dtype)
+    numbers = pc.fill_null(pc.struct_field(turns, name), 0)
+    return torch.tensor(numbers.to_numpy(zero_copy_only=False), dtype=dtype)

@@ -14,8 +14,8 @@ from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError, counted
-from siirl_dask.nodes.episodes import EPISODE, places_of
-from siirl_dask.nodes.nonfinite import decide
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, row_positions
+from siirl_dask.nodes.nonfinite import nonfinite_handler
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
 from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns as declares
@@ -41,38 +41,47 @@ from siirl_dask.schema import (
 )
 from siirl_dask.training import Critic, EpisodeSpans, TrainBatch, Trainer, ValueBatch
 
-_MAX_LOG_RATIO = 20.0  # the mismatch is only shown: a broken sampler must not show as inf
+_MAX_LOG_RATIO = 20.0  # keeps the logged mismatch of a broken sampler finite
 
 
-def _try_policy(
+def _check_policy_loss(
     *,
     loss: Callable[[LossInputs], TokenLoss],
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
     columns: Sequence[str] = (),
     **others: object,
 ) -> None:
-    none = torch.zeros(0)
+    """Call the loss and the aggregation with no tokens, before the run begins. TypeError or ValueError for results of
+    the wrong type or shape.
+    """
+    empty = torch.zeros(0)
     inputs = LossInputs(
-        logprobs=none.clone().requires_grad_(),
-        old_logprobs=none,
-        advantages=none,
-        rollout_logprobs=none,
-        entropy=none.clone().requires_grad_(),
-        reference_logprobs=none,
+        logprobs=empty.clone().requires_grad_(),
+        old_logprobs=empty,
+        advantages=empty,
+        rollout_logprobs=empty,
+        entropy=empty.clone().requires_grad_(),
+        reference_logprobs=empty,
         offsets=torch.zeros(1, dtype=torch.int64),
-        columns=dict.fromkeys(columns, none),
+        columns=dict.fromkeys(columns, empty),
     )
     _check_loss(loss(inputs), aggregate)
 
 
-def _try_critic(
+def _check_critic_loss(
     *,
     loss: Callable[[ValueInputs], TokenLoss] = value_clip,
     aggregate: Callable[[Tensor, Totals], Tensor] = token_mean,
     **others: object,
 ) -> None:
-    none, offsets = torch.zeros(0), torch.zeros(1, dtype=torch.int64)
-    inputs = ValueInputs(values=none.clone().requires_grad_(), old_values=none, returns=none, offsets=offsets)
+    """Call the loss and the aggregation with no tokens, as ``_check_policy_loss`` does."""
+    empty = torch.zeros(0)
+    inputs = ValueInputs(
+        values=empty.clone().requires_grad_(),
+        old_values=empty,
+        returns=empty,
+        offsets=torch.zeros(1, dtype=torch.int64),
+    )
     _check_loss(loss(inputs), aggregate)
 
 
@@ -88,10 +97,10 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
 @declares(
     reads=[PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS, MINIBATCH],
     one_of=[ADVANTAGE, ADVANTAGES],
-    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION, *EPISODE],
+    optional=[REFERENCE_LOGPROBS, RESPONSE_MASK, WEIGHTS_VERSION, *EPISODE_COLUMNS],
     if_written=[IMAGES, OBSERVED_IMAGES, ROUTED_EXPERTS],
     depends_on_options=reads_option("columns"),
-    trial=_try_policy,
+    trial=_check_policy_loss,
 )
 def update_policy(
     ctx: Context,
@@ -120,21 +129,22 @@ def update_policy(
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
-    parts, spans = _parts(ctx, table, advantages_of(table), minibatches)
-    batches = [_train_batch(part, own, columns) for part, own in zip(parts, spans, strict=True)]
-    if old_logprobs != ENGINES_LOGPROBS:  # else nobody computed both
+    tables, spans = _split_minibatches(ctx, table, advantages_of(table), minibatches)
+    batches = [_train_batch(rows, own_spans, columns) for rows, own_spans in zip(tables, spans, strict=True)]
+    if old_logprobs != ENGINES_LOGPROBS:  # else only the engine has computed log-probs
         for batch in batches:
             _log_mismatch(ctx, batch)
     if ctx.step > critic_warmup_steps:
-        _log(ctx, "policy", trainer.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
+        metrics = trainer.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, tables))
+        _log_metrics(ctx, "policy", metrics)
     return table
 
 
 @declares(
     reads=[PROMPT_IDS, RESPONSE_IDS, VALUES, RETURNS, MINIBATCH],
-    optional=[RESPONSE_MASK, *EPISODE],
+    optional=[RESPONSE_MASK, *EPISODE_COLUMNS],
     if_written=[IMAGES, OBSERVED_IMAGES],
-    trial=_try_critic,
+    trial=_check_critic_loss,
 )
 def update_critic(
     ctx: Context,
@@ -152,27 +162,28 @@ def update_critic(
     """
     ctx.free_device()
     critic: Critic = ctx.resource
-    parts, spans = _parts(ctx, table, RETURNS, minibatches)
-    batches = [_value_batch(part, own) for part, own in zip(parts, spans, strict=True)]
-    _log(ctx, "critic", critic.update(batches * epochs, loss, aggregate, decide(ctx, parts)))
+    tables, spans = _split_minibatches(ctx, table, RETURNS, minibatches)
+    batches = [_value_batch(rows, own_spans) for rows, own_spans in zip(tables, spans, strict=True)]
+    metrics = critic.update(batches * epochs, loss, aggregate, nonfinite_handler(ctx, tables))
+    _log_metrics(ctx, "critic", metrics)
     return table
 
 
-def _parts(
+def _split_minibatches(
     ctx: Context, table: pa.Table, needed: str, minibatches: int
 ) -> tuple[Sequence[pa.Table], Sequence[EpisodeSpans | None]]:
     """Return the rows of each mini-batch and their spans in episodes, without rows whose column ``needed`` is null."""
-    table = rows_where(table, valid_rows(table, needed))
-    parts = [rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)]
+    table = rows_where(table, valid_rows(table, [needed]))
+    tables = [rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)]
     if EPISODE_ID not in table.column_names:
-        return parts, [None] * minibatches
+        return tables, [None] * minibatches
     mask, offsets = response_mask(table)
-    spans = places_of(ctx, table, row_sums(mask.long(), offsets)).spans
-    drawn = values(table[MINIBATCH])
-    return parts, [spans.select(drawn == minibatch) for minibatch in range(minibatches)]
+    spans = row_positions(ctx, table, row_sums(mask.long(), offsets)).spans
+    minibatch_of_row = values(table[MINIBATCH])
+    return tables, [spans.select(minibatch_of_row == minibatch) for minibatch in range(minibatches)]
 
 
-def _log(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
+def _log_metrics(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
     if ctx.rank.rank == 0:  # a trainer's numbers cover all its workers
         for metric, value in metrics.items():
             ctx.log(f"{name}/{metric}", value)
@@ -194,15 +205,16 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
     """Log the age of the weights that sampled the rows. TrainingError for rows older than ``max_staleness`` steps."""
     if WEIGHTS_VERSION not in table.column_names or not table.num_rows:
         return
-    behind = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
-    if behind.max() > max_staleness:
-        steps = counted(int(behind.max()), "step")
+    staleness = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
+    highest = int(staleness.max())
+    if highest > max_staleness:
+        row_id = table[ROW_ID][int(staleness.argmax())].as_py()
         raise TrainingError(
-            f"row {table[ROW_ID][int(behind.argmax())].as_py()} was sampled by weights {steps} behind: expected "
-            f"at most {max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
+            f"row {row_id} was sampled by weights {counted(highest, 'step')} behind: expected at most "
+            f"{max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
         )
-    ctx.log("staleness/mean", behind.tolist())
-    ctx.log("staleness/max", float(behind.max()), Reduce.MAX)
+    ctx.log("staleness/mean", staleness.tolist())
+    ctx.log("staleness/max", float(highest), Reduce.MAX)
 
 
 def _train_batch(table: pa.Table, episodes: EpisodeSpans | None, columns: tuple[str, ...]) -> TrainBatch:

@@ -36,10 +36,10 @@ from siirl_dask.schema import (
 )
 from siirl_dask.training import Trainer
 
-_WEIGHTS = fields(PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_ANNOUNCED = "announced"
-_DESCRIPTION = [ROW_ID, PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]
+_WEIGHT_COLUMNS = fields(PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA)
+_INDEX_COLUMNS = [ROW_ID, PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PARAMETERS = "parameters"  # in the node's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,48 +64,52 @@ class _Parameter:
 
 
 def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int, lora: LoraConfig | None = None) -> RowStream:
-    """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all workers, or one parameter.
+    """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all workers, or of one larger
+    parameter.
 
     A table is made when it is asked for; every rank of a sharded model gathers every parameter. The first call in a run
     gathers them once more, for their shapes: engines refuse weights that do not fit before anything is loaded.
     """
-    parameters = _announced(ctx, lora)
-    return RowStream(_index(parameters), _parts(ctx, parameters, max_bytes, lora))
+    parameters = _parameters(ctx, lora)
+    return RowStream(_parameter_index(parameters), _buckets(ctx, parameters, max_bytes, lora))
 
 
 def weights_as_tensors(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> RowStream:
     """Return the same as tensors on the trainer's device, full on every rank, each gathered when it is asked for."""
-    parameters = _announced(ctx, lora)
-    return RowStream(_index(parameters), _as_announced(ctx, parameters, lora))
+    parameters = _parameters(ctx, lora)
+    return RowStream(_parameter_index(parameters), _checked_weights(ctx, parameters, lora))
 
 
 def _weights(ctx: Context, lora: LoraConfig | None) -> Iterable[tuple[str, Tensor]]:
     """Return what engines get: with ``lora`` the adapters, else all weights."""
     trainer: Trainer = ctx.resource
-    return trainer.adapters() if lora is not None and lora.rank else trainer.weights()
+    if lora is not None and lora.rank:
+        return trainer.adapters()
+    return trainer.weights()
 
 
-def _announced(ctx: Context, lora: LoraConfig | None) -> list[_Parameter]:
+def _parameters(ctx: Context, lora: LoraConfig | None) -> list[_Parameter]:
     """Return names, types and shapes of the weights, which stay the same through a run."""
-    if _ANNOUNCED not in ctx.state:
-        ctx.state[_ANNOUNCED] = [_Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)]
-    parameters: list[_Parameter] = ctx.state[_ANNOUNCED]
+    if _PARAMETERS not in ctx.state:
+        ctx.state[_PARAMETERS] = [_Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)]
+    parameters: list[_Parameter] = ctx.state[_PARAMETERS]
     return parameters
 
 
-def _index(parameters: Sequence[_Parameter]) -> pa.Table:
+def _parameter_index(parameters: Sequence[_Parameter]) -> pa.Table:
     """Return the rows of all parameters, without their bytes."""
-    nothing = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
-    return _rows(range(len(parameters)), parameters, nothing)
+    no_data = pa.array([b""] * len(parameters), TYPES[PARAMETER_DATA])
+    return _rows(range(len(parameters)), parameters, no_data)
 
 
-def _parts(
+def _buckets(
     ctx: Context, parameters: Sequence[_Parameter], max_bytes: int, lora: LoraConfig | None
 ) -> Generator[pa.Table]:
-    tensors = _as_announced(ctx, parameters, lora)
-    for numbers in _buckets([parameter.nbytes for parameter in parameters], max_bytes):
+    """Yield this worker's rows of each bucket of consecutive parameters."""
+    tensors = _checked_weights(ctx, parameters, lora)
+    for numbers in _bucket_ranges([parameter.nbytes for parameter in parameters], max_bytes):
         own = [number for number in numbers if number % ctx.rank.size == ctx.rank.rank]
-        data = _Binary([parameters[number].nbytes for number in own])
+        data = _BinaryBuilder([parameters[number].nbytes for number in own])
         for number in numbers:
             tensor = next(tensors)
             if number in own:
@@ -116,33 +120,38 @@ def _parts(
     next(tensors, None)  # raises if there are more
 
 
-def _as_announced(ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None) -> Generator[Tensor]:
-    """Yield the trainer's weights. TypeError when names, types or shapes differ from the announced ones."""
+def _checked_weights(ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None) -> Generator[Tensor]:
+    """Yield the trainer's weights. TypeError when names, types or shapes are not those of ``parameters``."""
     weights = iter(_weights(ctx, lora))
     for expected in parameters:
         name, tensor = next(weights, ("nothing", torch.empty(0)))
-        if (parameter := _Parameter.of(name, tensor)) != expected:
+        parameter = _Parameter.of(name, tensor)
+        if parameter != expected:
             raise TypeError(f"weights() gave {parameter} where {expected} was before: expected the same")
         yield tensor
         del tensor  # it may be gathered: one at a time
-    if (more := next(weights, None)) is not None:
-        raise TypeError(f"weights() gave {more[0]!r} as well, which was not there before: expected the same")
+    extra = next(weights, None)
+    if extra is not None:
+        name, _ = extra
+        raise TypeError(f"weights() gave {name!r} as well, which was not there before: expected the same")
 
 
-def _buckets(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
+def _bucket_ranges(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
     """Yield numbers of consecutive parameters of at most ``max_bytes`` together, or of a single larger one."""
-    first, total = 0, 0
+    first = 0
+    total = 0
     for number, size in enumerate(sizes):
         if number > first and total + size > max_bytes:
             yield range(first, number)
-            first, total = number, 0
+            first = number
+            total = 0
         total += size
     if first < len(sizes):
         yield range(first, len(sizes))
 
 
 @columns(
-    writes=_WEIGHTS,
+    writes=_WEIGHT_COLUMNS,
     new_rows=True,
     passes=False,
     stream=WeightSource(weights_in_parts, weights_as_tensors),
@@ -151,22 +160,22 @@ def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = 
     """Publish this worker's share of the parameters; the role's workers share the load evenly.
 
     With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the same option. The
-    rows are a copy, so the next update may go on.
+    rows are a copy, so the next update may begin.
     """
-    return _published(ctx, _weights(ctx, lora))
-
-
-def _published(ctx: Context, weights: Iterable[tuple[str, Tensor]]) -> pa.Table:
-    """Return every n-th of the weights as rows, for n workers."""
-    named = [item for item in enumerate(weights) if item[0] % ctx.rank.size == ctx.rank.rank]
-    parameters = [_Parameter.of(name, tensor) for _, (name, tensor) in named]
-    data = _Binary([parameter.nbytes for parameter in parameters])
-    for _, (_, tensor) in named:
+    own = [
+        (number, name, tensor)
+        for number, (name, tensor) in enumerate(_weights(ctx, lora))
+        if number % ctx.rank.size == ctx.rank.rank
+    ]
+    parameters = [_Parameter.of(name, tensor) for _, name, tensor in own]
+    data = _BinaryBuilder([parameter.nbytes for parameter in parameters])
+    for _, _, tensor in own:
         data.add(tensor)
-    return _rows([number for number, _ in named], parameters, data.array())
+    return _rows([number for number, _, _ in own], parameters, data.array())
 
 
 def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Array) -> pa.Table:
+    """Return one row for each parameter, whose row id is its number."""
     index = pa.array(numbers, pa.int64())
     arrays = {
         ROW_ID: index,
@@ -181,8 +190,8 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
 
 
 def load_weights_in_parts(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
-    """Load weights one parameter after the other. PeerError when other parameters arrive than were announced."""
-    _load(ctx, WeightStream(_shapes(parts.index), _arriving(parts)), lora)
+    """Load weights one parameter after the other. PeerError when other parameters arrive than the index has."""
+    _load(ctx, WeightStream(_shapes(parts.index), _received_weights(parts)), lora)
 
 
 def load_weights_from_tensors(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
@@ -206,19 +215,22 @@ def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig 
 
 
 def _shapes(index: pa.Table) -> dict[str, list[int]]:
-    described = index.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
-    return {row[PARAMETER]: row[PARAMETER_SHAPE] for row in described}
+    """Return the shape of each parameter by its name."""
+    rows = index.select([PARAMETER, PARAMETER_SHAPE]).to_pylist()
+    return {row[PARAMETER]: row[PARAMETER_SHAPE] for row in rows}
 
 
-def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
+def _received_weights(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors as they arrive. PeerError when they differ from the index."""
-    announced, first = parts.index.select(_DESCRIPTION), 0
+    index = parts.index.select(_INDEX_COLUMNS)
+    first = 0
     for table in parts.tables:
-        if not table.select(_DESCRIPTION).equals(announced.slice(first, table.num_rows)):
+        expected = index.slice(first, table.num_rows)
+        if not table.select(_INDEX_COLUMNS).equals(expected):
             raise PeerError(f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced")
         first += table.num_rows
         yield from _tensors(table)
-        del table  # or it would be there while the next part comes
+        del table  # frees its memory before the next one arrives
 
 
 @columns(
@@ -229,14 +241,14 @@ def _arriving(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
 def load_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> pa.Table:
     """Load the weights into the engine; their version is the number of steps trained.
 
-    With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The node asks for
-    rows=REPLICATED.
+    With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The node needs all rows
+    on each worker: rows=REPLICATED.
     """
     _load(ctx, _tensors(table), lora)
     return table
 
 
-class _Binary:
+class _BinaryBuilder:
     """Builds a large_binary array of tensors' bytes; each tensor is copied once, when it is added."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -246,7 +258,8 @@ class _Binary:
 
     def add(self, tensor: Tensor) -> None:
         """Copy the bytes of the next tensor."""
-        start, stop = self._ends[self._count : self._count + 2]
+        start = self._ends[self._count]
+        stop = self._ends[self._count + 1]
         self._data[start:stop] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
         self._count += 1
 
@@ -260,11 +273,13 @@ class _Binary:
 def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of each row, over the table's memory. PeerError for bytes that do not fit the shape."""
     data = table[PARAMETER_DATA]
-    described = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
-    for row, description in enumerate(described):
-        name, dtype, shape = description[PARAMETER], description[PARAMETER_DTYPE], description[PARAMETER_SHAPE]
-        raw = data[row].as_buffer()
-        if dtype not in _DTYPES or raw.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
-            raise PeerError(f"parameter {name!r}: {raw.size} bytes are no {dtype} tensor of shape {shape}")
-        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), raw.size, [None, raw]))
+    rows = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
+    for index, row in enumerate(rows):
+        name = row[PARAMETER]
+        dtype = row[PARAMETER_DTYPE]
+        shape = row[PARAMETER_SHAPE]
+        buffer = data[index].as_buffer()
+        if dtype not in _DTYPES or buffer.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
+            raise PeerError(f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}")
+        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))  # read-only memory, too
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)

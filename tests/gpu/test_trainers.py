@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.nodes.weights import _index, _Parameter
+from siirl_dask.nodes.weights import _Parameter, _parameter_index
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import devices_of, run_ranks
 from siirl_dask.testing.rows import assert_same_tensors, copied_weights, random_rows, signs
@@ -157,7 +157,9 @@ def _broadcast(rank):
     own = members[f"w{rank.rank}"]
     group = broadcast_group(own.worker, members, list(members), 60.0)
     tensors = [torch.full(shape, 1.0 + number, device=own.torch_name) for number, (_, shape) in enumerate(MODEL)]
-    index: pa.Table = _index([_Parameter.of(name, tensor) for (name, _), tensor in zip(MODEL, tensors, strict=True)])
+    index: pa.Table = _parameter_index(
+        [_Parameter.of(name, tensor) for (name, _), tensor in zip(MODEL, tensors, strict=True)]
+    )
     way = Broadcast(members=tuple(members), group=group, device=own.torch_name, stop=StopFlag(), max_bytes=16 * 2**20)
     for _ in range(2):
         began = time.perf_counter()

@@ -19,7 +19,7 @@ class OneTurn:
     """An episode of one turn."""
 
     failure = None
-    spent = False
+    budget_spent = False
 
     def __init__(self, number):
         self.number, self.ended = number, False
@@ -30,10 +30,10 @@ class OneTurn:
     def request(self):
         return self.number
 
-    def say(self, result):
+    def add_turn(self, result):
         return result
 
-    def hear(self, step):
+    def add_step(self, step):
         self.ended = True
 
     def result(self, worker):
@@ -64,8 +64,8 @@ def queue_of(count, **more):
     session = Scripted()
     queue = EpisodeQueue(
         source=more.pop("source", None) or LocalQueue(range(count)),
-        own=count,
-        make=lambda number: (OneTurn(number), {}, 0),
+        own_count=count,
+        make_episode=lambda number: (OneTurn(number), {}, 0),
         session=session,
         answers=session.answers,
         device=Device("w"),
@@ -96,10 +96,10 @@ def test_an_engine_with_nothing_to_do_gets_half_of_the_open_turns_or_who_is_ther
     queue, session = queue_of(8)
     queue.next(8, wait=False)
     session.answer(*range(4))
-    queue._given -= 1000  # its last batch took so long that it waits for half of them
+    queue._last_batch -= 1000  # its last batch took so long that it waits for half of them
     assert len(queue.next(8, wait=True)) == 4
     session.answer(4)
-    queue._given += 1000  # it took no time at all
+    queue._last_batch += 1000  # it took no time at all
     assert len(queue.next(8, wait=True)) == 1
 
 
@@ -118,7 +118,7 @@ def test_rows_of_the_engine_that_would_stay_empty_take_over_episodes_of_peers():
 
 
 def test_a_wait_for_environments_ends_when_the_worker_is_to_stop(monkeypatch):
-    monkeypatch.setattr(episode_queue, "_SLICE", 0.001)
+    monkeypatch.setattr(episode_queue, "_WAIT_SECONDS", 0.001)
     calls = []
 
     def check_stop():
@@ -135,7 +135,7 @@ def test_the_share_of_filled_rows_counts_turns_under_way(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(episode_queue.time, "monotonic", lambda: now[0])
     queue, session = queue_of(2)
-    queue._latest = 0.0
+    queue._last_tick = 0.0
     queue.next(2, wait=False)
     session.answer(0, 1)
     turns = queue.next(2, wait=False)

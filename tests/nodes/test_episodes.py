@@ -45,7 +45,7 @@ from siirl_dask.nodes import (
     update_critic,
     update_policy,
 )
-from siirl_dask.nodes.episodes import places_of
+from siirl_dask.nodes.episodes import row_positions
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.nodes.episodes import N, episode, joined, table_of
 from tests.nodes.test_learning_nodes import Recorder, context, on_workers
@@ -371,16 +371,16 @@ def test_places_from_a_peer_are_checked():
     for message in (b"123", (np.ones(5, "<i8") * -1).tobytes()):
         ctx.peers = type("Peers", (), {"all_gather": lambda self, own, message=message: [own, message]})()
         with pytest.raises(PeerError, match="received"):
-            places_of(ctx, table, torch.ones(3, dtype=torch.int64))
+            row_positions(ctx, table, torch.ones(3, dtype=torch.int64))
 
 
 def test_agents_of_one_episode_are_sequences_of_their_own():
     episodes = [episode(0, [(1, 0), (2, 0)], agent="a"), episode(0, [(4, 0), (3, 0)], agent="b")]
     table = table_of(episodes, [(1,), (1,)])
-    found = places_of(context(), table, torch.tensor([1, 2, 4, 3]))
+    found = row_positions(context(), table, torch.tensor([1, 2, 4, 3]))
     assert found.spans.lengths.tolist() == [3, 3, 7, 7]
     assert found.spans.starts.tolist() == [0, 1, 0, 4]
-    assert found.last.tolist() == [False, True, False, True]
+    assert found.is_last.tolist() == [False, True, False, True]
 
 
 def test_a_worker_without_rows_takes_part():

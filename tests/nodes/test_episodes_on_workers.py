@@ -10,7 +10,7 @@ import pytest
 from siirl_dask.algorithms import grpo, policy_loss, ppo_clip, row_sums, sequence_mean_token_mean
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.nodes import draw_minibatches, estimate_advantage, update_policy
-from siirl_dask.nodes.episodes import EPISODE, places_of
+from siirl_dask.nodes.episodes import EPISODE_COLUMNS, row_positions
 from siirl_dask.nodes.packed_table import response_mask
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
 from siirl_dask.planner.chain import Recv
@@ -19,7 +19,9 @@ from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing
 
 SAMPLES, MOST = 3, 4
-WRITTEN = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "old_logprobs", "reward", *EPISODE)
+WRITTEN = (
+    "prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "old_logprobs", "reward", *EPISODE_COLUMNS
+)  # fmt: skip
 
 
 @columns(writes=fields(*WRITTEN), new_rows=True, passes=False)
@@ -54,12 +56,12 @@ def speak(ctx, table):
 
 @columns(
     reads=["response_ids", "response_mask", "minibatch", "advantage"],
-    optional=EPISODE,
+    optional=EPISODE_COLUMNS,
     writes={"starts": pa.int64(), "lengths": pa.int64()},
 )
 def place(ctx, table):
     mask, offsets = response_mask(table)
-    spans = places_of(ctx, table, row_sums(mask.long(), offsets)).spans
+    spans = row_positions(ctx, table, row_sums(mask.long(), offsets)).spans
     return table.append_column("starts", pa.array(spans.starts.numpy())).append_column(
         "lengths", pa.array(spans.lengths.numpy())
     )
@@ -107,4 +109,4 @@ def test_the_columns_that_tell_episodes_travel_to_the_update(source):
     plan = compile_chains(dag_with(last), ["w0", "w1"], source_schema(open_source(source).schema, source))
     links = [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, Recv)]
     to_update = {name for link in links if link.edge.target == "update" for name in link.edge.schema.names}
-    assert {*EPISODE} <= to_update
+    assert {*EPISODE_COLUMNS} <= to_update

@@ -12,7 +12,7 @@ from siirl_dask.algorithms import grpo
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import Aborted, TrainingError
 from siirl_dask.nodes import estimate_advantage
-from siirl_dask.nodes.nonfinite import bad_rows, decide
+from siirl_dask.nodes.nonfinite import bad_rows, nonfinite_handler
 from siirl_dask.testing.local_pool import ThreadPeers
 from siirl_dask.training import NonFinite
 from tests.nodes.test_learning_nodes import rows as table_of
@@ -50,7 +50,7 @@ def decisions(findings, *, skip):
         context = Context(step=3, run_seed=0, rank=Rank(rank, len(findings)), device=Device(f"w{rank}"), resource=None)
         context.peers, context.skip_nonfinite, context.put_aside = peers.at(rank), skip, put_aside
         try:
-            decide(context, [table.slice(0, 0), table])(findings[rank])
+            nonfinite_handler(context, [table.slice(0, 0), table])(findings[rank])
         except (TrainingError, Aborted) as error:
             return error
         return None
@@ -106,6 +106,6 @@ def test_what_is_put_aside_is_bounded_in_rows_and_in_steps():
     for step in range(20):
         context = Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=None, state=state)
         context.skip_nonfinite, context.put_aside = True, aside.append
-        decide(context, [table])(found({"loss": [2999]}))
+        nonfinite_handler(context, [table])(found({"loss": [2999]}))
     assert [rows.num_rows for rows in aside] == [1000] * 16
     assert all(rows["row_id"][0].as_py() == 2999 for rows in aside)

@@ -15,7 +15,7 @@ from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.environments import Failure
 from siirl_dask.errors import ConfigError, DataError, EpisodeError
 from siirl_dask.nodes import play, play_answers
-from siirl_dask.nodes.play import _try_play
+from siirl_dask.nodes.play import _check_partial_rollout
 from siirl_dask.planner.contract import contract_of
 from tests.nodes.test_play import Drawing, table
 from tests.nodes.worlds import Echo, ThreadWorld
@@ -164,5 +164,5 @@ def test_validation_plays_to_the_end():
 def test_what_partial_rollouts_cannot_play_is_refused_by_name(environments, words):
     given_ = {"rollout": rollout(2), "environments": EnvironmentsConfig(**environments)}
     with pytest.raises(ConfigError, match=words):
-        _try_play(**given_)
-    _try_play(rollout=rollout(), environments=given_["environments"])
+        _check_partial_rollout(**given_)
+    _check_partial_rollout(rollout=rollout(), environments=given_["environments"])

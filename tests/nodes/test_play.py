@@ -18,7 +18,7 @@ from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.errors import ConfigError, EpisodeError, PeerError, PlanError
 from siirl_dask.nodes import play, play_answers
 from siirl_dask.nodes.episode import digest
-from siirl_dask.nodes.episode_rows import EpisodeCodec, Played, PlayedRow, Turn
+from siirl_dask.nodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn
 from siirl_dask.planner import Node
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
@@ -368,7 +368,7 @@ CODEC = EpisodeCodec(pa.schema({"row_id": pa.int64(), "answer": pa.string()}), 3
 def test_episodes_survive_packing():
     item = {"row_id": 4, "answer": "x", "shown": ()}
     assert CODEC.read_item(CODEC.pack_item(item)) == item
-    for result in (Played([ROW], "w", None), Played([PlayedRow(None, 0, [1]), ROW], "w", "failed")):
+    for result in (PlayedEpisode([ROW], "w", None), PlayedEpisode([PlayedRow(None, 0, [1]), ROW], "w", "failed")):
         assert CODEC.read_result(CODEC.pack_result(result)) == result
 
 
@@ -388,7 +388,7 @@ def test_episodes_survive_packing():
     ],
 )
 def test_a_played_episode_that_does_not_fit_together_is_refused(change):
-    packed = CODEC.pack_result(Played([ROW], "w", None))
+    packed = CODEC.pack_result(PlayedEpisode([ROW], "w", None))
     packed["rows"][0] |= change
     with pytest.raises(PeerError, match="received"):
         CODEC.read_result(packed)
@@ -403,7 +403,7 @@ def test_other_episodes_than_the_nodes_are_refused():
     with pytest.raises(PeerError, match="cannot be read"):
         CODEC.read_item({"row": b"x" * 40, "version": 3, "shown": []})
     with pytest.raises(PeerError, match="no played episode"):
-        CODEC.read_result(CODEC.pack_result(Played([ROW] * 3, "w", None)))
+        CODEC.read_result(CODEC.pack_result(PlayedEpisode([ROW] * 3, "w", None)))
 
 
 def test_equal_states_have_equal_hashes_in_every_process():

@@ -15,7 +15,7 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import Aborted, ConfigError, EpisodeError, PeerError
 from siirl_dask.nodes import generate, generate_answers, policy_logprobs, run_agents, run_agents_to_validate
 from siirl_dask.nodes.failures import GIVEN_UP
-from siirl_dask.nodes.run_agents import _try
+from siirl_dask.nodes.run_agents import _check_options
 from siirl_dask.rollout import LocalQueue
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.schema import TYPES
@@ -361,4 +361,4 @@ def test_a_program_that_hangs_is_killed(engine, live, tmp_path):
 )
 def test_what_cannot_work_is_refused_before_a_run(options, words):
     with pytest.raises(ConfigError, match=words):
-        _try(**{"rollout": rollout(), **options})
+        _check_options(**{"rollout": rollout(), **options})
