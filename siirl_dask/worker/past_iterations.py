@@ -67,4 +67,9 @@ class PastIterations:
 
 
 def _largest_lag(chains: Iterable[Chain]) -> int:
-    return max((link.steps for chain in chains for link in chain.links if isinstance(link, Lagged)), default=0)
+    steps = 0
+    for chain in chains:
+        for link in chain.links:
+            if isinstance(link, Lagged):
+                steps = max(steps, link.steps)
+    return steps

@@ -205,7 +205,10 @@ def build_roles(
 
 
 def _sleep(resource: Any, device: Device) -> None:
-    if device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
+    if device.kind is DeviceKind.CPU:
+        return
+    sleep = getattr(resource, "sleep", None)
+    if sleep is not None:
         sleep()
 
 
@@ -216,5 +219,6 @@ def close_roles(resources: Mapping[str, Any]) -> None:
     """
     with ExitStack() as closing:
         for resource in reversed(list(resources.values())):
-            if close := getattr(resource, "close", None):
+            close = getattr(resource, "close", None)
+            if close is not None:
                 closing.callback(close)

@@ -21,8 +21,8 @@ def least_patience(scheduler: str) -> float:
     """Return the least patience with a scheduler at this Dask address."""
     host = get_address_host(scheduler)
     interfaces = psutil.net_if_addrs().values()
-    own = {address.address.partition("%")[0] for addresses in interfaces for address in addresses}
-    return LEAST_ON_HOST if host in own else LEAST_OF_LINKS
+    own_addresses = {address.address.partition("%")[0] for addresses in interfaces for address in addresses}
+    return LEAST_ON_HOST if host in own_addresses else LEAST_OF_LINKS
 
 
 def scheduler_patience(peer_timeout: float, scheduler: str) -> float:

@@ -248,8 +248,8 @@ class Supervisor(SchedulerPlugin):
             if address in workers
         }
         if silent := self._nodes.silent_workers(seconds, readings):
-            named = [[one.member, one.place, one.seconds, one.heard] for one in silent[:_MAX_SILENT]]
-            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": named})
+            silences = [[worker.member, worker.place, worker.seconds, worker.heard] for worker in silent[:_MAX_SILENT]]
+            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": silences})
 
     def _end_without_driver(self, reason: str) -> None:
         self._client = None

@@ -51,27 +51,27 @@ def cannot_build(device, rank):
     raise ValueError("no memory")
 
 
-def sifted(resource, *, placement=PLACEMENT, resumes=True):
+def is_reused(resource, *, placement=PLACEMENT, resumes=True):
     built = BuiltRoles(CPU, {"role": resource})
-    kept = bool(built.reusable("b", placement, resumes=resumes).resources)
-    assert resource.closed is not kept, "neither kept nor freed, or both"
-    return kept
+    reused = bool(built.reusable("b", placement, resumes=resumes).resources)
+    assert resource.closed is not reused, "neither reused nor freed, or both"
+    return reused
 
 
 def test_objects_stay_whose_role_stays_on_the_worker_and_that_can_take_other_groups():
-    assert sifted(Engine())
-    assert sifted(Trainer())
-    assert not sifted(Resource())
-    assert not sifted(Sharded())
-    assert sifted(Engine(), placement={"role": ("b", "a")})
-    assert sifted(Engine(), placement={"role": ("a", "b", "c")})
-    assert not sifted(Engine(), placement={"role": ("a", "c")})
-    assert not sifted(Engine(), placement={})
+    assert is_reused(Engine())
+    assert is_reused(Trainer())
+    assert not is_reused(Resource())
+    assert not is_reused(Sharded())
+    assert is_reused(Engine(), placement={"role": ("b", "a")})
+    assert is_reused(Engine(), placement={"role": ("a", "b", "c")})
+    assert not is_reused(Engine(), placement={"role": ("a", "c")})
+    assert not is_reused(Engine(), placement={})
 
 
 def test_without_a_checkpoint_what_has_learned_is_built_anew():
-    assert not sifted(Trainer(), resumes=False)
-    assert sifted(Engine(), resumes=False)
+    assert not is_reused(Trainer(), resumes=False)
+    assert is_reused(Engine(), resumes=False)
 
 
 def test_nothing_stays_that_was_built_on_another_device():
