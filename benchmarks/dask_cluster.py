@@ -14,7 +14,7 @@ from typing import Any
 from distributed import Client, Future, LocalCluster, Scheduler, SchedulerPlugin, wait
 
 from method import PATIENCE
-from siirl_dask.worker.supervisor import TrafficMeter, carried
+from siirl_dask.worker.supervisor import TrafficMeter, connection_bytes
 
 _MODULES = ("work.py", "method.py", "dask_cluster.py", "ours.py")
 
@@ -57,7 +57,7 @@ class DaskCluster:
             return await getattr(self.client.scheduler, Traffic.name)() or 0
 
         pools = (self.client.rpc.available, self.client.rpc.occupied)
-        direct = (carried(comm) or 0 for pool in pools for comms in pool.values() for comm in comms)
+        direct = (connection_bytes(comm) or 0 for pool in pools for comms in pool.values() for comm in comms)
         through_scheduler: int = self.client.sync(ask)
         return through_scheduler + sum(direct)
 

@@ -41,7 +41,7 @@ LIMITS = {
     "tasks": (1, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
     "training": (0, 0, 0, 45, 20, 7),
-    "worker": (77, 0, 0, 21, 8, 10),
+    "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room ``siirl_dask``."""
 CONDITIONS = (ast.If, ast.While)

@@ -17,11 +17,11 @@ from siirl_dask.context import Metric, Reduce
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration
 from siirl_dask.worker.dag_worker import DAGWorker
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.task_order import TaskOrder
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.tracing import Tracing
-from siirl_dask.worker.turns import Turns
 
 METRICS = 40  # what a worker of the quickstart logs in a step
 _AT_ONCE = 32
@@ -39,15 +39,15 @@ class IdleWorker(DAGWorker):
 
     async def setup(self, worker: Worker) -> None:
         self.stop = StopFlag()
-        self.turns = Turns(self.stop)
+        self.task_order = TaskOrder(self.stop)
         self.release = Release(lambda: None)
         self.worker_name = str(worker.name)
         self._worker = worker
         self._device = None
         self.port = 0
         self.tracing = Tracing(self.spec, self.worker_name)
-        self.pulse = Pulse()
-        worker.metrics[self.name] = lambda worker: self.pulse.read()
+        self.progress = TaskProgress()
+        worker.metrics[self.name] = lambda worker: self.progress.read()
 
     def start(self, ports: Sequence[int]) -> None:
         pass

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from distributed import Client
 
-from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.task_progress import Reading
 from siirl_dask.worker.tasks import describe_position
 
 logger = logging.getLogger("siirl_dask.driver")

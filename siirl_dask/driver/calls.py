@@ -69,6 +69,6 @@ def submit(
     span = {"name": (run, what), "ids": (plugin, group)}
     with annotate(workers=keys.__getitem__, span=span):  # the scheduler asks the former for each key
         futures = client.map(
-            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", turn=turn, **arguments
+            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", number=turn, **arguments
         )
     return dict(zip(members, futures, strict=True))

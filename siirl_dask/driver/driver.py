@@ -24,8 +24,8 @@ from siirl_dask.driver.who_waits import failure_of_hang, report_on
 from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.task_progress import Reading
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
 _TELLS = 4  # times that workers' progress is told within the shortest time that may pass without it

@@ -19,7 +19,7 @@ from siirl_dask.models.cache import fetch, is_here
 from siirl_dask.models.remote import HUB, RemoteModel, find_model, is_remote
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Plan
-from siirl_dask.worker.reach import bring_models, forget_models
+from siirl_dask.worker.probe import bring_models, forget_models
 
 logger = logging.getLogger("siirl_dask.driver")
 Models = Mapping[str, RemoteModel]

@@ -16,7 +16,7 @@ from siirl_dask.devices.topology import Topology, blocks_of, slowest_link
 from siirl_dask.planner import Plan
 from siirl_dask.planner.explain.tables import table
 from siirl_dask.planner.role_contract import groups_of
-from siirl_dask.worker.affinity import placed, share_of_worker, topology_of
+from siirl_dask.worker.affinity import share_of_worker, topology_of, with_topology
 from siirl_dask.worker.devices import assign
 
 
@@ -41,7 +41,7 @@ def find_places(cluster: ClusterConfig, workers: Sequence[str]) -> Places | None
 
 def places_on(visible: VisibleDevices, topology: Topology, workers: Sequence[str], threads: int = 1) -> Places:
     """Return the places that ``workers`` take which all see the devices ``visible``."""
-    visible_to = dict.fromkeys(workers, placed(visible, topology))
+    visible_to = dict.fromkeys(workers, with_topology(visible, topology))
     devices = assign(visible_to)
     shares = {worker: share_of_worker(worker, visible_to, devices, threads) for worker in workers}
     return Places(topology, {worker: replace(one, cpus=shares[worker]) for worker, one in devices.items()})

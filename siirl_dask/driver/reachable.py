@@ -13,7 +13,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import is_remote
 from siirl_dask.planner import Load
 from siirl_dask.runs.folder import probe
-from siirl_dask.worker.reach import find_unreachable
+from siirl_dask.worker.probe import find_unreachable
 
 _NAMED = 4  # sentences in a message; it counts the others
 

@@ -12,10 +12,10 @@ from siirl_dask.driver.calls import complete
 from siirl_dask.driver.scheduler_watch import SchedulerWatch, address_of, describe_loss
 from siirl_dask.errors import SchedulerLost
 from siirl_dask.worker.dag_worker import DAGWorker
-from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.scheduler_patience import scheduler_patience
 from siirl_dask.worker.supervisor import Supervisor
+from siirl_dask.worker.task_progress import Reading
 from siirl_dask.worker.tasks import port_of
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -69,7 +69,7 @@ class RunOnCluster:
             self._spec.members,
             client.id if stays else None,
             patience=self._patience,
-            tell_every=tell_every,
+            report_every=tell_every,
             follows=self._spec.follows,
             elastic=elastic,
             run=self._spec.name,

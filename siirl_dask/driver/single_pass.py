@@ -32,7 +32,7 @@ from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.schema import Schema
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
-from siirl_dask.worker.lazy_role import Past, built_when_used
+from siirl_dask.worker.lazy_role import StoredStates, built_when_used
 from siirl_dask.worker.role_state import ResumeFrom
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import models_of
@@ -82,7 +82,7 @@ def _past_roles(config: Config, dag: DAG, found: Checkpoint | None) -> tuple[Rol
     if found is not None:
         state, url = found.state(), absolute(found.url)  # workers may run in other folders
         resume = ResumeFrom(url=url, roles=tuple(state.roles), states=state.states, positions=state.positions)
-        past = Past(resume, DistributedCheckpoint(), replace(found, url=url).verify)
+        past = StoredStates(resume, DistributedCheckpoint(), replace(found, url=url).verify)
     return tuple(built_when_used(role, past) for role in dag.roles)
 
 

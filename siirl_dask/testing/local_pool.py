@@ -36,14 +36,14 @@ from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.trace import Recorder
 from siirl_dask.worker.executor import ChainRun
-from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.past_iterations import PastIterations
 from siirl_dask.worker.profiling import Profiling
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.shared_items import ExpectedWork
 from siirl_dask.worker.stages import PlainWriter
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.weight_broadcast import Broadcast
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 
@@ -105,7 +105,7 @@ class LocalPool:
         self._runtimes = {worker: self._runtime(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
         chains = {"train": tuple(self.plan.chains.values())}
-        self._histories = {worker: LagWindow(chains) for worker in self.workers}
+        self._histories = {worker: PastIterations(chains) for worker in self.workers}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
         """Run one step on every worker, each in its own thread. Raises what the first worker to fail raised."""
@@ -177,8 +177,8 @@ class LocalPool:
         return databuffer
 
     def _runtime(self, worker: str) -> WorkerRuntime:
-        pulse = Pulse(self.traces[worker])
-        device = pulse.heard_by(Device(worker))
+        progress = TaskProgress(self.traces[worker])
+        device = progress.with_callbacks(Device(worker))
         roles = {role.name: role for role in self.plan.dag.roles}
         own = {name: members for name, members in self.plan.placement.items() if worker in members}
         ranks = {name: Rank(members.index(worker), len(members)) for name, members in own.items()}
@@ -199,7 +199,7 @@ class LocalPool:
             stream_bytes=self.stream_bytes,
             broadcasts=self._broadcasts.get(worker, {}),
             overlap=self.plan.overlap,
-            pulse=pulse,
+            progress=progress,
         )
 
 

@@ -1,7 +1,7 @@
 """Prepares the process that workers are forked from; it imports this before anything else, transformers above all.
 
-It hides broken packages. And it ends that process at once when nobody needs it any more: to free all that it has
-imported takes it two seconds, in which whoever reads a run's output waits for its end.
+It hides broken packages, and ends that process at once when nobody needs it any more: freeing all imported modules
+would take two seconds, in which a reader of the run's output waits for its end.
 """
 
 import atexit
@@ -11,7 +11,7 @@ from siirl_dask.models.broken_imports import hide
 
 
 def _end(process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked from it
+    if os.getpid() == process:  # a forked worker inherits this function
         os._exit(0)
 
 

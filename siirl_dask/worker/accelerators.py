@@ -9,13 +9,14 @@ Accelerators = dict[str, bool]
 
 
 async def accelerators_here() -> Accelerators:
-    """Return the accelerators that this process sees. In a thread: torch takes seconds to load, and a worker's event
-    loop must not stand still.
+    """Return the accelerators that this process sees.
+
+    A thread looks for them: torch takes seconds to load, and a worker's event loop must not stand still.
     """
-    return await asyncio.to_thread(_look)
+    return await asyncio.to_thread(_find_accelerators)
 
 
-def _look() -> Accelerators:
+def _find_accelerators() -> Accelerators:
     from siirl_dask.devices import DeviceKind, accelerator
 
     kind = accelerator.kind_here()

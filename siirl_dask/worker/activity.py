@@ -1,7 +1,7 @@
-"""Notices what a worker's process does while code of others runs in it that reports nothing.
+"""Notices the activity of a worker's process while it runs code of libraries that reports no progress.
 
-A model's folder is read, kernels are compiled, graphs are captured: libraries do that for minutes without a word. What
-the system counts tells it from a process that waits for ever: seconds of its cores, and pages that it reads.
+A model's folder is read, kernels are compiled, graphs are captured: libraries do that for minutes silently. The
+system's counts distinguish it from a process that waits for ever: seconds of its cores, and pages that it reads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 
-from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.task_progress import TaskProgress
 
-_EVERY = 1.0  # seconds between two looks
+_EVERY = 1.0  # seconds between two samples
 _CORES = 0.1  # of one core: a worker that waits takes a twentieth, one on a crowded machine may get no more
 _BLOCKS = 256  # read from a disk or over a network: each has 512 bytes
 
@@ -45,27 +45,29 @@ class Counts:
         return Counts(cpu, own.ru_inblock + own.ru_majflt)
 
     def shows_work_since(self, earlier: Counts, seconds: float) -> bool:
-        """Return whether something got done in the ``seconds`` since ``earlier``."""
-        return self.cpu - earlier.cpu > _CORES * seconds or self.blocks - earlier.blocks > _BLOCKS * seconds
+        """Return whether the process has computed or read in the ``seconds`` since ``earlier``."""
+        if self.cpu - earlier.cpu > _CORES * seconds:
+            return True
+        return self.blocks - earlier.blocks > _BLOCKS * seconds
 
 
 @contextmanager
-def counts_as_progress(pulse: Pulse) -> Iterator[None]:
-    """Beat for ``pulse``, while inside, as long as this process computes or reads."""
-    over = threading.Event()
+def counts_as_progress(progress: TaskProgress) -> Iterator[None]:
+    """Count a beat of ``progress`` every second in which this process computes or reads, while inside."""
+    stopped = threading.Event()
 
-    def look() -> None:
+    def watch() -> None:
         before = Counts.now()
-        while not over.wait(_EVERY):
+        while not stopped.wait(_EVERY):
             now = Counts.now()
             if now.shows_work_since(before, _EVERY):
-                pulse.beat()
+                progress.beat()
             before = now
 
-    watching = threading.Thread(target=look, name="siirl-activity", daemon=True)
-    watching.start()
+    thread = threading.Thread(target=watch, name="siirl-activity", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        watching.join()
+        stopped.set()
+        thread.join()

@@ -1,6 +1,6 @@
-"""Says which devices of a worker have fast links, and which CPUs near its own device it may use.
+"""Finds the order of a worker's devices by their links, and the CPUs near its own device that it may use.
 
-Every worker tells the others what it may use, and takes its share by itself: workers on one host whose devices have the
+Every worker announces its CPUs to the others, and computes its own share: workers on one host whose devices have the
 same CPUs near them divide these.
 """
 
@@ -27,7 +27,7 @@ def on_host(visible: VisibleDevices, root: Path = SYSFS) -> VisibleDevices:
     topology = topology_of(visible.kind, root)
     for fault in topology.faults:
         logger.warning("%s", fault)
-    return placed(visible, topology)
+    return with_topology(visible, topology)
 
 
 def topology_of(kind: DeviceKind, root: Path = SYSFS) -> Topology:
@@ -35,10 +35,10 @@ def topology_of(kind: DeviceKind, root: Path = SYSFS) -> Topology:
     return read_topology(accelerator.card_places(kind), traits_of(kind), root)
 
 
-def placed(visible: VisibleDevices, topology: Topology) -> VisibleDevices:
-    """Return devices with what a topology says of them, and the CPUs of this process."""
-    given = given_cpus()
-    near = tuple(cpus & given for cpus in topology.near)
+def with_topology(visible: VisibleDevices, topology: Topology) -> VisibleDevices:
+    """Return the devices in the topology's order by links, with the CPUs of this process that are near them."""
+    usable = given_cpus()
+    near = tuple(cpus & usable for cpus in topology.near)
     return replace(visible, order=topology.order, near=near, host=kernel())
 
 
@@ -51,13 +51,13 @@ def share_of_worker(
 ) -> frozenset[int]:
     """Return the CPUs of a worker: its share of those near its device; none where these are not known.
 
-    Workers that were given other CPUs by a launcher keep those apart: each takes all of its own that are near.
+    Where a launcher has already divided the CPUs among the workers, each takes all of its own that are near.
     """
     near = _near(visible_to[worker], devices[worker])
     if not near:
         return frozenset()
-    together = _together(worker, visible_to, devices)
-    return share_of(near, together.index(worker), len(together), threads, root)
+    sharers = _sharers(worker, visible_to, devices)
+    return share_of(near, sharers.index(worker), len(sharers), threads, root)
 
 
 def cores_of_worker(
@@ -67,26 +67,26 @@ def cores_of_worker(
     neighbours: int = 1,
     root: Path = SYSFS,
 ) -> int:
-    """Return how many cores a worker may have at work while all others have as many; at least 1.
+    """Return how many cores a worker may use while all others use as many; at least 1.
 
-    It has an equal part of those near its device; where these are not known, of all that its process may use, by
+    It is an equal part of those near its device; where these are not known, of all that its process may use, by
     ``neighbours``, the number of workers at its address. A container's quota is divided by that as well. To be called
     before the process is bound.
     """
-    from dask.system import CPU_COUNT  # places of devices are found without Dask, too
+    from dask.system import CPU_COUNT  # topologies are read without Dask, too
 
-    given = given_cpus()
+    usable = given_cpus()
     near = _near(visible_to[worker], devices[worker])
     if near:
-        own = count_cores(near, root) // len(_together(worker, visible_to, devices))
+        cores = count_cores(near, root) // len(_sharers(worker, visible_to, devices))
     else:
-        own = count_cores(given, root) // neighbours
-    if len(given) > CPU_COUNT:  # a quota, which affinity says nothing of
-        own = min(own, CPU_COUNT // neighbours)
-    return max(1, own)
+        cores = count_cores(usable, root) // neighbours
+    if len(usable) > CPU_COUNT:  # a container's quota, which affinity does not show
+        cores = min(cores, CPU_COUNT // neighbours)
+    return max(1, cores)
 
 
-def _together(worker: str, visible_to: Mapping[str, VisibleDevices], devices: Mapping[str, Device]) -> list[str]:
+def _sharers(worker: str, visible_to: Mapping[str, VisibleDevices], devices: Mapping[str, Device]) -> list[str]:
     """Return the workers of one host that have the same CPUs near their devices, in the order of the run."""
     host = visible_to[worker].host
     near = _near(visible_to[worker], devices[worker])
@@ -96,4 +96,6 @@ def _together(worker: str, visible_to: Mapping[str, VisibleDevices], devices: Ma
 
 
 def _near(visible: VisibleDevices, device: Device) -> frozenset[int]:
-    return visible.near[device.index] if visible.near and device.kind is not DeviceKind.CPU else frozenset()
+    if not visible.near or device.kind is DeviceKind.CPU:
+        return frozenset()
+    return visible.near[device.index]

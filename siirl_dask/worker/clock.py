@@ -1,7 +1,7 @@
 """A worker's monotonic clock against the scheduler's wall clock, by the round trips of Dask's heartbeats.
 
 Processes for which ``clock_id`` is the same read the same clock. Others are aligned by their offsets: Dask compares the
-clocks at each heartbeat, taking the answer to come from the middle of the round trip.
+clocks at each heartbeat, as if the answer were sent in the middle of the round trip.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections import deque
 from functools import cache
 from pathlib import Path
 
-_SAMPLES = 31  # heartbeats whose median counts: one that was delayed on one of its two ways says little
+_SAMPLES = 31  # heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
 
 
 @cache
 def clock_id() -> str:
-    """Return a name of the clock that ``time.monotonic_ns`` reads: that of this boot, and of its namespace of time."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    """Return a name of the clock that ``time.monotonic_ns`` reads: the ids of this boot and of its time namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/time")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"
-    except OSError:  # no Linux, or none that tells
+    except OSError:  # no Linux, or no namespaces of time
         return f"process {os.getpid()} {time.time_ns()}"
 
 
@@ -32,14 +33,14 @@ class ClockOffset:
     def __init__(self) -> None:
         self._samples: deque[int] = deque([_wall()], maxlen=_SAMPLES)
 
-    def note(self, delay: float) -> None:
-        """Take a sample: the scheduler's clock is ``delay`` seconds ahead of this host's."""
+    def add_sample(self, delay: float) -> None:
+        """Add a measurement: the scheduler's clock is ``delay`` seconds ahead of this host's."""
         self._samples.append(_wall() + round(delay * 1e9))
 
     @property
     def nanoseconds(self) -> int:
         """The estimate."""
-        return round(statistics.median_low([*self._samples]))
+        return round(statistics.median_low(list(self._samples)))
 
 
 def _wall() -> int:

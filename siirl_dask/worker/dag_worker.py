@@ -36,16 +36,14 @@ from siirl_dask.worker.executor import ChainRun
 from siirl_dask.worker.group_store import GroupStore
 from siirl_dask.worker.heartbeats import Heartbeats
 from siirl_dask.worker.joined_groups import JoinedGroups, join_groups
-from siirl_dask.worker.kept_roles import BuiltRoles
-from siirl_dask.worker.kept_rows import give_back
-from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.lazy_role import models_used
 from siirl_dask.worker.named_errors import portable
-from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.node_call import NodeCalls, restore_packed_state
+from siirl_dask.worker.past_iterations import PastIterations
 from siirl_dask.worker.phase_loaders import PhaseLoaders
 from siirl_dask.worker.profiling import Profiling
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release, await_all
+from siirl_dask.worker.reused_roles import BuiltRoles
 from siirl_dask.worker.role_state import RoleStates, StateStore, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
@@ -55,8 +53,9 @@ from siirl_dask.worker.stacks import stacks
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
 from siirl_dask.worker.supervisor import ABORT
+from siirl_dask.worker.task_order import TaskOrder
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.tracing import Tracing
-from siirl_dask.worker.turns import Turns
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
 from siirl_dask.worker.worker_meter import WorkerMeter
 
@@ -77,10 +76,11 @@ class DAGWorker(WorkerPlugin):
         self.spec = spec
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}  # names and addresses: a fifth
+        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}  # a fifth of the size
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.name, self.spec = state["name"], pickle.loads(zlib.decompress(state["spec"]))
+        self.name = state["name"]
+        self.spec = pickle.loads(zlib.decompress(state["spec"]))
 
     async def setup(self, worker: Worker) -> None:
         try:
@@ -93,53 +93,69 @@ class DAGWorker(WorkerPlugin):
     async def _set_up(self, worker: Worker) -> None:
         hide()
         set_retry_seconds(self.spec.retry_seconds)
+        self.worker_name = str(worker.name)
+        self._worker = worker
+        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         self.stop = StopFlag()
-        self.turns = Turns(self.stop)
-        self.tracing = Tracing(self.spec, str(worker.name))
-        self.pulse = Pulse(self.tracing.recorder)
+        self.task_order = TaskOrder(self.stop)
+        self.tracing = Tracing(self.spec, self.worker_name)
+        self.progress = TaskProgress(self.tracing.recorder)
         self._runtime: WorkerRuntime | None = None
         self._built: BuiltRoles | None = None
         self._device: Device | None = None
         self._cpus = CpuBinding()
         self._meter: WorkerMeter | None = None
-        self._polls: frozenset[int] = frozenset()
-        self._began = False
+        self._epoll_descriptors: frozenset[int] = frozenset()
+        self._started = False
         self._checkpoints: CheckpointWriter | None = None
         self._loaders = PhaseLoaders(self.spec.resume_from.positions if self.spec.resume_from else {})
         self.release = Release(self._free)
         releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
-        self._earlier = [*releases]
+        self._earlier_releases = list(releases)
         releases.append(self.release)
-        self.worker_name = str(worker.name)
-        self._worker = worker
-        self._loop: asyncio.AbstractEventLoop = worker.loop.asyncio_loop  # type: ignore[attr-defined]
         if self.spec.members.get(self.worker_name) != worker.address:
-            return  # a worker that joined or came back after the start is not part of this run
+            return  # a worker that joined or reconnected after the start is not part of this run
         worker.stream_handlers[ABORT] = partial(_on_abort_message, worker)
         self._phases = deserialize_phases(self.spec.phases, list(self.spec.members))
-        self._lag_window = LagWindow({name: plan.chains.values() for name, (plan, _) in self._phases.items()})
-        edges = {f"{name}/{edge.name}": edge for name, (plan, _) in self._phases.items() for edge in plan.edges}
-        self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
-        hosts = self._phases[self.spec.builds_from][0].hosts
-        self._plane = DataPlane(
-            worker, self.spec.run, self.spec.members, edges, self.spec.data, hosts, self.pulse.trace
+        await self._start_data_plane(worker)
+        self._heartbeats = Heartbeats(
+            worker=worker,
+            plugin=self.name,
+            progress=self.progress,
+            tracing=self.tracing,
+            databuffer=self._plane.databuffer,
+            device=lambda: self._device,
         )
-        nodes = {f"{name}/{node.name}" for name, (plan, _) in self._phases.items() for node in plan.dag.nodes}
+        self._scheduler_watch = asyncio.create_task(self._watch_scheduler())
+
+    async def _start_data_plane(self, worker: Worker) -> None:
+        """Start all that answers this worker's peers: its databuffer, its store of process groups, its work queues."""
+        plans = {name: plan for name, (plan, _) in self._phases.items()}
+        edges = {f"{name}/{edge.name}": edge for name, plan in plans.items() for edge in plan.edges}
+        nodes = {f"{name}/{node.name}" for name, plan in plans.items() for node in plan.dag.nodes}
+        self._past_iterations = PastIterations({name: plan.chains.values() for name, plan in plans.items()})
+        self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
+        self._plane = DataPlane(
+            worker=worker,
+            run=self.spec.run,
+            members=self.spec.members,
+            edges=edges,
+            settings=self.spec.data,
+            hosts=plans[self.spec.builds_from].hosts,
+            trace=self.progress.trace,
+        )
         self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
-        if (meter := WorkerMeter.of(self.spec.name, self.worker_name)) is not None:
-            meter.begin(self.pulse, self._plane.databuffer, lambda: self._device)
-            self._meter, self.tracing.listener = meter, meter.spans
+        self._meter = WorkerMeter.of(self.spec.name, self.worker_name)
+        if self._meter is not None:
+            self._meter.begin(self.progress, self._plane.databuffer, lambda: self._device)
+            self.tracing.listener = self._meter.spans
         await self._plane.start(self._handle)
         self.port = self._plane.port
-        self._heartbeats = Heartbeats(
-            worker, self.name, self.pulse, self.tracing, self._plane.databuffer, lambda: self._device
-        )
-        self._watching = asyncio.create_task(self._watch_scheduler())
 
     async def teardown(self, worker: Worker) -> None:
-        if hasattr(self, "_watching"):
+        if hasattr(self, "_scheduler_watch"):
             self._heartbeats.end()
-            self._watching.cancel()
+            self._scheduler_watch.cancel()
         self.abort("the run is over")
         await asyncio.to_thread(self.release.end, _PATIENCE)
         worker.extensions[_RELEASES].remove(self.release)
@@ -159,50 +175,77 @@ class DAGWorker(WorkerPlugin):
         ``ports`` are those of all members, in rank order.
         """
         self._plane.check()
-        self._loop.call_soon_threadsafe(self._plane.meet, dict(zip(self.spec.members, ports, strict=True)))
+        port_of = dict(zip(self.spec.members, ports, strict=True))
+        self._loop.call_soon_threadsafe(self._plane.meet, port_of)
         plan = self._phases[self.spec.builds_from][0]
-        with self.pulse.at("the wait for an earlier run to leave this process"):
-            earlier = self._take_over()
-            await_all(self._earlier, self.worker_name, self.stop)
-        self._built = earlier and earlier.sift(
-            self.worker_name, plan.placement, resumes=self.spec.resume_from is not None
-        )
+        self._built = self._reusable_roles(plan)
         torch.set_num_threads(self.spec.threads)
-        self._began = True
-        groups.leave(abort=True)  # an earlier run that failed in this process may not have done so
-        with self.pulse.at("the joining of the process groups"), self.pulse.waiting():
+        self._started = True
+        groups.leave(abort=True)  # an earlier run that failed in this process may not have left its groups
+        with self.progress.at("the joining of the process groups"), self.progress.waiting():
             joined = join_groups(
-                self.spec, self.worker_name, plan, self._store, self._plane.transport, self.stop, self._cpus
+                spec=self.spec,
+                worker=self.worker_name,
+                plan=plan,
+                store=self._store,
+                transport=self._plane.transport,
+                stop=self.stop,
+                binding=self._cpus,
             )
-        self._device, self._polls = joined.device, joined.polls
-        device, ranks = joined.device, joined.ranks
-        kept, self._built = self._built.on(device) if self._built else {}, None
-        telling = replace(self.pulse.heard_by(device), bind=partial(bind, device), models=self.spec.models)
-        with counts_as_progress(self.pulse):
-            resources = build_roles(plan.dag.roles, telling, ranks, self.pulse, kept)
-        self._built = BuiltRoles(device, resources)
+        self._device = joined.device
+        self._epoll_descriptors = joined.epoll_descriptors
+        reused = self._built.for_device(joined.device) if self._built else {}
+        self._built = None
+        device = replace(
+            self.progress.with_callbacks(joined.device),
+            bind=partial(bind, joined.device),
+            models=self.spec.models,
+        )
+        with counts_as_progress(self.progress):
+            resources = build_roles(plan.dag.roles, device, joined.ranks, self.progress, reused)
+        self._built = BuiltRoles(joined.device, resources)
         accelerator = name_if_faster_in_bfloat16(torch.device(device.torch_name))
-        self._report({"kind": "built", "kept": sorted(kept), "accelerator": accelerator})
+        self._report({"kind": "built", "kept": sorted(reused), "accelerator": accelerator})
         if self.spec.store is not None:
-            self._restore(self.spec.store, ranks, resources)
-        self._runtime = self._make_runtime(plan, joined, telling, resources)
-        give_back(self._runtime, plan, self.spec.kept)
+            self._restore(self.spec.store, joined.ranks, resources)
+        self._runtime = self._make_runtime(plan, joined, device, resources)
+        restore_packed_state(self._runtime, plan, self.spec.stored_state)
+
+    def _reusable_roles(self, plan: Plan) -> BuiltRoles | None:
+        """Wait until earlier runs have left this process, and return the roles of the run that this one follows that
+        can be reused; None where it has built nothing here.
+        """
+        with self.progress.at("the wait for an earlier run to leave this process"):
+            followed = self._worker.plugins.get(self.spec.follows or "")
+            built = followed.hand_over(self.progress, self.stop) if isinstance(followed, DAGWorker) else None
+            await_all(self._earlier_releases, self.worker_name, self.stop)
+        if built is None:
+            return None
+        return built.reusable(self.worker_name, plan.placement, resumes=self.spec.resume_from is not None)
 
     def _restore(self, store: StateStore, ranks: Mapping[str, Rank], resources: Mapping[str, Any]) -> None:
-        """Load what the run resumes from into its roles, and prepare to write checkpoints of them."""
+        """Load the checkpoint that the run resumes from into its roles, and prepare to write checkpoints of them."""
         side_groups = {role: rank.side_group for role, rank in ranks.items()}
-        states = RoleStates(store, resources, side_groups, self.pulse.beat)
+        states = RoleStates(store, resources, side_groups, self.progress.beat)
         if self.spec.resume_from is not None:
-            loading = self.pulse.trace.span(Lane.STORAGE, "read", "checkpoint")
-            with loading, self.pulse.at("the loading of the checkpoint"), counts_as_progress(self.pulse):
+            span = self.progress.trace.span(Lane.STORAGE, "read", "checkpoint")
+            with span, self.progress.at("the loading of the checkpoint"), counts_as_progress(self.progress):
                 states.restore(self.spec.resume_from)
-        given = (self._report, self._loop, self.stop, self.pulse.trace)
-        self._checkpoints = CheckpointWriter(states, self._loaders, *given)
+        self._checkpoints = CheckpointWriter(
+            states,
+            self._loaders,
+            report=self._report,
+            loop=self._loop,
+            stop=self.stop,
+            trace=self.progress.trace,
+        )
 
     def _make_runtime(
         self, plan: Plan, joined: JoinedGroups, device: Device, resources: Mapping[str, Any]
     ) -> WorkerRuntime:
-        ranks = joined.ranks
+        share_work = None
+        if self.spec.data.stealing:
+            share_work = StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
         return WorkerRuntime(
             device=device,
             profiling=Profiling(self.spec.profile, self.spec.url, device),
@@ -212,11 +255,9 @@ class DAGWorker(WorkerPlugin):
             run_seed=self.spec.seed,
             skip_nonfinite=self.spec.skip_nonfinite,
             resources=resources,
-            ranks=ranks,
-            peers={role: groups.RolePeers(rank, self.stop, self.pulse) for role, rank in ranks.items()},
-            share_work=StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
-            if self.spec.data.stealing
-            else None,
+            ranks=joined.ranks,
+            peers={role: groups.RolePeers(rank, self.stop, self.progress) for role, rank in joined.ranks.items()},
+            share_work=share_work,
             databuffer=self._plane.databuffer,
             loop=self._loop,
             stop=self.stop,
@@ -224,7 +265,7 @@ class DAGWorker(WorkerPlugin):
             stream_bytes=self.spec.data.stream_bytes,
             broadcasts=joined.broadcasts,
             overlap=plan.overlap,
-            pulse=self.pulse,
+            progress=self.progress,
         )
 
     def run_chain(self, iteration: Iteration, completed: int) -> None:
@@ -232,17 +273,25 @@ class DAGWorker(WorkerPlugin):
 
         All workers have completed the iterations before sequence number ``completed``.
         """
-        runtime = self._enter(iteration, completed)
+        runtime = self._begin_iteration(iteration, completed)
         plan, dataset = self._phases[iteration.plan]
         chain = plan.chains[self.worker_name]
-        loader = self._loaders.get(iteration, dataset) if chain.loads or iteration.position is not None else None
-        metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._lag_window).run(chain)
+        loader = None
+        if chain.loads or iteration.position is not None:
+            loader = self._loaders.get(iteration, dataset)
+        metrics = ChainRun(NodeCalls(runtime, iteration, loader), self._past_iterations).run(chain)
         if self._meter is not None:
             self._meter.iteration(str(iteration.phase), metrics)
-        tables = chain.saved if runtime.stages.reports else []
-        about = {"phase": str(iteration.phase), "step": iteration.step}
-        done = {"kind": "done", "sequence": iteration.sequence, "metrics": pack(metrics), "tables": tables}
-        self._report(done | about)
+        self._report(
+            {
+                "kind": "done",
+                "sequence": iteration.sequence,
+                "metrics": pack(metrics),
+                "tables": chain.saved if runtime.stages.reports else [],
+                "phase": str(iteration.phase),
+                "step": iteration.step,
+            }
+        )
 
     def _stage_writer(self) -> StageWriter | PlainWriter:
         spec = self.spec
@@ -254,51 +303,59 @@ class DAGWorker(WorkerPlugin):
             durability=spec.durability,
             report=self._report,
             stop=self.stop,
-            trace=self.pulse.trace,
+            trace=self.progress.trace,
         )
 
     def finish(self) -> None:
-        """Write the rest of the trace, and free the roles, now or as this task ends."""
+        """Write the rest of the trace, and free the roles as this task ends."""
         self.tracing.finish()
         self.release.end(0.0)
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
         """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
-        self._enter(iteration, completed)
+        self._begin_iteration(iteration, completed)
         assert self._checkpoints is not None
         self._checkpoints.save(iteration, url)
 
-    def _enter(self, iteration: Iteration, completed: int) -> WorkerRuntime:
+    def _begin_iteration(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:
             raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
         self.tracing.begin(iteration)
-        self._loop.call_soon_threadsafe(self._watch_next)  # not earlier: building roles may keep a peer from answering
-        needed = self._lag_window.begin(iteration, completed)
+        # not before the first iteration: a peer that builds its roles may not answer
+        self._loop.call_soon_threadsafe(self._watch_next)
+        needed = self._past_iterations.begin(iteration, completed)
         self._loop.call_soon_threadsafe(self._plane.begin, iteration.sequence, needed)
         self._loop.call_soon_threadsafe(self._stealing.forget, completed)
         return self._runtime
 
     def position(self) -> str:
         """Return a description of where this worker's task is; another thread than the task's calls this."""
-        return self.pulse.place or "a task of the run"
+        place = self.progress.place
+        return place if place else "a task of the run"
 
     def beats_inside(self) -> int | None:
-        """Return how often the tasks inside have got something done; None if no task is inside."""
-        return self.pulse.beats if self.release.inside else None
+        """Return the number of beats of the tasks that are running; None if no task is running."""
+        return self.progress.beats if self.release.inside else None
 
     def describe_wait(self) -> dict[str, object]:
         """Return where this worker's task is, whom it waits for, and its stacks; the event loop's thread calls this."""
-        owed = [list(one) for one in self._plane.transport.pending_replies()] if hasattr(self, "_plane") else []
-        pulse = self.pulse
-        return {"place": pulse.place, "waits": pulse.waits, "owed": owed, "stacks": stacks(pulse.thread)}
+        pending_replies: list[list[object]] = []
+        if hasattr(self, "_plane"):
+            pending_replies = [list(reply) for reply in self._plane.transport.pending_replies()]
+        return {
+            "place": self.progress.place,
+            "waits": self.progress.waits,
+            "owed": pending_replies,
+            "stacks": stacks(self.progress.thread),
+        }
 
     def models_used(self) -> list[str]:
         """Return the roles with a state, among those built when they are used, that a node has asked for."""
         return models_used(self._built.resources if self._built else {})
 
     async def _watch_scheduler(self) -> None:
-        """Stop the run and free what it holds once the scheduler answers no heartbeat: nobody else would tell."""
-        reason = await no_heartbeats(self.pulse, self.spec.data.peer_timeout, self._worker.scheduler.address)
+        """Stop the run and free its memory once the scheduler answers no heartbeat: nobody else would do so."""
+        reason = await no_heartbeats(self.progress, self.spec.data.peer_timeout, self._worker.scheduler.address)
         logger.error("run %s is stopped: %s", self.spec.run, reason)
         self.abort(reason)
         await asyncio.to_thread(self.release.end, _PATIENCE)
@@ -306,23 +363,19 @@ class DAGWorker(WorkerPlugin):
     def _report(self, event: dict[str, Any]) -> None:
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
-    def _take_over(self) -> BuiltRoles | None:
-        """Return what the run that this one follows has built in this process; None where that has nothing here."""
-        earlier = self._worker.plugins.get(self.spec.follows or "")
-        return earlier.hand_over(self.pulse, self.stop) if isinstance(earlier, DAGWorker) else None
+    def hand_over(self, next_progress: TaskProgress, stop: StopFlag) -> BuiltRoles | None:
+        """Return what this run has built, for the next run, once its tasks have left; None if nothing is there.
 
-    def hand_over(self, later: Pulse, stop: StopFlag) -> BuiltRoles | None:
-        """Give what this run has built to the next one, once its tasks have left; None if nothing is there.
-
-        Objects that are kept tell of their progress by this run's pulse, so that beats for ``later`` as well.
+        Reused objects report to this run's progress, which forwards to ``next_progress``.
         """
-        self.pulse.pass_on(later)
+        self.progress.forward_to(next_progress)
         self.abort("the run is tried again")
-        if not self.release.hand_over(self.worker_name, stop, self.pulse):
+        if not self.release.hand_over(self.worker_name, stop, self.progress):
             return None
-        self.bind_device()  # the thread is the next run's, which may close what it does not keep
-        built, self._built = self._built, None
-        self._forget()
+        self.bind_device()  # the thread is the next run's, which may close objects that it does not reuse
+        built = self._built
+        self._built = None
+        self._close_connections()
         return built
 
     def _free(self) -> None:
@@ -330,24 +383,25 @@ class DAGWorker(WorkerPlugin):
         self.bind_device()
         close_roles(self._built.resources if self._built else {})
         self._built = None
-        self._forget()
-        if self._began:  # groups in this process may be another run's
+        self._close_connections()
+        if self._started:  # otherwise the groups in this process may be another run's
             groups.leave(abort=self.stop.is_set())
 
-    def _forget(self) -> None:
+    def _close_connections(self) -> None:
         self._cpus.undo()
         self._loaders.close()
         self.tracing.close()
         if self._runtime is not None:
             self._runtime.stages.close()
-        self._runtime = self._checkpoints = None
+        self._runtime = None
+        self._checkpoints = None
 
     def _watch_next(self) -> None:
         """Watch the next worker: a stalled one is noticed even while all others wait in a collective."""
         names = list(self.spec.members)
-        after = names[(names.index(self.worker_name) + 1) % len(names)]
-        if after != self.worker_name:
-            self._plane.transport.watch(after, self._report_silence)
+        next_worker = names[(names.index(self.worker_name) + 1) % len(names)]
+        if next_worker != self.worker_name:
+            self._plane.transport.watch(next_worker, self._report_silence)
 
     def _report_silence(self, message: str) -> None:
         if not self.stop.is_set():
@@ -366,12 +420,14 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             self._plane.databuffer.abort(reason)
             self._stealing.abort(reason)
-            self._loop.call_soon_threadsafe(self._loop.call_later, _STUCK_AFTER, self._unstick)
+            self._loop.call_soon_threadsafe(self._loop.call_later, _STUCK_AFTER, self._end_stuck_collectives)
 
-    def _unstick(self) -> None:
-        """End the collectives of a task that is still here, a while after the run was stopped."""
-        end = partial(self.release.if_inside, partial(stuck_collectives.end, self._polls))
-        threading.Thread(target=end, name="end-collectives", daemon=True).start()  # nccl takes its time over it
+    def _end_stuck_collectives(self) -> None:
+        """End the collectives of a task that is still running a while after the run was stopped."""
+        end_collectives = partial(stuck_collectives.end_collectives, self._epoll_descriptors)
+        end_if_inside = partial(self.release.if_inside, end_collectives)
+        # a thread, since nccl takes a while to abort
+        threading.Thread(target=end_if_inside, name="end-collectives", daemon=True).start()
 
 
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
@@ -380,5 +436,6 @@ def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
     This handler stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no
     handler for a message.
     """
-    if isinstance(running := worker.plugins.get(plugin), DAGWorker):
+    running = worker.plugins.get(plugin)
+    if isinstance(running, DAGWorker):
         running.abort(reason)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_PEER_TIMEOUT, _PEER_TIMEOUT_OF_LINKS = 5.0, 15.0  # seconds: a link may fail and be up again, a process is not
-_LARGEST_KEPT = 32 * 2**20  # bytes: the largest value that glibc accepts for M_MMAP_THRESHOLD
+_M_TRIM_THRESHOLD = -1  # of mallopt(3)
+_M_MMAP_THRESHOLD = -3
+_PEER_TIMEOUT_ON_HOST = 5.0  # seconds
+_PEER_TIMEOUT_OF_LINKS = 15.0  # a link may fail and recover, a process does not
+_MAX_MMAP_THRESHOLD = 32 * 2**20  # bytes: the largest value that glibc accepts for M_MMAP_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class DataSettings:
     """``data.prefetch``."""
     quadratic_from: int = 0
     """Tokens at which attention costs a row as much as everything else; 0 balances rows by tokens alone."""
-    peer_timeout: float = _PEER_TIMEOUT
+    peer_timeout: float = _PEER_TIMEOUT_ON_HOST
     """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
     """Seconds without progress on any worker after which the run ends."""
@@ -55,13 +57,19 @@ class DataSettings:
     """Largest table of a weight stream, unless one parameter is larger."""
     weight_sync: WeightSync = WeightSync.rows
     ahead: int = 16
-    """Iterations that are handed out beyond the first that some worker has not completed."""
+    """Iterations that may be submitted beyond the first that some worker has not completed."""
 
     @staticmethod
     def of(config: Config, addresses: Collection[str]) -> DataSettings:
-        """Return the settings that ``config`` describes, for workers at Dask addresses such as ``tcp://10.0.0.1:41``."""
-        data, cluster = config.data, config.cluster
-        one_host = len({get_address_host(address) for address in addresses}) == 1
+        """Return the settings in ``config``, for workers at Dask addresses such as ``tcp://10.0.0.1:41``."""
+        data = config.data
+        hosts = {get_address_host(address) for address in addresses}
+        peer_timeout = config.cluster.peer_timeout
+        if not peer_timeout:
+            peer_timeout = _PEER_TIMEOUT_ON_HOST if len(hosts) == 1 else _PEER_TIMEOUT_OF_LINKS
+        stealing = config.rollout.work_stealing is not False
+        if config.rollout.tensor_parallel_size > 1:
+            stealing = False
         return DataSettings(
             transport=data.transport,
             limits=Limits(
@@ -69,9 +77,9 @@ class DataSettings:
             ),
             prefetch=data.prefetch,
             quadratic_from=data.quadratic_from,
-            peer_timeout=cluster.peer_timeout or (_PEER_TIMEOUT if one_host else _PEER_TIMEOUT_OF_LINKS),
-            stall_timeout=cluster.stall_timeout,
-            stealing=config.rollout.work_stealing is not False and config.rollout.tensor_parallel_size == 1,
+            peer_timeout=peer_timeout,
+            stall_timeout=config.cluster.stall_timeout,
+            stealing=stealing,
             stream_bytes=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
             weight_sync=config.rollout.weight_sync,
             ahead=config.run.lookahead + (config.rollout.steps_ahead or 0),
@@ -97,7 +105,7 @@ class DataPlane:
         self._worker = worker
         self._run = run
         self._limits = settings.limits
-        self._trace = trace or Recorder(enabled=False)
+        self._trace = Recorder(enabled=False) if trace is None else trace
         self._streams = DaskStreams(worker, run, members, self._answer, settings.peer_timeout)
         self._links = UnixSockets(run, str(worker.name), members, self._answer)
         self._listens = settings.transport is not TransportMode.dask
@@ -119,7 +127,8 @@ class DataPlane:
 
     async def start(self, handler: Handler | None = None) -> None:
         """Begin to answer peers, with ``handler`` or with the databuffer's own."""
-        self._handler = handler or self._handler
+        if handler is not None:
+            self._handler = handler
         _keep_freed_memory(self._limits.memory // 8)
         self.port = await self._streams.start()
         if self._listens:
@@ -127,39 +136,42 @@ class DataPlane:
         await self.transport.start()
 
     def meet(self, ports: Mapping[str, int]) -> None:
-        """Learn the port of every member's listener; peers are asked from then on."""
+        """Set the port of every member's listener; requests to peers are possible from then on."""
         self._streams.meet(ports)
 
     def begin(self, sequence: int, needed: int) -> None:
-        """Note the iteration that this worker begins, and forget those before sequence number ``needed``."""
+        """Begin the iteration ``sequence``, and forget the rows of those before sequence number ``needed``."""
         self.window.begin(sequence)
         self.databuffer.forget(needed)
 
     async def _answer(self, request: Request) -> Reply:
         if request.op == Op.PING:
             return Reply()
-        began = time.monotonic_ns()
+        started = time.monotonic_ns()
         try:
             reply = await self._handler(request)
         except PeerError as error:
             logger.warning("refused a request of run %s: %s", self._run, error)
             raise
-        self._record(request, reply, began)
+        self._record(request, reply, started)
         return reply
 
-    def _record(self, request: Request, reply: Reply, began: int) -> None:
-        """Record rows that leave; early ones at the time when they do, since their request waits for them."""
+    def _record(self, request: Request, reply: Reply, started: int) -> None:
+        """Record rows that a peer was sent; early ones when they leave, since their request waits for them."""
         if request.op not in (Op.FETCH, Op.EARLY):
             return
         early = request.op == Op.EARLY
         edge = next((part for part in request.key.edge.split("/") if "->" in part), request.key.edge)
+        nbytes = reply.nbytes
         written = reply.header.get("written", 0)
+        if isinstance(written, int):
+            nbytes += written
         self._trace.add(
             Lane.TRANSFER,
-            "send early" if early else "send",
-            edge,
-            time.monotonic_ns() if early else began,
-            amount=reply.nbytes + (written if isinstance(written, int) else 0),
+            what="send early" if early else "send",
+            name=edge,
+            start=time.monotonic_ns() if early else started,
+            amount=nbytes,
             sequence=request.key.sequence,
         )
 
@@ -176,12 +188,12 @@ class DataPlane:
 
 
 def _keep_freed_memory(nbytes: int) -> None:
-    """Have glibc keep up to ``nbytes`` of freed memory for the next messages.
+    """Make glibc reuse up to ``nbytes`` of freed memory for the next messages.
 
-    Dask's nanny has it return freed memory at once, and every message would fault its pages in again.
+    Dask's nanny makes it return freed memory to the system at once, and every message would fault its pages in again.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+            libc.mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
             libc.mallopt(_M_TRIM_THRESHOLD, min(nbytes, 2**31 - 1))

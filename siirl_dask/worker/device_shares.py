@@ -1,6 +1,6 @@
-"""Says what a worker's engine may take of its accelerator: what all roles of the workers on it leave, as the plan says.
+"""Computes how much of its accelerator's memory a worker's engine may take: all that the other roles there leave.
 
-All workers compute this alike from their devices and from the roles' footprints, so all refuse a run that does not fit,
+All workers compute the same from their devices and from the roles' footprints, so all refuse a run that does not fit,
 before a role is built.
 """
 
@@ -29,28 +29,36 @@ def share_devices(
 ) -> dict[str, Device]:
     """Return the devices with ``room`` and ``fill``; those of unknown memory, and CPUs, as they are.
 
-    ``memory`` is that of every accelerator in bytes; None: as the devices say. PlanError, with what to change, where
+    ``memory`` is the bytes of every accelerator; None: those that the devices report. PlanError, with proposals, where
     the roles of the workers on an accelerator do not fit.
     """
     shared = dict(devices)
-    for workers in _by_card(devices):
+    for workers in _workers_by_card(devices):
         found = devices[workers[0]].memory
-        if not (own := memory or found):
+        card_memory = memory if memory else found
+        if not card_memory:
             continue
         roles = {worker: _roles(worker, placement, footprints) for worker in workers}
         label = f"workers {workers} on {devices[workers[0]].card}"
-        if (reason := refusal(label, own, roles)) is not None:
+        reason = refusal(label, card_memory, roles)
+        if reason is not None:
             raise PlanError(f"{reason}\n{_LARGER}")
-        own = min(own, found or own)
-        card = fill(own, roles)
+        if found:
+            card_memory = min(card_memory, found)
+        card = fill(card_memory, roles)
         for worker in workers:
-            if (one := card.filling(worker)) is not None and one.fills is not None:
-                room, cache = sum(one.held.values()), one.held[one.fills]
-                shared[worker] = replace(devices[worker], memory=own, room=room, fill=cache)
+            filling = card.filling(worker)
+            if filling is not None and filling.fills is not None:
+                shared[worker] = replace(
+                    devices[worker],
+                    memory=card_memory,
+                    room=sum(filling.held.values()),
+                    fill=filling.held[filling.fills],
+                )
     return shared
 
 
-def _by_card(devices: Mapping[str, Device]) -> list[list[str]]:
+def _workers_by_card(devices: Mapping[str, Device]) -> list[list[str]]:
     cards: dict[str, list[str]] = {}
     for worker, device in devices.items():
         if device.kind is not DeviceKind.CPU:
@@ -59,4 +67,4 @@ def _by_card(devices: Mapping[str, Device]) -> list[list[str]]:
 
 
 def _roles(worker: str, placement: Mapping[str, Sequence[str]], footprints: Mapping[str, Footprint]) -> Roles:
-    return {role: one for role, one in footprints.items() if worker in placement.get(role, ())}
+    return {role: footprint for role, footprint in footprints.items() if worker in placement.get(role, ())}

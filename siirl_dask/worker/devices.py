@@ -1,6 +1,6 @@
 """Assigns each worker of a run the device that it computes on.
 
-A worker's rank says nothing about the devices visible to it: hosts differ, and a launcher may show each worker all
+A worker's rank does not determine the devices visible to it: hosts differ, and a launcher may show each worker all
 devices of its host in another order, or only one. So each worker announces its visible devices through the run's
 store, and all of them compute the same assignment from the announcements.
 """
@@ -24,9 +24,11 @@ from siirl_dask.worker.affinity import cores_of_worker, on_host, share_of_worker
 from siirl_dask.worker.stop import StopFlag
 
 logger = logging.getLogger("siirl_dask.worker")
-_SLICE = 0.1  # seconds between two looks whether all workers have announced their devices
-_MAX_DEVICES, _MAX_NAME, _MAX_BYTES = 256, 200, 2**18  # limits on a peer's announcement
-_MOST_MEMORY = 2**50  # bytes of an accelerator
+_POLL_EVERY = 0.1  # seconds between checks whether all workers have announced their devices
+_MAX_BYTES = 2**18  # limits on a peer's announcement
+_MAX_DEVICES = 256
+_MAX_NAME = 200
+_MAX_MEMORY = 2**50  # bytes of an accelerator
 
 
 class Store(Protocol):
@@ -60,15 +62,19 @@ def find_devices(
     visible = VisibleDevices() if cpu else visible_devices()
     if binding is not None:
         visible = on_host(visible)
-    visible_to = {worker: visible} if store is None else exchange(worker, workers, visible, store, timeout, stop)
+    visible_to = {worker: visible}
+    if store is not None:
+        visible_to = exchange(worker, workers, visible, store=store, timeout=timeout, stop=stop)
     devices = assign(visible_to)
-    own = devices[worker]
-    bind(own)
-    own = devices[worker] = replace(own, cores=cores_of_worker(worker, visible_to, devices, neighbours))
-    if binding is not None and (cpus := share_of_worker(worker, visible_to, devices, threads)):
+    bind(devices[worker])
+    cores = cores_of_worker(worker, visible_to, devices, neighbours)
+    own = replace(devices[worker], cores=cores)
+    cpus = share_of_worker(worker, visible_to, devices, threads) if binding is not None else frozenset()
+    if binding is not None and cpus:
         binding.bind(cpus)
-        own = devices[worker] = replace(own, cpus=cpus)
+        own = replace(own, cpus=cpus)
         logger.info("worker %r runs on CPUs %s, near %s", worker, show_cpus(cpus), own.torch_name)
+    devices[worker] = own
     if own.shared_by > 1:
         others = own.shared_by - 1
         logger.warning("worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others)
@@ -81,33 +87,40 @@ def bind(device: Device) -> None:
 
 
 def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
-    """Return each worker's device: the first visible one that the fewest workers have taken so far.
+    """Return each worker's device: the first visible one that the fewest workers use so far.
 
-    Workers with the fewest visible devices choose first, others in the order of the run. Where every worker sees all
-    devices of its host, in any order, or one of them, no device is shared while another one visible to a sharer is
-    free. Workers that see the same devices in the same order go by their links; a launcher that shows each worker the
-    devices in another order has said which one it is to take.
+    Workers with the fewest visible devices are assigned first, others in the order of the run. Where every worker sees
+    all devices of its host, in any order, or one of them, no device is shared while another one visible to a sharer is
+    free. Workers that see the same devices in the same order are assigned by the devices' links; a launcher that shows
+    each worker the devices in another order has decided which one it is to use.
     """
-    takers: Counter[str] = Counter()
-    chosen: dict[str, int] = {}
-    alike = Counter(visible.cards for visible in visible_to.values())
+    users: Counter[str] = Counter()
+    index_of: dict[str, int] = {}
+    same_view = Counter(visible.cards for visible in visible_to.values())
     for worker in sorted(visible_to, key=lambda name: len(visible_to[name].cards)):
         visible = visible_to[worker]
         cards = visible.cards
         if cards:
-            order = visible.order if alike[cards] > 1 and visible.order else range(len(cards))
-            chosen[worker] = min(order, key=lambda index: takers[cards[index]])
-            takers[cards[chosen[worker]]] += 1
-    return {worker: _device(worker, visible, chosen, takers) for worker, visible in visible_to.items()}
+            order = visible.order if same_view[cards] > 1 and visible.order else range(len(cards))
+            index = min(order, key=lambda index: users[cards[index]])
+            index_of[worker] = index
+            users[cards[index]] += 1
+    return {worker: _device(worker, visible, index_of.get(worker), users) for worker, visible in visible_to.items()}
 
 
-def _device(worker: str, visible: VisibleDevices, chosen: Mapping[str, int], takers: Mapping[str, int]) -> Device:
-    if worker not in chosen:
+def _device(worker: str, visible: VisibleDevices, index: int | None, users: Mapping[str, int]) -> Device:
+    if index is None:
         return Device(worker)
-    card = visible.cards[chosen[worker]]
-    memory = visible.memory[chosen[worker]] if visible.memory else 0
-    pci = visible.pci[chosen[worker]] if visible.pci else ""
-    return Device(worker, visible.kind, chosen[worker], card, shared_by=takers[card], memory=memory, pci=pci)
+    card = visible.cards[index]
+    return Device(
+        worker,
+        visible.kind,
+        index,
+        card,
+        shared_by=users[card],
+        memory=visible.memory[index] if visible.memory else 0,
+        pci=visible.pci[index] if visible.pci else "",
+    )
 
 
 def exchange(
@@ -120,36 +133,49 @@ def exchange(
     """
     keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
     store.set(keys[worker], announcement_of(visible))
-    announced, deadline = store.add("announced", 1), time.monotonic() + timeout
+    announced = store.add("announced", 1)
+    deadline = time.monotonic() + timeout
     while announced < len(workers):
         if time.monotonic() > deadline:
             missing = [name for name, key in keys.items() if not store.check([key])]
             raise PeerError(f"workers {missing} did not announce their devices within {timeout:g} s")
-        stop.wait(_SLICE)
+        stop.wait(_POLL_EVERY)
         announced = store.add("announced", 0)
     raw = store.multi_get(list(keys.values()))
     return {name: read_visible(name, text) for name, text in zip(keys, raw, strict=True)}
 
 
 def announcement_of(visible: VisibleDevices) -> str:
-    """Return what a worker tells the others of its devices; ``read_visible`` reads it."""
-    said = {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory, "pci": visible.pci}
-    near = [show_cpus(cpus) for cpus in visible.near]
-    placed = {"order": visible.order, "near": near, "host": visible.host}
-    return json.dumps(said | placed if visible.host else said)
+    """Return the message in which a worker announces its devices; ``read_visible`` reads it."""
+    announcement: dict[str, Any] = {
+        "kind": str(visible.kind),
+        "cards": visible.cards,
+        "memory": visible.memory,
+        "pci": visible.pci,
+    }
+    if visible.host:
+        announcement["order"] = visible.order
+        announcement["near"] = [show_cpus(cpus) for cpus in visible.near]
+        announcement["host"] = visible.host
+    return json.dumps(announcement)
 
 
 def read_visible(worker: str, raw: bytes) -> VisibleDevices:
     """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized announcement."""
+    malformed = PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
+    if len(raw) > _MAX_BYTES:
+        raise malformed
     try:
-        announcement: Any = json.loads(raw) if len(raw) <= _MAX_BYTES else None
-        kind, cards, memory = DeviceKind(announcement["kind"]), announcement["cards"], announcement["memory"]
-        order, host = tuple(announcement.get("order", ())), announcement.get("host", "")
+        announcement: Any = json.loads(raw)
+        kind = DeviceKind(announcement["kind"])
+        cards = announcement["cards"]
+        memory = announcement["memory"]
+        order = tuple(announcement.get("order", ()))
         near = tuple(map(read_cpus, announcement.get("near", ())))
+        host = announcement.get("host", "")
         pci = tuple(announcement.get("pci", ()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        kind, cards, memory = DeviceKind.CPU, None, None
-        order, near, host, pci = (), (), "", ()
+        raise malformed from None
     if (
         not isinstance(cards, list)
         or len(cards) > _MAX_DEVICES
@@ -158,7 +184,7 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or len(set(cards)) != len(cards)
         or not isinstance(memory, list)
         or len(memory) not in (0, len(cards))
-        or not all(type(size) is int and 0 < size < _MOST_MEMORY for size in memory)
+        or not all(type(size) is int and 0 < size < _MAX_MEMORY for size in memory)
         or not all(type(index) is int for index in order)
         or (order and sorted(order) != [*range(len(cards))])
         or len(near) not in (0, len(cards))
@@ -167,5 +193,5 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or not isinstance(host, str)
         or len(host) > _MAX_NAME
     ):
-        raise PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
+        raise malformed
     return VisibleDevices(kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci)

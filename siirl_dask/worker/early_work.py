@@ -1,7 +1,7 @@
-"""The work that a node has begun with finished rows of a node above it, on one worker in one iteration.
+"""The work that a node has begun with finished rows of a parent node, on one worker in one iteration.
 
-The node above hands each row over as soon as it has it (``Context.hand_over``), and the work on it goes on beside the
-worker's own thread. When the node's turn comes, it finds its work in ``Context.begun`` and does what is left.
+The parent hands each row over as soon as it is finished (``Context.hand_over``), and work on it runs in other threads
+than the worker's own. When the node itself is called, it finds its work in ``Context.begun`` and does the rest.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class EarlyWork:
         return EarlyWork(begin(resource, **run.node.options), run.early.columns)
 
     def take(self, rows: pa.Table) -> None:
-        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the node's turn."""
-        if not self.cancelled and {*self.columns} <= {*rows.column_names}:
+        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the node's own call."""
+        if not self.cancelled and set(self.columns) <= set(rows.column_names):
             self.work.take(rows.select(self.columns))
 
     def __enter__(self) -> RowWork:
@@ -45,6 +45,6 @@ class EarlyWork:
         self.cancel()
 
     def cancel(self) -> None:
-        """End what is under way, and begin with no more rows."""
+        """Cancel the work, and begin with no more rows."""
         self.cancelled = True
         self.work.cancel()

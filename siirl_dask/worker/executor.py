@@ -34,10 +34,10 @@ from siirl_dask.planner import (
     Stream,
 )
 from siirl_dask.planner.reloads import reloaded_after
-from siirl_dask.trace import Lane, Span
+from siirl_dask.trace import Lane
 from siirl_dask.worker import weight_stream
-from siirl_dask.worker.lag import LagWindow
 from siirl_dask.worker.node_call import NodeCalls
+from siirl_dask.worker.past_iterations import PastIterations
 from siirl_dask.worker.stop import wait_for
 
 _T = TypeVar("_T")
@@ -48,122 +48,150 @@ class ChainRun:
     """A worker's pass through its chain in one iteration."""
 
     calls: NodeCalls
-    lag_window: LagWindow
+    past_iterations: PastIterations
 
     def run(self, chain: Chain) -> dict[str, Metric]:
-        """Follow the chain's links and return the logged metrics. Aborted when the worker is told to stop."""
-        traffic, context = self.calls.runtime.databuffer.traffic, self.calls.context("")
-        peers, hosts, early = traffic.total, traffic.between_hosts, traffic.early
-        sources, shared = dict(traffic.by_worker), dict(traffic.shared_by_worker)
-        self._begin_early(chain)
+        """Run the chain's links in order and return the logged metrics. Aborted when the worker is told to stop."""
+        traffic = self.calls.runtime.databuffer.traffic
+        peers_before = traffic.total
+        hosts_before = traffic.between_hosts
+        early_before = traffic.early
+        received_before = dict(traffic.by_worker)
+        shared_before = dict(traffic.shared_by_worker)
+        self._set_up_early_rows(chain)
         self.calls.reloaded = reloaded_after(chain)
         try:
-            self._follow(chain.links)
+            self._run_links(chain.links)
         finally:
-            self.calls.cancel_begun()
-        context.log("bytes/peers", traffic.total - peers, Reduce.SUM)
-        context.log("bytes/hosts", traffic.between_hosts - hosts, Reduce.SUM)
-        context.log("bytes/early", traffic.early - early, Reduce.SUM)
+            self.calls.cancel_early_work()
+        context = self.calls.context("")
+        context.log("bytes/peers", traffic.total - peers_before, Reduce.SUM)
+        context.log("bytes/hosts", traffic.between_hosts - hosts_before, Reduce.SUM)
+        context.log("bytes/early", traffic.early - early_before, Reduce.SUM)
         context.log("bytes/process", _resident_memory(), Reduce.MAX)
-        came = sources, traffic.by_worker, (shared, traffic.shared_by_worker)
-        record_transfers(self.calls.runtime.trace, *came, time.monotonic_ns())
+        record_transfers(
+            self.calls.runtime.trace,
+            received_before,
+            traffic.by_worker,
+            (shared_before, traffic.shared_by_worker),
+            time.monotonic_ns(),
+        )
         return self.calls.metrics
 
-    def _begin_early(self, chain: Chain) -> None:
-        """Begin to take rows that their sources hand over, and let this worker's nodes hand over theirs."""
+    def _set_up_early_rows(self, chain: Chain) -> None:
+        """Prefetch rows that sources hand over early, and find the edges and nodes that take this worker's own early
+        rows.
+        """
         runtime = self.calls.runtime
-        databuffer, handing, beginning = runtime.databuffer, dict[str, list[Edge]](), dict[str, list[Run]]()
-        for link in chain.flat:
-            if isinstance(link, Send) and link.edge.early and databuffer.leaves_early(link.edge):
-                handing.setdefault(link.edge.early.node, []).append(link.edge)
-            if isinstance(link, Run) and link.early:
-                beginning.setdefault(link.early.node, []).append(link)
-        self.calls.handing, self.calls.beginning = handing, beginning
-        if coming := [link.edge for link in chain.flat if isinstance(link, Recv) and link.edge.early]:
-            runtime.loop.call_soon_threadsafe(databuffer.prefetch, coming, self.calls.iteration)
-
-    def _follow(self, links: Sequence[Link]) -> None:
-        runtime, iteration, tables = self.calls.runtime, self.calls.iteration, self.calls.tables
         databuffer = runtime.databuffer
+        early_edges: dict[str, list[Edge]] = {}
+        early_nodes: dict[str, list[Run]] = {}
+        prefetched: list[Edge] = []
+        for link in chain.flat:
+            match link:
+                case Send(edge) if edge.early and databuffer.leaves_early(edge):
+                    early_edges.setdefault(edge.early.node, []).append(edge)
+                case Run(early=early) if early:
+                    early_nodes.setdefault(early.node, []).append(link)
+                case Recv(edge) if edge.early:
+                    prefetched.append(edge)
+        self.calls.early_edges = early_edges
+        self.calls.early_nodes = early_nodes
+        if prefetched:
+            runtime.loop.call_soon_threadsafe(databuffer.prefetch, prefetched, self.calls.iteration)
+
+    def _run_links(self, links: Sequence[Link]) -> None:
+        runtime = self.calls.runtime
+        iteration = self.calls.iteration
+        tables = self.calls.tables
+        trace = runtime.trace
         for link in links:
             runtime.stop.check()
-            runtime.pulse.beat()
+            runtime.progress.beat()
             match link:
                 case Load(name, columns, index, count):
                     assert self.calls.loader is not None
-                    self.calls.loaded = link
-                    with _Timed(self.calls, name), runtime.trace.span(Lane.STORAGE, "read", name):
+                    self.calls.prompts_link = link
+                    with _Timed(self.calls, name), trace.span(Lane.STORAGE, "read", name):
                         tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)
                 case Restore(node, table, schema, index, count, shared):
-                    reading = runtime.trace.span(Lane.STORAGE, "read", table)
-                    with _Timed(self.calls, node.name), reading, self.calls.named(node):
+                    span = trace.span(Lane.STORAGE, "read", table)
+                    with _Timed(self.calls, node.name), span, self.calls.node_scope(node):
                         folder = step_folder(runtime.run_url, table, iteration.step)
                         rows = read_stored_rows(folder, schema, index, count, runtime.read_limit, whole=bool(shared))
                         tables[node.name] = filled_by_group(rows, shared)
                 case Run(node, inputs, columns):
-                    with _Timed(self.calls, node.name), runtime.trace.span(Lane.COMPUTE, "node", node.name) as span:
+                    with _Timed(self.calls, node.name), trace.span(Lane.COMPUTE, "node", node.name) as span:
                         tables[node.name] = self.calls.call(node, inputs, columns)
-                        span.amount = _resident_memory() if runtime.trace.enabled else None
+                        if trace.enabled:
+                            span.amount = _resident_memory()
                 case Stream():
                     weight_stream.run(link, self.calls)
                 case Send(edge):
-                    with self._moving(edge, "publish"):
-                        self._wait(databuffer.publish(edge, iteration, tables[edge.source]))
+                    with trace.span(Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence):
+                        self._wait(runtime.databuffer.publish(edge, iteration, tables[edge.source]))
                 case Recv(edge, guide, have):
                     with _Timed(self.calls, edge.name):
                         tables[edge.name] = self._receive(edge, guide, [tables[name] for name in have])
                 case Save(node, table, shared=shared):
-                    writing = runtime.trace.span(Lane.STORAGE, "save", table)
-                    with writing, runtime.pulse.at(f"the writing of table {table!r}, {iteration}"):
+                    span = trace.span(Lane.STORAGE, "save", table)
+                    with span, runtime.progress.at(f"the writing of table {table!r}, {iteration}"):
                         rows = once_per_group(tables[node], shared)
-                        runtime.stages.save(link, iteration, rows, self.calls.so_far())
+                        runtime.stages.save(link, iteration, rows, self.calls.step_progress())
                 case Keep(node, table):
                     if runtime.stages.reports:
-                        with runtime.trace.span(Lane.STORAGE, "save", table):
-                            runtime.stages.save(link, iteration, self.calls.kept(node), self.calls.so_far())
+                        with trace.span(Lane.STORAGE, "save", table):
+                            rows = self.calls.packed_state(node)
+                            runtime.stages.save(link, iteration, rows, self.calls.step_progress())
                 case Report(table):
-                    runtime.stages.note(table, iteration, self.calls.so_far())
+                    runtime.stages.report_no_part(table, iteration, self.calls.step_progress())
                 case Drop(table):
                     del tables[table]
                 case Lagged(steps, inner):
-                    for skipped in self.lag_window.skipped(iteration, steps):
-                        self._in(skipped)._discard_streams(inner)
-                    if (earlier := self.lag_window.lagged(iteration, steps)) is not None:
-                        self._in(earlier)._follow(inner)
+                    for skipped in self.past_iterations.skipped(iteration, steps):
+                        self._for_iteration(skipped)._discard_streams(inner)
+                    earlier = self.past_iterations.lagged(iteration, steps)
+                    if earlier is not None:
+                        self._for_iteration(earlier)._run_links(inner)
 
-    def _in(self, earlier: Iteration) -> ChainRun:
-        """Return the same run, with the links of an earlier iteration to come."""
+    def _for_iteration(self, earlier: Iteration) -> ChainRun:
+        """Return the same run with tables of its own, for links of an earlier iteration."""
         return replace(self, calls=replace(self.calls, iteration=earlier, tables={}))
 
     def _discard_streams(self, links: Sequence[Link]) -> None:
-        """Take what streams bring and leave it: their sources wait until it is taken."""
+        """Receive and discard all streams among ``links``: their sources wait until every table is acknowledged."""
         for link in links:
             if isinstance(link, Stream):
                 weight_stream.discard(link, self.calls)
 
-    def _receive(self, edge: Edge, guide: Edge, have: Sequence[pa.Table]) -> pa.Table:
-        """Pull the edge's rows; the wait until they are made is recorded apart from their transfer."""
-        runtime, iteration = self.calls.runtime, self.calls.iteration
-        trace, traffic, owned = runtime.trace, runtime.databuffer.traffic, list[int]()
-        began, before = time.monotonic_ns(), traffic.total
-        pulling = runtime.databuffer.pull(
-            edge, guide, iteration, on_owned=lambda: owned.append(time.monotonic_ns()), already_here=have
+    def _receive(self, edge: Edge, guide: Edge, already_here: Sequence[pa.Table]) -> pa.Table:
+        """Pull the edge's rows. The wait until they are made is recorded apart from their transfer."""
+        trace = self.calls.runtime.trace
+        databuffer = self.calls.runtime.databuffer
+        iteration = self.calls.iteration
+        bytes_before = databuffer.traffic.total
+        owned_at: list[int] = []
+        started = time.monotonic_ns()
+        pulling = databuffer.pull(
+            edge,
+            guide,
+            iteration,
+            on_owned=lambda: owned_at.append(time.monotonic_ns()),
+            already_here=already_here,
         )
         try:
             return self._wait(pulling)
         finally:
-            made = owned[0] if owned else time.monotonic_ns()
-            number, moved = iteration.sequence, traffic.total - before
+            made_at = owned_at[0] if owned_at else time.monotonic_ns()
+            nbytes = databuffer.traffic.total - bytes_before
             if edge.by_group:
-                self.calls.context("").log("bytes/by_group", moved, Reduce.SUM)
-            trace.add(Lane.WAIT, "rows", edge.name, began, made, sequence=number, beside=False)
-            trace.add(Lane.TRANSFER, "receive", edge.name, made, amount=moved, sequence=number, beside=False)
-
-    def _moving(self, edge: Edge, what: str) -> Span:
-        return self.calls.runtime.trace.span(Lane.TRANSFER, what, edge.name, sequence=self.calls.iteration.sequence)
+                self.calls.context("").log("bytes/by_group", nbytes, Reduce.SUM)
+            sequence = iteration.sequence
+            trace.add(Lane.WAIT, "rows", edge.name, started, made_at, sequence=sequence, beside=False)
+            trace.add(Lane.TRANSFER, "receive", edge.name, made_at, amount=nbytes, sequence=sequence, beside=False)
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        with self.calls.runtime.pulse.waiting(""):
+        with self.calls.runtime.progress.waiting(""):
             return wait_for(work, self.calls.runtime.loop, self.calls.runtime.stop)
 
 
@@ -179,8 +207,8 @@ class _Timed:
         self._started = time.perf_counter()
         self._meter.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._meter.__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._meter.__exit__(kind, error, traceback)
         metric = self._metrics.setdefault(f"seconds/{self._name}", Metric(Reduce.MAX))
         metric.add(time.perf_counter() - self._started)
 
@@ -192,6 +220,6 @@ def _resident_memory() -> int:
 
 
 @cache
-def _process(number: int) -> psutil.Process:
-    """Return a process, which psutil looks up in the system when it is made: that takes longer than to ask it."""
-    return psutil.Process(number)
+def _process(pid: int) -> psutil.Process:
+    """Return a process. It is cached, since psutil takes longer to make one than to ask it for its memory."""
+    return psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""Adds to a Dask worker's heartbeats: how its run's task goes on, where it is, and what it holds."""
+"""Adds entries to a Dask worker's heartbeats: the progress of its run's task, where the task is, and its work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from siirl_dask.context import Device
-from siirl_dask.worker.load import SUFFIX, Load
-from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.tracing import Tracing
+from siirl_dask.worker.work import SUFFIX, Work
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -26,7 +26,7 @@ class Heartbeats:
         self,
         worker: Worker,
         plugin: str,
-        pulse: Pulse,
+        progress: TaskProgress,
         tracing: Tracing,
         databuffer: Databuffer,
         device: Callable[[], Device | None],
@@ -34,12 +34,14 @@ class Heartbeats:
         """``plugin`` names the run's entries; ``device`` returns the worker's device once it is known."""
         self._metrics = worker.metrics
         self._plugin = plugin
-        self._pulse, self._tracing = pulse, tracing
-        self._databuffer, self._device = databuffer, device
-        self._metrics |= {plugin: self._heartbeat, plugin + SUFFIX: self._load, _PLACE: self._place}
+        self._progress = progress
+        self._tracing = tracing
+        self._databuffer = databuffer
+        self._device = device
+        self._metrics |= {plugin: self._reading, plugin + SUFFIX: self._work, _PLACE: self._place}
 
     def end(self) -> None:
-        """Take the entries away, except those that another run in this process has replaced."""
+        """Remove the entries, except those that another run in this process has replaced."""
         for name in (self._plugin, self._plugin + SUFFIX):
             self._metrics.pop(name, None)
         if self._metrics.get(_PLACE) == self._place:
@@ -47,12 +49,12 @@ class Heartbeats:
 
     def _place(self, worker: Worker) -> str:
         """Return where the task is, for the table of workers on Dask's dashboard."""
-        return self._pulse.place[:60]
+        return self._progress.place[:60]
 
-    def _heartbeat(self, worker: Worker) -> list[Any]:
-        """Return the pulse. The heartbeat before has compared this host's clock with the scheduler's."""
-        self._tracing.compare(worker.scheduler_delay)
-        return self._pulse.read()
+    def _reading(self, worker: Worker) -> list[Any]:
+        """Return the progress. The heartbeat before has compared this host's clock with the scheduler's."""
+        self._tracing.add_clock_sample(worker.scheduler_delay)
+        return self._progress.read()
 
-    def _load(self, worker: Worker) -> dict[str, Any]:
-        return asdict(Load.now(self._pulse, self._databuffer, self._device()))
+    def _work(self, worker: Worker) -> dict[str, Any]:
+        return asdict(Work.now(self._progress, self._databuffer, self._device()))

@@ -12,13 +12,16 @@ def free_workers(own: str | None = None, dask_scheduler: Any = None) -> dict[str
 
     ``own`` is the name of the run's plugins. Dask sets ``dask_scheduler`` where it runs this on the scheduler.
     """
-    others = other_runs(dask_scheduler, own)
-    mine = other_runs(dask_scheduler) - others
-    return {
-        str(worker.name): address
-        for address, worker in dask_scheduler.workers.items()
-        if worker.status is Status.running and (address in mine or not (address in others or worker.processing))
-    }
+    used_by_others = other_runs(dask_scheduler, own)
+    used_by_own = other_runs(dask_scheduler) - used_by_others
+    free: dict[str, str] = {}
+    for address, worker in dask_scheduler.workers.items():
+        if worker.status is not Status.running:
+            continue
+        if address not in used_by_own and (address in used_by_others or worker.processing):
+            continue
+        free[str(worker.name)] = address
+    return free
 
 
 def other_runs(scheduler: Any, *own: str | None) -> set[str]:

@@ -23,15 +23,15 @@ from siirl_dask.worker.weight_broadcast import Broadcast, join_broadcasts
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroups:
-    """A worker's place among the workers of its run."""
+    """A worker's device, ranks and connections to the other workers of its run."""
 
     device: Device
     ranks: dict[str, Rank]
     """Its rank in each of its roles."""
     broadcasts: dict[tuple[str, ...], Broadcast] = field(default_factory=dict)
     """Broadcasts of the run, by their members."""
-    polls: frozenset[int] = frozenset()
-    """Descriptors of the groups' connections: see ``stuck_collectives``."""
+    epoll_descriptors: frozenset[int] = frozenset()
+    """File descriptors that watch the groups' connections: see ``stuck_collectives``."""
 
 
 def join_groups(
@@ -43,31 +43,38 @@ def join_groups(
     stop: StopFlag,
     binding: CpuBinding,
 ) -> JoinedGroups:
-    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers call it at once.
+    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers call it together.
 
-    ``binding`` binds the worker's process to CPUs near its device, where the run asks for that.
+    ``binding`` binds the worker's process to CPUs near its device, where ``cluster.affinity`` allows that.
     """
-    workers, timeout = list(spec.members), groups.longest_wait(spec.data.stall_timeout)
+    workers = list(spec.members)
+    timeout = groups.longest_wait(spec.data.stall_timeout)
     host = get_address_host(spec.members[worker])
-    joined = store.join(transport, host, timeout, stop) if len(workers) > 1 else None
-    near = binding if spec.affinity is Affinity.auto else None
-    neighbours = sum(get_address_host(address) == host for address in spec.members.values())
+    torch_store = store.join(transport, host, timeout, stop) if len(workers) > 1 else None
     devices = find_devices(
         worker,
         workers,
-        joined,
-        timeout,
-        stop,
+        torch_store,
+        timeout=timeout,
+        stop=stop,
         cpu=spec.cpu,
-        binding=near,
+        binding=binding if spec.affinity is Affinity.auto else None,
         threads=spec.threads,
-        neighbours=neighbours,
+        neighbours=sum(get_address_host(address) == host for address in spec.members.values()),
     )
     devices = share_devices(devices, plan.placement, spec.footprints, spec.device_memory)
-    if joined is None:
+    if torch_store is None:
         return JoinedGroups(devices[worker], groups.single_ranks(plan.placement))
-    before = stuck_collectives.polls()
-    ranks = groups.join(joined, spec.run, worker, devices, plan.placement, host, timeout)
-    polls = frozenset(stuck_collectives.polls() - before)
-    broadcasts = join_broadcasts(worker, plan, devices, spec.data, timeout, stop)
-    return JoinedGroups(devices[worker], ranks, broadcasts, polls)
+    before = stuck_collectives.epoll_descriptors()
+    ranks = groups.join(
+        torch_store,
+        run=spec.run,
+        worker=worker,
+        devices=devices,
+        roles=plan.placement,
+        host=host,
+        timeout=timeout,
+    )
+    epoll_descriptors = frozenset(stuck_collectives.epoll_descriptors() - before)
+    broadcasts = join_broadcasts(worker, plan, devices, data=spec.data, timeout=timeout, stop=stop)
+    return JoinedGroups(devices[worker], ranks, broadcasts, epoll_descriptors)

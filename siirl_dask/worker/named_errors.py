@@ -1,4 +1,4 @@
-"""Names errors for the driver's process: where they happened, in a form that crosses processes whole.
+"""Prepares errors for the driver's process: they name where they happened, in a form that any process can load.
 
 Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a long chain of
 causes, the driver would get an ``Exception`` that has lost its type.
@@ -7,17 +7,15 @@ causes, the driver would get an ``Exception`` that has lost its type.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import format_exception, walk_tb
-from types import FrameType
-from typing import ParamSpec, TypeVar
 
 from siirl_dask import errors
 from siirl_dask.errors import Origin, PeerError, RunError, SiirlError
 
-_LONGEST = 8000  # characters of a message or a note: Dask cuts what is longer than 10,000, and changes its type
+_MAX_LENGTH = 8000  # characters of a message or a note: Dask cuts longer ones than 10,000, and changes their type
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 _OWN = "siirl_dask.worker."  # modules that only call what failed
 _CUT = "\n[... {} characters ...]\n"
@@ -27,15 +25,13 @@ _MEMORY = (
     "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to change, such as "
     "trainer.max_tokens_per_micro_batch"
 )
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @contextmanager
 def named_errors(where: str, failure: type[SiirlError], origin: Origin = _UNKNOWN) -> Iterator[None]:
-    """Add ``where``, as a note, and ``origin`` to a SiirlError raised inside; others become a ``failure``.
+    """Add ``where``, as a note, and ``origin`` to a SiirlError raised inside; other errors become a ``failure``.
 
-    That of a collective becomes a PeerError: a rank is gone, or stands still.
+    An error of a collective becomes a PeerError: a rank is gone, or stands still.
     """
     try:
         yield
@@ -52,15 +48,6 @@ def named_errors(where: str, failure: type[SiirlError], origin: Origin = _UNKNOW
         if isinstance(error, MemoryError) or type(error).__name__ in _NO_MEMORY:
             named.add_note(_MEMORY)
         raise named from error
-
-
-def deliver_errors(worker: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Return ``work(...)``. An exception is raised again as ``portable`` makes it; ``worker`` is this worker's name."""
-    try:
-        return work(*args, **kwargs)
-    except Exception as error:
-        failure = portable(error, worker)
-    raise failure  # not above, where it would take the first one along as its context
 
 
 def portable(error: Exception, worker: str) -> SiirlError:
@@ -85,23 +72,25 @@ def portable(error: Exception, worker: str) -> SiirlError:
 
 def _is_of_collective(error: Exception) -> bool:
     """Return whether a collective of torch.distributed raised it, whose errors have no type of their own."""
+    if not isinstance(error, RuntimeError):
+        return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return isinstance(error, RuntimeError) and frames[-1].f_globals.get("__name__") in _COLLECTIVES
+    return frames[-1].f_globals.get("__name__") in _COLLECTIVES
 
 
 def _traceback(error: Exception) -> str:
     """Return the error's traceback from where the worker has called the code that failed."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None and _is_own(place.tb_frame):
-        place = place.tb_next
-    return _cut("".join(format_exception(type(error), error, place)))
-
-
-def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith(_OWN)
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        if not str(traceback.tb_frame.f_globals.get("__name__")).startswith(_OWN):
+            break
+        traceback = traceback.tb_next
+    return _cut("".join(format_exception(type(error), error, traceback)))
 
 
 def _cut(text: str) -> str:
     """Return ``text``, without its middle where it is too long: it begins with what failed and ends with the cause."""
-    half = _LONGEST // 2
-    return text if len(text) <= _LONGEST else text[:half] + _CUT.format(len(text) - 2 * half) + text[-half:]
+    if len(text) <= _MAX_LENGTH:
+        return text
+    half = _MAX_LENGTH // 2
+    return text[:half] + _CUT.format(len(text) - 2 * half) + text[-half:]

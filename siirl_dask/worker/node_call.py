@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -9,19 +10,23 @@ from functools import partial
 
 import numpy as np
 import pyarrow as pa
+from siirl_storage import write_part
 
 from siirl_dask.context import Context, Metric, Rank
 from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
+from siirl_dask.coordinator.stored_rows import read_kept_rows, step_folder
 from siirl_dask.errors import NodeError, Origin
-from siirl_dask.planner import Edge, Groups, Input, Iteration, Load, Node, Run
+from siirl_dask.planner import Edge, Groups, Input, Iteration, Load, Node, Phase, Plan, Run
+from siirl_dask.planner.node import NONFINITE
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
 from siirl_dask.worker.named_errors import named_errors
-from siirl_dask.worker.pulse import NODE
-from siirl_dask.worker.put_aside import put_aside
 from siirl_dask.worker.runtime import WorkerRuntime
-from siirl_dask.worker.stages import SoFar
+from siirl_dask.worker.stages import StepProgress
+from siirl_dask.worker.task_progress import NODE
+
+logger = logging.getLogger("siirl_dask.worker")
 
 
 @dataclass(slots=True)
@@ -36,46 +41,49 @@ class NodeCalls:
     """Live tables by the name of a node or of an edge."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Metrics logged so far."""
-    handing: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
-    """Edges whose rows can leave this worker early, by the node that hands them over."""
-    beginning: Mapping[str, Sequence[Run]] = field(default_factory=dict)
-    """Nodes that begin with finished rows of another, by that one's name."""
-    begun: dict[str, EarlyWork] = field(default_factory=dict)
-    """The work that nodes have begun whose turn is still to come, by their names."""
+    early_edges: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
+    """Edges along which rows can leave this worker before their node is done, by the node."""
+    early_nodes: Mapping[str, Sequence[Run]] = field(default_factory=dict)
+    """Links of nodes that begin with finished rows of another node, by that node's name."""
+    early_work: dict[str, EarlyWork] = field(default_factory=dict)
+    """Work of nodes that have begun with finished rows and whose own call is still to come, by node."""
     reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Roles that get new weights after a node, before anything else asks for them, by the node."""
-    loaded: Load | None = None
+    """Roles that get new weights after a node, before any other node uses them, by the node."""
+    prompts_link: Load | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
     def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
         """Run the node's function and return ``columns`` of its output. NodeError when it breaks its contract."""
-        with self.named(node):
-            table, context = self.joined(inputs), self._handing(self.context_of(node), node)
+        with self.node_scope(node):
+            table = self.join_inputs(inputs)
+            context = self.node_context(node)
+            self._enable_hand_over(context, node)
             profile = self.runtime.profiling.of(node, self.iteration, context.rank)
-            with profile, self.begun.pop(node.name, nullcontext()) as context.begun:
+            early_work = self.early_work.pop(node.name, nullcontext())
+            with profile, early_work as context.begun:
                 return checked(node, columns, table, node.fn(context, table))
 
-    def cancel_begun(self) -> None:
-        """End what nodes have begun that never get their turn."""
-        for begun in self.begun.values():
-            begun.cancel()
+    def cancel_early_work(self) -> None:
+        """Cancel the work of nodes that have begun with finished rows and are never called."""
+        for work in self.early_work.values():
+            work.cancel()
 
-    def kept(self, node: Node) -> pa.Table:
-        """Return what a node keeps for later steps on this worker. NodeError when it does not give a table of rows."""
+    def packed_state(self, node: Node) -> pa.Table:
+        """Return the state that a node has on this worker for later steps. NodeError unless it is a table of rows."""
         carries = node.contract.carries
         assert carries is not None
-        with self.named(node):
-            rows = carries.pack(self.context_of(node), **node.options)
-            if not isinstance(rows, pa.Table) or not {ROW_ID, GROUP_ID} <= {*rows.column_names}:
+        with self.node_scope(node):
+            rows = carries.pack(self.node_context(node), **node.options)
+            if not isinstance(rows, pa.Table) or not {ROW_ID, GROUP_ID} <= set(rows.column_names):
                 raise NodeError(f"node {node.name!r} packed no table with {ROW_ID} and {GROUP_ID} of what it keeps")
             return rows
 
-    def so_far(self) -> SoFar:
-        """Return what a table that is saved now stands for, beside its rows."""
-        return SoFar(self.metrics, self.loader.position if self.loader else None)
+    def step_progress(self) -> StepProgress:
+        """Return the metrics and the dataloader's position at this moment, for a table that is saved now."""
+        return StepProgress(self.metrics, self.loader.position if self.loader else None)
 
-    def joined(self, inputs: Sequence[Input]) -> pa.Table:
-        """Return one table with the columns of all inputs, sorted by row id; what rows share is not copied."""
+    def join_inputs(self, inputs: Sequence[Input]) -> pa.Table:
+        """Return one table with the columns of all inputs, sorted by row id; values that rows share are not copied."""
         table = _join([self.tables[item.table].select(item.columns) for item in inputs if not item.by_group])
         for item in inputs:
             if item.by_group:
@@ -103,36 +111,38 @@ class NodeCalls:
             context.peers = runtime.peers[role]
         return context
 
-    def context_of(self, node: Node) -> Context:
+    def node_context(self, node: Node) -> Context:
         """Return the context that the node's function is called with."""
-        context, load = self.context(node.role), self.loaded
-        context.agent, context.node = node.agent, node.name
-        named = f"{self.iteration.phase.counts_as}/{node.name}"
-        context.state = self.runtime.node_state.setdefault(named, {})
-        context.put_aside = partial(put_aside, self.runtime.run_url, node.name, self.iteration.step, context.rank)
+        runtime = self.runtime
+        context = self.context(node.role)
+        context.agent = node.agent
+        context.node = node.name
+        context.state = runtime.node_state.setdefault(f"{self.iteration.phase.counts_as}/{node.name}", {})
+        context.put_aside = partial(write_nonfinite_rows, runtime.run_url, node.name, self.iteration.step, context.rank)
         context.reloaded = self.reloaded.get(node.name, frozenset())
-        if self.runtime.share_work is not None and context.rank.size > 1:
-            context.steal_from_peers = partial(self.runtime.share_work, self.iteration, node)
-        if node.contract.draws and load is not None and self.loader is not None:
+        if runtime.share_work is not None and context.rank.size > 1:
+            context.steal_from_peers = partial(runtime.share_work, self.iteration, node)
+        link = self.prompts_link
+        if node.contract.draws and link is not None and self.loader is not None:
             context.draw_prompts = partial(
-                self.loader.draw_prompts, columns=load.columns, index=load.index, count=load.count
+                self.loader.draw_prompts, columns=link.columns, index=link.index, count=link.count
             )
         return context
 
-    def _handing(self, context: Context, node: Node) -> Context:
-        """Let the node hand over its rows, where edges can take them early or another node on this worker can."""
-        edges = self.handing.get(node.name, ())
-        begun = []
-        for run in self.beginning.get(node.name, ()):
-            work = self.begun[run.node.name] = EarlyWork.begin(run, self.context(run.node.role).resource)
-            begun.append(work)
-        if edges or begun:
-            context.hand_over = partial(self._hand_over, node, edges, begun)
-        return context
+    def _enable_hand_over(self, context: Context, node: Node) -> None:
+        """Set ``context.hand_over`` where edges or other nodes on this worker can take the node's rows early."""
+        edges = self.early_edges.get(node.name, ())
+        works = []
+        for run in self.early_nodes.get(node.name, ()):
+            work = EarlyWork.begin(run, self.context(run.node.role).resource)
+            self.early_work[run.node.name] = work
+            works.append(work)
+        if edges or works:
+            context.hand_over = partial(self._hand_over, node, edges, works)
 
-    def _hand_over(self, node: Node, edges: Sequence[Edge], begun: Sequence[EarlyWork], rows: pa.Table) -> None:
-        """Let finished rows travel along the edges, and other nodes begin with them. NodeError where a column that the
-        node declares is missing.
+    def _hand_over(self, node: Node, edges: Sequence[Edge], works: Sequence[EarlyWork], rows: pa.Table) -> None:
+        """Send finished rows along ``edges``, and begin ``works`` with them. NodeError where a column that the node
+        declares is missing.
         """
         early = node.contract.early
         if missing := [name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names]:
@@ -140,17 +150,54 @@ class NodeCalls:
         runtime = self.runtime
         for edge in edges:
             runtime.loop.call_soon_threadsafe(runtime.databuffer.hand_over, edge, self.iteration, rows)
-        for work in begun:
+        for work in works:
             work.take(rows)
 
     @contextmanager
-    def named(self, node: Node) -> Iterator[None]:
-        """Add node, iteration and worker to errors raised inside; any other exception becomes a NodeError."""
-        position = f"{NODE}{node.name!r}, {self.iteration}"
+    def node_scope(self, node: Node) -> Iterator[None]:
+        """Report the node as where this worker is, and add node, iteration and worker to errors raised inside; an
+        exception that is no SiirlError becomes a NodeError.
+        """
+        place = f"{NODE}{node.name!r}, {self.iteration}"
         worker = self.runtime.device.worker
-        where, origin = f"{position}, worker {worker!r}", Origin(worker, None, node.name, str(self.iteration))
-        with self.runtime.pulse.at(position), named_errors(where, NodeError, origin):
+        origin = Origin(worker, None, node.name, str(self.iteration))
+        with self.runtime.progress.at(place), named_errors(f"{place}, worker {worker!r}", NodeError, origin):
             yield
+
+
+def restore_packed_state(runtime: WorkerRuntime, plan: Plan, folders: Mapping[str, str]) -> None:
+    """Unpack the stored state of nodes on this worker, in a run that goes on from the stored rows of a step.
+
+    ``folders`` has the folder of each node's rows, of which this worker's share is read. NodeError when a node does not
+    take its rows, DataError when they cannot be read.
+    """
+    calls = NodeCalls(runtime, Iteration(Phase.TRAIN, 0, 0), None)
+    worker = runtime.device.worker
+    for name, folder in folders.items():
+        node = plan.dag.node(name)
+        workers = plan.placement[node.role]
+        carries = node.contract.carries
+        if carries is None or worker not in workers:
+            continue
+        with calls.node_scope(node):
+            rows = read_kept_rows(folder, workers.index(worker), len(workers), runtime.read_limit)
+            if rows is not None:
+                carries.unpack(calls.node_context(node), rows, **node.options)
+
+
+def write_nonfinite_rows(run_url: str, node: str, step: int, rank: Rank, rows: pa.Table) -> str | None:
+    """Write ``rows`` as the part of ``rank`` of the table ``nonfinite-NODE`` at ``step``, whole or not at all.
+
+    Returns the step's folder; None where the store fails, which must not hide the error that the rows explain. No other
+    part of a run reads these rows: they are for people to look at.
+    """
+    folder = step_folder(run_url, NONFINITE + node, step)
+    try:
+        write_part(folder, rank.rank, rank.size, rows)
+    except Exception as error:  # each store has errors of its own
+        logger.warning("rows of step %d are not written to %s: %s: %s", step, folder, type(error).__name__, error)
+        return None
+    return folder
 
 
 def _join(tables: list[pa.Table]) -> pa.Table:
@@ -170,7 +217,8 @@ def _join(tables: list[pa.Table]) -> pa.Table:
 
 def _sorted(table: pa.Table) -> pa.Table:
     ids = table[ROW_ID].combine_chunks().to_numpy()
-    return table if (ids[1:] >= ids[:-1]).all() else rows_at(table, np.argsort(ids, kind="stable"))
+    is_sorted = (ids[1:] >= ids[:-1]).all()
+    return table if is_sorted else rows_at(table, np.argsort(ids, kind="stable"))
 
 
 def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
@@ -179,32 +227,47 @@ def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object)
         raise NodeError(f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table")
     contract = node.contract
     declared = {name: TYPES[name] for name in IDENTITY} | {field.name: field.type for field in contract.writes}
-    known = set(declared) | (set(table.column_names) if contract.passes else set())
+    known = set(declared)
+    if contract.passes:
+        known.update(table.column_names)
     if undeclared := [name for name in output.column_names if name not in known]:
         raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
     if missing := [name for name in columns if name not in output.column_names]:
         raise NodeError(f"node {node.name!r} did not give {missing} (it gave {output.column_names})")
-    made = _with_large_offsets(output)
+    result = _with_large_offsets(output)
     for name, kind in declared.items():
-        if name in made.column_names and made[name].type != kind:
-            raise NodeError(f"node {node.name!r} gave {name!r} as {made[name].type}: its contract says {kind}")
-    same = contract.new_rows or made[ROW_ID].equals(table[ROW_ID])
-    if not same and sorted(made[ROW_ID].to_pylist()) != table[ROW_ID].to_pylist():
+        if name in result.column_names and result[name].type != kind:
+            raise NodeError(f"node {node.name!r} gave {name!r} as {result[name].type}: its contract says {kind}")
+    if not contract.new_rows and not _has_same_rows(table, result):
         raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
     if contract.groups is Groups.KEPT:
-        _check_groups(node, table, made)
-    return made.select(columns)
+        _check_groups(node, table, result)
+    return result.select(columns)
 
 
-def _check_groups(node: Node, table: pa.Table, made: pa.Table) -> None:
+def _has_same_rows(table: pa.Table, output: pa.Table) -> bool:
+    """Return whether the output has the table's rows, in whatever order."""
+    if output[ROW_ID].equals(table[ROW_ID]):
+        return True
+    same: bool = sorted(output[ROW_ID].to_pylist()) == table[ROW_ID].to_pylist()
+    return same
+
+
+def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
     """Raise NodeError for rows of groups that a node had none of, and for several rows of one where one row came in."""
-    groups, before = made[GROUP_ID].to_numpy(), table[GROUP_ID].to_numpy()
-    if len(others := np.setdiff1d(groups, before)):
+    groups = output[GROUP_ID].to_numpy()
+    input_groups = table[GROUP_ID].to_numpy()
+    new_groups = np.setdiff1d(groups, input_groups)
+    if len(new_groups):
         raise NodeError(
-            f"node {node.name!r} gave rows of {len(others)} groups that it had none of (first group_id {others[0]}): "
-            "its contract says groups='kept', and a node that numbers groups anew declares groups='new'"
+            f"node {node.name!r} gave rows of {len(new_groups)} groups that it had none of (first group_id "
+            f"{new_groups[0]}): its contract says groups='kept', and a node that numbers groups anew declares "
+            "groups='new'"
         )
-    if node.contract.expand is None and len(groups) > len(np.unique(groups)) and len(before) == len(np.unique(before)):
+    if node.contract.expand is not None:
+        return
+    repeats_groups = len(groups) > len(np.unique(groups))
+    if repeats_groups and len(input_groups) == len(np.unique(input_groups)):
         raise NodeError(f"node {node.name!r} gave several rows of a group where it had one: declare expand=...")
 
 

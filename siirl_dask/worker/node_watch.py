@@ -1,7 +1,7 @@
-"""Notices, on the scheduler, a worker on which a node gets nothing done, and one whose process says nothing at all.
+"""Notices, on the scheduler, a worker whose node makes no progress, and one whose process sends no heartbeats.
 
-Time is counted in looks, not read from a clock: a scheduler that stood still itself has heard nobody meanwhile. The
-scheduler imports this module: no torch.
+Time is the sum of the intervals between checks, not read from a clock: a scheduler that stood still itself has heard
+nobody meanwhile. The scheduler imports this module: no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from siirl_dask.worker.pulse import NODE, Reading
+from siirl_dask.worker.task_progress import NODE, Reading
 
-_ALSO = 0.5  # of the timeout: who has been silent for that long may be the cause as well
+_REPORTED_FROM = 0.5  # of the timeout: a worker that has been silent for that long may be the cause as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,58 +20,65 @@ class Silence:
 
     member: str
     place: str
-    """Where its task was, as far as it has told."""
+    """Where its task was at the last reading."""
     seconds: float
     heard: bool
     """Whether its process still sends heartbeats."""
 
 
 @dataclass(slots=True)
-class _Known:
+class _Member:
+    """The last reading of a worker, and the times of its last signs of life."""
+
     reading: Reading
-    seen: float
+    heartbeat: float
+    """Time of its last heartbeat, by any clock."""
     active_at: float
+    """Time of the watch when it last made progress, waited, or was in no node."""
     heard_at: float
+    """Time of the watch when its last heartbeat arrived."""
 
 
 class NodeWatch:
-    """Compares the readings of all workers from look to look. A ``timeout`` of 0 sees nothing."""
+    """Compares the readings of all workers from check to check. A ``timeout`` of 0 notices nothing."""
 
     def __init__(self, timeout: float) -> None:
         """``timeout``: seconds of silence of one node on one worker, and of a worker without heartbeats."""
         self.timeout = timeout
         self._now = 0.0
-        self._known: dict[str, _Known] = {}
+        self._members: dict[str, _Member] = {}
 
-    def look(self, seconds: float, readings: Mapping[str, tuple[Reading, float]]) -> list[Silence]:
-        """Return who is silent, those without heartbeats and the longest silence first, once one is for too long.
+    def silent_workers(self, seconds: float, readings: Mapping[str, tuple[Reading, float]]) -> list[Silence]:
+        """Return the silent workers once one is silent for too long: those without heartbeats and the longest silence
+        first.
 
-        ``seconds`` have passed since the look before. ``readings`` has each worker's last reading, and when its last
-        heartbeat came, by any clock.
+        ``seconds`` have passed since the previous check. ``readings`` has each worker's last reading, and the time of
+        its last heartbeat, by any clock.
         """
         if not self.timeout:
             return []
         self._now += seconds
-        self._known = {member: self._compare(member, *given) for member, given in readings.items()}
-        silences = [self._silence(member, known) for member, known in self._known.items()]
-        if not any(one.seconds >= self.timeout for one in silences):
+        self._members = {
+            name: self._updated(name, reading, heartbeat) for name, (reading, heartbeat) in readings.items()
+        }
+        silences = [self._silence(name, member) for name, member in self._members.items()]
+        if not any(silence.seconds >= self.timeout for silence in silences):
             return []
-        named = [one for one in silences if one.seconds >= _ALSO * self.timeout]
-        return sorted(named, key=lambda one: (one.heard, -one.seconds))
+        reported = [silence for silence in silences if silence.seconds >= _REPORTED_FROM * self.timeout]
+        return sorted(reported, key=lambda silence: (silence.heard, -silence.seconds))
 
-    def _compare(self, member: str, reading: Reading, seen: float) -> _Known:
-        before = self._known.get(member)
+    def _updated(self, name: str, reading: Reading, heartbeat: float) -> _Member:
+        before = self._members.get(name)
         if before is None:
-            return _Known(reading, seen, self._now, self._now)
-        works = reading.beats != before.reading.beats or reading.waits or not reading.place.startswith(NODE)
-        return _Known(
-            reading,
-            seen,
-            active_at=self._now if works else before.active_at,
-            heard_at=self._now if seen != before.seen else before.heard_at,
-        )
+            return _Member(reading, heartbeat, active_at=self._now, heard_at=self._now)
+        active_at = before.active_at
+        if reading.beats != before.reading.beats or reading.waits or not reading.place.startswith(NODE):
+            active_at = self._now
+        heard_at = before.heard_at if heartbeat == before.heartbeat else self._now
+        return _Member(reading, heartbeat, active_at=active_at, heard_at=heard_at)
 
-    def _silence(self, member: str, known: _Known) -> Silence:
-        mute, still = self._now - known.heard_at, self._now - known.active_at
-        heard = mute < _ALSO * self.timeout
-        return Silence(member, known.reading.place, still if heard else mute, heard)
+    def _silence(self, name: str, member: _Member) -> Silence:
+        without_heartbeat = self._now - member.heard_at
+        without_progress = self._now - member.active_at
+        heard = without_heartbeat < _REPORTED_FROM * self.timeout
+        return Silence(name, member.reading.place, without_progress if heard else without_heartbeat, heard)

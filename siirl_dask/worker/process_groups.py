@@ -1,6 +1,6 @@
 """Joins the workers of a run in torch.distributed: one world, and one process group per role.
 
-The first worker hosts the store and tells its peers the port over the data plane. Everything binds to the worker's own
+The first worker hosts the store and sends its peers the port over the data plane. All sockets bind to the worker's own
 address, which is loopback for a cluster on one machine.
 """
 
@@ -21,20 +21,21 @@ from siirl_dask.config import WeightSync
 from siirl_dask.context import Device, Rank
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.task_progress import TaskProgress
 
-_LEAST_WAIT = 3600.0  # seconds; gloo frees a thread from a peer that stands still by nothing but its timeout
+_MIN_WAIT = 3600.0  # seconds; a thread in gloo waits for a peer that stands still until its timeout
 
 
 def longest_wait(stall_timeout: float) -> float:
-    """Return the seconds that a rank may be late in a collective. A stall is noticed by other means, and sooner."""
-    return max(6 * stall_timeout, _LEAST_WAIT)
+    """Return the seconds that a rank may be late in a collective. Stalls are noticed sooner by other means."""
+    return max(6 * stall_timeout, _MIN_WAIT)
 
 
 def host_store(host: str, timeout: float) -> tuple[TCPStore, int]:
     """Return a store on a free port of ``host``, and the port."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
     store = TCPStore(
         host,
@@ -79,14 +80,23 @@ def join(
     )
     ranks: dict[str, Rank] = {}
     for role, members in roles.items():
-        group, cpu_group, global_ranks = None, None, [workers.index(member) for member in members]
+        global_ranks = [workers.index(member) for member in members]
+        group = None
+        cpu_group = None
         if len(members) > 1:
             group = collectives.new_group(global_ranks, backends[role], timeout)
             if backends[role] != "gloo":
                 cpu_group = collectives.new_group(global_ranks, "gloo", timeout)
         side_group = collectives.new_group(global_ranks, "gloo", timeout)
         if worker in members:
-            ranks[role] = Rank(members.index(worker), len(members), group, side_group, host, cpu_group)
+            ranks[role] = Rank(
+                members.index(worker),
+                len(members),
+                group=group,
+                side_group=side_group,
+                host=host,
+                cpu_group=cpu_group,
+            )
     return ranks
 
 
@@ -100,7 +110,7 @@ def broadcast_group(worker: str, devices: Mapping[str, Device], members: Sequenc
     group = collectives.new_group(global_ranks, backend, timeout)
     if worker not in members:
         return None
-    # nccl connects at the first use and blocks until all are there: here nobody is late, and no step is under way
+    # nccl connects at the first use and blocks until all ranks are there: here no rank is late, and no step waits
     group.broadcast(torch.zeros(1, device=devices[worker].torch_name), 0).wait()
     return group
 
@@ -112,8 +122,10 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
     devices cannot do.
     """
     backend = backend_of(devices)
+    if weight_sync is WeightSync.auto:
+        return backend != "gloo"
     if weight_sync is not WeightSync.broadcast:
-        return weight_sync is WeightSync.auto and backend != "gloo"
+        return False
     if backend == "gloo" and not _gloo_takes(devices):
         where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
         raise ConfigError(
@@ -130,9 +142,9 @@ def backend_of(devices: Iterable[Device]) -> str:
     PCI address ("Duplicate GPU detected"); gloo works on any, through the host's memory.
     """
     devices = list(devices)
-    alike = len({device.kind for device in devices}) == 1
-    apart = len({device.gpu for device in devices}) == len(devices)
-    return collectives.BACKENDS[devices[0].kind] if alike and apart else "gloo"
+    one_kind = len({device.kind for device in devices}) == 1
+    separate_gpus = len({device.gpu for device in devices}) == len(devices)
+    return collectives.BACKENDS[devices[0].kind] if one_kind and separate_gpus else "gloo"
 
 
 def role_backend(role: str, devices: Sequence[Device]) -> str:
@@ -169,30 +181,29 @@ class RolePeers:
 
     rank: Rank
     stop: StopFlag
-    pulse: Pulse = field(default_factory=Pulse)
+    progress: TaskProgress = field(default_factory=TaskProgress)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        with self.pulse.waiting():
+        with self.progress.waiting():
             return collectives.all_sum(self.rank.cpu_group, values, self.stop.check)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         group = self.rank.cpu_group
         if group is None:
             return [message]
-        with self.pulse.waiting():
+        with self.progress.waiting():
             return collectives.all_gather_bytes(group, message, self.stop.check)
 
 
 def leave(*, abort: bool) -> None:
     """Destroy all process groups of this process, if there are any.
 
-    With ``abort`` collectives that are under way on devices are given up first: nccl would wait for their peers. A peer
-    that waits in a collective of gloo goes on when the last reference to a group is gone here, which closes its
-    sockets. The frames of an exception may be in a cycle with one.
+    With ``abort`` collectives that run on devices are aborted first: nccl would wait for their peers. A peer that waits
+    in a collective of gloo goes on when the last reference to a group is gone here, which closes its sockets.
     """
     if not dist.is_initialized():
         return
-    gc.collect()
+    gc.collect()  # the frames of an exception may be in a cycle with a group
     if abort and collectives.device_backends():
         distributed_c10d._abort_process_group()
     else:

@@ -27,25 +27,30 @@ FOLDER = "profile"
 
 
 class Profiling:
-    """Takes the profiles of one worker. Without ``steps`` it does nothing at all."""
+    """Takes the profiles of one worker. Without ``steps`` it does nothing."""
 
     def __init__(self, config: ProfileConfig, run_url: str, device: Device) -> None:
-        self._config, self._url, self._device = config, run_url, device
+        self._config = config
+        self._url = run_url
+        self._device = device
 
     def of(self, node: Node, iteration: Iteration, rank: Rank) -> AbstractContextManager[None]:
-        """Return what profiles the code inside, if the node's role, the step and the rank are among those asked for."""
+        """Return a context manager that profiles the code inside, if the config names the step, role and rank."""
         config = self._config
         if iteration.step not in config.steps or iteration.phase.counts_as is not Phase.TRAIN:
             return nullcontext()
-        chosen = (not config.roles or node.role in config.roles) and (not config.ranks or rank.rank in config.ranks)
-        return self._profiled(node, iteration) if chosen else nullcontext()
+        if config.roles and node.role not in config.roles:
+            return nullcontext()
+        if config.ranks and rank.rank not in config.ranks:
+            return nullcontext()
+        return self._profiled(node, iteration)
 
     @contextmanager
     def _profiled(self, node: Node, iteration: Iteration) -> Iterator[None]:
         try:
             profiler = make_profiler(self._device.kind, self._config.level)
             profiler.start()
-        except Exception as error:  # the device's library is not there, or refuses
+        except Exception as error:  # the device's library is missing, or refuses
             _warn(node, iteration, error)
             yield
             return
@@ -64,8 +69,8 @@ class Profiling:
             path = Path(folder) / f"{name}.json"
             profiler.export_chrome_trace(str(path))
             packed = gzip.compress(path.read_bytes(), compresslevel=3)
-        fs, to = open_fs(step_folder(self._url, FOLDER, iteration.step))
-        write_atomic(fs, f"{to}/{name}.json.gz", packed)
+        fs, step_path = open_fs(step_folder(self._url, FOLDER, iteration.step))
+        write_atomic(fs, f"{step_path}/{name}.json.gz", packed)
 
 
 def _warn(node: Node, iteration: Iteration, error: Exception) -> None:

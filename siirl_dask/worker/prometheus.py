@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-_MOST = 32  # meters of a process: one for each run and worker in it, of which most have one
+_MAX_METERS = 32  # of a process: one for each run and worker in it; most processes have one
 
 
 class Family(NamedTuple):
@@ -77,18 +77,21 @@ class Exporter:
         self._lock = threading.Lock()
 
     def meter(self, key: tuple[str, ...], make: Callable[[], M]) -> M:
-        """Return the meter of this key, so that another start of a run counts on; the oldest one goes for a new one."""
+        """Return the meter of this key, so that counts go on in another start of a run; a new one replaces the oldest
+        where there are too many.
+        """
         with self._lock:
-            found = self._meters.pop(key, None)
-            meter: Any = make() if found is None else found
+            meter: Any = self._meters.pop(key, None)
+            if meter is None:
+                meter = make()
             self._meters[key] = meter
-            while len(self._meters) > _MOST:
+            while len(self._meters) > _MAX_METERS:
                 self._meters.popitem(last=False)
         known: M = meter
         return known
 
     def describe(self) -> list[Any]:
-        """Return nothing: what there is is not known before a run."""
+        """Return no families: before a run nobody knows which have samples."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -98,27 +101,28 @@ class Exporter:
         kinds: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
         with self._lock:
             meters = list(self._meters.values())
-        found: dict[str, list[tuple[tuple[str, ...], float]]] = {}
-        for name, labels, value in (sample for meter in meters for sample in meter.samples()):
-            found.setdefault(name, []).append((labels, value))
+        values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for meter in meters:
+            for name, labels, value in meter.samples():
+                values.setdefault(name, []).append((labels, value))
         for name, family in FAMILIES.items():
-            if name in found:
-                made = kinds[family.kind](name, family.help, labels=family.labels)
-                for labels, value in found[name]:
-                    made.add_metric(labels, value)
-                yield made
+            if name in values:
+                exported = kinds[family.kind](name, family.help, labels=family.labels)
+                for labels, value in values[name]:
+                    exported.add_metric(labels, value)
+                yield exported
 
 
 @cache
 def exporter() -> Exporter | None:
-    """Return what exports this process's meters; None without prometheus_client.
+    """Return the exporter of this process's meters; None without prometheus_client.
 
-    There is one in a process, because prometheus_client has one registry in a process, which Dask serves.
+    There is one in a process, since prometheus_client has one registry in a process, which Dask serves.
     """
     try:
         from prometheus_client import REGISTRY
     except ImportError:
         return None
-    made = Exporter()
-    REGISTRY.register(made)
-    return made
+    registered = Exporter()
+    REGISTRY.register(registered)
+    return registered

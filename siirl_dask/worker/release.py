@@ -8,29 +8,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from siirl_dask.errors import RunError
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stop import SLICE, StopFlag
+from siirl_dask.worker.task_progress import TaskProgress
 
 LEAVE_TIMEOUT = 30.0
 """Seconds for the tasks of an earlier run to leave a worker, while they get nothing done."""
 
 
 class Release:
-    """Calls ``free`` once, after ``end``, from whichever thread leaves last.
+    """Calls ``free`` once, after ``end``, in the thread that leaves last.
 
-    A task may be in a call that never returns: then its models stay as long as it does, and nobody waits for them.
+    A task may be in a call that never returns: then its models stay in memory as long, and nobody waits for them.
     """
 
     def __init__(self, free: Callable[[], None]) -> None:
         self._free = free
         self._changed = threading.Condition()
         self._inside = 0
-        self._over = self._taken = self._freed = False
+        self._over = False
+        self._taken = False
+        """Whether a thread frees everything, or the next run has taken it over."""
+        self._freed = False
 
     @property
-    def under_way(self) -> bool:
-        """Whether the run is over and something of it is still here."""
-        return self._over and not self._freed
+    def is_draining(self) -> bool:
+        """Whether the run is over and not everything is freed yet."""
+        if not self._over:
+            return False
+        return not self._freed
 
     @property
     def inside(self) -> bool:
@@ -51,36 +56,40 @@ class Release:
             self._free_if_last()
 
     def end(self, patience: float) -> None:
-        """Free everything. Waits up to ``patience`` seconds for tasks to leave; a later one frees it as it leaves."""
+        """Free everything. Waits up to ``patience`` seconds for tasks to leave; one that leaves later frees it then."""
         with self._changed:
             self._over = True
             self._changed.wait_for(lambda: not self._inside, patience)
         self._free_if_last()
 
     def if_inside(self, act: Callable[[], object]) -> None:
-        """Call ``act`` if a task is inside; none leaves meanwhile, and so no other run begins in this process."""
+        """Call ``act`` if a task is inside. No task leaves meanwhile, so no other run begins in this process."""
         with self._changed:
             if self._inside:
                 act()
 
-    def hand_over(self, worker: str, stop: StopFlag, pulse: Pulse) -> bool:
-        """Wait until no task is inside, and return True: then nothing is freed, all is the caller's. False where
-        everything was freed meanwhile.
+    def hand_over(self, worker: str, stop: StopFlag, progress: TaskProgress) -> bool:
+        """Wait until no task is inside, and return True: nothing is freed, everything is the caller's from then on.
+        Returns False where everything was freed meanwhile.
 
-        ``pulse`` is that of these tasks. RunError, naming ``worker``, where one does not return and gets nothing done.
+        ``progress`` is that of these tasks. RunError, naming ``worker``, where a task does not leave and makes no
+        progress.
         """
-        beats, deadline = pulse.beats, time.monotonic() + LEAVE_TIMEOUT
+        beats = progress.beats
+        deadline = time.monotonic() + LEAVE_TIMEOUT
         while True:
             with self._changed:
                 if self._taken:
                     return False
                 if not self._inside:
-                    self._taken = self._freed = True
+                    self._taken = True
+                    self._freed = True
                     return True
                 self._changed.wait(SLICE)
             stop.check()
-            if pulse.beats != beats:
-                beats, deadline = pulse.beats, time.monotonic() + LEAVE_TIMEOUT
+            if progress.beats != beats:
+                beats = progress.beats
+                deadline = time.monotonic() + LEAVE_TIMEOUT
             if time.monotonic() > deadline:
                 raise RunError(_still_inside(worker))
 
@@ -96,9 +105,9 @@ class Release:
 
 
 def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
-    """Wait until earlier runs have left this process, and forget them. RunError where a task of one does not return."""
+    """Wait until earlier runs have freed everything, and clear ``earlier``. RunError where a task does not return."""
     deadline = time.monotonic() + LEAVE_TIMEOUT
-    while any(release.under_way for release in earlier):
+    while any(release.is_draining for release in earlier):
         if time.monotonic() > deadline:
             raise RunError(_still_inside(worker))
         stop.wait(0.1)

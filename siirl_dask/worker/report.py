@@ -1,4 +1,4 @@
-"""Reports what a process runs on, for comparison before a run starts. Imports the standard library alone.
+"""Reports versions and settings of a process, for comparison before a run starts. Imports the standard library alone.
 
 The driver calls ``report`` on the scheduler and on every worker: one that lacks a package must be able to say so.
 """
@@ -33,8 +33,8 @@ _VARIABLES = (
     "VLLM_ATTENTION_BACKEND",
     "VLLM_BATCH_INVARIANT",
 )
-_FAMILIES = BACKEND_PREFIXES  # a peer that is told otherwise may never answer
-_OF_A_HOST = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # ends of names whose values may differ from host to host
+_PREFIXES = BACKEND_PREFIXES  # with other settings than its peers a worker may never answer
+_HOST_SUFFIXES = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # of names whose values may differ from host to host
 
 
 class Report(TypedDict):
@@ -53,7 +53,7 @@ class Report(TypedDict):
 
 
 def report() -> Report:
-    """Return what this process runs on."""
+    """Return this process's versions and settings."""
     return Report(
         host=socket.gethostname(),
         versions={
@@ -62,7 +62,7 @@ def report() -> Report:
             **{name: _version(name) for name in (*ALIKE, *SIMILAR)},
         },
         code=code_digest(),
-        variables={name: value for name, value in os.environ.items() if _counts(name)},
+        variables={name: value for name, value in os.environ.items() if _is_compared(name)},
         devices=next((os.environ[name] for name in VISIBLE if name in os.environ), ""),
     )
 
@@ -73,7 +73,9 @@ def code_digest() -> str:
     digest = sha256()
     for package in ("siirl_dask", "siirl_storage"):
         spec = find_spec(package)
-        for folder in (spec.submodule_search_locations or []) if spec else []:
+        if spec is None or spec.submodule_search_locations is None:
+            continue
+        for folder in spec.submodule_search_locations:
             files = {file.relative_to(folder).as_posix(): file for file in Path(folder).rglob("*.py")}
             for name in sorted(files):
                 digest.update(f"{package}/{name}".encode() + b"\0" + files[name].read_bytes() + b"\0")
@@ -87,5 +89,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _counts(name: str) -> bool:
-    return name in _VARIABLES or (name.startswith(_FAMILIES) and not name.endswith(_OF_A_HOST))
+def _is_compared(name: str) -> bool:
+    if name in _VARIABLES:
+        return True
+    if name.endswith(_HOST_SUFFIXES):
+        return False
+    return name.startswith(_PREFIXES)

@@ -24,7 +24,7 @@ from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Role
 from siirl_dask.trace import Lane
 from siirl_dask.worker.named_errors import named_errors
-from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.task_progress import TaskProgress
 
 States = dict[str, dict[str, Any]]
 """A state for each role."""
@@ -37,7 +37,7 @@ class StateStore(Protocol):
         self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
     ) -> Future[dict[str, FileDigest]]:
         """Begin to write ``state``, which may change once this returns. The future is done when all ranks have written
-        it; it holds the digests of this rank's files by name. ``progress`` is called whenever something got done.
+        it; it holds the digests of this rank's files by name. ``progress`` is called as parts are written.
         """
         ...
 
@@ -61,14 +61,14 @@ class ResumeFrom:
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """A worker's part of a checkpoint that is being written."""
+    """A worker's part of a checkpoint, while it is being written."""
 
     roles: list[str] = field(default_factory=list)
     """Roles whose states go into folders."""
     states: States = field(default_factory=dict)
     """States of roles without a tensor, by role."""
     writes: dict[str, Future[dict[str, FileDigest]]] = field(default_factory=dict)
-    """Futures by role, which are done when its folder is written, and hold digests of this worker's files by name."""
+    """Futures by role: each is done when the role's folder is written, with digests of this worker's files by name."""
 
     def as_data(self) -> dict[str, Any]:
         """Return the report for the driver. States are JSON texts: Dask's messages would change tuples and keys."""
@@ -89,15 +89,17 @@ class RoleStates:
         groups: Mapping[str, Any],
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._store, self._progress = store, progress
-        self._resources = {name: one for name, one in resources.items() if has_state(one)}
-        self._groups = {name: groups[name] for name, one in self._resources.items() if _has_tensors(one.state())}
+        self._store = store
+        self._progress = progress
+        self._resources = {name: resource for name, resource in resources.items() if has_state(resource)}
+        with_tensors = [name for name, resource in self._resources.items() if _has_tensors(resource.state())]
+        self._groups = {name: groups[name] for name in with_tensors}
 
     def restore(self, checkpoint: ResumeFrom) -> None:
         """Load every role's state. CheckpointError when the checkpoint lacks a role, or its state does not fit."""
         for name, resource in self._resources.items():
             if name not in self._groups:
-                self._load_plain(name, checkpoint.states.get(name))
+                self._load_plain_state(name, checkpoint.states.get(name))
                 continue
             state = resource.state()
             if name not in checkpoint.roles:
@@ -114,10 +116,10 @@ class RoleStates:
                 saved.roles.append(name)
                 saved.writes[name] = self._store.save(join(url, name), state, self._groups[name], self._progress)
             else:
-                saved.states[name] = _plain(name, state)
+                saved.states[name] = _checked_plain_state(name, state)
         return saved
 
-    def _load_plain(self, name: str, state: Mapping[str, Any] | None) -> None:
+    def _load_plain_state(self, name: str, state: Mapping[str, Any] | None) -> None:
         if state is None:
             raise CheckpointError(f"the checkpoint has no state of role {name!r}")
         try:
@@ -128,10 +130,13 @@ class RoleStates:
 
 def has_state(resource: Any) -> bool:
     """Return whether a role's object has a state that changes."""
-    if not (hasattr(resource, "state") and hasattr(resource, "load_state")):
+    if not hasattr(resource, "state") or not hasattr(resource, "load_state"):
         return False
     state = resource.state()
-    return bool(state) and state.get("progress") != {}
+    if not state:
+        return False
+    changes: bool = state.get("progress") != {}
+    return changes
 
 
 def _has_tensors(state: Any) -> bool:
@@ -140,7 +145,8 @@ def _has_tensors(state: Any) -> bool:
     return isinstance(state, torch.Tensor)
 
 
-def _plain(name: str, state: dict[str, Any]) -> dict[str, Any]:
+def _checked_plain_state(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without tensors. CheckpointError unless JSON gives the same values back."""
     try:
         same = json.loads(json.dumps(state, allow_nan=False)) == state
     except (TypeError, ValueError):
@@ -157,36 +163,39 @@ def build_roles(
     roles: Sequence[Role],
     device: Device,
     ranks: Mapping[str, Rank],
-    pulse: Pulse | None = None,
-    kept: Mapping[str, Any] = MappingProxyType({}),
+    progress: TaskProgress | None = None,
+    reused: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build each role that this worker has a rank in, and return the objects by role.
 
-    ``kept`` are objects of an earlier run, by role, which are taken instead: see kept_roles.py.
+    ``reused`` are objects of an earlier run, by role, which are not built again: see reused_roles.py.
 
     Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator an object with a
     ``sleep()`` sleeps while the next roles are built: an engine that is awake would hold the memory they load into. It
     wakes by itself when it is used.
 
     A SiirlError from a role's build names the role and the worker in a note; any other exception becomes a RunError.
-    What was built before it is closed.
+    All objects are closed when one cannot be built.
     """
-    build, pulse = {role.name: role.build for role in roles}, pulse or Pulse()
-    resources: dict[str, Any] = {**kept}
+    if progress is None:
+        progress = TaskProgress()
+    build_of = {role.name: role.build for role in roles}
+    resources: dict[str, Any] = dict(reused)
     try:
-        for name, resource in kept.items():
+        for name, resource in reused.items():
             resource.join_groups(ranks[name])
-            if len(kept) < len(ranks):
+            if len(reused) < len(ranks):
                 _sleep(resource, device)
         for name, rank in ranks.items():
-            if name in kept:
+            if name in reused:
                 continue
             with (
-                pulse.at(f"the building of role {name!r}"),
-                pulse.trace.span(Lane.COMPUTE, "start", f"role {name}"),
+                progress.at(f"the building of role {name!r}"),
+                progress.trace.span(Lane.COMPUTE, "start", f"role {name}"),
                 named_errors(f"role {name!r}, worker {device.worker!r}", RunError),
             ):
-                resources[name] = resource = build[name](device, rank)
+                resource = build_of[name](device, rank)
+                resources[name] = resource
             if len(resources) < len(ranks):
                 _sleep(resource, device)
     except Exception:
@@ -196,16 +205,20 @@ def build_roles(
 
 
 def _sleep(resource: Any, device: Device) -> None:
-    if device.kind is not DeviceKind.CPU and (sleep := getattr(resource, "sleep", None)):
+    if device.kind is DeviceKind.CPU:
+        return
+    sleep = getattr(resource, "sleep", None)
+    if sleep is not None:
         sleep()
 
 
 def close_roles(resources: Mapping[str, Any]) -> None:
-    """Call ``close`` of each object that has it, even where another one's fails: an engine must not stay for that.
+    """Call ``close`` of each object that has it, even where another one's fails: no engine must stay in memory.
 
-    Raises the first failure when all have been called.
+    Raises a failure when all have been called.
     """
     with ExitStack() as closing:
-        for resource in reversed([*resources.values()]):
-            if close := getattr(resource, "close", None):
+        for resource in reversed(list(resources.values())):
+            close = getattr(resource, "close", None)
+            if close is not None:
                 closing.callback(close)

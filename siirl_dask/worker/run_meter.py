@@ -24,7 +24,8 @@ _HEADLINES = {
 }
 _SUMS = {"bytes/peers": "siirl_run_peer_bytes", "samples": "siirl_run_samples", "tokens": "siirl_run_tokens"}
 _VALIDATION = {"reward/mean": "siirl_run_validation_reward"}
-_TRAINED, _VALIDATED = ("train", "replay"), "validation"
+_TRAINING_PHASES = ("train", "replay")
+_VALIDATION_PHASE = "validation"
 
 
 class RunMeter:
@@ -35,19 +36,22 @@ class RunMeter:
         self._values: dict[str, float] = {}
 
     def begin(self, workers: int) -> None:
-        """Note that a start of the run has so many workers."""
+        """Set the number of workers of a new start of the run."""
         self._values["siirl_run_workers"] = workers
 
     def take(self, phase: str, step: int, merged: Mapping[str, Metric]) -> None:
-        """Take the merged metrics of an iteration."""
-        if phase in _TRAINED:
+        """Update the values with the merged metrics of an iteration."""
+        gauges: Mapping[str, str] = {}
+        if phase == _VALIDATION_PHASE:
+            gauges = _VALIDATION
+        if phase in _TRAINING_PHASES:
+            gauges = _HEADLINES
             self._values["siirl_run_step"] = step
         for name, metric in merged.items():
-            gauge = _HEADLINES.get(name) if phase in _TRAINED else None
-            gauge = _VALIDATION.get(name) if phase == _VALIDATED else gauge
-            if gauge is not None and metric.value is not None:
-                self._values[gauge] = metric.value
-            if (counter := _SUMS.get(name)) is not None and phase in _TRAINED:
+            if name in gauges and metric.value is not None:
+                self._values[gauges[name]] = metric.value
+            if name in _SUMS and phase in _TRAINING_PHASES:
+                counter = _SUMS[name]
                 self._values[counter] = self._values.get(counter, 0.0) + metric.total
 
     def samples(self) -> Iterator[Sample]:
@@ -60,7 +64,8 @@ class StepMerger:
     """Merges the headline metrics of an iteration once every worker has reported it, and gives them to the meter."""
 
     def __init__(self, meter: RunMeter, members: int) -> None:
-        self._meter, self._members = meter, members
+        self._meter = meter
+        self._members = members
         self._parts: dict[int, list[dict[str, Metric]]] = {}
         meter.begin(members)
 
@@ -68,36 +73,46 @@ class StepMerger:
     def of(run: str, members: int) -> StepMerger | None:
         """Return the merger of a start of the run; None where nothing is exported."""
         exports = exporter()
-        return None if exports is None else StepMerger(exports.meter((run,), lambda: RunMeter(run)), members)
+        if exports is None:
+            return None
+        return StepMerger(exports.meter((run,), lambda: RunMeter(run)), members)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take a worker's report that its chain is done. One that is malformed counts for nothing: the driver refuses
-        it.
-        """
+        """Merge a worker's report that its chain is done. A malformed one is ignored, since the driver refuses it."""
         match event:
             case {
                 "kind": "done",
                 "sequence": int(sequence),
                 "phase": str(phase),
                 "step": int(step),
-                "metrics": dict(told),
+                "metrics": dict(metrics),
             }:
                 parts = self._parts.setdefault(sequence, [])
-                parts.append({name: metric for name in told if (metric := _metric(name, told[name])) is not None})
+                parts.append(_headlines(metrics))
                 if len(parts) >= self._members:
                     del self._parts[sequence]
                     self._meter.take(phase, step, _merged(parts))
 
 
-def _metric(name: object, entry: object) -> Metric | None:
-    """Return a headline metric of a message; None for any other."""
-    if name not in _HEADLINES and name not in _SUMS:
-        return None
-    match entry:
-        case [str(reduce), *given] if reduce in set(Reduce):
-            numbers = [float(number) for number in given if isinstance(number, (int, float))]
-            if len(numbers) == len(given) == 5 and 0 <= numbers[0] < math.inf:
-                return Metric(Reduce(reduce), *numbers)
+def _headlines(metrics: Mapping[Any, Any]) -> dict[str, Metric]:
+    """Return the well-formed metrics of a message that are exported."""
+    headlines: dict[str, Metric] = {}
+    for name, packed in metrics.items():
+        if name in _HEADLINES or name in _SUMS:
+            metric = _unpacked(packed)
+            if metric is not None:
+                headlines[name] = metric
+    return headlines
+
+
+def _unpacked(packed: object) -> Metric | None:
+    """Return a metric of a message; None for a malformed one."""
+    match packed:
+        case [str(reduce), *values] if reduce in set(Reduce) and len(values) == 5:
+            numbers = [float(value) for value in values if isinstance(value, (int, float))]
+            if len(numbers) == 5 and 0 <= numbers[0] < math.inf:
+                weight, total, squares, low, high = numbers
+                return Metric(Reduce(reduce), weight, total, squares=squares, low=low, high=high)
     return None
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class RunSpec:
     members: Mapping[str, str]
     """{worker name: address}, in rank order, fixed for the run."""
     phases: bytes
-    """The inputs of the plan, and the dataset, of each plan, from ``serialize_phases``."""
+    """The inputs and the dataset of each plan, from ``serialize_phases``."""
     builds_from: str
     """Name of the plan that has every role that workers build."""
     threads: int
@@ -46,7 +46,7 @@ class RunSpec:
     retry_seconds: float
     """Seconds for which an operation on a store is tried again."""
     device_memory: int | None = None
-    """Bytes of each worker's accelerator; None: as the workers find."""
+    """Bytes of each worker's accelerator; None: those that the workers find."""
     cpu: bool = False
     """Whether workers compute on their CPUs, whatever else they see."""
     affinity: Affinity = Affinity.auto
@@ -62,19 +62,19 @@ class RunSpec:
     name: str = ""
     """``run.name``, by which Prometheus knows the run."""
     trace: bool = False
-    """Whether workers write what they did into the run's table ``trace``."""
+    """Whether workers write their spans into the run's table ``trace``."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Steps, roles and ranks that are profiled."""
     store: StateStore | None = None
     """Store of role states; None for a run without checkpoints."""
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
-    kept: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the rows that each node kept for later steps, and gets back, by node."""
+    stored_state: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the rows that a node had packed for later steps, and unpacks at the start, by node."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict)
     """Models at URLs, by URL, as they were when the run began."""
     follows: str | None = None
-    """Plugin of the run that lost a worker, of which this one is the next try: it takes over what that has built."""
+    """Plugin of the run that lost a worker, of which this one is the next launch: it reuses the roles built there."""
 
     @staticmethod
     def of(
@@ -85,7 +85,7 @@ class RunSpec:
         store: StateStore | None = None,
         resume_from: ResumeFrom | None = None,
         follows: str | None = None,
-        kept: Mapping[str, str] = MappingProxyType({}),
+        stored_state: Mapping[str, str] = MappingProxyType({}),
         *,
         models: Mapping[str, RemoteModel] = MappingProxyType({}),
         footprints: Mapping[str, Footprint] = MappingProxyType({}),
@@ -115,7 +115,7 @@ class RunSpec:
             store=store,
             resume_from=resume_from,
             follows=follows,
-            kept=dict(kept),
+            stored_state=dict(stored_state),
             models=dict(models),
         )
 
@@ -131,13 +131,14 @@ class RunSpec:
 
 
 Phases = Mapping[str, tuple[Plan, Dataset]]
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _NEVER_BY_VALUE = ("siirl_dask", "siirl_storage")  # installed on every worker
 _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
-    """Serialize what plans are computed from, and datasets; modules of the user's own are included by value.
+    """Serialize the inputs of plans, and datasets; modules of the user's own are included by value.
 
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
     cannot be pickled.
@@ -154,7 +155,7 @@ def serialize_phases(phases: Phases) -> bytes:
 
 
 def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
-    """Load what ``serialize_phases`` made, and plan it anew for ``workers``, the run's in rank order.
+    """Load what ``serialize_phases`` returned, and compile each plan for ``workers``, the run's in rank order.
 
     RunError when this process lacks a package that nodes or roles use.
     """
@@ -165,12 +166,12 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
             "must be installed on the workers, files of yours must be under the working directory or beside the script"
         ) from error
-    return {phase: (given.compile(workers), dataset) for phase, (given, dataset) in inputs.items()}
+    return {phase: (plan_inputs.compile(workers), dataset) for phase, (plan_inputs, dataset) in inputs.items()}
 
 
 @contextmanager
 def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    """Have cloudpickle serialize ``modules`` by value inside."""
+    """Register ``modules`` with cloudpickle while inside, which serializes them by value then."""
     before = cloudpickle.list_registry_pickle_by_value()
     added = [module for module in modules if module.__name__ not in before]
     for module in added:
@@ -184,19 +185,22 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 def _own_modules() -> list[ModuleType]:
     """Return the imported modules that are the user's own: in the working directory or beside the script."""
+    folders = {Path.cwd()}
     script = getattr(sys.modules["__main__"], "__file__", None)
-    folders = {Path.cwd(), *([Path(script).resolve().parent] if script else [])}
-    standard = sysconfig.get_path("stdlib") + os.sep
-    modules = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if (
-            not file
-            or name.split(".")[0] in _NEVER_BY_VALUE + _ALWAYS_BY_VALUE
-            or getattr(module, "__name__", None) != name
-        ):
-            continue
-        installed = file.startswith(standard) or any(folder in file for folder in _INSTALLED)
-        if name.endswith(".py") or (not installed and any(Path(file).is_relative_to(folder) for folder in folders)):
-            modules.append(module)
-    return modules
+    if script:
+        folders.add(Path(script).resolve().parent)
+    return [module for name, module in list(sys.modules.items()) if _is_own(name, module, folders)]
+
+
+def _is_own(name: str, module: ModuleType, folders: Collection[Path]) -> bool:
+    """Return whether a module is one of the user's in ``folders``, which cloudpickle would send by reference."""
+    file = getattr(module, "__file__", None)
+    if not file or getattr(module, "__name__", None) != name:
+        return False
+    if name.split(".")[0] in _NEVER_BY_VALUE + _ALWAYS_BY_VALUE:
+        return False
+    if name.endswith(".py"):
+        return True
+    if file.startswith(_STANDARD) or any(folder in file for folder in _INSTALLED):
+        return False
+    return any(Path(file).is_relative_to(folder) for folder in folders)

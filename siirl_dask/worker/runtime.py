@@ -12,9 +12,9 @@ from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.trace import Recorder
 from siirl_dask.worker.profiling import Profiling
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 Meter = Callable[[str], AbstractContextManager[object]]
@@ -22,7 +22,7 @@ Meter = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRuntime:
-    """Holds one worker's built roles and connections, made once a run."""
+    """One worker's built roles and connections, made once a run."""
 
     device: Device
     profiling: Profiling
@@ -56,11 +56,11 @@ class WorkerRuntime:
     overlap: bool = True
     """Whether nodes may begin with finished rows of a node above, see ``Plan.overlap``."""
     node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """State that nodes keep from step to step (``Context.state``), by phase and name."""
-    pulse: Pulse = field(default_factory=Pulse)
-    """Counts what gets done, and knows the node whose function is running."""
+    """State of nodes that lasts from step to step (``Context.state``), by phase and name."""
+    progress: TaskProgress = field(default_factory=TaskProgress)
+    """Counts what gets done, and holds the node whose function is running."""
 
     @property
     def trace(self) -> Recorder:
-        """Records where the time goes."""
-        return self.pulse.trace
+        """Records how long each link takes."""
+        return self.progress.trace

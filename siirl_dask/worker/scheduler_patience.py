@@ -1,4 +1,4 @@
-"""Says how long a scheduler may give no sign of life: it may be busy for longer than a worker."""
+"""How long a scheduler may give no sign of life: it may be busy for longer than a worker."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import asyncio
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 from distributed.comm.addressing import get_address_host
 
-from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.task_progress import TaskProgress
 
 LEAST_OF_LINKS = 15.0
 """Seconds at least, for a scheduler on another host."""
 LEAST_ON_HOST = 8.0
 """Seconds at least, for a scheduler on this host: no link can fail."""
-
-
-_FOR_DRIVER = 2.0  # times the patience that a worker has: the driver, which says why a run ends, is to be the first
-_LOOKS = 30  # in that time
+_WORKER_FACTOR = 2.0  # of the driver's patience: the driver, which reports why a run ends, is to notice first
+_CHECKS = 30  # in that time
 
 
 def least_patience(scheduler: str) -> float:
     """Return the least patience with a scheduler at this Dask address."""
     host = get_address_host(scheduler)
-    own = {address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return LEAST_ON_HOST if host in own else LEAST_OF_LINKS
+    interfaces = psutil.net_if_addrs().values()
+    own_addresses = {address.address.partition("%")[0] for addresses in interfaces for address in addresses}
+    return LEAST_ON_HOST if host in own_addresses else LEAST_OF_LINKS
 
 
 def scheduler_patience(peer_timeout: float, scheduler: str) -> float:
@@ -31,15 +30,16 @@ def scheduler_patience(peer_timeout: float, scheduler: str) -> float:
     return max(peer_timeout, least_patience(scheduler))
 
 
-async def no_heartbeats(pulse: Pulse, peer_timeout: float, scheduler: str) -> str:
-    """Return, and say so, once the scheduler has answered no heartbeat of this worker for too long.
+async def no_heartbeats(progress: TaskProgress, peer_timeout: float, scheduler: str) -> str:
+    """Return a reason to stop once the scheduler has answered no heartbeat of this worker for too long.
 
-    Looks count, not seconds: a worker that was frozen itself has looked at nothing meanwhile.
+    Checks count, not seconds: a worker that was frozen itself has checked nothing meanwhile.
     """
-    patience = _FOR_DRIVER * scheduler_patience(peer_timeout, scheduler)
-    read_at, silent = pulse.read_at, 0
-    while silent < _LOOKS:
-        await asyncio.sleep(patience / _LOOKS)
-        silent = silent + 1 if read_at == pulse.read_at else 0
-        read_at = pulse.read_at
+    patience = _WORKER_FACTOR * scheduler_patience(peer_timeout, scheduler)
+    last_read_at = progress.read_at
+    checks = 0
+    while checks < _CHECKS:
+        await asyncio.sleep(patience / _CHECKS)
+        checks = checks + 1 if progress.read_at == last_read_at else 0
+        last_read_at = progress.read_at
     return f"the scheduler at {scheduler} answered no heartbeat for {patience:g} s"

@@ -1,6 +1,6 @@
-"""Items and results of shared work as they travel, and which work peers may name.
+"""Packs items and results of shared work into messages, and checks which work peers may name.
 
-They travel as bytes: numbered messages one after the other, in which each long value is a frame.
+Messages are bytes: numbered values one after the other, in which each long value is a frame.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from siirl_dask.errors import PeerError
 MAX_ITEMS = 2**12
 """Items or results in a message."""
 MESSAGE = 2**24
-"""Bytes of items or results in a message; one that is larger travels alone."""
+"""Bytes of items or results in a message; a larger one is sent alone."""
 _CALLS = frozenset(map(str, range(2**10)))  # queues of a node in an iteration
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWork:
-    """The work that the plan can have."""
+    """The work that may exist by the plan."""
 
     window: Window
     nodes: Collection[str]
     """The nodes, as ``phase/node``."""
 
     def check(self, key: TransitionKey) -> None:
-        """Raise PeerError for other work: each key that is asked for too early makes something that waits."""
+        """Raise PeerError for other work: a request for it would wait, and be held in memory."""
         self.window.check(key)
         node, _, call = key.edge.rpartition("/")
         if node not in self.nodes or call not in _CALLS:
@@ -39,7 +39,7 @@ class ExpectedWork:
 
 
 def pack(number: int, value: object) -> bytes:
-    """Return a numbered item or result as bytes. PeerError when it is too large to travel."""
+    """Return a numbered item or result as bytes. PeerError when it is too large for a message."""
     packed = b"".join(wire.pack(number, value))
     if len(packed) > wire.MAX_REQUEST_FRAMES:
         raise PeerError(
@@ -51,15 +51,17 @@ def pack(number: int, value: object) -> bytes:
 
 def messages_of(results: Sequence[tuple[int, Any]]) -> Iterator[bytes]:
     """Yield numbered results as bytes, cut into messages."""
-    packed, size = list[bytes](), 0
+    parts: list[bytes] = []
+    size = 0
     for number, result in results:
-        one = pack(number, result)
-        if packed and (size + len(one) > MESSAGE or len(packed) == MAX_ITEMS):
-            yield b"".join(packed)
-            packed, size = [], 0
-        packed.append(one)
-        size += len(one)
-    yield b"".join(packed)
+        packed = pack(number, result)
+        if parts and (size + len(packed) > MESSAGE or len(parts) == MAX_ITEMS):
+            yield b"".join(parts)
+            parts = []
+            size = 0
+        parts.append(packed)
+        size += len(packed)
+    yield b"".join(parts)
 
 
 def read(packed: object) -> list[tuple[int, object]]:

@@ -8,28 +8,32 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
-_FRAMES = 12  # innermost ones of a thread
-_THREADS = 3  # beside the task's own
-_LINE = 160  # characters
+_MAX_FRAMES = 12  # of a thread, the innermost ones
+_MAX_THREADS = 3  # besides the task's own
+_MAX_LINE = 160  # characters
 _IDLE = ("threading.py", "selectors.py", "queue.py", "thread.py", "socket.py", "connection.py", "profile.py")
 
 
 def stacks(first: int | None) -> list[str]:
     """Return lines with the stack of the thread ``first``, and of some others that are not idle; innermost last."""
-    frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
-    others = [number for number in frames if number not in (first, threading.get_ident()) and _busy(frames[number])]
-    chosen = [number for number in (first, *others[:_THREADS]) if number in frames]
-    return [line for number in chosen for line in _stack(frames[number], names.get(number, "a thread of a library"))]
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    others = [
+        number
+        for number, frame in frames.items()
+        if number not in (first, threading.get_ident()) and not frame.f_code.co_filename.endswith(_IDLE)
+    ]
+    lines: list[str] = []
+    for number in (first, *others[:_MAX_THREADS]):
+        if number in frames:
+            lines += _stack(frames[number], names.get(number, "a thread of a library"))
+    return lines
 
 
 def _stack(frame: FrameType, name: str) -> Iterator[str]:
     entries = traceback.extract_stack(frame)
-    yield f"thread {name}"[:_LINE]
-    if len(entries) > _FRAMES:
-        yield f"  [... {len(entries) - _FRAMES} frames ...]"
-    for entry in entries[-_FRAMES:]:
-        yield f"  {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}"[:_LINE]
-
-
-def _busy(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.endswith(_IDLE)
+    yield f"thread {name}"[:_MAX_LINE]
+    if len(entries) > _MAX_FRAMES:
+        yield f"  [... {len(entries) - _MAX_FRAMES} frames ...]"
+    for entry in entries[-_MAX_FRAMES:]:
+        yield f"  {entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}"[:_MAX_LINE]

@@ -1,7 +1,7 @@
-"""Writes a worker's part of each table that the run saves, beside the chain or in it, and reports it to the driver.
+"""Writes a worker's part of each table that the run saves, while the chain goes on, and reports it to the driver.
 
-A part counts once the driver has committed it with those of the other workers (runs/tables.py). So the driver learns of
-it as soon as it is written, also while the step goes on: what a step has stored then outlives a failure of that step.
+A part counts once the driver has committed it with those of the other workers (runs/tables.py). It is reported as soon
+as it is written, also in the middle of a step: the rows that a step has stored then survive a failure of that step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Keep, Save
 from siirl_dask.trace import Lane, Recorder
-from siirl_dask.worker.stop import StopFlag, finished
+from siirl_dask.worker.stop import StopFlag, result_of
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
+class StepProgress:
     """A worker's progress in a step when it saves a table."""
 
     metrics: Mapping[str, Metric]
@@ -38,7 +38,7 @@ class SoFar:
 
 @dataclass(slots=True, kw_only=True)
 class StageWriter:
-    """Writes parts for one attempt at a run, one after the other. Its methods belong to the chain's thread."""
+    """Writes parts for one attempt at a run, one after the other. Only the chain's thread calls it."""
 
     run_url: str
     attempt: int
@@ -53,29 +53,29 @@ class StageWriter:
 
     @property
     def reports(self) -> bool:
-        """Whether the driver hears of each table that is saved."""
+        """Whether each table that is saved is reported to the driver."""
         return self.durability is not Durability.none
 
-    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
-        """Write ``rows`` as this worker's part of a table, and report it with what is ``done`` of the step.
+    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
+        """Write ``rows`` as this worker's part of a table, and report it with the step's ``progress``.
 
-        With ``storage.durability=sync`` it is written when this returns; with ``async`` the one before it is. A write
-        that fails is reported at once, and raised here, if it was this one or the one before it.
+        With ``storage.durability=sync`` it is written when this returns; with ``async`` the previous part is. A write
+        that fails is reported at once; this raises its error if it was this part's or the previous one's.
         """
         if not self.reports:
             return
         folder = step_folder(self.run_url, link.table, iteration.step)
-        event = _event(iteration, link.table, done)
+        event = _event(iteration, link.table, progress)
 
         def write() -> None:
-            began = time.monotonic_ns()
+            started = time.monotonic_ns()
             try:
                 part = stage_part(folder, self.attempt, link.index, rows)
             except Exception as error:  # each store has errors of its own; the chain may be far away, or at its end
                 what = f"{iteration}: its rows could not be stored in {folder}: {type(error).__name__}: {error}"
                 self.report({"kind": "unstored", "what": what})
                 raise
-            self.trace.add(Lane.STORAGE, "write", link.table, began, amount=part.nbytes)
+            self.trace.add(Lane.STORAGE, "write", link.table, started, amount=part.nbytes)
             self.report({**event, "part": json.dumps(part_entry(part))})
 
         self.wait()
@@ -83,46 +83,45 @@ class StageWriter:
         if self.durability is Durability.sync:
             self.wait()
 
-    def note(self, table: str, iteration: Iteration, done: SoFar) -> None:
-        """Report for a table of which this worker has no part."""
+    def report_no_part(self, table: str, iteration: Iteration, progress: StepProgress) -> None:
+        """Report the step's ``progress`` for a table of which this worker has no part."""
         if self.reports:
-            self.report(_event(iteration, table, done))
+            self.report(_event(iteration, table, progress))
 
     def wait(self) -> None:
-        """Wait until everything is written. Raises what a write raised; Aborted when the run is stopped."""
+        """Wait until everything is written. Raises the error of the last write; Aborted when the run is stopped."""
         if self._writing is not None:
-            finished(self._writing, self.stop)
+            result_of(self._writing, self.stop)
 
     def close(self) -> None:
-        """Take no more parts; one that is being written appears whole or not at all."""
+        """Accept no more parts; one that is being written appears whole or not at all."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
 class PlainWriter:
-    """Writes parts of a pass that nothing commits: their names say how many there are."""
+    """Writes parts of a pass that nothing commits: their names contain their number and count."""
 
     run_url: str
     reports: bool = False
-    """Never: no driver waits for a part."""
+    """Always False: no driver waits for a part."""
 
-    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, done: SoFar) -> None:
+    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
         write_part(step_folder(self.run_url, link.table, iteration.step), link.index, link.count, rows)
 
-    def note(self, table: str, iteration: Iteration, done: SoFar) -> None:
-        """Report nothing: nobody commits the table."""
+    def report_no_part(self, table: str, iteration: Iteration, progress: StepProgress) -> None:
+        """Do nothing: nobody commits the table."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def _event(iteration: Iteration, table: str, done: SoFar) -> dict[str, Any]:
-    named = (str(iteration.phase), iteration.step, iteration.sequence)
+def _event(iteration: Iteration, table: str, progress: StepProgress) -> dict[str, Any]:
     return {
         "kind": "staged",
-        "iteration": named,
+        "iteration": (str(iteration.phase), iteration.step, iteration.sequence),
         "table": table,
-        "metrics": pack(done.metrics),
-        "position": done.position,
+        "metrics": pack(progress.metrics),
+        "position": progress.position,
     }

@@ -16,7 +16,7 @@ SLICE = 0.1  # seconds within which Ctrl-C and a peer's failure are noticed
 
 
 class StopFlag:
-    """Tells a worker to stop; set once, with the reason."""
+    """A worker's order to stop; set once, with the reason."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -45,10 +45,10 @@ class StopFlag:
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, stop: StopFlag) -> _T:
     """Run ``work`` on ``loop`` from another thread and return its result. Aborted as soon as the flag is set."""
-    return finished(asyncio.run_coroutine_threadsafe(work, loop), stop)
+    return result_of(asyncio.run_coroutine_threadsafe(work, loop), stop)
 
 
-def finished(future: Future[_T], stop: StopFlag) -> _T:
+def result_of(future: Future[_T], stop: StopFlag) -> _T:
     """Wait for ``future`` and return its result. Aborted as soon as the flag is set."""
     while True:
         try:

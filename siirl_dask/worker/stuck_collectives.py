@@ -16,29 +16,30 @@ from pathlib import Path
 
 from siirl_dask import collectives
 
-_POLL = "anon_inode:[eventpoll]"
-_FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+_EPOLL = "anon_inode:[eventpoll]"
+_FILES = Path("/proc/self/fd")
+_DETAILS = Path("/proc/self/fdinfo")
 
 
-def polls() -> set[int]:
+def epoll_descriptors() -> set[int]:
     """Return the file descriptors of this process that are epoll instances; none where there is no Linux.
 
-    Each gloo group has one of its own: those that came while the groups were made are theirs.
+    Each gloo group has one of its own: those that are new after the groups were made are theirs.
     """
-    return {number for number in _numbers() if _target(number) == _POLL}
+    return {number for number in _numbers() if _target(number) == _EPOLL}
 
 
-def end(those: Collection[int]) -> None:
-    """End every collective of this process: those of devices, and those of gloo over the connections of ``cut``."""
+def end_collectives(epolls: Collection[int]) -> None:
+    """End every collective of this process: on devices, and of gloo over the connections that ``epolls`` watch."""
     try:
         collectives.abort_device_groups()
     finally:
-        cut(those)
+        shut_down_connections(epolls)
 
 
-def cut(those: Collection[int]) -> int:
-    """Shut down each TCP connection that one of ``those`` epoll instances watches, and return their number."""
-    return sum(_shut_down(number) for poll in those for number in _watched(poll))
+def shut_down_connections(epolls: Collection[int]) -> int:
+    """Shut down each TCP connection that one of the epoll instances watches, and return their number."""
+    return sum(_shut_down(number) for epoll in epolls for number in _watched(epoll))
 
 
 def _numbers() -> list[int]:
@@ -55,10 +56,10 @@ def _target(number: int) -> str:
         return ""
 
 
-def _watched(poll: int) -> list[int]:
+def _watched(epoll: int) -> list[int]:
     """Return the file descriptors that an epoll instance watches."""
     try:
-        details = (_DETAILS / str(poll)).read_text()
+        details = (_DETAILS / str(epoll)).read_text()
     except OSError:
         return []
     return [int(number) for number in re.findall(r"^tfd:\s*(\d+)", details, re.MULTILINE)]

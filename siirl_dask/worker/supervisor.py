@@ -1,4 +1,4 @@
-"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are told at once."""
+"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are stopped at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tornado.ioloop import PeriodicCallback
 from siirl_dask.errors import PeerError
 from siirl_dask.worker.idle_workers import free_workers, other_runs
 from siirl_dask.worker.node_watch import NodeWatch
-from siirl_dask.worker.pulse import Reading
 from siirl_dask.worker.run_meter import StepMerger
+from siirl_dask.worker.task_progress import Reading
 from siirl_dask.worker.tasks import is_task_of
 
 if TYPE_CHECKING:
@@ -30,18 +30,18 @@ logger = logging.getLogger("siirl_dask.worker")
 ABORT = "siirl-abort"
 """Stream operation by which the supervisor stops a run's workers. Here, so that a scheduler need not import torch."""
 _BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
-_EVERY_MS = 250.0  # interval of looks: a connection that closes loses what it carried since the last one
-_LOOKS = 20  # within the patience for the driver, or the time between two words to it
-_LEAVES = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
-_NODES_EVERY = 1.0  # seconds between looks at what nodes get done
-_NAMED = 16  # silent workers of which the driver is told
-_CONNECTIONS = 100  # looked at in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
+_TRAFFIC_EVERY_MS = 250.0  # between two counts: a connection that closes loses what it carried since the last one
+_CONNECTIONS = 100  # counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
+_TICKS = 20  # within the patience for the driver, or the time between two reports of progress to it
+_LEAVING = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
+_NODES_EVERY = 1.0  # seconds between checks of the progress of nodes
+_MAX_SILENT = 16  # silent workers that are reported to the driver
 
 
 class Supervisor(SchedulerPlugin):
     """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on.
 
-    It also tells the driver now and then that something got done, and is told by the driver's pings that it is there.
+    It also reports progress to the driver now and then, and takes the driver's pings as its signs of life.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Supervisor(SchedulerPlugin):
         client: str | None,
         *,
         patience: float = 15.0,
-        tell_every: float = 60.0,
+        report_every: float = 60.0,
         follows: str | None = None,
         elastic: bool = False,
         node_timeout: float = 0.0,
@@ -60,37 +60,45 @@ class Supervisor(SchedulerPlugin):
     ) -> None:
         """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
 
-        Such a driver counts as gone after ``patience`` seconds without a ping. It is told of progress every
-        ``tell_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
-        told of workers that nobody uses, and shares none with another run. It is told of a node that gets nothing done
-        on a worker for ``node_timeout`` seconds; 0: never. ``run`` is its name for Prometheus.
+        Such a driver counts as gone after ``patience`` seconds without a ping. Progress is reported to it every
+        ``report_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
+        informed of workers that nobody uses, and shares none with another run. A node that makes no progress on a
+        worker for ``node_timeout`` seconds is reported; 0: never. ``run`` is its name for Prometheus.
         """
-        self._run = run
         self.name = plugin
         self.members = dict(members)
-        self._names = {address: name for name, address in members.items()}
-        self._client = client
+        self._run = run
         self._topic = topic
-        self._follows, self._elastic = follows, elastic
-        self._idle: set[str] = set()
-        self._told: set[str] = set()
-        self._left_in_order: set[str] = set()
-        self._patience, self._tell_every = patience, tell_every
-        self._heard, self._silent = False, 0
-        self._looks, self._beats = 0, 0
+        self._client = client
+        self._patience = patience
+        self._report_every = report_every
+        self._follows = follows
+        self._elastic = elastic
+        self._names = {address: name for name, address in members.items()}
         self._states: dict[str, WorkerState] = {}
-        self._nodes, self._since_nodes = NodeWatch(node_timeout), 0.0
+        """Dask's states of the workers, by address, also of those that have left."""
+        self._left_in_order: set[str] = set()
+        self._idle: set[str] = set()
+        """Addresses of the workers that were idle at the last tick."""
+        self._reported_idle: set[str] = set()
+        self._pinged = False
+        self._ticks_without_ping = 0
+        self._ticks_since_report = 0
+        self._reported_beats = 0
+        self._nodes = NodeWatch(node_timeout)
+        self._since_nodes = 0.0
+        """Seconds since the nodes' progress was checked."""
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         if self._elastic:
-            self._claim()
+            self._check_not_taken()
         self._traffic = TrafficMeter(scheduler)
         self._merger = StepMerger.of(self._run, len(self.members)) if self._run else None
         calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
         self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
         scheduler.handlers.update(self._handlers)
-        self._timer = PeriodicCallback(self._look, self._pause * 1000)
+        self._timer = PeriodicCallback(self._tick, self._tick_seconds * 1000)
         self._timer.start()
 
     async def close(self) -> None:
@@ -104,53 +112,67 @@ class Supervisor(SchedulerPlugin):
             self._lose(worker, in_order=False)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Take reports for Prometheus, and note that a worker leaves before it has: peers would be told of its tasks,
-        which it ends by itself.
+        """Count reports of steps for Prometheus, and report a worker as lost when it begins to leave: its tasks fail
+        then, which must not look like the cause.
         """
-        if topic == self._topic and self._merger is not None and isinstance(msg, dict):
-            self._merger.take(msg)
-        if topic not in self._names or topic in self._left_in_order or not isinstance(msg, dict):
+        if not isinstance(msg, dict):
             return
-        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVES:
+        if topic == self._topic and self._merger is not None:
+            self._merger.take(msg)
+        if topic not in self._names or topic in self._left_in_order:
+            return
+        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVING:
             self._left_in_order.add(topic)
             self._lose(topic, in_order=True)
 
-    def _lose(self, worker: str, *, in_order: bool) -> None:
-        name = self._names.get(worker)
-        if name is not None:
-            state = None if in_order else self._states.get(worker)
-            silence = None if state is None else max(0.0, time.time() - state.last_seen)
-            event = {"kind": "lost", "member": name, "address": worker, "silence": silence, "in_order": in_order}
-            event["memory"] = None if state is None else state.metrics.get("memory")
-            self._scheduler.log_event(self._topic, event)
-            self.abort(f"worker {name!r} at {worker} left the cluster")
+    def _lose(self, address: str, *, in_order: bool) -> None:
+        """Report a worker of the run as lost, and stop all others."""
+        name = self._names.get(address)
+        if name is None:
+            return
+        state = None if in_order else self._states.get(address)
+        silence = None
+        memory = None
+        if state is not None:
+            silence = max(0.0, time.time() - state.last_seen)
+            memory = state.metrics.get("memory")
+        event = {
+            "kind": "lost",
+            "member": name,
+            "address": address,
+            "silence": silence,
+            "in_order": in_order,
+            "memory": memory,
+        }
+        self._scheduler.log_event(self._topic, event)
+        self.abort(f"worker {name!r} at {address} left the cluster")
 
-    def _claim(self) -> None:
+    def _check_not_taken(self) -> None:
         """Raise PeerError if another run uses a worker of this one: both had found it idle."""
         taken = other_runs(self._scheduler, self.name, self._follows)
         if shared := [name for name, address in self.members.items() if address in taken]:
             raise PeerError(f"worker {shared[0]!r} was idle, and another run has taken it")
 
-    def _tell_idle(self) -> None:
-        """Tell the driver, once, of each set of idle workers that was there at two looks."""
-        idle = {*free_workers(self.name, dask_scheduler=self._scheduler).values()} - self._names.keys()
-        if idle == self._idle and idle - self._told:
-            self._told = idle
+    def _report_idle(self) -> None:
+        """Report once to the driver that workers are idle, for each set of them that is the same at two ticks."""
+        idle = set(free_workers(self.name, dask_scheduler=self._scheduler).values()) - self._names.keys()
+        if idle == self._idle and idle - self._reported_idle:
+            self._reported_idle = idle
             self._scheduler.log_event(self._topic, {"kind": "idle"})
         self._idle = idle
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Stop the run when its driver is gone or cut off, and take it off the cluster, so that another may start."""
+        """Stop the run when its driver is gone or cut off, and remove it from the cluster: another may start then."""
         if client == self._client:
             self._end_without_driver("the driver left the cluster")
 
     async def leave(self) -> None:
-        """Take the run off the cluster, with all that it has built on the workers. The driver calls this, too."""
+        """Remove the run from the cluster, with all that it has built on the workers. The driver calls this, too."""
         await self.close()
         self._scheduler.remove_plugin(self.name)
         try:
             await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
-        except (OSError, ValueError) as error:  # a worker is gone, or the run never came as far as the workers
+        except (OSError, ValueError) as error:  # a worker is gone, or the run never reached the workers
             logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -158,71 +180,76 @@ class Supervisor(SchedulerPlugin):
             self.abort(f"task {key} failed")
 
     def abort(self, reason: str) -> None:
-        """Tell every worker that is still there to stop. The driver calls this as a handler, too."""
+        """Stop every worker that is still connected. The driver calls this as a handler, too."""
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
         present = [address for address in self.members.values() if address in self._scheduler.stream_comms]
         self._scheduler.send_all({}, {address: [message] for address in present})
 
     def ping(self) -> bool:
-        """Take the driver's sign of life, and answer it: Dask answers None for a handler that is not there."""
-        self._heard = True
+        """Record the driver's sign of life, and return True: Dask answers None for a handler that is not there."""
+        self._pinged = True
         return True
 
     def readings(self) -> dict[str, tuple[int, str, bool]]:
-        """Return each worker's last reading of its pulse: beats, place, and whether it waits for others."""
-        known = self._scheduler.workers
-        readings = {
-            member: Reading.of(known[address].metrics if address in known else {}, self.name)
-            for member, address in self.members.items()
-        }
-        return {member: (reading.beats, reading.place, reading.waits) for member, reading in readings.items()}
-
-    def _busiest_place(self) -> str:
-        """Return where most workers are that do not wait for others; an empty text where all wait."""
-        places = Counter(place for _, place, waits in self.readings().values() if place and not waits)
-        return next((place for place, _ in places.most_common(1)), "")
+        """Return each worker's last reading: beats, place, and whether it waits for others."""
+        workers = self._scheduler.workers
+        readings: dict[str, tuple[int, str, bool]] = {}
+        for member, address in self.members.items():
+            metrics = workers[address].metrics if address in workers else {}
+            reading = Reading.of(metrics, self.name)
+            readings[member] = (reading.beats, reading.place, reading.waits)
+        return readings
 
     @property
-    def _pause(self) -> float:
-        return min(self._patience, self._tell_every) / _LOOKS
+    def _tick_seconds(self) -> float:
+        return min(self._patience, self._report_every) / _TICKS
 
-    def _look(self) -> None:
-        """Tell the driver of progress, and end the run when it has given no sign of life for too long.
+    def _tick(self) -> None:
+        """Report progress to the driver, and end the run when it has given no sign of life for too long.
 
-        Looks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
+        Ticks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
         """
-        known = self._scheduler.workers
-        self._states |= {address: known[address] for address in self.members.values() if address in known}
+        workers = self._scheduler.workers
+        self._states |= {address: workers[address] for address in self.members.values() if address in workers}
         if self._elastic:
-            self._tell_idle()
-        self._look_at_nodes()
-        self._looks += 1
-        if self._looks * self._pause >= self._tell_every / 2:
-            self._looks, before = 0, self._beats
-            self._beats = sum(beats for beats, _, _ in self.readings().values())
-            if self._beats != before:
-                event = {"kind": "progress", "beats": self._beats, "place": self._busiest_place()}
-                self._scheduler.log_event(self._topic, event)
-        self._silent = 0 if self._heard else self._silent + 1
-        self._heard = False
-        if self._client is not None and self._silent * self._pause >= self._patience:
+            self._report_idle()
+        self._check_nodes()
+        self._ticks_since_report += 1
+        if self._ticks_since_report * self._tick_seconds >= self._report_every / 2:
+            self._ticks_since_report = 0
+            self._report_progress()
+        self._ticks_without_ping = 0 if self._pinged else self._ticks_without_ping + 1
+        self._pinged = False
+        if self._client is not None and self._ticks_without_ping * self._tick_seconds >= self._patience:
             self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
 
-    def _look_at_nodes(self) -> None:
-        """Tell the driver, every so often, of workers that have been silent in a node, or say nothing at all."""
-        self._since_nodes += self._pause
+    def _report_progress(self) -> None:
+        """Report the sum of beats to the driver if it has changed, and where most workers are that do not wait."""
+        readings = self.readings()
+        beats = sum(beats for beats, _, _ in readings.values())
+        if beats == self._reported_beats:
+            return
+        self._reported_beats = beats
+        busy = Counter(place for _, place, waits in readings.values() if place and not waits)
+        place = busy.most_common(1)[0][0] if busy else ""
+        self._scheduler.log_event(self._topic, {"kind": "progress", "beats": beats, "place": place})
+
+    def _check_nodes(self) -> None:
+        """Report workers to the driver that make no progress in a node, or whose process is silent."""
+        self._since_nodes += self._tick_seconds
         if not self._nodes.timeout or self._since_nodes < min(_NODES_EVERY, self._nodes.timeout / 4):
             return
-        seconds, self._since_nodes = self._since_nodes, 0.0
-        known = self._scheduler.workers
+        seconds = self._since_nodes
+        self._since_nodes = 0.0
+        workers = self._scheduler.workers
         readings = {
-            member: (Reading.of(known[address].metrics, self.name), known[address].last_seen)
+            member: (Reading.of(workers[address].metrics, self.name), workers[address].last_seen)
             for member, address in self.members.items()
-            if address in known
+            if address in workers
         }
-        if silent := self._nodes.look(seconds, readings):
-            named = [[one.member, one.place, one.seconds, one.heard] for one in silent[:_NAMED]]
-            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": named})
+        if silent := self._nodes.silent_workers(seconds, readings):
+            silences = [[worker.member, worker.place, worker.seconds, worker.heard] for worker in silent[:_MAX_SILENT]]
+            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": silences})
 
     def _end_without_driver(self, reason: str) -> None:
         self._client = None
@@ -243,29 +270,33 @@ class TrafficMeter:
         self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._total = 0
         self._supported = hasattr(socket, "TCP_INFO")
-        self._timer = PeriodicCallback(self._look, _EVERY_MS)
-        self._look(count=False)
+        self._timer = PeriodicCallback(self._update, _TRAFFIC_EVERY_MS)
+        for comm in self._comms():  # bytes from before the start do not count
+            carried = connection_bytes(comm) if self._supported else None
+            if carried is not None:
+                self._seen[comm] = carried
         self._timer.start()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._timer.stop()
 
     def total(self) -> int | None:
         """Return the bytes so far; None where they cannot be counted."""
-        self._look()
+        self._update()
         return self._total if self._supported else None
 
-    def _look(self, count: bool = True) -> None:
+    def _update(self) -> None:
+        """Add the bytes that each connection has carried since the last update."""
         if not self._supported:
             return
         comms = list(self._comms())
-        self._timer.callback_time = _EVERY_MS * max(1.0, len(comms) / _CONNECTIONS)
+        self._timer.callback_time = _TRAFFIC_EVERY_MS * max(1.0, len(comms) / _CONNECTIONS)
         for comm in comms:
-            total = carried(comm)
-            if total is not None:
-                self._total += (total - self._seen.get(comm, 0)) if count else 0
-                self._seen[comm] = total
+            carried = connection_bytes(comm)
+            if carried is not None:
+                self._total += carried - self._seen.get(comm, 0)
+                self._seen[comm] = carried
 
     def _comms(self) -> Iterable[Any]:
         yield from self._scheduler._comms  # opened by others to the scheduler
@@ -273,7 +304,7 @@ class TrafficMeter:
             yield from comms
 
 
-def carried(comm: Any) -> int | None:
+def connection_bytes(comm: Any) -> int | None:
     """Return the bytes over a connection so far, both ways; None where they cannot be counted."""
     stream = getattr(comm, "stream", None)
     if stream is None or stream.closed():

@@ -1,4 +1,5 @@
-"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for its turn and calls one method of it.
+"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for the tasks before it and calls one
+method of the plugin.
 
 Arguments are plain values, which no worker needs to unpickle. The scheduler imports this module to hand the tasks out:
 it must not import torch, which would keep a scheduler from answering for seconds.
@@ -14,15 +15,14 @@ from distributed import get_worker
 
 from siirl_dask.errors import Aborted
 from siirl_dask.planner import Iteration, Phase
-from siirl_dask.worker.named_errors import deliver_errors
+from siirl_dask.worker.named_errors import portable
 
 if TYPE_CHECKING:
     from distributed import Nanny, Worker
 
     from siirl_dask.worker.dag_worker import DAGWorker
 
-
-_Fields = tuple[str, int, int, bool, int | None, str]
+_IterationFields = tuple[str, int, int, bool, int | None, str]
 """An iteration in plain values."""
 
 
@@ -32,28 +32,30 @@ def task_group(plugin: str, what: str) -> str:
 
 
 def is_task_of(plugin: str, key: object) -> bool:
-    """Tell whether a key is that of a task of the run with this plugin."""
-    return isinstance(key, tuple) and str(key[0]).endswith(plugin.removeprefix("siirl"))
+    """Return whether a key is that of a task of the run with this plugin."""
+    if not isinstance(key, tuple):
+        return False
+    return str(key[0]).endswith(plugin.removeprefix("siirl"))
 
 
-def start_worker(plugin: str, turn: int, ports: Sequence[int]) -> None:
+def start_worker(plugin: str, number: int, ports: Sequence[int]) -> None:
     """Build this worker's roles. ``ports`` are those of all workers, in rank order."""
-    _call(plugin, turn, lambda running: running.start(ports))
+    _run_task(plugin, number, lambda running: running.start(ports))
 
 
-def run_chain(plugin: str, turn: int, iteration: _Fields, completed: int) -> None:
+def run_chain(plugin: str, number: int, iteration: _IterationFields, completed: int) -> None:
     """Run the chain once."""
-    _call(plugin, turn, lambda running: running.run_chain(_iteration(*iteration), completed))
+    _run_task(plugin, number, lambda running: running.run_chain(_iteration(iteration), completed))
 
 
-def save_worker(plugin: str, turn: int, iteration: _Fields, completed: int, url: str) -> None:
+def save_worker(plugin: str, number: int, iteration: _IterationFields, completed: int, url: str) -> None:
     """Write this worker's part of a checkpoint."""
-    _call(plugin, turn, lambda running: running.save(_iteration(*iteration), url, completed))
+    _run_task(plugin, number, lambda running: running.save(_iteration(iteration), url, completed))
 
 
-def finish_worker(plugin: str, turn: int) -> None:
-    """Free the roles, now or as this task ends."""
-    _call(plugin, turn, lambda running: running.finish())
+def finish_worker(plugin: str, number: int) -> None:
+    """Free the roles as this task ends."""
+    _run_task(plugin, number, lambda running: running.finish())
 
 
 def port_of(plugin: str, dask_worker: Worker) -> int:
@@ -71,11 +73,13 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
 def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
     """Return where the worker's task is, whom it waits for, and its stacks. Runs on the worker's event loop."""
     running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
-    return {"place": "", "waits": False, "owed": [], "stacks": []} if running is None else running.describe_wait()
+    if running is None:
+        return {"place": "", "waits": False, "owed": [], "stacks": []}
+    return running.describe_wait()
 
 
 def beats_inside(plugin: str, dask_worker: Worker) -> int | None:
-    """Return how often the run's task has got something done, None if none is inside. Runs on the event loop."""
+    """Return the number of beats of the run's task, None if none is running. Runs on the event loop."""
     running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     return None if running is None else running.beats_inside()
 
@@ -92,20 +96,33 @@ def models_of(plugin: str, dask_worker: Worker) -> list[str]:
     return running.models_used()
 
 
-def _call(plugin: str, turn: int, work: Callable[[DAGWorker], None]) -> None:
+def _run_task(plugin: str, number: int, work: Callable[[DAGWorker], None]) -> None:
     running: DAGWorker | None = get_worker().plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     if running is None:
         raise Aborted(f"the driver gave no sign of life: the run was taken off worker {get_worker().name!r}")
-    deliver_errors(running.worker_name, _in_turn, running, turn, work)
+    try:
+        _run_in_order(running, number, work)
+        return
+    except Exception as error:
+        failure = portable(error, running.worker_name)
+    raise failure  # not above, where the first exception would become its context
 
 
-def _in_turn(running: DAGWorker, turn: int, work: Callable[[DAGWorker], None]) -> None:
+def _run_in_order(running: DAGWorker, number: int, work: Callable[[DAGWorker], None]) -> None:
     """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
-    place = running.pulse.at("a task of the run")
-    with running.turns.take(turn), running.release.task(), running.tracing.task(), place:
+    place = running.progress.at("a task of the run")
+    with running.task_order.take(number), running.release.task(), running.tracing.task(), place:
         running.bind_device()
         work(running)
 
 
-def _iteration(phase: str, step: int, sequence: int, drain: bool, position: int | None, frontier: str) -> Iteration:
-    return Iteration(Phase(phase), step, sequence, drain, position, frontier)
+def _iteration(fields: _IterationFields) -> Iteration:
+    phase, step, sequence, drain, position, frontier = fields
+    return Iteration(
+        phase=Phase(phase),
+        step=step,
+        sequence=sequence,
+        drain=drain,
+        position=position,
+        frontier=frontier,
+    )

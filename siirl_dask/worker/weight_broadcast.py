@@ -2,8 +2,8 @@
 
 All sides cut the announced tensors into the same buffers, of at most ``max_bytes`` or one tensor. The sender fills a
 buffer while the one before is on its way; receivers load one while the next arrives. So a device holds at most two, and
-a buffer is freed as soon as nobody refers to a tensor in it. Waits are short slices: a worker that is told to stop
-does, even if a peer is dead.
+a buffer is freed as soon as nobody refers to a tensor in it. Waits are short slices: a worker that is told to stop does
+so, even if a peer is dead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from siirl_dask.worker.stop import StopFlag
 Waiting = Callable[[], AbstractContextManager[None]]
 """Makes a context manager that times a wait for peers."""
 _ALIGNED = 16  # bytes: a view needs the alignment of its type, and kernels read this much at once
-_SHORTEST, _LONGEST = 1e-4, 0.02  # seconds between two looks: a bucket over NVLink takes about 1 ms
+_SHORTEST_PAUSE = 1e-4  # seconds between two polls of a broadcast: a bucket over NVLink takes about 1 ms
+_LONGEST_PAUSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of one tensor in a buffer."""
+class BufferSlot:
+    """The part of a buffer that holds one tensor."""
 
     start: int
     """Offset of the first byte."""
@@ -46,29 +47,36 @@ class Place:
         """Offset after the last byte."""
         return self.start + prod(self.shape) * self.dtype.itemsize
 
-    def within(self, buffer: Tensor) -> Tensor:
+    def view(self, buffer: Tensor) -> Tensor:
         """Return the tensor as a view of ``buffer``."""
         return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
-def cut(index: pa.Table, max_bytes: int) -> Iterator[tuple[Place, ...]]:
-    """Yield the places of each buffer's tensors, in the order of ``index``. PeerError for a bad dtype or shape."""
-    places: list[Place] = []
+Slots = tuple[BufferSlot, ...]
+"""The slots of one buffer, which follow one another."""
+
+
+def cut(index: pa.Table, max_bytes: int) -> Iterator[Slots]:
+    """Yield the slots of each buffer, for the tensors in the order of ``index``. PeerError for a bad dtype or shape."""
+    slots: list[BufferSlot] = []
     for dtype, shape in zip(index[PARAMETER_DTYPE].to_pylist(), index[PARAMETER_SHAPE].to_pylist(), strict=True):
-        place = _place(places[-1].stop if places else 0, dtype, shape)
-        if places and place.stop > max_bytes:
-            yield tuple(places)
-            places, place = [], _place(0, dtype, shape)
-        places.append(place)
-    if places:
-        yield tuple(places)
+        slot = _slot(slots[-1].stop if slots else 0, dtype, shape)
+        if slots and slot.stop > max_bytes:
+            yield tuple(slots)
+            slots = []
+            slot = _slot(0, dtype, shape)
+        slots.append(slot)
+    if slots:
+        yield tuple(slots)
 
 
-def _place(after: int, dtype: Any, shape: Any) -> Place:
-    kind = getattr(torch, str(dtype), None)
-    if not isinstance(kind, torch.dtype) or shape is None or any(size is None or size < 0 for size in shape):
+def _slot(after: int, dtype: Any, shape: Any) -> BufferSlot:
+    """Return the first aligned slot from the offset ``after`` on."""
+    torch_dtype = getattr(torch, str(dtype), None)
+    if not isinstance(torch_dtype, torch.dtype) or shape is None or any(size is None or size < 0 for size in shape):
         raise PeerError(f"a tensor of dtype {dtype!r} and shape {shape} was announced: expected those of a tensor")
-    return Place(after + -after % _ALIGNED, kind, tuple(shape))
+    start = after + -after % _ALIGNED
+    return BufferSlot(start, torch_dtype, tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +102,10 @@ class Broadcast:
             for _ in tensors:
                 self.stop.check()
             return 0
-        sent, work = 0, None
-        for places in cut(index, self.max_bytes):
-            buffer = self._filled(places, tensors)
+        sent = 0
+        work = None
+        for slots in cut(index, self.max_bytes):
+            buffer = self._filled(slots, tensors)
             with waiting():
                 self._finish(work)
             work = self._begin(buffer)
@@ -109,48 +118,49 @@ class Broadcast:
 
     def receive(self, index: pa.Table, waiting: Waiting) -> Generator[Tensor]:
         """Yield the tensors that ``index`` describes, one after the other. PeerError when they do not arrive."""
-        cuts = cut(index, self.max_bytes)
-        coming = self._next(cuts)
-        while coming is not None:
-            places, buffer, work = coming
+        buffers = cut(index, self.max_bytes)
+        receiving = self._receive_next(buffers)
+        while receiving is not None:
+            slots, buffer, work = receiving
             with waiting():
                 self._finish(work)
             del work  # it refers to the buffer
-            coming = None
-            for number, place in enumerate(places):
-                yield place.within(buffer)
+            receiving = None
+            for number, slot in enumerate(slots):
+                yield slot.view(buffer)
                 if number == 0:  # by now nobody refers to the previous buffer
-                    coming = self._next(cuts)
+                    receiving = self._receive_next(buffers)
             del buffer
 
-    def _filled(self, places: tuple[Place, ...], tensors: Iterator[Tensor]) -> Tensor:
-        buffer = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
-        for place in places:
+    def _filled(self, slots: Slots, tensors: Iterator[Tensor]) -> Tensor:
+        buffer = torch.empty(slots[-1].stop, dtype=torch.uint8, device=self.device)
+        for slot in slots:
             tensor = next(tensors, None)
-            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (place.dtype, place.shape):
+            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (slot.dtype, slot.shape):
                 made = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
-                announced = f"{place.dtype} of shape {list(place.shape)}"
+                announced = f"{slot.dtype} of shape {list(slot.shape)}"
                 raise NodeError(f"worker {self.members[0]!r} announced a tensor, {announced}, and its node gave {made}")
-            place.within(buffer).copy_(tensor.detach())
+            slot.view(buffer).copy_(tensor.detach())
             del tensor  # it may be gathered: only one at a time fits
         return buffer
 
-    def _next(self, cuts: Iterator[tuple[Place, ...]]) -> tuple[tuple[Place, ...], Tensor, Any] | None:
-        places = next(cuts, None)
-        if places is None:
+    def _receive_next(self, buffers: Iterator[Slots]) -> tuple[Slots, Tensor, Any] | None:
+        """Begin to receive the next buffer; None after the last."""
+        slots = next(buffers, None)
+        if slots is None:
             return None
-        buffer = torch.empty(places[-1].stop, dtype=torch.uint8, device=self.device)
-        return places, buffer, self._begin(buffer)
+        buffer = torch.empty(slots[-1].stop, dtype=torch.uint8, device=self.device)
+        return slots, buffer, self._begin(buffer)
 
     def _begin(self, buffer: Tensor) -> Any:
         return self.group.broadcast(buffer, 0) if len(buffer) else None
 
     def _finish(self, work: Any) -> None:
-        pause = _SHORTEST
+        pause = _SHORTEST_PAUSE
         try:
             while work is not None and not work.is_completed():
                 self.stop.wait(pause)
-                pause = min(2 * pause, _LONGEST)
+                pause = min(2 * pause, _LONGEST_PAUSE)
             if work is not None:
                 work.wait()
         except RuntimeError as error:  # torch raises it for a dead peer and at the group's timeout
@@ -163,10 +173,11 @@ def join_broadcasts(
 ) -> dict[tuple[str, ...], Broadcast]:
     """Make the plan's broadcasts, by the workers that take part; every worker makes all, in the same order.
 
-    ``timeout`` is in seconds, of a broadcast whose peers do not come.
+    ``timeout`` is the seconds that a broadcast waits for its peers.
     """
     broadcasts: dict[tuple[str, ...], Broadcast] = {}
-    for link in (link for chain in plan.chains.values() for link in chain.flat):
+    links = (link for chain in plan.chains.values() for link in chain.flat)
+    for link in links:
         if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
             continue
         members = (*link.edge.sources, *link.joins[1:])

@@ -6,8 +6,8 @@ the one that arrived; its node may still refer to the last row of the table befo
 that is both source and sink makes its own share of a table before it requests all of it, so nobody waits for a table
 that nobody makes.
 
-Where a broadcast can bring the tensors from device to device, only the index travels as a table. Where each worker is
-both, nothing travels: its sink gets the tensors that its source has gathered, on their device.
+Where tensors can be broadcast from device to device, only the index is sent as a table. Where each worker is both
+source and sink, nothing is sent: its sink gets the tensors that its source has gathered, on their device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
 from siirl_dask.trace import Lane, Recorder, Span
 from siirl_dask.worker.node_call import NodeCalls, checked
-from siirl_dask.worker.pulse import Pulse
-from siirl_dask.worker.stop import StopFlag, finished, wait_for
+from siirl_dask.worker.stop import StopFlag, result_of, wait_for
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 _MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as long again on busy cores
@@ -42,27 +42,45 @@ _MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as lon
 def run(link: Stream, calls: NodeCalls) -> None:
     """Run the source and the sink of a stream, as far as they are on this worker."""
     runtime = calls.runtime
-    clock, broadcast = _clock(calls), runtime.broadcasts.get(link.joins)
-    tensors = broadcast is not None or (link.edge is None and handle_tensors(link.source, link.target))
-    made = _made(link, calls, tensors=tensors) if link.gives else iter(())
-    made = clock.timed(link.source.name, made)
+    clock = _clock(calls)
+    broadcast = runtime.broadcasts.get(link.joins)
+    as_tensors = broadcast is not None
+    if link.edge is None and handle_tensors(link.source, link.target):
+        as_tensors = True
+    produced: Iterator[Any] = iter(())
+    if link.gives:
+        produced = _run_source(link, calls, as_tensors=as_tensors)
+    produced = clock.timed(link.source.name, produced)
     if link.edge is None:
-        index = next(made)
-        stream = RowStream(index, made if tensors else check_order(index, made, link.source.name))
-        _take(link, calls, stream, clock, tensors=tensors)
+        index = next(produced)
+        items = produced if as_tensors else check_order(index, produced, link.source.name)
+        _run_sink(link, calls, RowStream(index, items), clock, as_tensors=as_tensors)
     elif broadcast is not None:
-        _broadcast(link, calls, made, _edge(link.edge, calls), broadcast, clock)
+        edge = _stream_edge(link.edge, calls)
+        if link.gives:
+            index = next(produced)
+            edge.publish(0, index)
+            sent = broadcast.send(index, produced, partial(_waiting, edge, clock))
+            calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
+        else:
+            _run_sink(link, calls, _receive_broadcast(edge, broadcast, clock), clock, as_tensors=True)
     else:
-        _relay(link, calls, made, _edge(link.edge, calls), clock)
+        edge = _stream_edge(link.edge, calls)
+        published = publish_each(produced, edge, clock)
+        if link.takes:
+            _run_sink(link, calls, receive_tables(edge, published, clock), clock, as_tensors=False)
+        for _ in published:
+            runtime.stop.check()
     clock.log(calls.metrics)
 
 
 def discard(link: Stream, calls: NodeCalls) -> None:
-    """Take all of a stream that comes from other workers, and leave it."""
-    assert link.edge is not None, "what is of an earlier iteration comes from other workers"
-    clock, edge = _clock(calls), _edge(link.edge, calls)
+    """Receive and discard all of a stream that other workers send."""
+    assert link.edge is not None, "a stream of an earlier iteration is sent by other workers"
+    clock = _clock(calls)
+    edge = _stream_edge(link.edge, calls)
     broadcast = calls.runtime.broadcasts.get(link.joins)
-    stream = consume(edge, iter(()), clock) if broadcast is None else _arriving(edge, broadcast, clock)
+    stream = receive_tables(edge, iter(()), clock) if broadcast is None else _receive_broadcast(edge, broadcast, clock)
     for _ in stream.tables:
         calls.runtime.stop.check()
 
@@ -71,56 +89,43 @@ def _clock(calls: NodeCalls) -> Clock:
     return Clock(calls.runtime.meter, calls.runtime.trace, calls.iteration.sequence)
 
 
-def _edge(edge: Edge, calls: NodeCalls) -> StreamEdge:
+def _stream_edge(edge: Edge, calls: NodeCalls) -> StreamEdge:
     runtime = calls.runtime
-    return StreamEdge(edge, calls.iteration, runtime.databuffer, runtime.loop, runtime.stop, runtime.pulse)
+    return StreamEdge(
+        edge=edge,
+        iteration=calls.iteration,
+        databuffer=runtime.databuffer,
+        loop=runtime.loop,
+        stop=runtime.stop,
+        progress=runtime.progress,
+    )
 
 
-def _relay(link: Stream, calls: NodeCalls, made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> None:
-    """Send the tables along the edge, as other rows."""
-    produced = produce(made, edge, clock)
-    if link.takes:
-        _take(link, calls, consume(edge, produced, clock), clock)
-    for _ in produced:
-        calls.runtime.stop.check()
-
-
-def _broadcast(
-    link: Stream, calls: NodeCalls, made: Iterator[Any], edge: StreamEdge, broadcast: Broadcast, clock: Clock
-) -> None:
-    """Send the index along the edge, and the tensors from device to device."""
-    if link.gives:
-        index = next(made)
-        edge.publish(0, index)
-        sent = broadcast.send(index, made, partial(_waiting, edge, clock))
-        calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
-    else:
-        _take(link, calls, _arriving(edge, broadcast, clock), clock, tensors=True)
-
-
-def _arriving(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> RowStream:
-    """Return the stream that a broadcast brings, whose index comes along the edge."""
+def _receive_broadcast(edge: StreamEdge, broadcast: Broadcast, clock: Clock) -> RowStream:
+    """Return a stream whose index travels along the edge and whose tensors are broadcast."""
     with _waiting(edge, clock):
-        index = edge.wait_for(edge.ask_for(0))
+        index = edge.wait_for(edge.request(0))
     return RowStream(index, broadcast.receive(index, partial(_waiting, edge, clock)))
 
 
 @contextmanager
 def _waiting(edge: StreamEdge, clock: Clock) -> Iterator[None]:
-    with clock.moving(edge.edge.name), edge.pulse.waiting("weights"):
+    with clock.moving(edge.edge.name), edge.progress.waiting("weights"):
         yield
 
 
-def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
-    """Yield the stream's index and then this worker's share of each table; with ``tensors``, every tensor.
+def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator[Any]:
+    """Yield the stream's index, then this worker's share of each table; with ``as_tensors``, then every tensor.
 
     The source's first worker announces the index; the others' index is empty.
     """
-    node, source = link.source, link.source.weight_source
+    node = link.source
+    source = node.weight_source
     assert source is not None, "the planner makes a Stream only of a node that gives one"
-    with calls.named(node):
-        table, context = calls.joined(link.inputs), calls.context_of(node)
-        if tensors:
+    with calls.node_scope(node):
+        table = calls.join_inputs(link.inputs)
+        context = calls.node_context(node)
+        if as_tensors:
             assert source.tensors is not None
             stream = source.tensors(context, table)
         else:
@@ -128,22 +133,24 @@ def _made(link: Stream, calls: NodeCalls, *, tensors: bool) -> Iterator[Any]:
         if not isinstance(stream, RowStream):
             raise NodeError(f"node {node.name!r} gave a {type(stream).__name__}: expected a RowStream")
         index = checked(node, link.columns, table, stream.index)
-        announces = link.edge is None or link.edge.sources[0] == calls.runtime.device.worker
-        yield index if announces else index.slice(0, 0)
+        if link.edge is not None and link.edge.sources[0] != calls.runtime.device.worker:
+            index = index.slice(0, 0)
+        yield index
         for item in stream.tables:
-            yield item if tensors else checked(node, link.columns, table, item)
-            calls.runtime.pulse.beat()
+            yield item if as_tensors else checked(node, link.columns, table, item)
+            calls.runtime.progress.beat()
             del item  # else it would live while the next one is made
 
 
-def _take(link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, tensors: bool = False) -> None:
+def _run_sink(link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, as_tensors: bool) -> None:
     """Run the sink on the stream. Tables that its node leaves are discarded, since sources wait for their acks."""
-    node, sink = link.target, link.target.weight_sink
+    node = link.target
+    sink = node.weight_sink
     assert sink is not None, "the planner makes a Stream only for a node that takes one"
-    with calls.named(node), clock.running(node.name), closing(stream.tables):
-        take = sink.tensors if tensors else sink.tables
-        assert take is not None
-        take(calls.context_of(node), stream)
+    with calls.node_scope(node), clock.running(node.name), closing(stream.tables):
+        load = sink.tensors if as_tensors else sink.tables
+        assert load is not None
+        load(calls.node_context(node), stream)
         for _ in stream.tables:
             calls.runtime.stop.check()
 
@@ -157,27 +164,27 @@ class StreamEdge:
     databuffer: Databuffer
     loop: asyncio.AbstractEventLoop
     stop: StopFlag
-    pulse: Pulse
+    progress: TaskProgress
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
         wait_for(self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop)
-        self.pulse.beat()
+        self.progress.beat()
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
-        with self.pulse.waiting("acks"):
+        with self.progress.waiting("acks"):
             wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
 
-    def ask_for(self, number: int) -> Future[pa.Table]:
+    def request(self, number: int) -> Future[pa.Table]:
         """Begin to pull table ``number``."""
         pulling = self.databuffer.pull(self.edge, self.edge, self.iteration, number)
         return asyncio.run_coroutine_threadsafe(pulling, self.loop)
 
-    def wait_for(self, coming: Future[pa.Table]) -> pa.Table:
-        """Return a table that was asked for. Aborted when the worker is told to stop."""
-        with self.pulse.waiting("weights"):
-            return finished(coming, self.stop)
+    def wait_for(self, requested: Future[pa.Table]) -> pa.Table:
+        """Return a table that was requested. Aborted when the worker is told to stop."""
+        with self.progress.waiting("weights"):
+            return result_of(requested, self.stop)
 
 
 class Clock:
@@ -186,10 +193,12 @@ class Clock:
     def __init__(
         self, meter: Callable[[str], AbstractContextManager[object]], trace: Recorder | None = None, sequence: int = 0
     ) -> None:
-        self._meter, self._sequence = meter, sequence
-        self._trace = trace or Recorder(enabled=False)
+        self._meter = meter
+        self._trace = Recorder(enabled=False) if trace is None else trace
+        self._sequence = sequence
         self._seconds: dict[str, float] = {}
-        self._within = [0.0]
+        self._inner_seconds = [0.0]
+        """Seconds that inner names have taken, for each name that is being counted; the outermost first."""
 
     def running(self, name: str) -> AbstractContextManager[Span]:
         """Count the time inside under the name of a node."""
@@ -202,14 +211,15 @@ class Clock:
     @contextmanager
     def _counted(self, name: str, span: Span) -> Iterator[Span]:
         started = time.perf_counter()
-        self._within.append(0.0)
+        self._inner_seconds.append(0.0)
         try:
             with self._meter(name), span:
                 yield span
         finally:
             passed = time.perf_counter() - started
-            self._seconds[name] = self._seconds.get(name, 0.0) + passed - self._within.pop()
-            self._within[-1] += passed
+            own = passed - self._inner_seconds.pop()
+            self._seconds[name] = self._seconds.get(name, 0.0) + own
+            self._inner_seconds[-1] += passed
 
     def timed(self, name: str, tables: Iterator[Any]) -> Generator[Any]:
         """Yield ``tables``, counting the time that each takes to make under ``name``."""
@@ -227,59 +237,60 @@ class Clock:
             metrics.setdefault(f"seconds/{name}", Metric(Reduce.MAX)).add(seconds)
 
 
-def produce(made: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterator[None]:
+def publish_each(tables: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> Iterator[None]:
     """Make and publish one table each time the iterator is advanced."""
     for number in count():
         with clock.moving(edge.edge.name):
             if number >= _MAX_UNACKED:
                 edge.wait_until_acked(number - _MAX_UNACKED)
-        table = next(made, None)
+        table = next(tables, None)
         if table is None:
             return
-        with clock.moving(edge.edge.name, "publish") as sent:
-            sent.amount = table.nbytes
+        with clock.moving(edge.edge.name, "publish") as span:
+            span.amount = table.nbytes
             edge.publish(number, table)
         del table  # it is freed once it is acknowledged
         yield
 
 
-def consume(edge: StreamEdge, produced: Iterator[None], clock: Clock) -> RowStream:
-    """Return the arriving stream. ``produced`` is advanced with it, since this worker may be a source as well.
+def receive_tables(edge: StreamEdge, published: Iterator[None], clock: Clock) -> RowStream:
+    """Return the arriving stream. ``published`` is advanced with it, since this worker may be a source as well.
 
     NodeError when other rows arrive than the index announced.
     """
 
-    def ask_for(number: int) -> Future[pa.Table]:
-        next(produced, None)
-        return edge.ask_for(number)
+    def request(number: int) -> Future[pa.Table]:
+        next(published, None)
+        return edge.request(number)
 
-    def wait_for(coming: Future[pa.Table]) -> pa.Table:
-        with clock.moving(edge.edge.name) as received:
-            table = edge.wait_for(coming)
-            received.amount = table.nbytes
+    def wait_for(requested: Future[pa.Table]) -> pa.Table:
+        with clock.moving(edge.edge.name) as span:
+            table = edge.wait_for(requested)
+            span.amount = table.nbytes
             return table
 
-    index = wait_for(ask_for(0))
-    return RowStream(index, check_order(index, _following(index.num_rows, ask_for, wait_for), edge.edge.source))
+    index = wait_for(request(0))
+    tables = _tables_after_index(index.num_rows, request, wait_for)
+    return RowStream(index, check_order(index, tables, edge.edge.source))
 
 
-def _following(
-    rows: int, ask_for: Callable[[int], Future[pa.Table]], wait_for: Callable[[Future[pa.Table]], pa.Table]
+def _tables_after_index(
+    rows: int, request: Callable[[int], Future[pa.Table]], wait_for: Callable[[Future[pa.Table]], pa.Table]
 ) -> Iterator[pa.Table]:
-    """Yield tables until ``rows`` rows have come or a table is empty; the next one is on its way meanwhile."""
-    coming = ask_for(1) if rows else None
+    """Yield tables until ``rows`` rows have arrived or a table is empty; the next one is requested ahead."""
+    requested = request(1) if rows else None
     try:
         for number in count(2):
-            if coming is None:
+            if requested is None:
                 return
-            table = wait_for(coming)
+            table = wait_for(requested)
             rows -= table.num_rows
-            coming = ask_for(number) if rows > 0 and table.num_rows else None
+            requested = request(number) if rows > 0 and table.num_rows else None
             yield table
             del table
     finally:
-        if coming is not None:
-            coming.cancel()
+        if requested is not None:
+            requested.cancel()
 
 
 def check_order(index: pa.Table, tables: Iterator[pa.Table], source: str) -> Generator[pa.Table]:

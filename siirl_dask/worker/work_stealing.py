@@ -1,11 +1,11 @@
-"""Work stealing among the workers of a role: a worker with nothing left to begin takes items that wait at others.
+"""Work stealing among the workers of a role: a worker with nothing left to begin takes waiting items of others.
 
-Each worker begins with items of its own. The result of a stolen item goes back to the item's owner, so who computed it
-shows in nothing but the time it took. Only items that nobody has begun are stolen, the last first, half of them at a
-time: the owner goes on from the front and rarely runs dry.
+Each worker begins with items of its own. The result of a stolen item is returned to the item's owner, so the rows do
+not depend on who computed them. Only items that nobody has begun are stolen, the last first, half of them at a time:
+the owner goes on from the front and rarely has to wait.
 
-Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop, and
-``StealableQueue`` is what the thread that runs the node takes items from, its own first and then stolen ones.
+Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop, and the thread that
+runs the node takes items from a ``StealableQueue``, its own first and then stolen ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from siirl_dask.coordinator.transport.messages import Op, Reply, Request, Transi
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.planner import Iteration, Node
 from siirl_dask.worker.shared_items import MAX_ITEMS, MESSAGE, ExpectedWork, messages_of, pack, read
-from siirl_dask.worker.stop import StopFlag, finished
+from siirl_dask.worker.stop import StopFlag, result_of
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
@@ -60,9 +60,12 @@ class WorkQueue(Generic[I, R]):
         """Return the last items that wait, packed for a peer that computes them: at most ``limit``, half of them, and
         what fits into a message.
         """
-        stolen, size, codec = list[bytes](), 0, self.codec.of_message()
+        stolen: list[bytes] = []
+        size = 0
+        codec = self.codec.of_message()
         with self._changed:
-            for _ in range(min(limit, -(-len(self._waiting) // 2))):
+            half = -(-len(self._waiting) // 2)  # rounded up
+            for _ in range(min(limit, half)):
                 number = self._waiting[-1]
                 packed = pack(number, codec.pack_item(self._items[number]))
                 size += len(packed)
@@ -81,16 +84,12 @@ class WorkQueue(Generic[I, R]):
             self._changed.notify_all()
 
     def complete_stolen(self, number: int, result: R) -> None:
-        """Store a result that a peer computed. PeerError for an item that no peer has, or whose result came already."""
+        """Store a result that a peer computed. PeerError for an item that no peer has, or a second result."""
         with self._changed:
             if number not in self._stolen:
                 raise PeerError(f"received a result for item {number!r}, which no peer has")
             self._stolen.remove(number)
-        if self._on_result is not None:
-            self._on_result(number, result)
-        with self._changed:
-            self._results[number] = result
-            self._changed.notify_all()
+        self.complete(number, result)
 
     def results(self, timeout: float) -> list[R] | None:
         """Return all results in order; None if some are missing after ``timeout`` seconds."""
@@ -112,13 +111,13 @@ class StealService:
     _aborted: str | None = None
 
     async def offer(self, key: TransitionKey, queue: WorkQueue[Any, Any]) -> None:
-        """Let peers steal from a queue, until its iteration is forgotten."""
+        """Serve a queue to peers, which may steal from it until its iteration is forgotten."""
         slot = self._slot(key)
         if not slot.done():
             slot.set_result(queue)
 
     async def handle(self, request: Request) -> Reply:
-        """Answer a peer, as soon as this worker has come to the node it asks about."""
+        """Answer a peer, as soon as this worker has reached the node of the request."""
         if request.key.run != self.run or request.key.sequence < self._forgotten:
             raise PeerError(f"refused {request.key}: there is no such work here")
         self.expected.check(request.key)
@@ -133,7 +132,7 @@ class StealService:
         return Reply()
 
     async def steal_from(self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
-        """Return items of a peer that are now this worker's to compute; none when all of its items are begun."""
+        """Return items of a peer that this worker computes from now on; none when all of its items are begun."""
         reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, MAX_ITEMS)}))
         codec = codec.of_message()
         return [(number, codec.read_item(item)) for number, item in read(reply.header.get("items"))]
@@ -146,7 +145,8 @@ class StealService:
     def forget(self, before: int) -> None:
         """Drop the queues of iterations before sequence number ``before``."""
         self._forgotten = max(self._forgotten, before)
-        for key in [key for key in self._queues if key.sequence < before]:
+        outdated = [key for key in self._queues if key.sequence < before]
+        for key in outdated:
             self._queues.pop(key).cancel()
 
     def abort(self, reason: str) -> None:
@@ -170,7 +170,7 @@ class StealService:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Names an item that was taken: its number at its owner, and the owner."""
+    """Identifies an item that was taken: its number at its owner, and the owner."""
 
     owner: str | None
     """The peer; None for an item of this worker's own."""
@@ -189,9 +189,9 @@ class LoopBridge:
 
 
 class StealableQueue(Generic[I, R]):
-    """Hands a node's thread items to compute, its own first and then stolen ones, and collects the results.
+    """Gives a node's thread items to compute, its own first and then stolen ones, and collects the results.
 
-    ``peers`` are asked in this order, one at a time. Everything here is called from the node's thread.
+    ``peers`` are asked for items in this order, one at a time. Only the node's thread calls it.
     """
 
     def __init__(
@@ -202,34 +202,42 @@ class StealableQueue(Generic[I, R]):
         service: StealService,
         bridge: LoopBridge,
     ) -> None:
-        self._queue, self._key, self._service, self._bridge = queue, key, service, bridge
+        self._queue = queue
+        self._key = key
+        self._service = service
+        self._bridge = bridge
         self._peers = list(peers[:_MAX_PEERS])
         self._stealing: Future[Any] | None = None
         self._computed: dict[str, list[tuple[int, Any]]] = {}
         self._returning: list[Future[Any]] = []
         self.taken_over = 0
+        """Number of items that were stolen."""
         bridge.wait(bridge.submit(service.offer(key, queue)))
 
     def next(self, limit: int, *, wait: bool) -> list[tuple[Ticket, I]]:
         """Return up to ``limit`` items to begin, each with a ticket for its result.
 
-        None come with ``wait`` only when none are left anywhere; without it, stolen ones may still be on their way.
+        With ``wait`` it returns none only when none are left anywhere; without it, stolen ones may still arrive.
         """
         self._bridge.check()
         self._return_results()
-        if own := self._queue.pop(limit):
-            return [(Ticket(None, number), item) for number, item in own]
+        own_items = self._queue.pop(limit)
+        if own_items:
+            return [(Ticket(None, number), item) for number, item in own_items]
         if self._stealing is None and self._peers:
             self._stealing = self._bridge.submit(self._steal(limit))
-        if self._stealing is None or not (wait or self._stealing.done()):
+        stealing = self._stealing
+        if stealing is None:
             return []
-        stealing, self._stealing = self._stealing, None
+        if not wait and not stealing.done():
+            return []
+        self._stealing = None
         peer, items = self._bridge.wait(stealing)
         self.taken_over += len(items)
         return [(Ticket(peer, number), item) for number, item in items]
 
     def complete(self, ticket: Ticket, result: R) -> None:
-        """Store the result of an item; one that was stolen goes back to its owner with the next call of ``next``."""
+        """Store the result of an item; that of a stolen one is sent to its owner with the next call of ``next``."""
         if ticket.owner is None:
             self._queue.complete(ticket.number, result)
         else:
@@ -247,17 +255,18 @@ class StealableQueue(Generic[I, R]):
 
     async def _steal(self, limit: int) -> tuple[str, list[tuple[int, I]]]:
         while self._peers:
-            if items := await self._service.steal_from(self._peers[0], self._key, limit, self._queue.codec):
-                return self._peers[0], items
-            self._peers.pop(0)  # its items are all begun, and no new ones come: it need not be asked again
+            peer = self._peers[0]
+            items = await self._service.steal_from(peer, self._key, limit, self._queue.codec)
+            if items:
+                return peer, items
+            self._peers.pop(0)  # its items are all begun, and it gets no new ones
         return "", []
 
     def _return_results(self) -> None:
-        computed, self._computed = self._computed, {}
-        self._returning += [
-            self._bridge.submit(self._service.return_results(owner, self._key, results))
-            for owner, results in computed.items()
-        ]
+        for owner, results in self._computed.items():
+            returning = self._service.return_results(owner, self._key, results)
+            self._returning.append(self._bridge.submit(returning))
+        self._computed = {}
 
 
 @dataclass(slots=True)
@@ -285,15 +294,16 @@ class StealableQueues:
         Called from the node's thread, any number of times an iteration, but as often on each worker of the role: the
         count is part of the key by which queues of different workers belong together.
         """
-        self._calls = self._calls + 1 if self._latest == (iteration.sequence, node.name) else 0
-        self._latest = (iteration.sequence, node.name)
-        workers = list(self.placement[node.role])
-        at = workers.index(self.worker)
+        latest = (iteration.sequence, node.name)
+        self._calls = self._calls + 1 if self._latest == latest else 0
+        self._latest = latest
         key = TransitionKey(self.service.run, iteration.sequence, f"{iteration.plan}/{node.name}/{self._calls}")
         bridge = LoopBridge(
             partial(asyncio.run_coroutine_threadsafe, loop=self.loop),
-            partial(finished, stop=self.stop),
+            partial(result_of, stop=self.stop),
             self.stop.check,
         )
-        peers = workers[at + 1 :] + workers[:at]  # from the next one on, so that not all ask the same one first
+        workers = list(self.placement[node.role])
+        own_index = workers.index(self.worker)
+        peers = workers[own_index + 1 :] + workers[:own_index]  # so that not all ask the same peer first
         return StealableQueue(WorkQueue(items, codec, on_result), key, peers, self.service, bridge)

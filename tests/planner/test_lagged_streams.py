@@ -29,7 +29,7 @@ from siirl_dask.planner import (
     usage,
 )
 from siirl_dask.planner.inputs import PlanInputs, alike
-from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.past_iterations import PastIterations
 from tests.planner.random_dags import QUICKLY, ROLES, SOURCE, build, gives, placements, same_rows, takes
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -123,7 +123,7 @@ class Steps:
             assert (places, len(self.done)) != before, f"they stand still: {places}"
 
     def _links(self, worker):
-        window = LagWindow({"train": self.plan.chains.values()})
+        window = PastIterations({"train": self.plan.chains.values()})
         for iteration in self.iterations:
             window.begin(iteration, 0)
             for link in self.plan.chains[worker].links:

@@ -6,7 +6,7 @@ import time
 
 from siirl_dask.worker import activity
 from siirl_dask.worker.activity import Counts, counts_as_progress
-from siirl_dask.worker.pulse import Pulse
+from siirl_dask.worker.task_progress import TaskProgress
 
 
 def compute(seconds):
@@ -35,10 +35,14 @@ def test_a_twentieth_of_a_core_is_waiting_and_pages_of_files_are_not():
 def test_work_beats_while_inside_and_not_after(monkeypatch):
     monkeypatch.setattr(activity, "_EVERY", 0.05)
     monkeypatch.setattr(activity, "_CORES", 0.0)
-    pulse = Pulse()
-    with pulse.at("the building of role 'rollout'"), counts_as_progress(pulse), pulse.stage("the loading of weights"):
-        assert pulse.place == "the building of role 'rollout': the loading of weights"
-        before = pulse.beats
-        while pulse.beats == before:
+    progress = TaskProgress()
+    with (
+        progress.at("the building of role 'rollout'"),
+        counts_as_progress(progress),
+        progress.stage("the loading of weights"),
+    ):
+        assert progress.place == "the building of role 'rollout': the loading of weights"
+        before = progress.beats
+        while progress.beats == before:
             compute(0.01)
     assert not [thread for thread in activity.threading.enumerate() if thread.name == "siirl-activity"]

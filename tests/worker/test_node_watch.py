@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.worker.node_watch import NodeWatch
-from siirl_dask.worker.pulse import Reading
+from siirl_dask.worker.task_progress import Reading
 
 NODE = "node 'reward', train step 3"
 TIMEOUT = 10.0
@@ -13,7 +13,7 @@ TIMEOUT = 10.0
 def looks(watch, *histories):
     """Look once a second at workers 'w0', 'w1', ..., each with its readings and the times of its heartbeats."""
     for at, given_at_once in enumerate(zip(*histories, strict=True)):
-        found = watch.look(1.0, {f"w{number}": one for number, one in enumerate(given_at_once)})
+        found = watch.silent_workers(1.0, {f"w{number}": one for number, one in enumerate(given_at_once)})
         if found:
             return at, found
     return None

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from siirl_dask import collectives
 from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.stuck_collectives import cut, end, polls
+from siirl_dask.worker.stuck_collectives import end_collectives, epoll_descriptors, shut_down_connections
 
 DEVICE_BACKEND = "pretend"
 """Stands for nccl: it serves a device and no CPU."""
@@ -29,23 +29,23 @@ def test_connections_that_came_with_the_groups_are_cut_and_no_others(connected):
     one, other = connected
     with selectors.EpollSelector() as earlier:
         earlier.register(other, selectors.EVENT_READ)
-        before = polls()
+        before = epoll_descriptors()
         assert earlier.fileno() in before
         with selectors.EpollSelector() as later:
             later.register(one, selectors.EVENT_READ)
-            assert cut(polls() - before) == 1
+            assert shut_down_connections(epoll_descriptors() - before) == 1
     one.settimeout(10)
     assert one.recv(1) == b""
     assert other.recv(1) == b""
 
 
 def test_what_is_no_connection_stays(connected):
-    before = polls()
+    before = epoll_descriptors()
     reading, writing = socket.socketpair()
     with reading, writing, socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as later:
         for one in (reading, server):
             later.register(one, selectors.EVENT_READ)
-        assert cut(polls() - before) == 0
+        assert shut_down_connections(epoll_descriptors() - before) == 0
         writing.send(b"x")
         assert reading.recv(1) == b"x"
         socket.create_connection(server.getsockname()).close()
@@ -71,7 +71,7 @@ def aborted(monkeypatch):
 
 
 def test_every_group_of_devices_is_aborted_and_none_of_gloo(aborted):
-    end([])
+    end_collectives([])
     assert len(aborted) == 2
     assert {*aborted} == {*collectives.device_backends()}
 
@@ -82,9 +82,9 @@ def test_groups_of_an_engines_own_world_are_aborted_too_while_it_is_entered_or_n
     world = EngineWorld()
     with world.entered():
         dist.init_process_group(DEVICE_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-        end([])
+        end_collectives([])
         assert len(aborted) == 3
-    end([])
+    end_collectives([])
     assert len(aborted) == 6
     with world.entered():
         dist.destroy_process_group()
@@ -100,7 +100,7 @@ def test_connections_are_cut_also_where_the_abort_of_a_group_fails(aborted, monk
     with selectors.EpollSelector() as poll:
         poll.register(other, selectors.EVENT_READ)
         with pytest.raises(RuntimeError, match="no such communicator"):
-            end([poll.fileno()])
+            end_collectives([poll.fileno()])
     one.settimeout(10)
     assert one.recv(1) == b""
 

@@ -15,8 +15,8 @@ from siirl_dask.testing.rows import build_nothing, fill, take
 from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.clock import ClockOffset, clock_id
 from siirl_dask.worker.data_plane import DataSettings
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.run_spec import RunSpec
+from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.tracing import Tracing
 
 SLOW = 0.3
@@ -91,18 +91,23 @@ def test_counts_are_thinned_and_keep_the_ends_of_what_an_engine_had(monkeypatch)
 
 def test_a_recorder_that_is_off_records_nothing():
     recorder = Recorder(enabled=False)
-    pulse = Pulse(recorder)
-    with recorder.task(), recorder.span(Lane.COMPUTE, "node", "rollout") as one, pulse.waiting(), pulse.stage("it"):
+    progress = TaskProgress(recorder)
+    with (
+        recorder.task(),
+        recorder.span(Lane.COMPUTE, "node", "rollout") as one,
+        progress.waiting(),
+        progress.stage("it"),
+    ):
         one.amount = 5
-        pulse.beat()
-        pulse.engine_has(3)
+        progress.beat()
+        progress.engine_has(3)
         recorder.add(Lane.STORAGE, "write", "rollouts", 0)
     assert recorder.drain() == []
 
 
 def test_waits_of_an_object_that_another_run_goes_on_with_are_recorded_by_that_run():
-    first, second = Pulse(Recorder()), Pulse(Recorder())
-    first.pass_on(second)
+    first, second = TaskProgress(Recorder()), TaskProgress(Recorder())
+    first.forward_to(second)
     with second.trace.span(Lane.COMPUTE, "node", "update"), first.waiting():
         assert second.read()[2]
     waits = [entry.name for entry in second.trace.drain() if entry.lane is Lane.WAIT]
@@ -172,7 +177,7 @@ def test_a_store_that_takes_no_part_does_not_stop_the_run(tmp_path, caplog):
 def test_one_late_heartbeat_does_not_move_a_worker_s_clock():
     offset = ClockOffset()
     for delay in (0.5, 0.5, 7.0, 0.5, 0.5, 0.5):
-        offset.note(delay)
+        offset.add_sample(delay)
     wall = offset.nanoseconds - (time.time_ns() - time.monotonic_ns())
     assert abs(wall - 0.5e9) < 0.05e9
     assert clock_id() == clock_id()

@@ -26,20 +26,20 @@ def index_of(rows):
 
 
 @given(rows=st.lists(st.tuples(DTYPES, SHAPES), max_size=20), max_bytes=st.integers(1, 3000))
-def test_places_are_disjoint_in_order_and_within_the_buffer(rows, max_bytes):
+def test_slots_are_disjoint_in_order_and_within_the_buffer(rows, max_bytes):
     buffers = list(cut(index_of(rows), max_bytes))
-    assert [(place.dtype, list(place.shape)) for places in buffers for place in places] == [
+    assert [(slot.dtype, list(slot.shape)) for slots in buffers for slot in slots] == [
         (getattr(torch, dtype), shape) for dtype, shape in rows
     ]
-    for places in buffers:
-        assert len(places) == 1 or places[-1].stop <= max_bytes
-        buffer = torch.zeros(places[-1].stop, dtype=torch.uint8)
-        for number, place in enumerate(places):
-            place.within(buffer).fill_(number + 1)
-        for number, place in enumerate(places):  # none was written over by those that follow
-            assert (place.within(buffer) == number + 1).all()
-    for places, following in pairwise(buffers):
-        assert sum(place.stop - place.start for place in (*places, following[0])) + 16 * len(places) > max_bytes
+    for slots in buffers:
+        assert len(slots) == 1 or slots[-1].stop <= max_bytes
+        buffer = torch.zeros(slots[-1].stop, dtype=torch.uint8)
+        for number, slot in enumerate(slots):
+            slot.view(buffer).fill_(number + 1)
+        for number, slot in enumerate(slots):  # none was written over by those that follow
+            assert (slot.view(buffer) == number + 1).all()
+    for slots, following in pairwise(buffers):
+        assert sum(slot.stop - slot.start for slot in (*slots, following[0])) + 16 * len(slots) > max_bytes
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.testing.local_pool import LocalTransport
 from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack
-from siirl_dask.worker.stop import StopFlag, finished
+from siirl_dask.worker.stop import StopFlag, result_of
 from siirl_dask.worker.work_stealing import LoopBridge, StealableQueue, StealService, WorkQueue
 
 KEY = TransitionKey("run", 3, "train/rollout/0")
@@ -48,7 +48,7 @@ class Role:
     def work(self, name, items, on_result=None):
         at = self.names.index(name)
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
-        bridge = LoopBridge(submit, partial(finished, stop=self.stop), self.stop.check)
+        bridge = LoopBridge(submit, partial(result_of, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
         return StealableQueue(WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge)
 

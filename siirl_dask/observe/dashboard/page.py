@@ -34,8 +34,8 @@ from siirl_dask.runs.samples import SampleRow, newest_samples, whole_sample
 from siirl_dask.runs.token_texts import pieces
 from siirl_dask.runs.trace import Parts, read_newest
 from siirl_dask.trace import START, Lane
-from siirl_dask.worker.load import Load
-from siirl_dask.worker.pulse import Reading
+from siirl_dask.worker.task_progress import Reading
+from siirl_dask.worker.work import Work
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -240,7 +240,7 @@ def _state_of(run: LiveRun, member: str, worker: Any, reading: Reading) -> Worke
         tokens=run.tokens.get(member, 0.0),
         memory=int(metrics.get("memory") or 0),
         spilled=int(spilled.get("disk") or 0) if isinstance(spilled, Mapping) else 0,
-        load=Load.of(metrics, run.plugin),
+        load=Work.of(metrics, run.plugin),
         silent=max(0.0, time.time() - worker.last_seen),
     )
 

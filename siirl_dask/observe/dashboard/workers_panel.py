@@ -16,7 +16,7 @@ from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over
 from siirl_dask.observe.trace_table import TraceSpan, in_order
 from siirl_dask.observe.transfers import Transfers
 from siirl_dask.trace import Lane
-from siirl_dask.worker.load import Load
+from siirl_dask.worker.work import Work
 
 _MOST = 32  # workers in a plot
 _CELLS = 10  # workers of a matrix with figures in its cells
@@ -39,7 +39,7 @@ class WorkerState:
     """Bytes of its process."""
     spilled: int
     """Bytes of rows and Dask's own data on its disk."""
-    load: Load
+    load: Work
     """The load of its engine, its arena and its device."""
     silent: float
     """Seconds since its last heartbeat."""
@@ -197,7 +197,7 @@ def _format(name: str) -> dict[str, Any]:
     return {"formatter": NumberFormatter(format="0,0.0" if name == "rate" else "0,0", text_align="right")}
 
 
-def _engine(load: Load) -> str:
+def _engine(load: Work) -> str:
     """Return the queue of an engine, and the use of its cache where it has a bounded one."""
     cache = f", {load.cache:.0%}" if load.cache else ""
     return f"{load.requests}, {load.waiting} waiting{cache}" if load.requests or cache else ""

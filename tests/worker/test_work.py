@@ -6,10 +6,10 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.worker.load import SUFFIX, Load
+from siirl_dask.worker.work import SUFFIX, Work
 
 LOADS = st.builds(
-    Load,
+    Work,
     requests=st.integers(0, 2**31),
     waiting=st.integers(0, 2**31),
     cache=st.floats(0, 1),
@@ -22,11 +22,11 @@ LOADS = st.builds(
 @given(load=LOADS)
 def test_a_heartbeat_brings_the_load_as_it_was(load):
     told = json.loads(json.dumps(asdict(load)))
-    assert Load.of({"siirl-a" + SUFFIX: told}, "siirl-a") == load
+    assert Work.of({"siirl-a" + SUFFIX: told}, "siirl-a") == load
 
 
 def test_a_message_that_is_no_load_counts_for_nothing():
-    whole = asdict(Load(requests=1))
+    whole = asdict(Work(requests=1))
     for wrong in (None, [], "many", {}, {**whole, "arena": -1}, {**whole, "cache": "full"}, {"requests": 3}):
-        assert Load.of({"siirl-a" + SUFFIX: wrong}, "siirl-a") == Load(), wrong
-    assert Load.of({"siirl-b" + SUFFIX: whole}, "siirl-a") == Load(), "the load of another run"
+        assert Work.of({"siirl-a" + SUFFIX: wrong}, "siirl-a") == Work(), wrong
+    assert Work.of({"siirl-b" + SUFFIX: whole}, "siirl-a") == Work(), "the load of another run"

@@ -1,8 +1,7 @@
-"""A worker's pulse goes with each heartbeat to the scheduler: whether anything gets done, and where the worker is.
+"""A worker's progress goes with each heartbeat to the scheduler: how much was done, and where the worker's task is.
 
-A sample, a micro-batch, a rewarded row, a piece of weights, a link of the chain: each is one beat. A step may take any
-time as long as something gets done on some worker; a stall is silence of all. The scheduler imports this module: no
-torch.
+A sample, a micro-batch, a rewarded row, a table of weights, a link of the chain: each is one beat. A step may take any
+time as long as some worker makes progress; a stall is silence of all. The scheduler imports this module: no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from siirl_dask.context import Device
 from siirl_dask.trace import Lane, Recorder
 
 NODE = "node "
-"""How the name of a place begins that is in a node."""
+"""Beginning of the name of a place that is in a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A worker's pulse as the scheduler gets it."""
+    """A worker's progress as the scheduler gets it."""
 
     beats: int = 0
+    """Number of things that its tasks have got done."""
     place: str = ""
     """Where its task is; empty between tasks."""
     waits: bool = False
@@ -34,52 +34,50 @@ class Reading:
 
     @staticmethod
     def of(metrics: Mapping[str, Any], name: str) -> Reading:
-        """Return the reading among a worker's metrics; an empty one where there is none yet, or no reading."""
+        """Return the reading ``name`` of a worker's metrics in Dask; an empty one if it is missing or malformed."""
         match metrics.get(name):
             case [int(beats), str(place), bool(waits)]:
                 return Reading(beats, place[:200], waits)
         return Reading()
 
 
-class Pulse:
-    """Counts what gets done on a worker, from any thread, and has it recorded."""
+class TaskProgress:
+    """Counts what gets done on a worker, from any thread, and records it in the trace."""
 
     def __init__(self, trace: Recorder | None = None) -> None:
-        self.trace = trace or Recorder(enabled=False)
+        self.trace = Recorder(enabled=False) if trace is None else trace
         """Records waits, stages and beats."""
-        self._next = count(1)
+        self._numbers = count(1)
         self._beats = 0
-        self._later: Pulse | None = None
+        self._next: TaskProgress | None = None
         self._places: list[str] = []
         self.thread: int | None = None
         """Number of the thread that entered a place last: the task's."""
         self._waits = 0
         self.requests = 0
-        """Requests that this worker's engine has under way."""
+        """Requests that this worker's engine is processing."""
         self.waiting_requests = 0
         """Requests of these that wait for room in the engine's KV cache."""
         self.cache_used = 0.0
         """Share of the engine's KV cache that is in use."""
         self.read_at = time.monotonic()
-        """When it was read last: Dask reads it for each heartbeat, and sends none before the last one was answered."""
+        """Time of the last ``read``: Dask reads for each heartbeat, and sends none before the last one was answered."""
 
     def beat(self) -> None:
-        """Note that something got done."""
-        self._beats = next(self._next)  # one step of the interpreter: several threads may call it
+        """Count one thing that got done."""
+        self._beats = next(self._numbers)  # one step of the interpreter: several threads may call it
         self.trace.count(Lane.COMPUTE, "progress", self._beats)
-        if self._later is not None:
-            self._later.beat()
+        if self._next is not None:
+            self._next.beat()
 
     @property
     def beats(self) -> int:
         """Number of beats so far."""
         return self._beats
 
-    def pass_on(self, later: Pulse) -> None:
-        """Count for ``later`` as well, and wait for it alone: objects that were built with this pulse go on in another
-        run.
-        """
-        self._later = later
+    def forward_to(self, next_progress: TaskProgress) -> None:
+        """Forward beats and waits to the next run's progress, since objects that report here are reused there."""
+        self._next = next_progress
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -101,9 +99,11 @@ class Pulse:
 
     @contextmanager
     def waiting(self, what: str = "peers") -> Iterator[None]:
-        """Say, while inside, that the task waits for other workers; ``what`` for, or nothing where others record it."""
-        if self._later is not None:
-            with self._later.waiting(what):
+        """Mark the task, while inside, as waiting for other workers. ``what`` names the wait in the trace; an empty
+        text where the caller records it.
+        """
+        if self._next is not None:
+            with self._next.waiting(what):
                 yield
             return
         self._waits += 1
@@ -118,16 +118,17 @@ class Pulse:
             self.beat()
 
     def engine_has(self, requests: int) -> None:
-        """Note how many requests this worker's engine has under way."""
+        """Set the number of requests that this worker's engine is processing."""
         self.requests = requests
         self.trace.count(Lane.ENGINE, "requests", requests)
 
     def engine_cache(self, used: float, waiting: int) -> None:
-        """Note how full the KV cache of this worker's engine is, and how many requests wait for room in it."""
-        self.cache_used, self.waiting_requests = used, waiting
+        """Set the used share of the engine's KV cache, and the number of requests that wait for room in it."""
+        self.cache_used = used
+        self.waiting_requests = waiting
 
-    def heard_by(self, device: Device) -> Device:
-        """Return the device with the callables by which roles and nodes tell this pulse what they do."""
+    def with_callbacks(self, device: Device) -> Device:
+        """Return the device with the callables by which roles and nodes report to this progress."""
         return replace(
             device,
             progress=self.beat,
@@ -140,7 +141,8 @@ class Pulse:
     @property
     def place(self) -> str:
         """Where the worker's task is; empty between tasks."""
-        return next(iter(self._places[-1:]), "")
+        innermost = self._places[-1:]  # a copy, since another thread may leave the place meanwhile
+        return innermost[0] if innermost else ""
 
     @property
     def waits(self) -> bool:

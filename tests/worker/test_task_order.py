@@ -8,14 +8,14 @@ import pytest
 
 from siirl_dask.errors import Aborted
 from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.turns import Turns
+from siirl_dask.worker.task_order import TaskOrder
 
 
 def test_tasks_that_come_in_any_order_run_in_order_and_alone():
-    turns, running, ran = Turns(StopFlag()), threading.Lock(), []
+    order, running, ran = TaskOrder(StopFlag()), threading.Lock(), []
 
     def task(number):
-        with turns.take(number):
+        with order.take(number):
             assert running.acquire(blocking=False)
             ran.append(number)
             running.release()
@@ -27,16 +27,16 @@ def test_tasks_that_come_in_any_order_run_in_order_and_alone():
 
 
 def test_no_task_runs_after_one_that_failed():
-    turns, waiting = Turns(StopFlag()), threading.Event()
+    order, waiting = TaskOrder(StopFlag()), threading.Event()
 
     def fail():
-        with turns.take(0):
+        with order.take(0):
             waiting.wait()
             raise ValueError("its own")
 
     def follow():
         waiting.set()
-        with turns.take(1):
+        with order.take(1):
             pytest.fail("it ran")
 
     with ThreadPoolExecutor(2) as threads:
@@ -49,7 +49,7 @@ def test_no_task_runs_after_one_that_failed():
 
 def test_a_task_that_waits_for_its_turn_notices_that_the_run_is_stopped():
     stop = StopFlag()
-    turns = Turns(stop)
+    order = TaskOrder(stop)
     threading.Timer(0.05, stop.set, ["the user stopped it"]).start()
-    with pytest.raises(Aborted, match="the user stopped it"), turns.take(1):
+    with pytest.raises(Aborted, match="the user stopped it"), order.take(1):
         pytest.fail("it ran")

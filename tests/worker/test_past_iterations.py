@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.planner import Chain, Iteration, Lagged, Phase
-from siirl_dask.worker.lag import LagWindow
+from siirl_dask.worker.past_iterations import PastIterations
 
 
 def history(steps):
-    return LagWindow({"train": [Chain("trains", ()), Chain("generates", (Lagged(steps, ()),))], "validation": []})
+    return PastIterations({"train": [Chain("trains", ()), Chain("generates", (Lagged(steps, ()),))], "validation": []})
 
 
 def iterations_of(with_drains):

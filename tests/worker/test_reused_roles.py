@@ -8,11 +8,11 @@ from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import Aborted, RunError
 from siirl_dask.planner import Role
 from siirl_dask.worker import release as releases
-from siirl_dask.worker.kept_roles import BuiltRoles
-from siirl_dask.worker.pulse import Pulse
 from siirl_dask.worker.release import Release
+from siirl_dask.worker.reused_roles import BuiltRoles
 from siirl_dask.worker.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
+from siirl_dask.worker.task_progress import TaskProgress
 
 CPU, PLACEMENT = Device("b"), {"role": ("a", "b")}
 
@@ -51,61 +51,61 @@ def cannot_build(device, rank):
     raise ValueError("no memory")
 
 
-def sifted(resource, *, placement=PLACEMENT, resumes=True):
+def is_reused(resource, *, placement=PLACEMENT, resumes=True):
     built = BuiltRoles(CPU, {"role": resource})
-    kept = bool(built.sift("b", placement, resumes=resumes).resources)
-    assert resource.closed is not kept, "neither kept nor freed, or both"
-    return kept
+    reused = bool(built.reusable("b", placement, resumes=resumes).resources)
+    assert resource.closed is not reused, "neither reused nor freed, or both"
+    return reused
 
 
 def test_objects_stay_whose_role_stays_on_the_worker_and_that_can_take_other_groups():
-    assert sifted(Engine())
-    assert sifted(Trainer())
-    assert not sifted(Resource())
-    assert not sifted(Sharded())
-    assert sifted(Engine(), placement={"role": ("b", "a")})
-    assert sifted(Engine(), placement={"role": ("a", "b", "c")})
-    assert not sifted(Engine(), placement={"role": ("a", "c")})
-    assert not sifted(Engine(), placement={})
+    assert is_reused(Engine())
+    assert is_reused(Trainer())
+    assert not is_reused(Resource())
+    assert not is_reused(Sharded())
+    assert is_reused(Engine(), placement={"role": ("b", "a")})
+    assert is_reused(Engine(), placement={"role": ("a", "b", "c")})
+    assert not is_reused(Engine(), placement={"role": ("a", "c")})
+    assert not is_reused(Engine(), placement={})
 
 
 def test_without_a_checkpoint_what_has_learned_is_built_anew():
-    assert not sifted(Trainer(), resumes=False)
-    assert sifted(Engine(), resumes=False)
+    assert not is_reused(Trainer(), resumes=False)
+    assert is_reused(Engine(), resumes=False)
 
 
 def test_nothing_stays_that_was_built_on_another_device():
     engine = Engine()
-    assert not BuiltRoles(CPU, {"role": engine}).on(Device("b", DeviceKind.CUDA, 0, "card"))
+    assert not BuiltRoles(CPU, {"role": engine}).for_device(Device("b", DeviceKind.CUDA, 0, "card"))
     assert engine.closed
 
 
 def test_kept_objects_join_the_new_groups_and_are_not_built():
     trainer, rank = Trainer(), Rank(1, 2)
-    assert build_roles([Role("role", cannot_build)], CPU, {"role": rank}, kept={"role": trainer}) == {"role": trainer}
+    assert build_roles([Role("role", cannot_build)], CPU, {"role": rank}, reused={"role": trainer}) == {"role": trainer}
     assert trainer.rank is rank
 
 
 def test_kept_objects_are_closed_when_another_role_cannot_be_built():
     engine = Engine()
     with pytest.raises(RunError, match="no memory"):
-        build_roles([Role("role", cannot_build)], CPU, {"kept": Rank(), "role": Rank()}, kept={"kept": engine})
+        build_roles([Role("role", cannot_build)], CPU, {"kept": Rank(), "role": Rank()}, reused={"kept": engine})
     assert engine.closed
 
 
 def test_what_is_handed_over_is_freed_no_more():
     freed = []
     release = Release(lambda: freed.append(1))
-    assert release.hand_over("b", StopFlag(), Pulse())
+    assert release.hand_over("b", StopFlag(), TaskProgress())
     release.end(0.0)
     assert not freed
-    assert not release.under_way
+    assert not release.is_draining
 
 
 def test_what_was_freed_is_not_handed_over():
     release = Release(lambda: None)
     release.end(0.0)
-    assert not release.hand_over("b", StopFlag(), Pulse())
+    assert not release.hand_over("b", StopFlag(), TaskProgress())
 
 
 def test_nothing_is_handed_over_while_a_task_is_inside():
@@ -121,7 +121,7 @@ def test_nothing_is_handed_over_while_a_task_is_inside():
     task.start()
     inside.wait(10)
     threading.Timer(0.1, leave.set).start()
-    assert release.hand_over("b", StopFlag(), Pulse())
+    assert release.hand_over("b", StopFlag(), TaskProgress())
     order.append("handed over")
     task.join()
     assert order == ["left", "handed over"]
@@ -131,20 +131,20 @@ def test_a_task_that_gets_nothing_done_and_does_not_return_is_told(monkeypatch):
     monkeypatch.setattr(releases, "LEAVE_TIMEOUT", 0.2)
     release = Release(lambda: None)
     with release.task(), pytest.raises(RunError, match="worker 'b' is still inside a task"):
-        release.hand_over("b", StopFlag(), Pulse())
+        release.hand_over("b", StopFlag(), TaskProgress())
 
 
 def test_a_stop_ends_the_wait_for_what_is_handed_over():
     release, stop = Release(lambda: None), StopFlag()
     stop.set("the driver is gone")
     with release.task(), pytest.raises(Aborted):
-        release.hand_over("b", stop, Pulse())
+        release.hand_over("b", stop, TaskProgress())
 
 
 def test_progress_of_objects_that_are_kept_counts_for_the_next_run():
-    first, second, third = Pulse(), Pulse(), Pulse()
-    first.pass_on(second)
-    second.pass_on(third)
+    first, second, third = TaskProgress(), TaskProgress(), TaskProgress()
+    first.forward_to(second)
+    second.forward_to(third)
     before = third.beats
     first.beat()
     assert third.beats == before + 1

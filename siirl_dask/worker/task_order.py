@@ -1,7 +1,7 @@
 """Runs a worker's tasks of a run one after the other, in the order in which the driver submitted them.
 
-Dask hands a task to its worker at once, since none depends on another: between two steps no worker waits for the
-scheduler. A worker of an existing cluster may have several threads, which would run several tasks at once.
+Dask sends a task to its worker at once, since none depends on another: between two steps no worker waits for the
+scheduler. A worker of an existing cluster may have several threads, which would run several tasks at the same time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from siirl_dask.worker.stop import SLICE, StopFlag
 
 
-class Turns:
-    """Lets tasks in by their numbers: 0, 1, 2 and so on."""
+class TaskOrder:
+    """Admits tasks in the order of their numbers: 0, 1, 2 and so on."""
 
     def __init__(self, stop: StopFlag) -> None:
         self._stop = stop

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from siirl_dask.planner import Chain, Iteration, Lagged, Phase, phase_of
 
 
-class LagWindow:
+class PastIterations:
     """Holds the iterations of phases with lagged links, back to the oldest whose rows a link may still need.
 
     ``chains`` are those of all workers, by plan: another worker holds the rows that one worker needs.
@@ -16,9 +16,10 @@ class LagWindow:
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
         self._lags: dict[Phase, int] = {}
         for plan, workers in chains.items():
-            counted = phase_of(plan).counts_as
-            if steps := max(_largest_lag(workers), self._lags.get(counted, 0)):
-                self._lags[counted] = steps
+            phase = phase_of(plan).counts_as
+            steps = max(_largest_lag(workers), self._lags.get(phase, 0))
+            if steps:
+                self._lags[phase] = steps
         self._iterations: list[Iteration] = []
 
     def begin(self, iteration: Iteration, completed: int) -> int:
@@ -30,8 +31,8 @@ class LagWindow:
             self._iterations.append(iteration)
         needed = completed
         for phase, steps in self._lags.items():
-            own = (past.sequence for past in self._iterations if past.phase.counts_as == phase)
-            done = [sequence for sequence in own if sequence < completed]
+            sequences = (past.sequence for past in self._iterations if past.phase.counts_as == phase)
+            done = [sequence for sequence in sequences if sequence < completed]
             needed = min([needed, *done[-steps:]])
         self._iterations = [past for past in self._iterations if past.sequence >= needed]
         return needed
@@ -43,22 +44,32 @@ class LagWindow:
         """
         if iteration.drain:
             return iteration
-        since_drain: list[Iteration] = []
-        for past in self._iterations:
-            if past.phase.counts_as == iteration.phase.counts_as:
-                since_drain = [] if past.drain else [*since_drain, past]
+        since_drain = self._since_drain(iteration.phase.counts_as)
         return since_drain[-1 - steps] if len(since_drain) > steps else None
 
     def skipped(self, iteration: Iteration, steps: int) -> list[Iteration]:
-        """Return the iterations whose lagged links never run because ``iteration`` drains: its own come instead."""
+        """Return the iterations whose lagged links never run because ``iteration`` drains and runs its own instead."""
         if not iteration.drain:
             return []
+        return self._since_drain(iteration.phase.counts_as, before=iteration.sequence)[-steps:]
+
+    def _since_drain(self, phase: Phase, before: int | None = None) -> list[Iteration]:
+        """Return the iterations of a phase since its last drain, of all or of those before a sequence number."""
         since_drain: list[Iteration] = []
         for past in self._iterations:
-            if past.phase.counts_as == iteration.phase.counts_as and past.sequence < iteration.sequence:
-                since_drain = [] if past.drain else [*since_drain, past]
-        return since_drain[-steps:]
+            if past.phase.counts_as != phase or (before is not None and past.sequence >= before):
+                continue
+            if past.drain:
+                since_drain.clear()
+            else:
+                since_drain.append(past)
+        return since_drain
 
 
 def _largest_lag(chains: Iterable[Chain]) -> int:
-    return max((link.steps for chain in chains for link in chain.links if isinstance(link, Lagged)), default=0)
+    steps = 0
+    for chain in chains:
+        for link in chain.links:
+            if isinstance(link, Lagged):
+                steps = max(steps, link.steps)
+    return steps
