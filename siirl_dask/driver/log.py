@@ -289,7 +289,7 @@ class RunLog:
         if best is not None and best.startswith(f"{phase}/") and not self._has_best:
             near = did_you_mean(best, named)
             raise ConfigError(
-                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {[*named]}){near}"
+                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {list(named)}){near}"
             )
         known = {name: value for name, value in named.items() if value is not None}
         self._latest = known if phase is Phase.TRAIN else self._latest | known

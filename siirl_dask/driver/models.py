@@ -30,8 +30,8 @@ _FORGET_TIMEOUT = 10.0  # seconds for the workers to delete what their hosts hav
 
 def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
     """Return the models at URLs among the folders that roles read. ConfigError, by name, where one is not there."""
-    urls = [folder for folders in reads.values() for folder in folders if is_remote(folder)]
-    models = {url: find_model(url) for url in dict.fromkeys(urls)}
+    folders = dict.fromkeys(folder for folders in reads.values() for folder in folders)
+    models = {folder: find_model(folder) for folder in folders if is_remote(folder)}
     for url, model in models.items():
         if not model.has_weights:
             there = ", ".join(file.name for file in model.files)

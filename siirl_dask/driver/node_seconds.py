@@ -39,14 +39,7 @@ from siirl_dask.planner.contract import options_of
 from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.memory import graphs_bytes
 from siirl_dask.rollout.preflight import takes_vllm
-from siirl_dask.schema import (
-    MINIBATCH,
-    OLD_LOGPROBS,
-    PARAMETER_DATA,
-    REFERENCE_LOGPROBS,
-    RESPONSE_IDS,
-    VALUES,
-)
+from siirl_dask.schema import MINIBATCH, OLD_LOGPROBS, PARAMETER_DATA, REFERENCE_LOGPROBS, RESPONSE_IDS, VALUES
 from siirl_dask.training.memory import ranks_of_replica
 from siirl_dask.training.preflight import count_adapters
 
@@ -382,7 +375,8 @@ def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed
     compute = _forward_flops(model, tokens)
     passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
     seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
-    seconds += _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    if speed.cores:
+        seconds += _pass_bytes(model, tokens) / speed.memory_rate
     gathered = model.itemsize * model.size.total if trainer.backend is Backend.fsdp else 0
     return _with_collectives(seconds, passes * gathered, model, speed)
 
@@ -397,7 +391,8 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     passes = max(float(steps), tokens.whole / trainer.max_tokens_per_micro_batch)
     operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
     seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
-    seconds += times * _pass_bytes(model, tokens) / speed.memory_rate if speed.cores else 0.0
+    if speed.cores:
+        seconds += times * _pass_bytes(model, tokens) / speed.memory_rate
     learned = model.size.total if not trainer.lora.rank else 0
     shards = ranks_of_replica(trainer, model.workers)
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate

@@ -161,7 +161,10 @@ def sample_lengths(
         looked = 0
         for row in rows:
             prompt = row if images is None else row[0]
-            characters -= len(prompt) if isinstance(prompt, str) else sum(len(str(turn)) for turn in prompt)
+            if isinstance(prompt, str):
+                characters -= len(prompt)
+            else:
+                characters -= sum(len(str(turn)) for turn in prompt)
             with suppress(ImageError), named(f"dataset {source.url!r}: one of its prompts"):
                 length = len(encode(row))
                 looked += 1
