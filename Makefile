@@ -110,6 +110,7 @@ $(OLDEST)/installed: $(STAMP) tests/layered_environment.py
 	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) torchvision s3fs --oldest pyproject.toml > $(OLDEST)/oldest.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python install $(QUIETLY) --no-compile "torchvision==0.26.*" "s3fs==2026.3.*" -r $(OLDEST)/oldest.txt
 	$(BIN)/pip --python $(OLDEST)/bin/python check
+	$(OLDEST)/bin/python tests/layered_environment.py .venv $(OLDEST) --check
 	touch $@
 
 # Two workers with each of torch's backends, every test of devices, among them shards over two ranks, and those in which old

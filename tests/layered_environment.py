@@ -93,6 +93,20 @@ def lay(lower: Path, upper: Path, absent: set[str], roots: set[str]) -> None:
                 link.symlink_to(below.resolve() / part)
 
 
+def check_links(upper: Path) -> None:
+    """Exit where a package that was installed in ``upper`` has its files behind a link: pip has written them into the
+    environment below, whose own version is gone.
+    """
+    folder = packages(upper)
+    for info in folder.glob("*.dist-info"):
+        if info.is_symlink():
+            continue
+        linked = [name for name in parts(Distribution.at(info), folder) if (folder / name).is_symlink()]
+        if linked:
+            there = (folder / linked[0]).resolve()
+            sys.exit(f"{info.name}: pip wrote it to {there}; install that again, and leave it out of the links")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lower", type=Path, help="the environment whose packages are linked")
@@ -100,7 +114,11 @@ if __name__ == "__main__":
     parser.add_argument("absent", nargs="*", help="packages that are not linked")
     parser.add_argument("--of", nargs="+", default=[], help="link these and what they need, and no others")
     parser.add_argument("--oldest", type=Path, metavar="PYPROJECT", help="leave out what it requires; print versions")
+    parser.add_argument("--check", action="store_true", help="look whether pip has written through a link; link nothing")
     given = parser.parse_args()
+    if given.check:
+        check_links(given.upper.resolve())
+        sys.exit()
     absent = {*map(plain, given.absent), *OWN}
     if given.oldest:
         versions = oldest_versions(given.oldest)

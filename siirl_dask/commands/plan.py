@@ -14,10 +14,10 @@ from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
 from siirl_dask.driver.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
-from siirl_dask.driver.places import describe_places, find_places, places_as_data
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.prompt_rows import first_prompt
 from siirl_dask.driver.starts import find_starts
+from siirl_dask.driver.worker_devices import describe_worker_devices, find_worker_devices, worker_devices_as_data
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
@@ -69,7 +69,7 @@ def describe_run(
     accelerator = device_memory(config)
     cards = cards_of(phases[Phase.TRAIN][0], checked.footprints, devices)
     seconds = None if times is None else times.estimate(config, phases[Phase.TRAIN][0])
-    places = find_places(config.cluster, workers) if placed is None else None
+    worker_devices = find_worker_devices(config.cluster, workers) if placed is None else None
     there = all(exists(url) for url in config.data.urls)
     prompt = first_prompt(config, *phases[Phase.TRAIN]) if there else None
     match form:
@@ -82,7 +82,8 @@ def describe_run(
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
             shows = {} if prompt is None else {"first_prompt": {"text": prompt.text, "tokens": prompt.tokens}}
-            where = {} if places is None else {"topology": places_as_data(places, phases[Phase.TRAIN][0])}
+            train, _ = phases[Phase.TRAIN]
+            where = {} if worker_devices is None else {"topology": worker_devices_as_data(worker_devices, train)}
             parts = {"version": 1, "notes": notes, "phases": plans, "memory": memory}
             return json.dumps({**parts, **device, **time, **where, **shows}, indent=1)
         case "svg":
@@ -97,8 +98,8 @@ def describe_run(
     if prompt is not None:
         told = f"{counted(prompt.tokens, 'token')}, as the model sees {'it' if prompt.tokens == 1 else 'them'}"
         texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
-    if places is not None:
-        texts.append(f"== topology ==\n\n{describe_places(places, phases[Phase.TRAIN][0])}")
+    if worker_devices is not None:
+        texts.append(f"== topology ==\n\n{describe_worker_devices(worker_devices, phases[Phase.TRAIN][0])}")
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 

@@ -1,10 +1,10 @@
-"""Holds a plan's estimates against what a run has measured, and scales what was measured to other splits of workers.
+"""Compares a plan's estimates with a run's measurements, and scales these to other splits of the workers.
 
-    bytes    the estimate at the greatest lengths, the same at the mean lengths of the steps, and what came from peers
-    seconds  of a device's figures, if one is named, and of the trace: the slowest worker's, without its waits
+    bytes    estimated at the greatest lengths and at the mean lengths of the steps, and measured from peers
+    seconds  by a device's figures, if one is named, and by the trace: the slowest worker's, without its waits
     memory   the planner's bound of a worker, and its process's resident bytes at the ends of its nodes
 
-Nothing is made up: what the run has not measured, or the planner cannot know, is None.
+A number that the run has not measured, or that the planner cannot know, is None.
 """
 
 from __future__ import annotations
@@ -29,27 +29,32 @@ _ROWS = 1.01  # the same, of rows
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An estimate and what was measured; None where the planner cannot know, or the run has not measured."""
+    """An estimate and a measurement; None where the planner cannot know, or the run has not measured."""
 
     estimated: float | None
     measured: float | None
     times: float = _TIMES
-    """Factor by which they may differ before that is told."""
+    """Factor by which they may differ before that is reported."""
     above_only: bool = False
     """True where a measurement may well be below its estimate: a bound, or bytes of rows that need not all move."""
 
     @property
     def ratio(self) -> float | None:
         """The measurement divided by the estimate; None where one of them is unknown or 0."""
-        return self.measured / self.estimated if self.measured and self.estimated else None
+        if not self.measured or not self.estimated:
+            return None
+        return self.measured / self.estimated
 
     @property
     def deviates(self) -> bool:
-        """Whether they differ by more than a factor of ``times``, in a direction that is told."""
+        """Whether they differ by more than a factor of ``times``, in a direction that is reported."""
         if self.estimated is None or self.measured is None:
             return False
-        above = self.measured > self.estimated * self.times
-        return above or (not self.above_only and self.measured * self.times < self.estimated)
+        if self.measured > self.estimated * self.times:
+            return True
+        if self.above_only:
+            return False
+        return self.measured * self.times < self.estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class EdgeAnalysis:
     most_bytes: int | None
     """Bound of its bytes at the greatest lengths."""
     bytes: Compared
-    """The estimate at the mean lengths of the steps, and what came from other workers."""
+    """Estimated at the mean lengths of the steps, and received from other workers."""
     unknown: tuple[str, ...]
     """Columns that are not in the estimates."""
     waiting: float | None
@@ -98,7 +103,7 @@ class MemoryAnalysis:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """A plan beside what a run of it has measured."""
+    """A plan, and a run's measurements of it."""
 
     measured: Measured
     lengths: Lengths | None
@@ -114,8 +119,9 @@ class Analysis:
 
 def mean_lengths(records: Sequence[Record], longest: int) -> Lengths | None:
     """Return the mean tokens of prompts and responses; None where the records do not say."""
-    means = {name: _mean(records, name) for name in ("tokens", "samples", "response/length")}
-    tokens, rows, response = (means[name] for name in ("tokens", "samples", "response/length"))
+    tokens = _mean(records, "tokens")
+    rows = _mean(records, "samples")
+    response = _mean(records, "response/length")
     if not tokens or not rows or not response:
         return None
     return Lengths(max(0.0, tokens / rows - response), response, float(longest))
@@ -131,29 +137,29 @@ def analyze(
     speed: Speed | None,
     lengths: Lengths | None,
 ) -> Analysis:
-    """Return the plan beside what was measured in the steps of ``records``.
+    """Return the plan with its measurements in the steps of ``records``.
 
     ``speed`` are the figures of a device for which seconds are estimated, at ``lengths``; None: they are not.
     """
-    placed = {role: len(workers) for role, workers in plan.placement.items()}
-    model = NodeSeconds(config, plan, speed, lengths) if speed and lengths else None
-    estimated = model.on(plan.placement) if model else None
-    nodes = [_node(plan, name, measured, estimated) for name in plan.stages]
-    took = {name: node.seconds for name, node in measured.nodes.items() if name in plan.stages}
-    rest = max(0.0, measured.seconds - schedule(config, plan, took, plan.placement, 0.0).seconds)
-    scaled = _Scaled(plan, took, placed, model)
-    step = None
+    model: NodeSeconds | None = None
+    estimated: dict[str, float] | None = None
+    if speed is not None and lengths is not None:
+        model = NodeSeconds(config, plan, speed, lengths)
+        estimated = model.on(plan.placement)
+    estimated_step: float | None = None
     if estimated is not None and speed is not None:
         overhead = speed.overhead * (1 + sum(edge.moves for edge in plan.edges))
-        step = schedule(config, plan, estimated, plan.placement, overhead).seconds
+        estimated_step = schedule(config, plan, estimated, plan.placement, overhead).seconds
+    seconds = {name: node.seconds for name, node in measured.nodes.items() if name in plan.stages}
+    rest = max(0.0, measured.seconds - schedule(config, plan, seconds, plan.placement, 0.0).seconds)
     return Analysis(
         measured=measured,
         lengths=mean_lengths(records, config.rollout.max_response_length),
         edges=_edges(plan, sizes, measured, records, lengths),
-        nodes=nodes,
+        nodes=[_node(plan, name, measured, estimated) for name in plan.stages],
         memory=[_memory(group, measured) for group in memory],
-        seconds=Compared(step, measured.seconds),
-        splits=splits_by(config, plan, scaled.on, rest) if took else [],
+        seconds=Compared(estimated_step, measured.seconds),
+        splits=splits_by(config, plan, _Scaled(plan, seconds, model).on, rest) if seconds else [],
     )
 
 
@@ -162,39 +168,44 @@ class _Scaled:
     """Scales measured seconds to other numbers of workers.
 
     By the performance model's ratio where it knows the node. Otherwise work is divided evenly among a role's workers,
-    but for nodes that take or give weights: each has all of them.
+    except of nodes that read or write weights: each worker has all of them.
     """
 
     plan: Plan
-    took: Mapping[str, float]
-    placed: Mapping[str, int]
+    seconds: Mapping[str, float]
     model: NodeSeconds | None
 
     def on(self, placement: Placement) -> dict[str, float] | None:
-        """Return the seconds of each node where roles are placed so."""
-        then = (self.model.on(self.plan.placement) if self.model else None) or {}
-        now = (self.model.on(placement) if self.model else None) or {}
-        found = {}
-        for name, seconds in self.took.items():
+        """Return the seconds of each node on the workers of ``placement``."""
+        before: dict[str, float] | None = None
+        after: dict[str, float] | None = None
+        if self.model is not None:
+            before = self.model.on(self.plan.placement)
+            after = self.model.on(placement)
+        scaled = {}
+        for name, seconds in self.seconds.items():
             node = self.plan.stages[name].node
-            weights = PARAMETER_DATA in (*node.contract.reads, *node.contract.writes.names)
-            if then.get(name) and name in now:
-                found[name] = seconds * now[name] / then[name]
+            if before and after and before.get(name) and name in after:
+                scaled[name] = seconds * after[name] / before[name]
+            elif PARAMETER_DATA in (*node.contract.reads, *node.contract.writes.names):
+                scaled[name] = seconds
             else:
-                found[name] = seconds if weights else seconds * self.placed[node.role] / len(placement[node.role])
-        return found
+                scaled[name] = seconds * len(self.plan.placement[node.role]) / len(placement[node.role])
+        return scaled
 
 
 def _node(plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None) -> NodeAnalysis:
-    node, took = plan.stages[name].node, measured.nodes.get(name)
+    node = plan.stages[name].node
+    own = measured.nodes.get(name)
+    estimated_seconds = None if estimated is None else estimated.get(name)
     return NodeAnalysis(
         name=name,
         role=node.role,
         workers=len(plan.placement[node.role]),
-        seconds=Compared(estimated.get(name) if estimated else None, took.seconds if took else None),
-        share=took.seconds / measured.seconds if took and measured.seconds else None,
-        worker=took.worker if took else None,
-        memory=took.memory if took else None,
+        seconds=Compared(estimated_seconds, None if own is None else own.seconds),
+        share=None if own is None or not measured.seconds else own.seconds / measured.seconds,
+        worker=None if own is None else own.worker,
+        memory=None if own is None else own.memory,
     )
 
 
@@ -202,35 +213,35 @@ def _edges(
     plan: Plan, sizes: Sizes, measured: Measured, records: Sequence[Record], lengths: Lengths | None
 ) -> list[EdgeAnalysis]:
     bounds = estimate(plan, sizes)
-    usual = bounds if lengths is None else estimate(plan, _of_lengths(sizes, lengths))
+    at_mean = None
+    if lengths is not None:
+        mean_sizes = replace(sizes, prompt_tokens=round(lengths.prompt), response_tokens=round(lengths.response))
+        at_mean = estimate(plan, mean_sizes)
     rows = _measured_rows(plan, sizes, records)
     moving = {edge.ends: edge.name for edge in plan.edges if edge.moves}
-    found = []
+    edges = []
     for ends, bound in bounds.items():
         moves = ends in moving
-        seen = measured.edges.get(moving[ends]) if moves else None
-        expected = usual[ends].bytes if moves and lengths is not None else None
-        found.append(
+        own = measured.edges.get(moving[ends]) if moves else None
+        expected_bytes = at_mean[ends].bytes if moves and at_mean is not None else None
+        measured_rows = None if ends[2:] else rows.get(plan.stages[ends[1]].rows)
+        edges.append(
             EdgeAnalysis(
                 ends[0],
                 ends[1],
                 moves=moves,
-                rows=Compared(bound.rows, None if ends[2:] else rows.get(plan.stages[ends[1]].rows), _ROWS),
+                rows=Compared(bound.rows, measured_rows, _ROWS),
                 most_bytes=bound.bytes if moves else None,
-                bytes=Compared(expected, seen.received if seen else None, above_only=True),
+                bytes=Compared(expected_bytes, None if own is None else own.received, above_only=True),
                 unknown=bound.unknown,
-                waiting=seen.waiting if seen else None,
+                waiting=None if own is None else own.waiting,
             )
         )
-    return found
-
-
-def _of_lengths(sizes: Sizes, lengths: Lengths) -> Sizes:
-    return replace(sizes, prompt_tokens=round(lengths.prompt), response_tokens=round(lengths.response))
+    return edges
 
 
 def _measured_rows(plan: Plan, sizes: Sizes, records: Sequence[Record]) -> dict[str, float | None]:
-    """Return the rows of an average step by the node that made them: prompts, and what was sampled for them."""
+    """Return the rows of an average step by the node that made them: prompts, and their samples."""
     found: dict[str, float | None] = {}
     for maker in rows_made(plan, sizes):
         written = () if maker == DATA else plan.stages[maker].node.contract.writes.names
@@ -242,10 +253,11 @@ def _measured_rows(plan: Plan, sizes: Sizes, records: Sequence[Record]) -> dict[
 
 
 def _memory(group: WorkerMemory, measured: Measured) -> MemoryAnalysis:
-    seen = max((measured.memory[worker] for worker in group.workers if worker in measured.memory), default=None)
-    return MemoryAnalysis(group.workers, tuple(group.roles), Compared(group.total, seen, times=1.0, above_only=True))
+    most = max((measured.memory[worker] for worker in group.workers if worker in measured.memory), default=None)
+    return MemoryAnalysis(group.workers, tuple(group.roles), Compared(group.total, most, times=1.0, above_only=True))
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:
-    values = [value for record in records if (value := record["metrics"].get(name)) is not None]
-    return sum(values) / len(values) if values else None
+    values = [record["metrics"].get(name) for record in records]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -24,9 +24,10 @@ def complete(
     meanwhile: Callable[[], None] = lambda: None,
     timeout: float = math.inf,
 ) -> T:
-    """Return what a call of the client's gives, and call ``meanwhile`` until then: what that raises ends the wait.
+    """Return the result of an asynchronous ``call`` on the client's event loop.
 
-    TimeoutError after ``timeout`` seconds.
+    ``meanwhile`` is called every ``SLICE`` seconds until then: an exception that it raises ends the wait. TimeoutError
+    after ``timeout`` seconds.
     """
 
     async def work() -> T:
@@ -60,9 +61,9 @@ def submit(
 ) -> dict[str, Future[Any]]:
     """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
 
-    A worker takes its tasks in turn. So it needs no word of the scheduler's between two steps. Dask's pages show the
-    tasks as ``siirl-train``, by ``what`` they do, and in a span of that within one of the ``run``. There is no span for
-    each step: Dask forgets none.
+    A worker runs its tasks in the order of ``turn``, without a message from the scheduler between two steps. Dask's
+    pages show the tasks as ``siirl-train``, by ``what`` they do, and in a span of that within one of the ``run``. There
+    is no span for each step: Dask forgets none.
     """
     group = task_group(plugin, what)
     keys = {(group, turn, worker): address for worker, address in members.items()}

@@ -16,11 +16,11 @@ from distributed import Client, LocalCluster, Nanny, Status
 
 from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
 from siirl_dask.devices.kinds import NO_ACCELERATORS
-from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.deployment import deployed
 from siirl_dask.driver.nanny import NamelessNanny, main_not_imported
 from siirl_dask.driver.scheduler_file import address_in, read_address
 from siirl_dask.driver.scheduler_guard import scheduler_guard
+from siirl_dask.driver.wait_for_workers import wait_for_workers
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.models.remote import HUB
 from siirl_dask.observe import Progress
@@ -28,10 +28,10 @@ from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
 from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
 
 logger = logging.getLogger("siirl_dask.driver")
-_PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
-_HASTE = 0.5  # the same after a failure or Ctrl-C: the whole stop may take five seconds
+_CLOSE_PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
+_STOP_PATIENCE = 0.5  # seconds for the same after a failure or Ctrl-C: the whole stop may take five seconds
 _CONNECT_TIMEOUT = 5.0  # seconds for a scheduler that has just started to answer
-_GLANCE = 0.5  # seconds between two tries
+_INTERVAL = 0.5  # seconds between two attempts to connect
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
 _PROFILE = {
     "distributed.worker.profile.interval": ("10ms", "100ms"),
@@ -53,7 +53,7 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             yield client
         return
     if cluster.spec:
-        with dask.config.set(_settings_of_any(config)), main_not_imported(), deployed(cluster, progress) as client:
+        with dask.config.set(_common_settings(config)), main_not_imported(), deployed(cluster, progress) as client:
             yield client
         return
     with dask.config.set(_local_settings(config)), main_not_imported(), _local(config) as local:
@@ -63,7 +63,7 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             yield client
         finally:
             with suppress(TimeoutError):  # the cluster is closed next: no orderly farewell is needed
-                client.close(timeout=_HASTE)
+                client.close(timeout=_STOP_PATIENCE)
 
 
 @contextmanager
@@ -84,16 +84,17 @@ def _local(config: Config) -> Iterator[LocalCluster]:
         cluster.scale(config.cluster.workers)
         yield cluster
     except BaseException:
-        _close(cluster, _HASTE)
+        _close(cluster, _STOP_PATIENCE)
         raise
-    _close(cluster, _PATIENCE)
+    _close(cluster, _CLOSE_PATIENCE)
 
 
 def _close(cluster: LocalCluster, patience: float) -> None:
     """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so none is left over."""
-    nannies, loop = list(cluster.workers.values()), cluster.loop
+    nannies = list(cluster.workers.values())
+    loop = cluster.loop
     assert loop is not None  # only a client without a loop of its own has none
-    # it tells of connections to killed workers, with tracebacks, and may do so after the cluster's silence has ended
+    # it logs connections to killed workers, with tracebacks, and may do so after the cluster's silence has ended
     logging.getLogger("distributed.batched").setLevel(logging.WARNING)
     late = threading.Timer(patience, loop.add_callback, [_kill, nannies])
     late.start()
@@ -110,7 +111,7 @@ def _kill(nannies: Sequence[Nanny]) -> None:
     """Kill the worker processes, on the cluster's event loop, where no nanny acts between the two steps."""
     for nanny in nannies:
         if nanny.status is Status.running:
-            nanny.close_gracefully(reason="siirl-dask-kill")  # or it would start the worker anew
+            nanny.close_gracefully(reason="siirl-dask-kill")  # or it would start another worker
         if nanny.pid:
             with suppress(ProcessLookupError):
                 os.kill(nanny.pid, signal.SIGKILL)
@@ -126,27 +127,31 @@ async def _prepare_processes() -> None:
     prepare_processes(dask.config.get("distributed.nanny.pre-spawn-environ"))
 
 
-def _settings_of_any(config: Config) -> dict[str, object]:
+def _common_settings(config: Config) -> dict[str, object]:
     """Return Dask's settings for any cluster that a run starts."""
-    engine_environment = ENVIRONMENT if config.rollout.engine in (Engine.auto, Engine.vllm) else {}
-    return {
-        **{key: ours for key, (default, ours) in _PROFILE.items() if dask.config.get(key) == default},
-        "distributed.nanny.pre-spawn-environ": {
-            **dask.config.get("distributed.nanny.pre-spawn-environ"),
-            **{name: os.environ.get(name, value) for name, value in engine_environment.items()},
-            "OMP_NUM_THREADS": config.cluster.threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", int(not config.model.path.startswith(HUB))),
-            **(NO_ACCELERATORS if config.cluster.device is DevicePreference.cpu else {}),
-        },
+    environment: dict[str, object] = dict(dask.config.get("distributed.nanny.pre-spawn-environ"))
+    if config.rollout.engine in (Engine.auto, Engine.vllm):
+        environment |= {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    is_offline = not config.model.path.startswith(HUB)
+    environment["OMP_NUM_THREADS"] = config.cluster.threads
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", int(is_offline))
+    if config.cluster.device is DevicePreference.cpu:
+        environment |= NO_ACCELERATORS
+    settings: dict[str, object] = {
+        "distributed.nanny.pre-spawn-environ": environment,
         "distributed.scheduler.allowed-failures": 0,
     }
+    for key, (default, ours) in _PROFILE.items():
+        if dask.config.get(key) == default:
+            settings[key] = ours
+    return settings
 
 
 def _local_settings(config: Config) -> dict[str, object]:
     """Return Dask's settings for a cluster on this machine."""
     return {
-        **_settings_of_any(config),
+        **_common_settings(config),
         "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.logging.distributed": "critical",
         # else Dask's cluster closes the nanny of a worker that died 15 s ago and is just starting once more
@@ -156,12 +161,13 @@ def _local_settings(config: Config) -> dict[str, object]:
 
 @contextmanager
 def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
-    """Yield a client of an existing cluster whose scheduler was lost, once another one has its place, with workers.
+    """Yield a client of an existing cluster whose scheduler was lost, once another one has replaced it, with workers.
 
     RunError after ``cluster.scheduler_timeout`` seconds, SchedulerLost if that one ends as well. An elastic run waits
     for one worker only.
     """
-    cluster, deadline = config.cluster, time.monotonic() + config.cluster.scheduler_timeout
+    cluster = config.cluster
+    deadline = time.monotonic() + cluster.scheduler_timeout
     progress.note(f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s (cluster.scheduler_timeout)")
     client = _client_of_another(cluster, deadline)
     try:
@@ -170,31 +176,33 @@ def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None)
         yield client
     finally:
-        with _without_its_log(client), suppress(TimeoutError):
-            client.close(timeout=_HASTE)
+        with _without_tracebacks(client), suppress(TimeoutError):
+            client.close(timeout=_STOP_PATIENCE)
 
 
 def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
     """Return a client of the scheduler that is at the address, or in the scheduler file, now."""
     while True:
-        address: str | None = None
+        address = cluster.address
         try:
-            address = cluster.address or address_in(cluster.scheduler_file or "")
+            if not address:
+                address = address_in(cluster.scheduler_file or "")
             return Client(address=address, timeout=_CONNECT_TIMEOUT)
         except (OSError, ValueError, KeyError, TypeError) as error:  # no file, half a file, no scheduler
             if time.monotonic() >= deadline:
-                where = cluster.address or f"which {cluster.scheduler_file!r} names: {address}"
+                where = cluster.address if cluster.address else f"which {cluster.scheduler_file!r} names: {address}"
                 raise RunError(
                     f"the scheduler was lost, and none came to its place ({where}) within cluster.scheduler_timeout="
                     f"{cluster.scheduler_timeout:g} s: {error}"
                 ) from error
-            time.sleep(_GLANCE)
+            time.sleep(_INTERVAL)
 
 
 @contextmanager
 def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
     """Connect to an existing cluster, which stays when the client is closed."""
-    address, where = cluster.address, f"cluster.address={cluster.address!r}"
+    address = cluster.address
+    where = f"cluster.address={cluster.address!r}"
     if cluster.scheduler_file:
         address = read_address(cluster.scheduler_file, cluster.start_timeout, progress)
         where = f"{address!r}, which cluster.scheduler_file={cluster.scheduler_file!r} names"
@@ -209,13 +217,13 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress)
         yield client
     finally:
-        with _without_its_log(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer
-            client.close(timeout=_HASTE)
+        with _without_tracebacks(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer
+            client.close(timeout=_STOP_PATIENCE)
 
 
 @contextmanager
-def _without_its_log(client: Client) -> Iterator[None]:
-    """Keep a client that has lost its scheduler from printing a traceback of that: the run has said so already."""
+def _without_tracebacks(client: Client) -> Iterator[None]:
+    """Keep a client that has lost its scheduler from printing a traceback: the run has reported the loss already."""
     log = logging.getLogger("distributed.client")
     before = log.level
     if client.status != "running":

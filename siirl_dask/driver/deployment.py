@@ -25,23 +25,23 @@ from distributed.deploy.cluster import Cluster
 
 from siirl_dask.config import ClusterConfig
 from siirl_dask.config.file import ClusterSpec, read_cluster_spec
-from siirl_dask.driver.arrivals import wait_for_workers
 from siirl_dask.driver.scheduler_guard import scheduler_guard
+from siirl_dask.driver.wait_for_workers import wait_for_workers
 from siirl_dask.errors import ConfigError, RunError, SiirlError, did_you_mean
 from siirl_dask.observe import Progress
 
 logger = logging.getLogger("siirl_dask.driver")
 _CLOSE_TIMEOUT = 15.0  # seconds until the workers are ended one by one, without the scheduler
 _CLIENT_TIMEOUT = 0.5  # seconds for the client's farewell: the cluster is closed next
-_TOLD_OF_A_CLOSE = ("distributed.batched", "distributed.deploy.cluster")
+_LOGS_OF_A_CLOSE = ("distributed.batched", "distributed.deploy.cluster")
 """Dask's logs of workers that come or go while a cluster closes, with tracebacks, also after it has closed."""
-_AFTER_LOST = 1.0  # seconds after Dask has forgotten a lost worker
+_RESTART_MARGIN = 1.0  # seconds after Dask has forgotten a lost worker
 _LOG_LINES = 5  # of Dask's own log, in the error of a cluster that does not start
 
 
 def check_spec(path: str) -> None:
-    """Raise ConfigError unless the file names a class that can be imported here, and arguments that it takes."""
-    _maker(read_cluster_spec(path))
+    """Raise ConfigError unless the file names a class that can be imported here, and arguments that it accepts."""
+    _factory(read_cluster_spec(path))
 
 
 @contextmanager
@@ -55,11 +55,12 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
     spec = read_cluster_spec(config.spec)
     cluster = _start(spec, config.start_timeout)
     try:
-        asked = _scale(cluster, config.workers)
+        scaling = _scale(cluster, config.workers)
 
         def check() -> None:
-            if asked.done() and (error := asked.exception()) is not None:
-                raise _failed(spec, error) from error
+            error = scaling.exception() if scaling.done() else None
+            if error is not None:
+                raise _start_failure(spec, error) from error
 
         client = Client(cluster)
         try:
@@ -74,7 +75,7 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
 
 
 def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> None:
-    """Have a cluster start workers anew that are lost for good, such as those of a host without power.
+    """Start workers of a cluster in place of those that are lost for good, such as those of a host without power.
 
     ``lost`` are their names. Returns at once. Dask waits for a lost worker before it forgets it
     (``distributed.deploy.lost-worker-timeout``), and a class without scaling starts none.
@@ -89,20 +90,21 @@ def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> No
         _scale(cluster, workers).add_done_callback(warn)
 
     def warn(started: Future[None]) -> None:
-        if (error := started.exception()) is not None:
+        error = started.exception()
+        if error is not None:
             logger.warning("%s cannot start a worker in place of a lost one: %s", cluster.name, error)
 
-    timer = threading.Timer(patience + _AFTER_LOST, start)
+    timer = threading.Timer(patience + _RESTART_MARGIN, start)
     timer.daemon = True
     timer.start()
 
 
 async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
     """End and forget each job of which no worker is left: Dask does so by itself only where a job has a single one."""
-    there = {str(info["name"]) for info in cluster.scheduler_info["workers"].values()}
-    for job, spec in [*cluster.worker_spec.items()]:
+    present = {str(info["name"]) for info in cluster.scheduler_info["workers"].values()}
+    for job, spec in list(cluster.worker_spec.items()):
         names = {f"{job}{suffix}" for suffix in spec.get("group", ("",))}
-        if job not in cluster.workers or names.isdisjoint(lost) or not names.isdisjoint(there):
+        if job not in cluster.workers or names.isdisjoint(lost) or not names.isdisjoint(present):
             continue
         try:
             await cluster.workers.pop(job).close()
@@ -110,36 +112,40 @@ async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
             logger.warning("%s cannot end the job %s, whose workers are lost: %s", cluster.name, job, error)
 
 
-def _maker(spec: ClusterSpec) -> Callable[[], Cluster]:
+def _factory(spec: ClusterSpec) -> Callable[[], Cluster]:
     """Return a function that makes the cluster. ConfigError for a class or arguments that cannot be used."""
     where = f"cluster.spec={spec.path!r}: class {spec.class_name!r}"
     module_name, _, name = spec.class_name.rpartition(".")
     try:
-        with _own_interrupts():
+        with _unchanged_sigint():
             module = import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{where} cannot be imported: {error}; install the package that has it") from error
-    made_by = getattr(module, name, None)
-    if made_by is None:
+    factory = getattr(module, name, None)
+    if factory is None:
         raise ConfigError(f"{where}: module {module_name!r} has no {name!r}{did_you_mean(name, dir(module))}")
-    kind = made_by if isclass(made_by) else get_type_hints(made_by).get("return") if callable(made_by) else None
+    kind: Any = None
+    if isclass(factory):
+        kind = factory
+    elif callable(factory):
+        kind = get_type_hints(factory).get("return")
     if not isclass(kind) or not issubclass(kind, Cluster):
         raise ConfigError(f"{where} is no cluster: expected a class of distributed.deploy.Cluster, as SLURMCluster is")
     if "asynchronous" in spec.kwargs:
         raise ConfigError(f"{where}: kwargs.asynchronous: a run starts its cluster synchronously; leave it out")
-    parameters = signature(made_by).parameters
+    parameters = signature(factory).parameters
     try:
-        signature(made_by).bind(**spec.kwargs)
+        signature(factory).bind(**spec.kwargs)
     except TypeError as error:
         unknown = next((key for key in spec.kwargs if key not in parameters), None)
         hint = did_you_mean(unknown, parameters) if unknown else ""
         raise ConfigError(f"{where} does not take its kwargs: {error}{hint}") from error
-    return lambda: made_by(**spec.kwargs)
+    return lambda: factory(**spec.kwargs)
 
 
 @contextmanager
-def _own_interrupts() -> Iterator[None]:
-    """Keep this process's way to end on Ctrl-C: importing dask_jobqueue sets one of its own, which exits with 0."""
+def _unchanged_sigint() -> Iterator[None]:
+    """Keep this process's handler of SIGINT: importing dask_jobqueue sets one of its own, which exits with 0."""
     if threading.current_thread() is not threading.main_thread():  # no other may set a handler: nor may the import
         yield
         return
@@ -155,11 +161,12 @@ def _start(spec: ClusterSpec, timeout: float) -> Cluster:
 
     Some classes wait there for all their hosts, and would leave some behind if Ctrl-C ended them half-way.
     """
-    make, made = _maker(spec), Future[Cluster]()
+    make_cluster = _factory(spec)
+    made = Future[Cluster]()
 
     def work() -> None:
         try:
-            made.set_result(make())
+            made.set_result(make_cluster())
         except BaseException as error:
             made.set_exception(error)
 
@@ -177,8 +184,9 @@ def _start(spec: ClusterSpec, timeout: float) -> Cluster:
                 f"cluster.spec={spec.path!r}: {spec.class_name} did not start within cluster.start_timeout="
                 f"{timeout:g} s{_quoted(lines)}"
             )
-        if (error := made.exception()) is not None:
-            raise _failed(spec, error, lines) from error
+        error = made.exception()
+        if error is not None:
+            raise _start_failure(spec, error, lines) from error
         return made.result()
 
 
@@ -187,9 +195,11 @@ def _close_unused(made: Future[Cluster]) -> None:
         _close(made.result())
 
 
-def _failed(spec: ClusterSpec, error: BaseException, lines: Iterable[str] = ()) -> SiirlError:
+def _start_failure(spec: ClusterSpec, error: BaseException, lines: Iterable[str] = ()) -> SiirlError:
     """Return the error of a cluster that does not start; a class refuses arguments with TypeError or ValueError."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    if not text:
+        text = type(error).__name__
     where = f"cluster.spec={spec.path!r}: {spec.class_name}"
     if isinstance(error, TypeError | ValueError):
         return ConfigError(f"{where} refuses its kwargs: {text}")
@@ -203,29 +213,34 @@ def _quoted(lines: Iterable[str]) -> str:
 
 @contextmanager
 def _dask_log() -> Iterator[deque[str]]:
-    """Keep what Dask's deployment classes log off the terminal, and yield its last lines: their errors tell less."""
+    """Keep the log of Dask's deployment classes off the terminal, and yield its last lines.
+
+    They explain a failure better than the exception does.
+    """
     lines: deque[str] = deque(maxlen=_LOG_LINES)
 
-    class Keep(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if " - INFO - " not in (text := record.getMessage()):  # what went well on another host
+            text = record.getMessage()
+            if " - INFO - " not in text:  # a line of another host's log about no error
                 lines.append(text)
 
-    source, handler = logging.getLogger("distributed.deploy"), Keep()
-    propagated = source.propagate
-    source.addHandler(handler)
-    source.propagate = False
+    log = logging.getLogger("distributed.deploy")
+    handler = Collector()
+    propagated = log.propagate
+    log.addHandler(handler)
+    log.propagate = False
     try:
         yield lines
     finally:
-        source.propagate = propagated
-        source.removeHandler(handler)
+        log.propagate = propagated
+        log.removeHandler(handler)
 
 
 def _scale(cluster: Cluster, workers: int) -> Future[None]:
     """Ask for the workers; the future fails if one cannot be started.
 
-    A class without scaling has as many as its arguments say.
+    A class without scaling has as many as its arguments set.
     """
     done = Future[None]()
     done.set_result(None)
@@ -241,7 +256,7 @@ def _scale(cluster: Cluster, workers: int) -> Future[None]:
         try:
             await corrected
         except Exception:
-            asyncio.get_running_loop().set_exception_handler(_ignore)  # the other workers': one is told
+            asyncio.get_running_loop().set_exception_handler(_ignore)  # the errors of other workers: one is shown
             for worker in cluster.workers.values():
                 worker.status = Status.failed  # Dask's close() insists on a status, and gives none to these
             raise
@@ -255,17 +270,18 @@ def _ignore(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
-    """Return where to look when workers do not come."""
+    """Return where to look when workers do not start."""
     hint = f": {spec.class_name} starts them"
     if not cluster._supports_scaling:
         hint += ", as many as its kwargs name and no more"
-    if (folder := spec.kwargs.get("log_directory")) is not None:
+    folder = spec.kwargs.get("log_directory")
+    if folder is not None:
         hint += f", and their logs are in {folder}"
     return hint
 
 
 def no_replacement(spec: str, cluster: Cluster) -> str:
-    """Return what to do where none comes in place of a lost worker, for a class that starts none; else nothing."""
+    """Return advice for a class that starts no worker in place of a lost one; an empty text for any other."""
     if cluster._supports_scaling:
         return ""
     return (
@@ -276,7 +292,7 @@ def no_replacement(spec: str, cluster: Cluster) -> str:
 
 def _close(cluster: Cluster) -> None:
     """Close the cluster; where its scheduler is gone, or a worker too busy, the workers are ended one by one."""
-    for name in _TOLD_OF_A_CLOSE:
+    for name in _LOGS_OF_A_CLOSE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
@@ -287,4 +303,5 @@ def _close(cluster: Cluster) -> None:
 
 async def _end_workers(cluster: Any) -> None:
     """End each job or process of the cluster by its own means, such as scancel."""
-    await asyncio.gather(*(worker.close() for worker in getattr(cluster, "workers", {}).values()))
+    workers = getattr(cluster, "workers", {}).values()
+    await asyncio.gather(*(worker.close() for worker in workers))

@@ -1,4 +1,4 @@
-"""Tells what a run's roles need of the workers' accelerators, and whether they fit on those of the configuration."""
+"""The memory that a run's roles need on the workers' accelerators, and whether it fits ``cluster.device_memory``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cards = Mapping[str, Mapping[str, Mapping[str, Footprint]]]
 
 
 def footprints_of(costs: Mapping[str, RoleCost]) -> dict[str, Footprint]:
-    """Return the memory of each role on an accelerator; without those of which it is not known."""
+    """Return the memory of each role on an accelerator; without roles for which it is not known."""
     found = {}
     for role, cost in costs.items():
         if cost.device is not None:
@@ -35,32 +35,33 @@ def device_memory(config: Config) -> int | None:
 
 
 def cards_of(plan: Plan, footprints: Mapping[str, Footprint], per_host: int | None = None) -> Cards:
-    """Return the accelerators, of those whose workers have the same roles one; without workers that take no memory.
+    """Return one accelerator of each group whose workers have the same roles; without workers that use no memory.
 
     ``per_host`` is the number of accelerators of each host, which its workers share in turn; None: one for each worker.
     """
-    roles = {
-        worker: {role: one for role, one in footprints.items() if worker in plan.placement.get(role, ())}
-        for worker in plan.chains
-    }
+    roles: dict[str, dict[str, Footprint]] = {}
+    for worker in plan.chains:
+        own = {role: size for role, size in footprints.items() if worker in plan.placement.get(role, ())}
+        roles[worker] = own
     groups: dict[tuple[tuple[str, ...], ...], list[list[str]]] = {}
-    for workers in _takers(plan, per_host):
-        if any(one.busy for worker in workers for one in roles[worker].values()):
+    for workers in _sharers(plan, per_host):
+        if any(footprint.busy for worker in workers for footprint in roles[worker].values()):
             groups.setdefault(tuple(tuple(roles[worker]) for worker in workers), []).append(workers)
     everyone = tuple(plan.chains)
     cards = {}
-    for alike in groups.values():
-        members = [worker for workers in alike for worker in workers]
+    for group in groups.values():
+        members = [worker for workers in group for worker in workers]
         label = f"Worker{'s' if len(members) > 1 else ''} {worker_ranges(members, everyone)}"
-        cards[label] = {worker: roles[worker] for worker in alike[0]}
+        cards[label] = {worker: roles[worker] for worker in group[0]}
     return cards
 
 
-def _takers(plan: Plan, per_host: int | None) -> Iterator[list[str]]:
+def _sharers(plan: Plan, per_host: int | None) -> Iterator[list[str]]:
     """Yield the workers of each accelerator, as they will choose: see worker/devices.py."""
     for workers in by_host(plan.chains, plan.hosts or {}).values():
         count = len(workers) if per_host is None else min(per_host, len(workers))
-        yield from ([*workers[card::count]] for card in range(count))
+        for card in range(count):
+            yield list(workers[card::count])
 
 
 def check_devices(memory: int | None, cards: Cards) -> None:
@@ -68,5 +69,6 @@ def check_devices(memory: int | None, cards: Cards) -> None:
     if memory is None:
         return
     for label, workers in cards.items():
-        if (reason := refusal(label, memory, workers)) is not None:
+        reason = refusal(label, memory, workers)
+        if reason is not None:
             raise PlanError(f"{reason}\nA larger cluster.device_memory lets it begin in any case")

@@ -28,34 +28,37 @@ _GRACE = 2.0  # seconds after a first failure in which its cause may still arriv
 _GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
 
 
-def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]], place: str) -> Exception:
-    """Return the failure that caused ``first`` and what follows it: a worker's death, else a worker's own error, else a
-    peer's. ``place`` says where the run is, such as ``train step 3``.
+def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]], position: str) -> Exception:
+    """Return the failure that caused ``first`` and what follows it.
+
+    It is a worker's death, else a worker's own error, else a peer's. ``position`` is where the run is, such as ``train
+    step 3``.
     """
     failures = [first, *_following(first, events)]
     for event in failures:
         if event["kind"] == "lost":
-            left = f"worker {event['member']!r} at {event['address']} left the cluster during {place}: it was "
+            left = f"worker {event['member']!r} at {event['address']} left the cluster during {position}: it was "
             if event["in_order"]:
                 return WorkerLeft(f"{left}retired or told to end; parts that were written are complete")
             lost = WorkerLost(
                 f"{left}killed, ran out of memory or lost its connection; parts that were written are complete"
                 f"{_memory(event.get('memory'))}"
             )
-            lost.silence, lost.origin = event["silence"], Origin(worker=event["member"], iteration=place)
+            lost.silence = event["silence"]
+            lost.origin = Origin(worker=event["member"], iteration=position)
             return lost
-    return _cause([_as_error(event, place) for event in failures])
+    return _cause([_as_error(event, position) for event in failures])
 
 
 def may_pass(failure: BaseException) -> bool:
-    """Return whether the same run may well succeed when it is tried again: a worker, or the way to one, was lost, or
-    the scheduler of a cluster that another one may take over.
+    """Return whether the same run may well succeed when it is launched again.
 
-    What a node, a reward or the loss raises would be raised again, and an error in the input is the user's to mend.
+    That is so if a worker, or the connection to one, was lost, or a scheduler that another one may replace. What a
+    node, a reward or the loss raises would be raised again, and an error in the input is the user's to correct.
     """
-    return isinstance(failure, (WorkerLost, WorkersJoined, PeerError)) or (
-        isinstance(failure, SchedulerLost) and failure.may_return
-    )
+    if isinstance(failure, SchedulerLost):
+        return failure.may_return
+    return isinstance(failure, (WorkerLost, WorkersJoined, PeerError))
 
 
 def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -72,29 +75,39 @@ def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]])
             yield event
 
 
-def _as_error(event: dict[str, Any], place: str) -> Exception:
+def _as_error(event: dict[str, Any], position: str) -> Exception:
     if event["kind"] == "silent":
-        silent = SilentPeer(f"{place}: {event['what']}")
+        silent = SilentPeer(f"{position}: {event['what']}")
         silent.silence = event["silence"]
         return silent
     if event["kind"] in ("unstored", "unsaved"):
         kind = RunError if event["kind"] == "unstored" else CheckpointError
         failure = kind(f"worker {event['member']!r}: {event['what']}")
-        failure.origin = Origin(worker=event["member"], iteration=place)
+        failure.origin = Origin(worker=event["member"], iteration=position)
         return failure
     error: Exception = event["error"]
     return error
 
 
 def _memory(nbytes: object) -> str:
-    """Return what is known of the memory of a process that is gone."""
-    return f"; it had {nbytes / 2**30:.2f} GiB at its last heartbeat" if isinstance(nbytes, int) and nbytes else ""
+    """Return a clause on the last known memory of a process that is gone; empty if it is not known."""
+    if not isinstance(nbytes, int) or nbytes == 0:
+        return ""
+    return f"; it had {nbytes / 2**30:.2f} GiB at its last heartbeat"
 
 
 def _cause(errors: Sequence[Exception]) -> Exception:
-    cause = min(errors, key=lambda error: isinstance(error, Aborted) + isinstance(error, (Aborted, PeerError)))
+    """Return the first of the errors that is most likely the cause; an error of Dask itself as a RunError."""
+    cause = min(errors, key=_distance)
     if isinstance(cause, SiirlError):
         return cause
     failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")  # an error of Dask itself
     failure.add_note("".join(format_exception(cause)))
     return failure
+
+
+def _distance(error: Exception) -> int:
+    """Return how far an error is from a cause: 0 for a worker's own, 1 for a peer's, 2 for that of an order to stop."""
+    if isinstance(error, Aborted):
+        return 2
+    return 1 if isinstance(error, PeerError) else 0

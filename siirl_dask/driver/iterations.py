@@ -1,14 +1,75 @@
-"""Generates the iterations of a run in order: phase, step, and whether the pipeline drains."""
+"""The iterations of a run: their order, and the records of those in progress and those completed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
+
+from distributed import Future
+from siirl_storage import Part
+from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import Config
+from siirl_dask.context import Metric
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.runs.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedIteration:
+    """An iteration that every worker has completed."""
+
+    iteration: Iteration
+    seconds: float
+    """Seconds since the previous iteration was completed, or since the start."""
+    metrics: dict[str, Metric]
+    """Metrics of all workers, merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTable:
+    """A table of a step of which every worker has written its part; the step itself may go on."""
+
+    iteration: Iteration
+    table: str
+    parts: list[Part]
+    metrics: dict[str, Metric]
+    """Metrics that the workers had logged of the step by then, merged."""
+    position: int | None
+    """Number of the dataloader's next prompt, where the step has drawn more prompts than its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCheckpoint:
+    """A checkpoint whose parts are all written."""
+
+    iteration: Iteration
+    url: str
+    saved: list[Mapping[str, Any]]
+    """Reports of the workers on their parts, in rank order."""
+    files: dict[str, FileDigest]
+    """Digests of all files by path in the folder, as they were written."""
+
+
+@dataclass(slots=True)
+class PendingIteration:
+    """An iteration in progress, and the metrics of the workers that have completed it."""
+
+    iteration: Iteration
+    futures: dict[str, Future[Any]]
+    logged: dict[str, dict[str, Metric]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PendingCheckpoint:
+    """A checkpoint that is being written, and the workers that have written their part."""
+
+    iteration: Iteration
+    url: str
+    saved: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    written: dict[str, dict[str, FileDigest]] = field(default_factory=dict)
 
 
 def iterations(
@@ -16,33 +77,36 @@ def iterations(
     phases: Collection[str],
     done: int = 0,
     stages: Iterable[Stage] = (),
-    measured: Collection[tuple[Phase, int]] = (),
+    recorded: Collection[tuple[Phase, int]] = (),
 ) -> Iterator[Iteration]:
     """Yield every iteration of a run in order, after ``done`` steps.
 
     Validation comes before the first step, every ``validation.every`` steps and after the last; a checkpoint every
     ``checkpoint.every`` steps and after the last; the test at the end. A resumed run begins with the weights. It
-    replays steps that have a stage, and leaves out validations that are ``measured``, by phase and step.
+    replays steps that have a stage, and leaves out validations whose phase and step are in ``recorded``.
 
     A training step that a validation or a checkpoint follows is a drain, also where the validation is left out: nodes
     with a lag catch up in it, so that these see everything of their step.
     """
     sequence = count()
-    stored = {stage.step: stage for stage in stages}
+    steps = config.run.steps
+    save_every = config.checkpoint.every
+    validate_every = config.validation.every if Phase.VALIDATION in phases else 0
+    stage_of_step = {stage.step: stage for stage in stages}
     if Phase.WEIGHTS in phases:
         yield Iteration(Phase.WEIGHTS, done, next(sequence))
-    if Phase.VALIDATION in phases and not done and (Phase.VALIDATION, 0) not in measured:
+    if Phase.VALIDATION in phases and done == 0 and (Phase.VALIDATION, 0) not in recorded:
         yield Iteration(Phase.VALIDATION, 0, next(sequence))
-    steps, every = config.run.steps, config.checkpoint.every
     for step in range(done + 1, steps + 1):
-        last = step == steps
-        validates = Phase.VALIDATION in phases and (step % config.validation.every == 0 or last)
-        saves = bool(every) and (step % every == 0 or last)
-        iteration = Iteration(Phase.TRAIN, step, next(sequence), validates or saves or last)
-        if stage := stored.get(step):
+        is_last = step == steps
+        validates = _is_due(step, validate_every, is_last)
+        saves = _is_due(step, save_every, is_last)
+        iteration = Iteration(Phase.TRAIN, step, next(sequence), drain=validates or saves or is_last)
+        stage = stage_of_step.get(step)
+        if stage is not None:
             iteration = replace(iteration, phase=Phase.REPLAY, position=stage.position, frontier=stage.table)
         yield iteration
-        if validates and (Phase.VALIDATION, step) not in measured:
+        if validates and (Phase.VALIDATION, step) not in recorded:
             yield Iteration(Phase.VALIDATION, step, next(sequence))
         if saves:
             yield Iteration(Phase.CHECKPOINT, step, next(sequence))
@@ -50,22 +114,34 @@ def iterations(
         yield Iteration(Phase.TEST, steps, next(sequence))
 
 
-def until_asked(iterations: Iterable[Iteration], asked: Callable[[], bool], steps: int) -> Iterator[Iteration]:
-    """Yield the iterations; once ``asked()`` is true, end after a training step, its validation and its checkpoint.
+def _is_due(step: int, every: int, is_last: bool) -> bool:
+    """Return whether an action is due after ``step`` that is due every ``every`` steps and after the last; 0: never."""
+    if every == 0:
+        return False
+    if is_last:
+        return True
+    return step % every == 0
 
-    That step drains the pipeline. The last one of all ``steps`` ends nothing: what follows it is done as well.
+
+def until_stopped(iterations: Iterable[Iteration], should_stop: Callable[[], bool], steps: int) -> Iterator[Iteration]:
+    """Yield the iterations; once ``should_stop()`` is true, end after a training step, its validation and checkpoint.
+
+    That step drains the pipeline. After the last of all ``steps`` nothing ends: what follows it is done as well.
     """
-    ending, step = False, 0
+    stopping = False
+    step = 0
     for iteration in iterations:
         kind = iteration.phase.counts_as
         if kind is Phase.TRAIN:
-            if ending:
+            if stopping:
                 yield Iteration(Phase.CHECKPOINT, step, iteration.sequence)
                 return
-            step, ending = iteration.step, asked() and iteration.step < steps
-            iteration = replace(iteration, drain=iteration.drain or ending)
-        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT):
-            ending = ending or (0 < step < steps and asked())
+            step = iteration.step
+            if should_stop() and step < steps:
+                stopping = True
+                iteration = replace(iteration, drain=True)
+        elif kind in (Phase.VALIDATION, Phase.CHECKPOINT) and 0 < step < steps and not stopping:
+            stopping = should_stop()
         yield iteration
-        if ending and kind is Phase.CHECKPOINT:
+        if stopping and kind is Phase.CHECKPOINT:
             return

@@ -13,11 +13,11 @@ from siirl_storage import join
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.ending import ending, failure_of
+from siirl_dask.driver.failure_text import failure_of, failure_text
+from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.resume import ResumePoint
 from siirl_dask.driver.run_page import RunPage
-from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (
     MEASURED,
@@ -73,21 +73,26 @@ class RunLog:
     page: RunPage = field(default_factory=RunPage)
     """The run's page on the dashboard."""
     _started: float | None = None
+    """Time at which the logs were opened last."""
     _seconds_before: float = 0.0
+    """Seconds that the steps before the resumption took."""
     _latest: dict[str, float] = field(default_factory=dict)
-    _of_step: dict[int, dict[str, float]] = field(default_factory=dict)
-    _had_best: bool = False
+    """Metrics of the newest step and of the validation after it, named as ``train/loss``."""
+    _of_checkpoints: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The same of each step whose checkpoint is being written."""
+    _has_best: bool = False
     """True once a record had the metric of ``checkpoint.keep_best``; a step without rows has no metrics."""
     _metrics: MetricsLog | None = None
     _tracker: Tracker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.steps, self.workers = self.resume.done, self.config.cluster.workers
+        self.steps = self.resume.done
+        self.workers = self.config.cluster.workers
         observe = self.config.observe
         self._tracker = Tracker(observe.backends, self.progress.note if observe.progress else logger.warning)
 
     def resume_at(self, resume: ResumePoint) -> None:
-        """Set where the run begins, and say so."""
+        """Set where the run begins, and show it to the user."""
         self.resume = resume
         if not self.begun:
             self.steps = resume.done
@@ -96,67 +101,83 @@ class RunLog:
 
     @property
     def begun(self) -> bool:
-        """Whether this start has come as far as its first step: what an earlier one left is not there any more."""
+        """Whether this start has opened its logs: files of an earlier one that no longer count are removed then."""
         return self._started is not None
 
     def begin(self, dashboard: str) -> None:
-        """Open the logs; a resumed run's lines of steps that are done anew are dropped, and the others are counted.
+        """Open the logs. Lines of steps that are done again are dropped, and those of the other steps counted.
 
-        A run that is tried again begins again.
+        A run that is launched again begins again.
         """
-        url, done, last = self.config.run.url, self.resume.done, self.resume.last
-        self.steps, self.samples, self.peer_bytes, self.accuracy = done, 0.0, 0.0, Accuracy()
-        self._seconds_before, self._latest, self._of_step, self._had_best = 0.0, {}, {}, False
-        until, again_from = (last or -1, last + 1 if last else 0) if self.resume.exists else (None, None)
-        self._metrics = MetricsLog(url, until, self.attempt.number)
-        self._track(again_from)
-        for record in read_metrics(url) if last else ():
-            self._seconds_before += record["seconds"]
-            self._tally(record)
+        url = self.config.run.url
+        last = self.resume.last
+        self.steps = self.resume.done
+        self.samples = 0.0
+        self.peer_bytes = 0.0
+        self.accuracy = Accuracy()
+        self._seconds_before = 0.0
+        self._latest = {}
+        self._of_checkpoints = {}
+        self._has_best = False
+        keep_until: int | None = None
+        repeat_from: int | None = None
+        if self.resume.exists:
+            keep_until = last if last else -1
+            repeat_from = last + 1 if last else 0
+        self._metrics = MetricsLog(url, keep_until, self.attempt.number)
+        self._begin_tracking(repeat_from)
+        if last:
+            for record in read_metrics(url):
+                self._seconds_before += record["seconds"]
+                self._count(record)
         self.drift.begin()
         self._started = time.monotonic()
-        self.progress.start(dashboard, url, done)
+        self.progress.start(dashboard, url, self.resume.done)
 
-    def record(self, done: Done) -> None:
+    def record(self, completed: CompletedIteration) -> None:
         """Log a completed iteration. Fenced if another start has taken the run over."""
-        phase, step = done.iteration.phase.counts_as, done.iteration.step
+        phase = completed.iteration.phase.counts_as
+        step = completed.iteration.step
         if phase is Phase.CHECKPOINT:
-            self._of_step[step] = self._latest
+            self._of_checkpoints[step] = self._latest
         if phase not in MEASURED:
             return
         self.attempt.check()
         if phase is Phase.TRAIN:
             self.steps += 1
-        if (record := self.resume.measured.get((phase, step))) is None:
-            record = self._measure(done)
-            self._tally(record)
+        record = self.resume.recorded.get((phase, step))
+        if record is None:
+            record = self._measure(completed)
+            self._count(record)
             assert self._metrics is not None
             self._metrics.write(record)
             self._tracker.write(record)
         self.page.write(record)
-        self._remember(record)
-        if phase is Phase.TRAIN:
-            self.progress.step(record)
-            for text in self.drift.note(record) if done.iteration.phase is Phase.TRAIN else ():
-                self.progress.note(f"drift      {text}")
-        else:
+        self._set_latest(record)
+        if phase is not Phase.TRAIN:
             self.progress.validation(step, record["metrics"], phase)
+            return
+        self.progress.step(record)
+        if completed.iteration.phase is Phase.TRAIN:  # no replay, whose metrics were noted before
+            for text in self.drift.note(record):
+                self.progress.note(f"drift      {text}")
 
-    def _measure(self, done: Done) -> Record:
+    def _measure(self, completed: CompletedIteration) -> Record:
         """Return the record of an iteration; that of a replay has the metrics that its stage had as well."""
-        iteration, metrics = done.iteration, done.metrics
+        iteration = completed.iteration
+        metrics = completed.metrics
         if iteration.phase is Phase.REPLAY:
             metrics = self.resume.metrics_before(iteration) | metrics
         else:
-            check_prompts(done, self.config.data.max_prompt_length)
+            check_prompts(completed, self.config.data.max_prompt_length)
         named = values(metrics)
         if iteration.phase is Phase.TRAIN:
-            _add_speeds(named, done.seconds)
-        return Record(step=iteration.step, phase=iteration.phase.counts_as, seconds=done.seconds, metrics=named)
+            _add_speeds(named, completed.seconds)
+        return Record(step=iteration.step, phase=iteration.phase.counts_as, seconds=completed.seconds, metrics=named)
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return, once, metrics of a checkpoint's step and of the validation after it, named as ``train/loss``."""
-        return self._of_step.pop(step)
+        return self._of_checkpoints.pop(step)
 
     def announce(self, error: SiirlError) -> None:
         """Print a failure now; ``end`` may follow only after seconds."""
@@ -164,7 +185,7 @@ class RunLog:
         error.announce()
 
     def fail(self, error: BaseException) -> None:
-        """End a run that has failed: print the error, write the summary, and say how to go on."""
+        """End a run that has failed: print the error, write the summary, and print how to go on."""
         if self.begun and isinstance(error, SiirlError):
             self.announce(error)
         try:
@@ -173,7 +194,7 @@ class RunLog:
             text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")
             print(text, file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):
-            for line in ending(self.config, error, self.steps, self.command):
+            for line in failure_text(self.config, error, self.steps, self.command):
                 print(f"  {line}", file=sys.stderr, flush=True)
 
     def end(self, status: Status, error: str | None, failure: Failure | None = None) -> Summary:
@@ -182,9 +203,13 @@ class RunLog:
         Fenced if a run that is complete has its folder no more.
         """
         self.progress.close()
-        seconds = self._seconds_before + (time.monotonic() - self._started if self._started else 0.0)
-        per_step = 1 / self.steps if self.steps else None
-        here = self.steps - self.resume.done
+        seconds = self._seconds_before
+        if self._started:
+            seconds += time.monotonic() - self._started
+        steps_here = self.steps - self.resume.done
+        through_scheduler = None
+        if self.scheduler_bytes and steps_here:
+            through_scheduler = self.scheduler_bytes / steps_here
         summary = Summary(
             run_id=self.config.run.name,
             status=status,
@@ -196,10 +221,10 @@ class RunLog:
             samples_per_second=self.samples / seconds if self.steps and seconds else None,
             validation=self.accuracy,
             bytes_per_step=BytesPerStep(
-                peers=self.peer_bytes * per_step if per_step else None,
-                scheduler_and_client=self.scheduler_bytes / here if self.scheduler_bytes and here else None,
+                peers=self.peer_bytes * (1 / self.steps) if self.steps else None,
+                scheduler_and_client=through_scheduler,
             ),
-            restarts=tuple(replace(one, cause=redacted(one.cause)) for one in self.restarts),
+            restarts=tuple(replace(restart, cause=redacted(restart.cause)) for restart in self.restarts),
             slowest=self._slowest(),
             warnings=tuple(self.drift.said),
         )
@@ -212,24 +237,35 @@ class RunLog:
             self._tracker.end(status)
         return summary
 
-    def _track(self, again_from: int | None) -> None:
-        """Have the backends of metrics open the run, or take the steps from ``again_from`` on once more."""
-        run, observe = self.config.run, self.config.observe
-        if observe.backends:
-            number = tracked_id(run.url, new=not self.resume.exists and not self.begun)
-            tracked = TrackedRun(
-                id=number, name=run.name, url=run.url, project=observe.project, config=redacted(plain(self.config))
-            )
-            self._tracker.begin(tracked, again_from)
+    def _begin_tracking(self, repeat_from: int | None) -> None:
+        """Open the run in the backends of metrics and overwrite its steps from ``repeat_from`` on, if that is set."""
+        run = self.config.run
+        observe = self.config.observe
+        if not observe.backends:
+            return
+        is_new = True
+        if self.resume.exists or self.begun:
+            is_new = False
+        tracked = TrackedRun(
+            id=tracked_id(run.url, new=is_new),
+            name=run.name,
+            url=run.url,
+            project=observe.project,
+            config=redacted(plain(self.config)),
+        )
+        self._tracker.begin(tracked, repeat_from)
 
     def _slowest(self) -> Slowest | None:
         """Return what took longest in the last steps; None where nothing is recorded, or another start has the run."""
-        known = self._started and self.steps and self.config.observe.trace and self.attempt.holds()
-        return slowest_of(self.config.run.url) if known else None
+        if not self._started or not self.steps or not self.config.observe.trace or not self.attempt.holds():
+            return None
+        return slowest_of(self.config.run.url)
 
-    def _tally(self, record: Record) -> None:
-        step, metrics = record["step"], record["metrics"]
-        self._had_best |= self.config.checkpoint.keep_best in [f"{record['phase']}/{name}" for name in metrics]
+    def _count(self, record: Record) -> None:
+        """Add a record to the totals of the summary."""
+        metrics = record["metrics"]
+        if self.config.checkpoint.keep_best in [f"{record['phase']}/{name}" for name in metrics]:
+            self._has_best = True
         accuracy = metrics.get("reward/mean")
         match record["phase"]:
             case Phase.TRAIN:
@@ -238,24 +274,29 @@ class RunLog:
             case Phase.TEST:
                 self.accuracy = replace(self.accuracy, test=accuracy)
             case Phase.VALIDATION:
-                first = {"first": accuracy} if step == 0 else {}
-                self.accuracy = replace(self.accuracy, last=accuracy, **first)
+                self.accuracy = replace(self.accuracy, last=accuracy)
+                if record["step"] == 0:
+                    self.accuracy = replace(self.accuracy, first=accuracy)
 
-    def _remember(self, record: Record) -> None:
-        """Keep the numbers for this step's checkpoint. ConfigError when the phase never had the metric of keep_best."""
+    def _set_latest(self, record: Record) -> None:
+        """Store the metrics for this step's checkpoint.
+
+        ConfigError when the phase never had the metric of ``checkpoint.keep_best``.
+        """
         phase = record["phase"]
         named = {f"{phase}/{name}": value for name, value in record["metrics"].items()}
-        best = self.config.checkpoint.keep_best or ""
-        if best.startswith(f"{phase}/") and not self._had_best:
+        best = self.config.checkpoint.keep_best
+        if best is not None and best.startswith(f"{phase}/") and not self._has_best:
             near = did_you_mean(best, named)
             raise ConfigError(
-                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {[*named]}){near}"
+                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {list(named)}){near}"
             )
-        before = {} if phase is Phase.TRAIN else self._latest
-        self._latest = before | {name: value for name, value in named.items() if value is not None}
+        known = {name: value for name, value in named.items() if value is not None}
+        self._latest = known if phase is Phase.TRAIN else self._latest | known
 
 
 def _add_speeds(metrics: dict[str, float | None], seconds: float) -> None:
     for name in ("samples", "tokens"):
-        if (count := metrics.get(name)) is not None:
+        count = metrics.get(name)
+        if count is not None:
             metrics[f"{name}_per_second"] = count / seconds

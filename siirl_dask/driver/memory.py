@@ -37,7 +37,7 @@ _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured
 _ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
 _ROW_END = 8  # bytes that Arrow spends on where a list ends
-_LOWER = {  # advice by the largest part
+_ADVICE = {  # advice by the largest part
     "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
     "roles more workers",
     "moving rows": "lower data.memory_limit or run.lookahead, or what makes the tables large",
@@ -92,12 +92,20 @@ class WorkerMemory:
     def text(self) -> str:
         """Return the parts with their sizes as one line, largest first."""
         parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
-        parts |= {"checkpoint": self.checkpoint} if self.checkpoint else {}
-        parts |= {"activations": self.computing} if self.computing else {}
-        parts |= {"loading, at the start": self.loading} if self.loading else {}
-        parts |= {f"role {role}": size for role, size in self.roles.items() if size}
-        known = (f"{name} {readable_bytes(size)}" for name, size in sorted(parts.items(), key=lambda pair: -pair[1]))
-        return ", ".join([*known, *([f"columns {', '.join(self.unknown)} ?"] if self.unknown else [])])
+        if self.checkpoint:
+            parts["checkpoint"] = self.checkpoint
+        if self.computing:
+            parts["activations"] = self.computing
+        if self.loading:
+            parts["loading, at the start"] = self.loading
+        for role, size in self.roles.items():
+            if size:
+                parts[f"role {role}"] = size
+        largest_first = sorted(parts.items(), key=lambda pair: -pair[1])
+        texts = [f"{name} {readable_bytes(size)}" for name, size in largest_first]
+        if self.unknown:
+            texts.append(f"columns {', '.join(self.unknown)} ?")
+        return ", ".join(texts)
 
 
 def memory_of(
@@ -108,47 +116,57 @@ def memory_of(
     With ``accelerators`` the roles compute there, and else on the CPU.
     """
     count = cache(count_parameters)
-    used = {
+    usage_of_workers = {
         phase: usage(plan, sizes_of(config, plan, dataset, count))
         for phase, (plan, dataset) in phases.items()
         if phase is not Phase.TEST  # the validation's plan on other data
     }
+    first_plan, _ = next(iter(phases.values()))
     groups = []
-    for names, workers in _by_roles(next(iter(phases.values()))[0]).items():
-        usages = [(phase, by_worker[worker]) for phase, by_worker in used.items() for worker in workers]
+    for names, workers in _by_roles(first_plan).items():
+        usages: list[tuple[str, Usage]] = []
+        for phase, by_worker in usage_of_workers.items():
+            usages += [(phase, by_worker[worker]) for worker in workers]
         own = {name: costs[name] for name in names}
-        peak = _largest(config, workers, {name: cost.memory for name, cost in own.items()}, usages)
-        peak = replace(peak, checkpoint=sum(cost.checkpoint_copy for cost in own.values()))
-        spared = spared_roles([plan for plan, _ in phases.values()], own, workers) if accelerators else frozenset()
-        groups.append(_beside_accelerators(peak, own, spared) if accelerators else _on_cpu(peak, own))
+        memory = _peak(config, workers, {name: cost.memory for name, cost in own.items()}, usages)
+        memory = replace(memory, checkpoint=sum(cost.checkpoint_copy for cost in own.values()))
+        if accelerators:
+            spared = spared_roles([plan for plan, _ in phases.values()], own, workers)
+            groups.append(_beside_accelerators(memory, own, spared))
+        else:
+            computing = max((cost.computing for cost in own.values()), default=0)
+            groups.append(replace(memory, computing=computing))
     return groups
 
 
 def spared_roles(plans: Sequence[Plan], costs: Mapping[str, RoleCost], workers: Sequence[str]) -> frozenset[str]:
-    """Return the roles that get new weights on these workers each time after another role has computed on the device:
-    what they hold need not be kept while they sleep.
+    """Return the roles whose weights the host need not store while they sleep.
+
+    They get new weights on these workers each time after another role has computed on the device.
     """
     frees = frozenset(name for name, cost in costs.items() if cost.device is not None and cost.device.busy)
     chains = [plan.chains[worker] for plan in plans for worker in workers]
     return frozenset(role for role in costs if all(always_reloaded(chain, role, frees) for chain in chains))
 
 
-def _on_cpu(memory: WorkerMemory, costs: Mapping[str, RoleCost]) -> WorkerMemory:
-    return replace(memory, computing=max((cost.computing for cost in costs.values()), default=0))
-
-
 def _beside_accelerators(memory: WorkerMemory, costs: Mapping[str, RoleCost], spared: frozenset[str]) -> WorkerMemory:
-    devices = {name: cost.device for name, cost in costs.items()}
-    roles = {name: None if one is None else sum(one.host.values()) for name, one in devices.items()}
-    loading, sleeping = 0, 0
-    for name, one in devices.items():
-        if one is None:
+    """Return the host's memory of workers whose roles compute on accelerators."""
+    roles: dict[str, int | None] = {}
+    loading = 0
+    sleeping = 0
+    for name, cost in costs.items():
+        footprint = cost.device
+        if footprint is None:
+            roles[name] = None
             continue
-        loading, asleep = max(loading, one.loading), sum(one.spared.values())
+        loading = max(loading, footprint.loading)
+        host = sum(footprint.host.values())
+        asleep = sum(footprint.spared.values())
         if name in spared:
+            roles[name] = host
             sleeping += asleep
         else:
-            roles[name] = asleep + (roles[name] or 0)
+            roles[name] = host + asleep
     return replace(memory, roles=roles, loading=loading + sleeping, process=_PROCESS + _LIBRARIES)
 
 
@@ -163,18 +181,21 @@ def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
     return groups
 
 
-def _largest(
-    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], each: Sequence[tuple[str, Usage]]
+def _peak(
+    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], usages: Sequence[tuple[str, Usage]]
 ) -> WorkerMemory:
-    phase, peak = max(each, key=lambda pair: pair[1].tables)
+    """Return the memory of workers in the phase whose tables take most."""
+    phase, peak = max(usages, key=lambda pair: pair[1].tables)
     steps = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
+    moving = steps * max(used.moving for _, used in usages)
+    unknown = [name for _, used in usages for name in used.unknown]
     return WorkerMemory(
         workers=tuple(workers),
         roles=roles,
         tables=peak.tables,
         largest=f"{peak.node} of {phase}",
-        moving=min(parse_bytes("data.memory_limit", config.data.memory_limit), steps * max(u.moving for _, u in each)),
-        unknown=tuple(dict.fromkeys(name for _, used in each for name in used.unknown)),
+        moving=min(parse_bytes("data.memory_limit", config.data.memory_limit), moving),
+        unknown=tuple(dict.fromkeys(unknown)),
     )
 
 
@@ -184,31 +205,44 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
         return
     limit = parse_bytes("cluster.memory_limit", config.cluster.memory_limit)
     for memory in groups:
-        if memory.total > limit:
-            parts = memory.parts
-            largest = max(list(_LOWER), key=lambda name: parts[name]) if memory.process < limit else "process"
-            advice = _LOWER.get(largest, "a process takes that much")
-            raise PlanError(
-                f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
-                f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
-                f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise cluster.memory_limit"
-            )
+        if memory.total <= limit:
+            continue
+        parts = memory.parts
+        advice = "a process takes that much"
+        if memory.process < limit:
+            largest = max(_ADVICE, key=lambda name: parts[name])
+            advice = _ADVICE[largest]
+        raise PlanError(
+            f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
+            f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
+            f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise cluster.memory_limit"
+        )
 
 
 def sizes_of(
     config: Config, plan: Plan, dataset: Dataset, count: Callable[[str], ModelSize | None] = count_parameters
 ) -> Sizes:
     """Return the sizes that a phase's estimates start from. An absent dataset that is read whole counts as a batch."""
-    published = {node.name: _published(node, config, plan, count) for node in plan.dag.nodes}
-    weights = {name: pair for name, pair in published.items() if pair is not None}
-    rows = dataset.batch_size or _rows(dataset.sources[0]) or config.data.batch_size
+    totals: dict[str, int] = {}
+    pieces: dict[str, tuple[int, int]] = {}
+    for node in plan.dag.nodes:
+        published = _published(node, config, plan, count)
+        if published is not None:
+            size, itemsize = published
+            totals[node.name] = size.total * itemsize + size.tensors * _ROW
+            pieces[node.name] = (size.tensors, size.largest * itemsize + _ROW)
+    prompts = dataset.batch_size
+    if not prompts:
+        prompts = _rows(dataset.sources[0])
+    if not prompts:
+        prompts = config.data.batch_size
     return Sizes(
-        prompts=rows,
+        prompts=prompts,
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.rollout.max_response_length,
         widths=_route_widths(config),
-        totals={name: size.total * each + size.tensors * _ROW for name, (size, each) in weights.items()},
-        pieces={name: (size.tensors, size.largest * each + _ROW) for name, (size, each) in weights.items()},
+        totals=totals,
+        pieces=pieces,
         part=parse_bytes("rollout.weight_bucket", config.rollout.weight_bucket),
         buffers=config.rollout.weight_sync is WeightSync.broadcast,
         minibatches=config.algorithm.minibatches,
@@ -243,7 +277,9 @@ def _published(
     model: ModelConfig = options.get("model", config.model)
     lora = node.options.get("lora")
     if lora is not None and lora.rank:
-        size, each = count_adapters(model.path, options.get("trainer", config.trainer)), Dtype.float32.itemsize
+        size = count_adapters(model.path, options.get("trainer", config.trainer))
+        itemsize = Dtype.float32.itemsize
     else:
-        size, each = count(model.path), model.dtype.itemsize
-    return None if size is None else (size, each)
+        size = count(model.path)
+        itemsize = model.dtype.itemsize
+    return None if size is None else (size, itemsize)

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def with_models(value: _T, change: Change) -> _T:
-    """Return ``value`` with what ``change`` makes of each dataclass in it, outer ones last; itself if none changes."""
+    """Return ``value`` with ``change`` applied to each dataclass in it, outer ones last; itself if none changes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
         changes = _changed(fields, change)

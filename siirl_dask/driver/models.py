@@ -29,7 +29,7 @@ _FORGET_TIMEOUT = 10.0  # seconds for the workers to delete what their hosts hav
 
 
 def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
-    """Look for the models at URLs among the folders that roles read. ConfigError, by name, where one is not there."""
+    """Return the models at URLs among the folders that roles read. ConfigError, by name, where one is not there."""
     folders = dict.fromkeys(folder for folders in reads.values() for folder in folders)
     models = {folder: find_model(folder) for folder in folders if is_remote(folder)}
     for url, model in models.items():
@@ -40,7 +40,7 @@ def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
 
 
 def fetch_here(models: Models, cluster: ClusterConfig, progress: Progress) -> None:
-    """Fetch the models where the workers are processes of this machine. ConfigError for one that does not come."""
+    """Fetch the models if the workers are processes of this machine. ConfigError for one that cannot be fetched."""
     if cluster.exists or cluster.spec:
         return
     for model in models.values():
@@ -63,46 +63,54 @@ def fetch_on_workers(
     models: Models,
     progress: Progress,
 ) -> None:
-    """Have the host of each worker fetch the models of the worker's roles, once for all workers of a host.
+    """Fetch the models of each worker's roles on the worker's host, once for all workers of a host.
 
-    It does nothing for workers on this machine, for which ``fetch_here`` has fetched them.
+    Does nothing for workers on this machine, for which ``fetch_here`` has fetched them.
 
     ``reads`` has the folders that the workers of each role read. ConfigError by worker and host.
     """
     if not models or not (cluster.exists or cluster.spec):
         return
-    names = ", ".join(f"{model.url} ({decimal(model.nbytes)})" for model in models.values())
-    alike: dict[tuple[str, ...], list[str]] = {}
+    workers_by_urls: dict[tuple[str, ...], list[str]] = {}
     for worker in members:
-        own = {url for role, urls in reads.items() if worker in plan.placement.get(role, ()) for url in urls}
-        alike.setdefault(tuple(sorted(own & models.keys())), []).append(worker)
-    began, problems, came = time.monotonic(), [], 0
+        needed: set[str] = set()
+        for role, urls in reads.items():
+            if worker in plan.placement.get(role, ()):
+                needed.update(urls)
+        workers_by_urls.setdefault(tuple(sorted(needed & models.keys())), []).append(worker)
+    began = time.monotonic()
+    fetched_bytes = 0
+    problems: list[str] = []
+    names = ", ".join(f"{model.url} ({decimal(model.nbytes)})" for model in models.values())
     progress.note(f"hosts fetch what they have not got of {names}")
-    for urls, workers in alike.items():
-        addresses, wanted = [members[worker] for worker in workers], [models[url] for url in urls]
+    for model_urls, workers in workers_by_urls.items():
+        addresses = [members[worker] for worker in workers]
+        wanted = [models[url] for url in model_urls]
         answers = complete(client, partial(client.run, bring_models, wanted, workers=addresses))
-        came += sum(nbytes for _, nbytes, _ in answers.values())
-        told = {worker: answers[members[worker]] for worker in workers}
-        problems += [f"worker {worker!r} on host {host!r}: {why}" for worker, (host, _, why) in told.items() if why]
+        for worker in workers:
+            host, nbytes, problem = answers[members[worker]]
+            fetched_bytes += nbytes
+            if problem:
+                problems.append(f"worker {worker!r} on host {host!r}: {problem}")
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise ConfigError("; ".join(problems[:_NAMED]) + more)
-    if came:
-        progress.note(f"hosts have fetched {decimal(came)} in {time.monotonic() - began:.1f} s")
+    if fetched_bytes:
+        progress.note(f"hosts have fetched {decimal(fetched_bytes)} in {time.monotonic() - began:.1f} s")
 
 
 @contextmanager
 def forgotten(client: Client, members: Mapping[str, str], models: Sequence[RemoteModel]) -> Iterator[None]:
-    """At the end, have the workers' hosts delete the copies of models that they fetched. What stays is in the log."""
+    """Delete the copies of models that the workers' hosts have fetched, at the end; what stays is in the log."""
     try:
         yield
     finally:
         if models:
             try:
-                call = partial(client.run, forget_models, models, workers=[*members.values()])
+                call = partial(client.run, forget_models, models, workers=list(members.values()))
                 answers = complete(client, call, timeout=_FORGET_TIMEOUT)
-                stay = {f"on host {host!r}: {why}" for host, why in answers.values() if why}
-            except Exception as error:  # a worker or the scheduler has gone: what ended the pass is the error to tell
-                stay = {f"on some host: {type(error).__name__}: {error}"}
-            for told in sorted(stay):
-                logger.warning("a copy of the model %s may stay in the cache %s", redacted(models[0].url), told)
+                remaining = {f"on host {host!r}: {problem}" for host, problem in answers.values() if problem}
+            except Exception as error:  # a worker or the scheduler has gone: the error that ended the pass matters more
+                remaining = {f"on some host: {type(error).__name__}: {error}"}
+            for problem in sorted(remaining):
+                logger.warning("a copy of the model %s may stay in the cache %s", redacted(models[0].url), problem)

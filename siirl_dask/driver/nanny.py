@@ -1,6 +1,6 @@
 """Starts worker processes as Dask does, without the user's script in them.
 
-It leaves nothing of that in ``/dev/shm`` when all are killed at once.
+No semaphores stay in ``/dev/shm`` when all processes are killed at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ class NamelessNanny(Nanny):
 def unlink_names(queue: Any) -> None:
     """Unlink the names of a multiprocessing queue's semaphores, which go on for those that have opened them."""
     for finalize in _finalizers(queue):
-        finalize()  # it unlinks the name, tells the resource tracker, and does so only once
+        finalize()  # it unlinks the name, informs the resource tracker, and does so only once
 
 
 def _finalizers(queue: Any) -> Iterator[Finalize]:
-    """Yield what the semaphores in a queue's attributes would call when they are collected."""
-    for part in vars(queue).values() if queue is not None else ():
-        if isinstance(part, SemLock):
-            for reference in weakref.getweakrefs(part):
-                if isinstance(finalize := reference.__callback__, Finalize):
-                    yield finalize
+    """Yield the finalizers of the semaphores in a queue's attributes."""
+    if queue is None:
+        return
+    for attribute in vars(queue).values():
+        if not isinstance(attribute, SemLock):
+            continue
+        for reference in weakref.getweakrefs(attribute):
+            callback = reference.__callback__
+            if isinstance(callback, Finalize):
+                yield callback
 
 
 @contextmanager
 def main_not_imported() -> Iterator[None]:
-    """Have Dask's worker processes start without importing this process's main module inside.
+    """Start Dask's worker processes inside without importing this process's main module in them.
 
     multiprocessing imports it in each process that it starts, so a script without ``if __name__ == "__main__":`` would
     call ``run`` once more in each worker. Workers need nothing of it: what a DAG uses of it is sent by value. Other

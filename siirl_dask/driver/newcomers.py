@@ -17,23 +17,25 @@ from siirl_dask.errors import ConfigError, WorkerLost
 from siirl_dask.worker.report import Report, report
 
 logger = logging.getLogger("siirl_dask.driver")
-_REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to say what it runs on
+_REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to report what it runs on
 
 
 class Newcomers:
-    """Remembers what workers have said about themselves. Workers are given as {name: address}."""
+    """Stores the reports of workers on what they run on. Arguments that are mappings of workers are {name: address}."""
 
     def __init__(self, reads: Mapping[str, Sequence[str]], run_url: str) -> None:
         """``reads`` has the folders that the workers of each role read."""
-        self._reads, self._run_url = reads, run_url
+        self._reads = reads
+        self._run_url = run_url
         self._reports: dict[str, Report | Exception] = {}
         self.refused: set[str] = set()
         """Addresses of workers that the run never takes."""
 
     def ask(self, client: Client, addresses: Iterable[str]) -> None:
-        """Have workers that have not answered before say what they run on."""
+        """Ask workers that have not answered before for their reports."""
         new = [address for address in addresses if isinstance(self._reports.get(address, OSError()), OSError)]
-        self._reports |= dict(zip(new, complete(client, lambda: _reports(client, new)), strict=True))
+        reports = complete(client, lambda: _ask_all(client, new))
+        self._reports.update(zip(new, reports, strict=True))
 
     def in_order(self, workers: Mapping[str, str]) -> list[str]:
         """Return the names in rank order."""
@@ -45,10 +47,11 @@ class Newcomers:
             check_alike(client, workers, self._reports)
 
     def unlike(self, client: Client, new: Mapping[str, str]) -> set[str]:
-        """Return the names of newcomers that do not answer, or do not fit to this process: those are refused."""
-        unlike = {name for name, address in new.items() if isinstance(self._reports[address], OSError)}
+        """Return the names of newcomers that do not answer, or do not fit to this process; the latter are refused."""
+        unlike: set[str] = set()
         for name, address in new.items():
-            if name in unlike:
+            if isinstance(self._reports[address], OSError):
+                unlike.add(name)
                 continue
             try:
                 check_alike(client, {name: address}, self._reports)
@@ -58,7 +61,7 @@ class Newcomers:
         return unlike
 
     def cut_off(self, client: Client, new: Mapping[str, str], phases: Phases) -> set[str]:
-        """Return the names of newcomers that have left, and of those, which it refuses, that do not reach the files."""
+        """Return the names of newcomers that have left or do not reach the files; the latter are refused."""
         cut_off: set[str] = set()
         with suppress(ConfigError, WorkerLost):
             self._check_reachable(client, new, phases)
@@ -82,7 +85,7 @@ class Newcomers:
         logger.warning("worker %r at %s is left out: %s", name, address, error)
 
 
-async def _reports(client: Client, addresses: Sequence[str]) -> list[Report | Exception]:
+async def _ask_all(client: Client, addresses: Sequence[str]) -> list[Report | Exception]:
     async def ask(address: str) -> Report | Exception:
         try:
             answers = await asyncio.wait_for(client.run(report, workers=[address]), _REPORT_TIMEOUT)

@@ -1,8 +1,8 @@
 """Chooses the number type that ``model.dtype=auto`` stands for in a run: one for all its roles and workers.
 
-Engine and trainer have to compute in one type, and what a run has learned depends on it. So it is decided before
-anything is built, and the run records it: bfloat16 where the workers see accelerators that all compute in it, float32
-elsewhere. Before there are workers to ask, this machine and the configuration say what to expect.
+Engine and trainer have to compute in one type, and a run's results depend on it. So it is decided before anything is
+built, and the run records it: bfloat16 where the workers see accelerators that all compute in it, float32 elsewhere.
+Before there are workers to ask, the type is expected from this machine and the configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NumberType:
 
 @dataclass(frozen=True, slots=True)
 class OpenTypes:
-    """A run with models of type ``auto``, and what to expect of its workers."""
+    """A run with models of type ``auto``, and the type that its workers are expected to decide."""
 
     config: Config
     dags: tuple[DAG, ...]
@@ -67,10 +67,10 @@ def is_open(config: Config, dags: Iterable[DAG] = ()) -> bool:
 
 
 def expected_dtype(cluster: ClusterConfig, recorded: Dtype | None = None, device: str | None = None) -> NumberType:
-    """Return what ``auto`` stands for, as far as is known without workers.
+    """Return the type that ``auto`` stands for, as far as is known without workers.
 
     ``recorded`` is the type that the run in the folder computes in, which stays. ``device`` is a device of
-    ``driver/speeds.py`` that somebody plans for.
+    ``driver/speeds.py`` for which a plan is made.
     """
     if recorded is not None and recorded is not Dtype.auto:
         return NumberType(recorded, "the run began with it")
@@ -93,9 +93,9 @@ def expected_dtype(cluster: ClusterConfig, recorded: Dtype | None = None, device
 
 
 def workers_dtype(client: Client, expected: NumberType) -> NumberType:
-    """Return what ``auto`` stands for on the workers of a cluster; as ``expected`` where none of them answers in time.
+    """Return the type that ``auto`` stands for on the workers of a cluster; ``expected`` if none answers in time.
 
-    A worker that does not answer is one that the run refuses later, and says why.
+    The run refuses later, with a reason, a worker that does not answer.
     """
     from siirl_dask.driver.calls import complete  # Dask, which `plan` need not wait for
 
@@ -104,20 +104,21 @@ def workers_dtype(client: Client, expected: NumberType) -> NumberType:
         answers = complete(client, lambda: client.run(accelerators_here, on_error="return"), timeout=_ANSWER_TIMEOUT)
     except TimeoutError:
         return expected
+    reports = [answer for answer in answers.values() if isinstance(answer, Mapping)]
+    if not reports:
+        return expected
     found: Accelerators = {}
-    answered = False
-    for answer in answers.values():
-        if isinstance(answer, Mapping):
-            answered = True
-            for name, able in answer.items():
-                found[name] = able and found.get(name, True)
-    return _of_accelerators(found) if answered else expected
+    for report in reports:
+        for name, has_bfloat16 in report.items():
+            if name not in found or not has_bfloat16:
+                found[name] = has_bfloat16
+    return _of_accelerators(found)
 
 
 def _of_accelerators(found: Accelerators) -> NumberType:
     if not found:
         return NumberType(Dtype.float32, "the workers see no accelerator")
-    unable = [name for name, able in found.items() if not able]
+    unable = [name for name, has_bfloat16 in found.items() if not has_bfloat16]
     if unable:
         return NumberType(Dtype.float32, f"{', '.join(sorted(unable))} of the workers has no bfloat16")
     return NumberType(Dtype.bfloat16, f"the workers have {', '.join(sorted(found))}")

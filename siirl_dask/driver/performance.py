@@ -1,7 +1,7 @@
-"""Estimates the seconds of a step, who waits for whom, and which split of the workers would be faster.
+"""Estimates the seconds of a step, the idle time of each role, and which split of the workers would be faster.
 
-Nodes begin when their parents have ended and their workers are free, in the order of the DAG; node_seconds.py says how
-long each takes.
+Nodes begin when their parents have ended and their workers are free, in the order of the DAG; node_seconds.py
+estimates how long each takes.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class Split:
     seconds: float
 
     def text(self, workers: int) -> str:
-        """Return it as a placement, for readers."""
-        return f"all {workers} do both" if self.together else f"{self.rollout} generate, {self.policy} learn"
+        """Return a description of the split of so many ``workers``, for readers."""
+        if self.together:
+            return f"all {workers} do both"
+        return f"{self.rollout} generate, {self.policy} learn"
 
 
 def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[Split]:
@@ -73,28 +75,36 @@ def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[S
 def splits_by(
     config: Config, plan: Plan, seconds_on: Callable[[Placement], Mapping[str, float] | None], rest: float
 ) -> list[Split]:
-    """Return the same by other seconds: ``seconds_on`` gives those of each node where roles are placed so, None where
-    it does not know; ``rest`` are seconds of a step beside its nodes.
+    """Return the same by other estimates.
+
+    ``seconds_on`` returns the seconds of each node for a placement, None where it cannot know them; ``rest`` are the
+    seconds of a step outside its nodes.
     """
     total = len(plan.chains)
     engine = _role_that(plan, RESPONSE_IDS)
     if engine is None:
         return []
-    learn = {node.role for node in plan.dag.nodes if learns(node, plan)}
+    learning = {node.role for node in plan.dag.nodes if learns(node, plan)}
+    workers = tuple(plan.chains)
+    engine_workers = set(plan.placement[engine])
+    with_engine = {engine}
+    for role, placed in plan.placement.items():
+        if role not in learning and not engine_workers.isdisjoint(placed):
+            with_engine.add(role)
     found = []
-    for rollout in [*range(1, total), total]:
-        policy = total if rollout == total else total - rollout
+    for rollout in range(1, total + 1):
+        together = rollout == total
+        policy = total if together else total - rollout
         if rollout % config.rollout.tensor_parallel_size or not _shards_fit(config.trainer, policy):
             continue
-        workers, placement = tuple(plan.chains), dict[str, Sequence[str]]()
-        with_engine = {role for role, placed in plan.placement.items() if {*placed} & {*plan.placement[engine]}} - learn
+        placement: dict[str, Sequence[str]] = {}
         for role in plan.placement:
-            first = role == engine or role in with_engine
-            placement[role] = workers[:rollout] if first else workers[-policy:]
-        if (seconds := seconds_on(placement)) is not None:
+            placement[role] = workers[:rollout] if role in with_engine else workers[-policy:]
+        seconds = seconds_on(placement)
+        if seconds is not None:
             step = schedule(config, plan, seconds, placement, rest)
-            found.append(Split(rollout, policy, rollout == total, step.seconds))
-    return sorted(found, key=lambda one: one.seconds)
+            found.append(Split(rollout, policy, together, step.seconds))
+    return sorted(found, key=lambda split: split.seconds)
 
 
 def _shards_fit(trainer: TrainerConfig, workers: int) -> bool:
@@ -120,23 +130,27 @@ def schedule(
 ) -> StepTime:
     """Return the step's time: each node begins when its parents have ended and its workers are free.
 
-    ``rest`` are seconds of a step beside its nodes.
+    ``rest`` are seconds of a step outside its nodes.
     """
     ends: dict[str, float] = {}
     free: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
     busy: dict[str, float] = dict.fromkeys(plan.chains, 0.0)
     for node in plan.dag.ordered():
-        own, took = placement[node.role], seconds.get(node.name, 0.0)
-        parents = () if node.lag else node.after  # what lags takes what an earlier step has left
-        begin = max([free[worker] for worker in own] + [ends[parent] for parent in parents])
-        ends[node.name] = begin + took
-        for worker in own:
-            free[worker], busy[worker] = begin + took, busy[worker] + took
+        workers = placement[node.role]
+        own_seconds = seconds.get(node.name, 0.0)
+        parents = () if node.lag else node.after  # a node with a lag reads rows of an earlier step
+        begin = max([free[worker] for worker in workers] + [ends[parent] for parent in parents])
+        end = begin + own_seconds
+        ends[node.name] = end
+        for worker in workers:
+            free[worker] = end
+            busy[worker] += own_seconds
     total = max((busy if config.rollout.steps_ahead else ends).values()) + rest
     computing = {node.role for node in plan.dag.nodes if node.name in seconds}
-    idle = {
-        role: 1 - max(busy[worker] for worker in placement[role]) / total for role in placement if role in computing
-    }
+    idle: dict[str, float] = {}
+    for role, workers in placement.items():
+        if role in computing:
+            idle[role] = 1 - max(busy[worker] for worker in workers) / total
     return StepTime(total, dict(seconds), idle)
 
 
@@ -145,15 +159,18 @@ def lengths_of(config: Config, text: str | None) -> Lengths:
 
     ConfigError for another text, and for more than the configuration allows.
     """
-    longest = (config.data.max_prompt_length, config.rollout.max_response_length)
+    longest_prompt = config.data.max_prompt_length
+    longest_response = config.rollout.max_response_length
     if text is None:
-        return Lengths(float(longest[0]), float(longest[1]), float(longest[1]))
-    if not (match := re.fullmatch(r"(\d{1,9}),(\d{1,9})", text)) or not all(map(int, match.groups())):
+        return Lengths(float(longest_prompt), float(longest_response), float(longest_response))
+    match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", text)
+    prompt = 0 if match is None else int(match[1])
+    response = 0 if match is None else int(match[2])
+    if not prompt or not response:
         raise ConfigError(f"--tokens {text}: expected mean tokens of a prompt and of a response, such as 300,800")
-    prompt, response = map(int, match.groups())
-    if prompt > longest[0] or response > longest[1]:
+    if prompt > longest_prompt or response > longest_response:
         raise ConfigError(
-            f"--tokens {text}: expected at most data.max_prompt_length={longest[0]} and "
-            f"rollout.max_response_length={longest[1]}"
+            f"--tokens {text}: expected at most data.max_prompt_length={longest_prompt} and "
+            f"rollout.max_response_length={longest_response}"
         )
-    return Lengths(float(prompt), float(response), float(longest[1]))
+    return Lengths(float(prompt), float(response), float(longest_response))

@@ -65,7 +65,7 @@ def plan_phases(
     if validation is not None and config.validation.url:
         datasets[Phase.VALIDATION] = (validation, Source.of(config.data, url=config.validation.url))
         if config.validation.test_url:
-            nodes = tuple(replace(node, save_as=node.save_as and "test") for node in validation.nodes)
+            nodes = tuple(replace(node, save_as="test") if node.save_as else node for node in validation.nodes)
             test = Source.of(config.data, url=config.validation.test_url)
             datasets[Phase.TEST] = (replace(validation, nodes=nodes), test)
     phases: Phases = {}
@@ -100,21 +100,28 @@ def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]
     if config.storage.durability is Durability.none:
         return {}
     first = {Phase.TRAIN: done + 1, Phase.VALIDATION: done + 1 if done else 0, Phase.TEST: 0}
-    return {
-        node.save_as: DueTable(phase=phase, since=step)
-        for phase, step in first.items()
-        if phase in phases
-        for node in phases[phase][0].dag.nodes
-        if node.save_as and not node.lag  # the rows of a step come later otherwise, or never
-    }
+    due: dict[str, DueTable] = {}
+    for phase, step in first.items():
+        if phase not in phases:
+            continue
+        plan, _ = phases[phase]
+        for node in plan.dag.nodes:
+            if node.save_as and not node.lag:  # the rows of a step come later otherwise, or never
+                due[node.save_as] = DueTable(phase=phase, since=step)
+    return due
 
 
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
-    """Return the dataset with its tables open, but for those at the URLs ``absent``, and the columns to load."""
-    ready = dataset.each(lambda source: source if source.url in absent else replace(source, table=open_source(source)))
-    return ready, dataset_schema(
-        ready, lambda source: open_source(source).schema if source.table else assumed_columns(config, source)
-    )
+    """Return the dataset with its tables open, except those at the URLs ``absent``, and the columns to load."""
+
+    def with_table(source: Source) -> Source:
+        return source if source.url in absent else replace(source, table=open_source(source))
+
+    def columns(source: Source) -> Schema:
+        return open_source(source).schema if source.table else assumed_columns(config, source)
+
+    opened = dataset.each(with_table)
+    return opened, dataset_schema(opened, columns)
 
 
 def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
@@ -134,9 +141,11 @@ def assumed_columns(config: Config, source: Source | None = None) -> Schema:
 
     ``source`` may have names of its own for prompt and answer.
     """
-    own = (source or config.data).prompt, (source or config.data).answer
-    named = [*own, None if config.validation.source_column == SOURCE_NAME else config.validation.source_column]
-    paths: dict[str, DataType] = {path: pa.string() for path in named if path is not None}
+    names = config.data if source is None else source
+    texts = [names.prompt, names.answer]
+    if config.validation.source_column is not None and config.validation.source_column != SOURCE_NAME:
+        texts.append(config.validation.source_column)
+    paths: dict[str, DataType] = dict.fromkeys(texts, pa.string())
     if config.rollout.expected_length_column is not None:
         paths[config.rollout.expected_length_column] = pa.int64()
     if config.images.column is not None:
@@ -185,16 +194,16 @@ def worker_names(config: Config) -> list[str]:
 
 
 def prepare(config: Config) -> bool:
-    """Call ``data.prepare`` if it is set and what it makes is not there; return whether it was called.
+    """Call ``data.prepare`` if it is set and its files are not there; return whether they were made now.
 
-    Of several starts on a host that prepare one local folder, one does, and the others wait and take what is there.
+    Of several starts on a host that prepare one local folder, one does, and the others wait and use its files.
     """
     if config.data.prepare is None:
         return False
     make = bind(resolve(config.data.prepare), config.data.prepare_options, "data.prepare_options")
     if _is_prepared(config):
         return False
-    with _alone_in(_prepared_folder(config)):
+    with _lock(_prepared_folder(config)):
         if _is_prepared(config):
             return True  # another start has made it meanwhile
         make(config)
@@ -202,10 +211,10 @@ def prepare(config: Config) -> bool:
 
 
 def _is_prepared(config: Config) -> bool:
-    """Return whether all datasets to train on are there, and the models beside them that lie in one folder with them.
+    """Return whether all datasets to train on are there, and complete models if they are in the same folder.
 
-    A model without weights or tokenizer is half a model, which an interrupted preparation or a copy has left: a
-    tokenizer that is missing would be made up without a word.
+    A model without weights or tokenizer is left by an interrupted preparation or copy. A missing tokenizer would be
+    replaced silently.
     """
     if not all(map(exists, config.data.urls)):
         return False
@@ -214,13 +223,15 @@ def _is_prepared(config: Config) -> bool:
         return True
     models = [config.model, *(agent.model for agent in config.agents.values())]
     paths = {Path(model.path).absolute() for model in models}
-    return all(_is_whole(path) for path in paths if folder in path.parents)
+    return all(_is_complete_model(path) for path in paths if folder in path.parents)
 
 
-def _is_whole(model: Path) -> bool:
-    has_weights = any(model.glob("*.safetensors")) or any(model.glob("*.bin"))
-    has_tokenizer = any(path for pattern in _TOKENIZERS for path in model.glob(pattern))
-    return (model / "config.json").is_file() and has_weights and has_tokenizer
+def _is_complete_model(model: Path) -> bool:
+    if not (model / "config.json").is_file():
+        return False
+    if not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
+        return False
+    return any(any(model.glob(pattern)) for pattern in _TOKENIZERS)
 
 
 def _prepared_folder(config: Config) -> Path | None:
@@ -232,7 +243,7 @@ def _prepared_folder(config: Config) -> Path | None:
 
 
 @contextmanager
-def _alone_in(folder: Path | None) -> Iterator[None]:
+def _lock(folder: Path | None) -> Iterator[None]:
     """Wait until no other process of this host prepares ``folder``, and keep others out."""
     if folder is None:
         yield
@@ -265,7 +276,7 @@ def exists(url: str) -> bool:
         return False
     except StorageError:
         return True
-    except Exception as error:  # drivers of remote storage raise what they like
+    except Exception as error:  # drivers of remote storage raise exceptions of their own
         raise DataError(f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}") from error
     return True
 
@@ -275,14 +286,15 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     for name, value in {"data.url": config.data.url, "model.path": config.model.path}.items():
         if value == "???":
             raise ConfigError(f"{name} is not set: give it in the config or as {name}=...")
-    check_read(config, [dag, *([validation] if validation is not None else ())])
+    check_read(config, [dag] if validation is None else [dag, validation])
     written = {name for node in dag.nodes for name in node.contract.writes.names}
     if config.algorithm.kl_coefficient > 0 and REFERENCE_LOGPROBS not in written:
         raise ConfigError(
             f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
             "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
         )
-    ahead, lags = config.rollout.steps_ahead, {node.name: node.lag for node in dag.nodes if node.lag}
+    ahead = config.rollout.steps_ahead
+    lags = {node.name: node.lag for node in dag.nodes if node.lag}
     if set(lags.values()) != {ahead} - {0}:
         raise ConfigError(
             f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes lag by "
@@ -305,11 +317,15 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
         raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
-    if staged := [node.label for node in (validation.nodes if validation is not None else ()) if node.stage]:
-        raise ConfigError(f"{staged[0]} of the validation has stage=true: no step goes on from it; leave stage out")
-    validated = {role.name for role in validation.roles} if validation is not None and config.validation.url else set()
-    if validated - {role.name for role in dag.roles}:
-        raise ConfigError("the validation DAG has roles that the training DAG has not: both run on the same resources")
+    if validation is not None:
+        staged = [node.label for node in validation.nodes if node.stage]
+        if staged:
+            raise ConfigError(f"{staged[0]} of the validation has stage=true: no step goes on from it; leave stage out")
+        roles = {role.name for role in dag.roles}
+        if config.validation.url and not roles.issuperset(role.name for role in validation.roles):
+            raise ConfigError(
+                "the validation DAG has roles that the training DAG has not: both run on the same resources"
+            )
     if config.validation.test_url and not config.validation.url:
         raise ConfigError("validation.test_url needs validation.url")
 

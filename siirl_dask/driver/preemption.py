@@ -13,39 +13,43 @@ from siirl_dask.planner import Iteration, Phase
 
 
 class Preempted(KeyboardInterrupt):
-    """The run has ended as SIGTERM asked: with what it had under way and a checkpoint, or without where that failed."""
+    """The run has ended on SIGTERM: with its pending iterations and a checkpoint done, or without where that failed."""
 
 
 class Preemption:
-    """Takes SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their end stops it at once."""
+    """Handles SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their end stops it."""
 
     def __init__(self, grace: float, note: Callable[[str], None]) -> None:
-        """With 0 seconds, or outside the main thread, nothing is taken."""
-        self.asked = False
-        self._grace, self._note = grace, note
+        """With 0 seconds of ``grace``, or outside the main thread, SIGTERM acts as before."""
+        self.requested = False
+        """Whether SIGTERM has come."""
+        self._grace = grace
+        self._note = note
         self._before: object = None
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Preemption:
-        main = threading.current_thread() is threading.main_thread()
-        if self._grace and main and (before := signal.getsignal(signal.SIGTERM)) is not signal.SIG_IGN:
+        if not self._grace or threading.current_thread() is not threading.main_thread():
+            return self
+        before = signal.getsignal(signal.SIGTERM)
+        if before is not signal.SIG_IGN:
             self._before = before
-            signal.signal(signal.SIGTERM, self._take)
+            signal.signal(signal.SIGTERM, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Preempted for a failure after SIGTERM: the machine goes, so it is no reason to try again."""
+        """Raise Preempted for a failure after SIGTERM: the machine goes, so the run is not launched again."""
         if self._timer is not None:
             self._timer.cancel()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]  # what getsignal gave
-        if self.asked and isinstance(error, SiirlError):
+        if self.requested and isinstance(error, SiirlError):
             raise Preempted(f"; what was under way failed: {error}") from error
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-        """Yield the iterations; once SIGTERM has come, one step more, which drains the pipeline, and its checkpoint."""
+        """Yield the iterations; after SIGTERM one step more, which drains the pipeline, and its checkpoint."""
         for iteration in iterations:
-            if not self.asked:
+            if not self.requested:
                 yield iteration
                 continue
             match iteration.phase.counts_as:
@@ -58,12 +62,12 @@ class Preemption:
                     yield Iteration(Phase.CHECKPOINT, iteration.step, iteration.sequence)
             return
 
-    def _take(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
             if callable(self._before):
                 self._before(signum, frame)
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         self._note(f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)")
         self._timer = threading.Timer(self._grace, signal.raise_signal, [signal.SIGTERM])
         self._timer.daemon = True

@@ -50,7 +50,7 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known before it starts.
 
     Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes whose roles do not
-    fit on accelerators of ``cluster.device_memory``, for a reader who is told what to change.
+    fit on accelerators of ``cluster.device_memory``, for a reader who is shown what to change.
     """
     refuse_older()
     plan, _ = next(iter(phases.values()))
@@ -59,29 +59,29 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
 
         check_spec(config.cluster.spec)
     serialize_phases(phases)
-    for dag in (phase_plan.dag for phase_plan, _ in phases.values()):
-        for node in dag.nodes:
+    for phase_plan, _ in phases.values():
+        for node in phase_plan.dag.nodes:
             node.try_options()
-        _check_lone_samples(dag)
+        _check_lone_samples(phase_plan.dag)
     check_weight_sync(config, plan)
     _check_expected_lengths(config, phases)
     costs = {role.name: _check_role(role, plan, config) for role in plan.dag.roles}
     _check_requirements(plan.dag, costs)
     _check_together(plan, costs)
     _check_processes(plan, costs)
-    footprints, accelerator = footprints_of(costs), device_memory(config)
+    footprints = footprints_of(costs)
+    accelerator = device_memory(config)
     if refuse_devices:
         check_devices(accelerator, cards_of(plan, footprints))
     memory = memory_of(config, phases, costs, accelerators=accelerator is not None)
     check_memory(config, memory)
-    notes = [*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan)]
     row_notes = _notes_on_rows(phases)
     return Checked(
-        memory,
-        [*notes, *row_notes],
-        {name: cost.reads for name, cost in costs.items()},
-        footprints,
-        row_notes,
+        memory=memory,
+        notes=[*_notes(plan, costs), *host_notes(plan), *transfer_notes(config, plan), *row_notes],
+        reads={name: cost.reads for name, cost in costs.items()},
+        footprints=footprints,
+        row_notes=row_notes,
     )
 
 
@@ -147,7 +147,7 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
         raise type(error)(f"role {role.name!r}: {error}") from error
 
 
-_GIVEN_BY = {
+_PROVIDED_BY = {
     "adapters": "a lora.rank",
     "averages": "an ema_decay, or an ema_every above 1, with the backend torch or fsdp",
 }
@@ -156,18 +156,18 @@ _GIVEN_BY = {
 def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
     """Raise ConfigError for a node whose role does not provide what the node's function requires."""
     for node in dag.nodes:
-        if lacking := sorted(
-            set(node.contract.requires) - costs[node.role].provides - provides_of(dag.role(node.role).build)
-        ):
-            remedies = " and ".join(_GIVEN_BY.get(ability, f"what provides {ability}") for ability in lacking)
+        provided = costs[node.role].provides | provides_of(dag.role(node.role).build)
+        missing = sorted(set(node.contract.requires) - provided)
+        if missing:
+            options = " and ".join(_PROVIDED_BY.get(ability, f"what provides {ability}") for ability in missing)
             raise ConfigError(
-                f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(lacking)}, and "
-                f"role {node.role!r} has none: give its trainer {remedies}, or leave the node out"
+                f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(missing)}, and "
+                f"role {node.role!r} has none: give its trainer {options}, or leave the node out"
             )
 
 
 def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
-    """Raise PlanError for roles that hold something together and are on different workers."""
+    """Raise PlanError for roles that share an object and are on different workers."""
     first: dict[str, str] = {}
     for role, cost in costs.items():
         if not cost.together:
@@ -182,11 +182,13 @@ def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
 
 
 def _check_processes(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
-    """Raise PlanError for roles on one worker that make different things of its process."""
-    told: dict[str, str] = {}
-    for role in (name for name, cost in costs.items() if cost.process):
+    """Raise PlanError for roles on one worker that need different kinds of process."""
+    first: dict[str, str] = {}
+    for role, cost in costs.items():
+        if not cost.process:
+            continue
         for worker in plan.placement[role]:
-            other = told.setdefault(worker, role)
+            other = first.setdefault(worker, role)
             if costs[other].process != costs[role].process:
                 raise PlanError(
                     f"roles {other!r} and {role!r} are both on worker {worker}, whose process would be made into "
@@ -199,7 +201,8 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
     workers = tuple(plan.chains)
     busy = {worker for placed in plan.placement.values() for worker in placed}
     notes = []
-    if idle := [worker for worker in workers if worker not in busy]:
+    idle = [worker for worker in workers if worker not in busy]
+    if idle:
         notes.append(
             f"workers {worker_ranges(idle, workers)} have nothing to do: cluster.placement gives every role other ones"
         )
@@ -216,10 +219,10 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
 
 
 def check_observation(config: Config, plan: Plan) -> None:
-    """Raise ConfigError for backends of metrics that are not installed, and for what ``profile`` asks in vain.
+    """Raise ConfigError for backends of metrics that are not installed, and for an unusable ``profile``.
 
-    ``plan`` is the one that the run begins with. Apart from ``check``: a run that has lost workers goes on without
-    their profiles, and an evaluation has neither.
+    ``plan`` is the one that the run begins with. It is not part of ``check``: a run that has lost workers goes on
+    without their profiles, and an evaluation has neither.
     """
     check_backends(config.observe.backends)
     _check_profile(config, plan)
@@ -227,8 +230,10 @@ def check_observation(config: Config, plan: Plan) -> None:
 
 def _check_profile(config: Config, plan: Plan) -> None:
     """Raise ConfigError for steps, roles and ranks of ``profile`` that the run does not have."""
-    profile, steps = config.profile, config.run.steps
-    if late := [step for step in profile.steps if step > steps]:
+    profile = config.profile
+    steps = config.run.steps
+    late = [step for step in profile.steps if step > steps]
+    if late:
         raise ConfigError(f"profile.steps={profile.steps}: step {late[0]} is none of 1 to run.steps={steps}")
     roles = list(plan.placement)
     for role in profile.roles:
@@ -236,7 +241,8 @@ def _check_profile(config: Config, plan: Plan) -> None:
             near = did_you_mean(role, roles)
             raise ConfigError(f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has {roles}){near}")
     most = max((len(plan.placement[role]) for role in profile.roles or roles), default=0)
-    if outside := [rank for rank in profile.ranks if rank >= most] if profile.steps else []:
+    outside = [rank for rank in profile.ranks if rank >= most]
+    if profile.steps and outside:
         raise ConfigError(
             f"profile.ranks={profile.ranks}: rank {outside[0]} is on no worker; "
             f"{'these roles have' if profile.roles else 'roles have'} ranks from 0 to {most - 1}"
@@ -259,9 +265,10 @@ def _check_expected_lengths(config: Config, phases: Phases) -> None:
             f"rollout.expected_length_column={column!r} and no node reads that column: give the node that runs "
             "siirl_dask.nodes:encode_prompts the rollout as well, as in with: {rollout: ${rollout}, ...}"
         )
-    for phase, source in ((phase, source) for phase, (_, dataset) in phases.items() for source in dataset.sources):
-        if source.table or exists(source.url):
-            _check_column(source, column, required=phase is first)
+    for phase, (_, dataset) in phases.items():
+        for source in dataset.sources:
+            if source.table or exists(source.url):
+                _check_column(source, column, required=phase is first)
 
 
 def _check_column(source: Source, column: str, *, required: bool) -> None:

@@ -1,4 +1,4 @@
-"""Asks the scheduler and the workers what they run on: orders the workers, and refuses what does not fit together."""
+"""The processes of a cluster: orders the workers by rank, and refuses environments that do not fit together."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MUST = ("python", "siirl_dask", *ALIKE)
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of the cluster, and its report, or the reason why it has none."""
+    """A process of the cluster, and its report, or the error in place of one."""
 
     label: str
-    """How messages name it, such as ``worker 'a' on host 'node1'``."""
+    """Its name in messages, such as ``worker 'a' on host 'node1'``."""
     start: str
     """The command that starts such a process."""
     report: Report | Exception
 
 
 def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str, str]:
-    """Return {name: address} of the first ``count`` workers in rank order, once they have been found to fit together.
+    """Return {name: address} of the first ``count`` workers in rank order.
 
     ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
@@ -39,11 +39,10 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
     a package whose messages all must understand; WorkerLost for one that leaves meanwhile. Other differences are
     logged.
     """
-    workers = {
-        str(info["name"]): address
-        for address, info in client.scheduler_info(n_workers=-1)["workers"].items()
-        if info["status"] == Status.running.name
-    }
+    workers: dict[str, str] = {}
+    for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
+        if info["status"] == Status.running.name:
+            workers[str(info["name"])] = address
     reports = client.run(report, on_error="return")
     ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})
     chosen = {name: workers[name] for name in keep_ranks(ordered, before)[:count]}
@@ -62,7 +61,8 @@ def workers_needed(client: Client, workers: Mapping[str, str]) -> Iterator[None]
     except WorkerLost:
         raise
     except Exception as error:  # a call to a worker that has just left may fail in any way
-        if (lost := gone(client, workers)) is None:
+        lost = gone(client, workers)
+        if lost is None:
             raise
         raise WorkerLost(f"{lost} while the run was prepared") from error
 
@@ -72,9 +72,11 @@ def gone(client: Client, workers: Mapping[str, str]) -> str | None:
 
     Where the scheduler is gone, that is not known, and nobody has left.
     """
-    there = client.scheduler_info(n_workers=-1)["workers"]
-    left = ((name, address) for name, address in workers.items() if address not in there)
-    return next((f"worker {name!r} at {address} left the cluster" for name, address in left), None)
+    present = client.scheduler_info(n_workers=-1)["workers"]
+    for name, address in workers.items():
+        if address not in present:
+            return f"worker {name!r} at {address} left the cluster"
+    return None
 
 
 def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str, Report | Exception]) -> None:
@@ -82,15 +84,16 @@ def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str
 
     ``reports`` has the report of each address.
     """
-    _check([_scheduler(client), *(_worker(name, address, reports.get(address)) for name, address in workers.items())])
+    processes = [_worker(name, address, reports.get(address)) for name, address in workers.items()]
+    _check(_scheduler(client), processes)
 
 
 def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:
-    """Return the names in ``ordered``, those of ``before`` at the places that they had there; others fill the gaps."""
-    places = list(before)
-    others = iter([name for name in ordered if name not in places])
-    there = [name if name in ordered else next(others, None) for name in places]
-    return [name for name in (*there, *others) if name is not None]
+    """Return the names in ``ordered``, those of ``before`` at the ranks that they had there; others fill the gaps."""
+    earlier = list(before)
+    others = iter([name for name in ordered if name not in earlier])
+    first = [name if name in ordered else next(others, None) for name in earlier]
+    return [name for name in (*first, *others) if name is not None]
 
 
 def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
@@ -105,19 +108,27 @@ def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> 
     the worker's address counts without its port, which is another one in each start. Numbers in names go by value.
     """
 
-    def place(name: str) -> tuple[object, ...]:
+    def sort_key(name: str) -> tuple[object, ...]:
         address, answer = workers[name]
-        at = get_address_host(address)
-        host, devices = (answer["host"], answer["devices"]) if isinstance(answer, dict) else (at, "")
-        stable = "" if name == address else name
-        return (*map(_natural, (host, at, devices, stable, name)),)
+        address_host = get_address_host(address)
+        host = address_host
+        devices = ""
+        if isinstance(answer, dict):
+            host = answer["host"]
+            devices = answer["devices"]
+        stable_name = "" if name == address else name
+        return tuple(_natural(text) for text in (host, address_host, devices, stable_name, name))
 
-    return sorted(workers, key=place)
+    return sorted(workers, key=sort_key)
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
     """Return a sort key by which ``node2`` comes before ``node10``, and numbers before other texts."""
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.findall(r"\d+|\D+", text)]
+    key = []
+    for part in re.findall(r"\d+|\D+", text):
+        is_number = part.isdecimal()
+        key.append((not is_number, int(part) if is_number else 0, part))
+    return key
 
 
 def _scheduler(client: Client) -> Process:
@@ -129,14 +140,17 @@ def _scheduler(client: Client) -> Process:
 
 
 def _worker(name: str, address: str, answer: Report | Exception | None) -> Process:
+    if answer is None:
+        answer = OSError("it did not answer")
     host = answer["host"] if isinstance(answer, dict) else get_address_host(address)
-    return Process(f"worker {name!r} on host {host!r}", "dask worker", answer or OSError("it did not answer"))
+    return Process(f"worker {name!r} on host {host!r}", "dask worker", answer)
 
 
-def _check(processes: list[Process]) -> None:
+def _check(scheduler: Process, workers: Sequence[Process]) -> None:
+    """Raise ConfigError unless the processes fit to each other and to this one; log smaller differences."""
     here = report()
     reports: dict[str, Report] = {}
-    for process in processes:
+    for process in (scheduler, *workers):
         if isinstance(process.report, Exception):
             error = process.report
             raise ConfigError(
@@ -146,25 +160,28 @@ def _check(processes: list[Process]) -> None:
         reports[process.label] = process.report
     refused = [line for name in _MUST for line in _differences(name, here, reports)]
     if not refused:
-        refused = _group("the code of siirl_dask", here["code"], {name: each["code"] for name, each in reports.items()})
+        code = {label: each["code"] for label, each in reports.items()}
+        refused = _describe_others("the code of siirl_dask", here["code"], code)
     if refused:
         raise ConfigError(
             "the processes of the cluster do not fit together: " + "; ".join(refused) + "; expected the same "
             "environment on every host"
         )
-    scheduler, *workers = reports.values()
+    of_workers = {process.label: reports[process.label] for process in workers}
     for name in SIMILAR:
-        for line in _differences(name, here, {label: each for label, each in reports.items() if each is not scheduler}):
+        for line in _differences(name, here, of_workers):
             logger.warning("%s", line)
-    _warn_of_variables(dict(zip([*reports][1:], workers, strict=True)))
+    _warn_of_variables(of_workers)
 
 
 def _differences(package: str, here: Report, reports: Mapping[str, Report]) -> list[str]:
     found = {label: each["versions"].get(package) or "none" for label, each in reports.items()}
-    return _group(package, here["versions"].get(package) or "none", found)
+    return _describe_others(package, here["versions"].get(package) or "none", found)
 
 
-def _group(subject: str, here: str, found: Mapping[str, str], where: str = "here", at: str = "on") -> list[str]:
+def _describe_others(
+    subject: str, here: str, found: Mapping[str, str], where: str = "here", at: str = "on"
+) -> list[str]:
     """Return a sentence for each value other than ``here``, which names the processes that have it."""
     sentences = []
     for value in sorted({*found.values()} - {here}):
@@ -177,9 +194,10 @@ def _group(subject: str, here: str, found: Mapping[str, str], where: str = "here
 def _warn_of_variables(workers: Mapping[str, Report]) -> None:
     """Log environment variables that workers have with different values."""
     first = next(iter(workers))
-    for name in sorted({name for each in workers.values() for name in each["variables"]}):
+    names = {name for each in workers.values() for name in each["variables"]}
+    for name in sorted(names):
         values = {label: _shown(each["variables"].get(name)) for label, each in workers.items()}
-        for line in _group(f"environment variable {name}", values[first], values, f"for {first}", "for"):
+        for line in _describe_others(f"environment variable {name}", values[first], values, f"for {first}", "for"):
             logger.warning("%s", line)
 
 

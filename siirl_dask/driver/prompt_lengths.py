@@ -31,13 +31,14 @@ from siirl_dask.schema import PROMPT
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
 
-_GROUPS, _ROWS = 16, 32  # row groups that are looked into, and prompts of each
-_HEAD = 2**14  # rows of a row group among which they are chosen: to reach a later one is to decode those before it
+_GROUPS = 16  # row groups that are sampled
+_ROWS = 32  # prompts of each
+_HEAD = 2**14  # rows of a row group among which they are chosen: a later row costs the decoding of those before it
 _TEXT = 2**21  # characters that are encoded at most: one to two seconds
-_GROUPS_OF_IMAGES = 4  # row groups that are looked into where prompts show images: each is megabytes
+_GROUPS_OF_IMAGES = 4  # row groups that are sampled where prompts have images: each is megabytes
 
 Encode = Callable[[Any], Sequence[int]]
-"""Token ids of a prompt; where prompts show images, of the prompt and the value of their column."""
+"""Returns the token ids of a prompt; where prompts have images, of the prompt and the value of their column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,16 @@ class TooLong:
     rows: int
     """Rows of the table."""
     counts: tuple[tuple[int, int], ...]
-    """Prompts that were looked at, and those that are too long, of each row group."""
+    """Number of prompts that were looked at, and of those that are too long, of each row group."""
 
     @property
     def looked_at(self) -> int:
+        """Prompts that were looked at."""
         return sum(looked for looked, _ in self.counts)
 
     @property
     def found(self) -> int:
+        """Prompts that are too long."""
         return sum(found for _, found in self.counts)
 
     def text(self, limit: int) -> str:
@@ -65,13 +68,13 @@ class TooLong:
         judged = f"judged by {self.looked_at:,} of them"
         if not self.found:
             return f"fewer than {min(1.0, 3 / self.looked_at):.1%} of {self.rows:,} prompts are {longer}, {judged}"
-        part = self.found / self.looked_at
-        return f"about {part:.1%} (+- {2 * self._error(part):.1%}) of {self.rows:,} prompts are {longer}, {judged}"
+        share = self.found / self.looked_at
+        return f"about {share:.1%} (+- {2 * self._error(share):.1%}) of {self.rows:,} prompts are {longer}, {judged}"
 
-    def _error(self, part: float) -> float:
+    def _error(self, share: float) -> float:
         """Return the standard error: prompts of one row group may be alike, so it is not below that of the groups."""
-        independent = sqrt(part * (1 - part) / self.looked_at)
-        deviations = (looked**2 * (found / looked - part) ** 2 for looked, found in self.counts)
+        independent = sqrt(share * (1 - share) / self.looked_at)
+        deviations = (looked**2 * (found / looked - share) ** 2 for looked, found in self.counts)
         groups = len(self.counts)
         between = sqrt(sum(deviations) * groups / max(1, groups - 1)) / self.looked_at
         return max(independent, between)
@@ -81,7 +84,7 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     """Return a sentence for each source of an open dataset, none where its prompts cannot be measured here.
 
     That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this machine. Another
-    sentence says which special tokens texts get. DataError for a prompt that the model cannot be shown.
+    sentence names the special tokens that texts get. DataError for a prompt that cannot be encoded.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
@@ -93,7 +96,7 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
         try:
             processor = load_processor(folder_here(config.model.path, weights=False), config.images)
         except ConfigError:
-            return []  # the engine, on the workers' machines, says what is wrong where they cannot load it either
+            return []  # the engine, on the workers' machines, raises the error where they cannot load it either
     names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
     notes = []
     if tokenizer.special_tokens_note and any(_holds_texts(source) for source in dataset.sources):
@@ -105,8 +108,8 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
     for name, source in zip(names, dataset.sources, strict=True):
         limit = config.data.max_prompt_length
         if processor is None:
-            sample = counted_lengths(source, tokenizer.identity, limit)
-            sample = sample or sample_lengths(source, encode, limit, _TEXT // len(names))
+            counted = counted_lengths(source, tokenizer.identity, limit)
+            sample = sample_lengths(source, encode, limit, _TEXT // len(names)) if counted is None else counted
         else:
             with_images = partial(_encode_with_images, encode, processor)
             sample = sample_lengths(source, with_images, limit, _TEXT // len(names), images=config.images.column)
@@ -125,7 +128,7 @@ def counted_lengths(source: Source, tokenizer: str | None, limit: int) -> TooLon
     try:
         return TooLong(table.num_rows, tuple(longer_than(table, known.column, limit)))
     except StorageError:
-        return None  # a worker tells of a part that cannot be read
+        return None  # a worker reports a part that cannot be read
 
 
 def _holds_texts(source: Source) -> bool:
@@ -145,48 +148,59 @@ def _encode_with_images(encode: Encode, processor: ImageProcessor, row: tuple[An
 def sample_lengths(
     source: Source, encode: Encode, limit: int, characters: int = _TEXT, *, images: str | None = None
 ) -> TooLong:
-    """Look at prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded.
+    """Count long prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded.
 
-    With ``images``, the column of theirs, ``encode`` gets both. A prompt whose images cannot be used is left out: the
-    step that it is in tells of it.
+    With ``images``, the column of the prompts' images, ``encode`` gets both. A prompt whose images cannot be used is
+    left out: the step that it is in reports it.
     """
     counts = []
     for rows in _samples(source, images):
         if characters <= 0:
             break
-        found = looked = 0
+        found = 0
+        looked = 0
         for row in rows:
             prompt = row if images is None else row[0]
-            characters -= len(prompt) if isinstance(prompt, str) else sum(len(str(turn)) for turn in prompt)
+            if isinstance(prompt, str):
+                characters -= len(prompt)
+            else:
+                characters -= sum(len(str(turn)) for turn in prompt)
             with suppress(ImageError), named(f"dataset {source.url!r}: one of its prompts"):
-                found, looked = found + (len(encode(row)) > limit), looked + 1
+                length = len(encode(row))
+                looked += 1
+                if length > limit:
+                    found += 1
             if characters <= 0:
                 break
-        counts += [(looked, found)] if looked else []
+        if looked:
+            counts.append((looked, found))
     return TooLong(open_source(source).num_rows, tuple(counts))
 
 
 def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
-    """Yield prompts, and their images, of one row group after the other; of none that cannot be read, which a worker
-    will tell.
+    """Yield prompts, and their images, of one row group after the other.
+
+    Row groups that cannot be read are left out: a worker will report them.
     """
-    snapshot, random, footers = open_source(source), np.random.default_rng(0), FooterCache()
+    snapshot = open_source(source)
+    random = np.random.default_rng(0)
+    footers = FooterCache()
     groups = snapshot.row_groups()
-    chosen = random.permutation(len(groups))[: _GROUPS if images is None else _GROUPS_OF_IMAGES]
-    each = max(_ROWS, ceil(_GROUPS * _ROWS / len(chosen)))
+    numbers = random.permutation(len(groups))[: _GROUPS if images is None else _GROUPS_OF_IMAGES]
+    rows_of_group = max(_ROWS, ceil(_GROUPS * _ROWS / len(numbers)))
     column, *path = source.prompt.split(".")
     names = [column] if images is None else [column, images]
-    for group in (groups[number] for number in chosen):
-        rows = np.sort(random.permutation(min(group.rows, _HEAD))[:each]).tolist()
+    for number in numbers:
+        group = groups[number]
+        rows = np.sort(random.permutation(min(group.rows, _HEAD))[:rows_of_group]).tolist()
         try:
             table = snapshot.read_row_group(group, names, rows=rows, max_bytes=source.read_limit, footers=footers)
         except StorageError:
             continue
         values = pc.struct_field(table[column], path) if path else table[column]
         prompts = values.to_pylist()
-        shown = (
-            prompts
-            if images is None
-            else zip(prompts, normalised(plain(table[images]), images).to_pylist(), strict=True)
-        )
-        yield [row for row, prompt in zip(shown, prompts, strict=True) if prompt is not None]
+        if images is None:
+            yield [prompt for prompt in prompts if prompt is not None]
+            continue
+        shown = normalised(plain(table[images]), images).to_pylist()
+        yield [(prompt, value) for prompt, value in zip(prompts, shown, strict=True) if prompt is not None]

@@ -1,4 +1,4 @@
-"""Looks at a dataset's rows before a run starts: nulls by their rows, and the first prompt as the model sees it."""
+"""Checks a dataset's rows before a run starts: finds nulls, and renders the first prompt as the model sees it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def may_be_answered(dag: DAG) -> bool:
 
 
 def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
-    """Return a sentence for each source some of whose answers are null. DataError, with the row, for a null prompt, and
-    unless they may be ``answered`` for one whose last message is the assistant's.
+    """Return a sentence for each source some of whose answers are null.
 
-    The first 16,384 rows of up to 16 row groups are looked at, 64 MiB in all; a step names others that it draws.
+    DataError, with the row, for a null prompt, and unless prompts may be ``answered`` for one whose last message is the
+    assistant's. The first 16,384 rows of up to 16 row groups are looked at, 64 MiB in all; a step names others that it
+    draws.
     """
     notes = []
     for source in dataset.sources:
@@ -83,7 +84,7 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
 
 
 def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArray]]:
-    """Yield a row group's place, prompts and answers; of none that cannot be read, which a worker will tell."""
+    """Yield a row group's name, prompts and answers; a worker will report those that cannot be read."""
     snapshot = open_source(source)
     footers = FooterCache()
     left = _BYTES
@@ -165,19 +166,19 @@ def rendered(tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_a
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Turn what a chat template raises inside, and a DataError, into a DataError that begins with ``name``."""
+    """Raise a DataError that begins with ``name`` in place of a DataError or an exception of a chat template."""
     try:
         yield
     except (ConfigError, ImageError):
         raise
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
-    except Exception as error:  # a chat template raises what it likes
+    except Exception as error:  # a chat template may raise anything
         raise DataError(f"{name}: the chat template fails on it: {type(error).__name__}: {error}") from error
 
 
 def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
-    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, as the engine will say there.
+    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, which the engine will report.
 
     ConfigError for options of ``model`` that do not fit it.
     """
@@ -192,7 +193,7 @@ def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
 
 
 def shortened(text: str) -> str:
-    """Return the beginning and the end of a long text, without what a terminal would take for a command."""
+    """Return the beginning and the end of a long text, without control characters of terminals."""
     if len(text) > _SHOWN:
         half = _SHOWN // 2
         text = f"{text[:half]} [... {len(text) - _SHOWN:,} characters ...] {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Checks on the workers, before anything starts, that each can read and write what the run will."""
+"""Checks on the workers, before a run starts, that each can read and write the run's files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def check_reachable(
     ``reads`` has the folders that the workers of each role read. Workers that load prompts read the datasets, and all
     write below ``run_url``.
     """
-    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    workers_by_needs: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker in members:
-        alike.setdefault(_read_by(worker, phases, reads), []).append(worker)
-    problems = []
+        workers_by_needs.setdefault(_read_by(worker, phases, reads), []).append(worker)
+    problems: list[str] = []
     with probe(run_url) as name:
-        for needed, workers in alike.items():
+        for needed, workers in workers_by_needs.items():
             addresses = [members[worker] for worker in workers]
             answers = client.run(find_unreachable, dict(needed), absolute(run_url), name, workers=addresses)
             for worker in workers:
@@ -51,18 +51,19 @@ def check_reachable(
 
 
 def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:
-    """Return what a worker must be able to read: a name for messages, and the URL."""
+    """Return the files that a worker must be able to read: a name for messages, and the URL."""
     plan, _ = next(iter(phases.values()))
-    needed = {
-        f"the {what} of role {role!r}": url
-        for role, urls in reads.items()
-        if worker in plan.placement.get(role, ())
-        for what, url in zip(("model", "adapters"), urls, strict=False)
-        if not is_remote(url)  # its host fetches it: see models.py
-    }
+    needed: dict[str, str] = {}
+    for role, urls in reads.items():
+        if worker not in plan.placement.get(role, ()):
+            continue
+        for what, url in zip(("model", "adapters"), urls, strict=False):
+            if not is_remote(url):  # its host fetches it: see models.py
+                needed[f"the {what} of role {role!r}"] = url
     for phase, (phase_plan, dataset) in phases.items():
-        if any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):
-            labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
-            for label, source in zip(labels, dataset.sources, strict=True):
-                needed[f"the {phase} dataset{label}"] = absolute(source.url)
+        if not any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):
+            continue
+        labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+        for label, source in zip(labels, dataset.sources, strict=True):
+            needed[f"the {phase} dataset{label}"] = absolute(source.url)
     return tuple(needed.items())

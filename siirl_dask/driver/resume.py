@@ -33,10 +33,11 @@ _OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, wh
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Training resumes after step ``done``, from the checkpoint ``found``, whose metadata is ``state``."""
+    """Training resumes after step ``done``, from ``checkpoint``, whose metadata is ``state``."""
 
     done: int = 0
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
+    """None for a run that begins at step 1."""
     state: State | None = None
     exists: bool = False
     """True if the folder holds a run, which this start resumes or whose steps it repeats."""
@@ -44,37 +45,40 @@ class ResumePoint:
     """True if the run in the folder is removed first."""
     note: str = ""
     """A sentence for the user about where the run begins."""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that cannot be used."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """The DAG of a step that has a stage, by the stage's table."""
     stages: tuple[Stage, ...] = ()
     """Stored rows of the steps after ``done``, which are replayed; none is left out."""
-    kept: Mapping[str, str] = field(default_factory=dict)
-    """Folder of what each node had kept for later steps after the last step with a stage, by node."""
+    stored_state: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the rows that each node had stored for later steps, after the last step with a stage, by node."""
     unusable: tuple[tuple[int, str], ...] = ()
-    """Steps with a stage, and tables of them that are not whole, and are made anew, or are not needed any more."""
-    measured: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
+    """Steps with a stage, and tables of them that are damaged or not needed any more, and are removed."""
+    recorded: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
     """Records of the steps up to the last one with a stage, by phase and step, which are not measured again."""
 
     @property
     def last(self) -> int:
-        """The last step of which everything generated is kept."""
+        """The last step whose generated rows are all stored."""
         return self.stages[-1].step if self.stages else self.done
 
     def metrics_before(self, iteration: Iteration) -> dict[str, Metric]:
         """Return what a replayed step had logged when its stage was stored; nothing for any other iteration."""
-        replayed = iteration.phase is Phase.REPLAY
-        return self.stages[iteration.step - self.done - 1].metrics if replayed else {}
+        if iteration.phase is not Phase.REPLAY:
+            return {}
+        return self.stages[iteration.step - self.done - 1].metrics
 
     @property
-    def checkpoint(self) -> ResumeFrom | None:
+    def resume_from(self) -> ResumeFrom | None:
         """The checkpoint for the workers' RunSpec; None for a run that begins at step 1."""
-        if self.found is None or self.state is None:
+        if self.checkpoint is None or self.state is None:
             return None
-        state = self.state
         return ResumeFrom(
-            url=absolute(self.found.url), roles=tuple(state.roles), states=state.states, positions=state.positions
+            url=absolute(self.checkpoint.url),
+            roles=tuple(self.state.roles),
+            states=self.state.states,
+            positions=self.state.positions,
         )
 
 
@@ -91,64 +95,74 @@ def find_resume_point(
     url = config.run.url
     if fresh:
         return ResumePoint(fresh=True)
-    recorded, checkpoints = _left_behind(url)
+    recorded, checkpoints = _read_folder(url)
     if recorded is None:
-        left = "checkpoints" if checkpoints else "metrics" if _logged(url) else ""
-        if left:
-            raise ConfigError(f"run.url={url!r} holds {left} of a run whose config.yaml is gone: {_OTHERWISE}")
+        if checkpoints or _logged_steps(url):
+            what = "checkpoints" if checkpoints else "metrics"
+            raise ConfigError(f"run.url={url!r} holds {what} of a run whose config.yaml is gone: {_OTHERWISE}")
         return ResumePoint()
     _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
     identity = RunIdentity.of(config, dag)
-    if not force and (differences := recorded.differences(identity)):
+    differences = [] if force else recorded.differences(identity)
+    if differences:
         raise ConfigError(
             f"run.url={url!r} holds a run already, which differs in what decides its results: "
             f"{'; '.join(differences)}. Give what it was started with, --force to go on all the same, or {_OTHERWISE}"
         )
     if not checkpoints:
         return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
-    found, state, passed_over = _newest_usable(url, checkpoints, damaged or {})
+    checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
     changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
-    note = f"going on after step {found.step} from {found.url}{changed}"
-    return ResumePoint(found.step, found, state, exists=True, note=note, passed_over=passed_over)
+    return ResumePoint(
+        done=checkpoint.step,
+        checkpoint=checkpoint,
+        state=state,
+        exists=True,
+        note=f"going on after step {checkpoint.step} from {checkpoint.url}{changed}",
+        skipped=skipped,
+    )
 
 
 def _newest_usable(
     url: str, checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str]
 ) -> tuple[Checkpoint, State, tuple[str, ...]]:
-    """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are passed over."""
+    """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are skipped."""
     reasons: list[str] = []
-    for found in reversed(checkpoints):
+    for checkpoint in reversed(checkpoints):
         try:
-            if found.url in damaged:
-                raise DamagedCheckpoint(damaged[found.url])
-            state = found.state()
+            if checkpoint.url in damaged:
+                raise DamagedCheckpoint(damaged[checkpoint.url])
+            state = checkpoint.state()
         except CheckpointError as error:
-            reasons.append(f"the checkpoint of step {found.step} is damaged: {error}")
+            reasons.append(f"the checkpoint of step {checkpoint.step} is damaged: {error}")
         else:
-            return found, state, tuple(reasons)
+            return checkpoint, state, tuple(reasons)
     raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
 
 
 def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> None:
-    """Raise CheckpointError if the run at ``url`` would do steps anew whose checkpoint ought to be there, and is not.
+    """Raise CheckpointError if the run at ``url`` would repeat steps whose checkpoint ought to be there, and is not.
 
-    Metrics, the summary and the rows in ``tables`` say how many steps were done. A checkpoint was due if these are
+    Metrics, the summary and the rows in ``tables`` show how many steps were done. A checkpoint was due if these are
     ``checkpoint.every`` or more, and it ought to be there unless the first one was still being written. Where all
     steps, or all but the last, are replayed from their rows, nothing is lost, and the run goes on.
     """
     if not resume.exists or resume.fresh:
         return
-    logged = _logged(url)
-    if missing := sorted(set(range(1, resume.done + 1)) - logged):
-        what = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
-        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), what)
-    if resume.found is not None:
+    logged = _logged_steps(url)
+    missing = set(range(1, resume.done + 1)) - logged
+    if missing:
+        lines = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
+        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), lines)
+    if resume.checkpoint is not None:
         return
     config = Run(url).config
     every = config.checkpoint.every
     ahead = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1  # rows that are stored before their update
-    stored = max((step for table in tables for step in stored_steps(url, table)), default=0)
-    done = max([0, *logged, _steps_of_summary(url), stored - ahead])
+    last_stored = 0
+    for table in tables:
+        last_stored = max([last_stored, *stored_steps(url, table)])
+    done = max([0, *logged, _steps_of_summary(url), last_stored - ahead])
     if not every or done < every or resume.last >= max(done - 1, 1):
         return
     begun = unfinished_steps(url)
@@ -164,7 +178,7 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
 def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool) -> tuple[str, ...]:
     """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was started last.
 
-    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps are done anew, and a
+    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps are repeated, and a
     run of an earlier version has recorded nothing.
     """
     if not resume.last:
@@ -186,7 +200,7 @@ def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersio
     return tuple(changes)
 
 
-def _logged(url: str) -> set[int]:
+def _logged_steps(url: str) -> set[int]:
     """Return the training steps that ``metrics.jsonl`` has; none without such a file."""
     try:
         return {record["step"] for record in read_metrics(url) if record["phase"] is Phase.TRAIN}
@@ -203,11 +217,11 @@ def _steps_of_summary(url: str) -> int:
 
 def recorded_dtype(url: str) -> Dtype | None:
     """Return the number type of the run at ``url``, whatever it was started with; None where there is no run."""
-    recorded, _ = _left_behind(url)
+    recorded, _ = _read_folder(url)
     return None if recorded is None else Dtype(recorded.values["model.dtype"])
 
 
-def _left_behind(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
+def _read_folder(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
     """Return the identity of the run at ``url``, if there is one, and its checkpoints, ascending."""
     try:
         return read_identity(url), find_checkpoints(url)
@@ -222,24 +236,31 @@ def weights_dag(dag: DAG) -> DAG | None:
 
     PlanError when a node that publishes or loads weights reads rows: there are none before a step.
     """
-    chosen: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for node in dag.ordered():
         publishes = PARAMETER_DATA in node.contract.writes.names
-        if not publishes and chosen.keys().isdisjoint(node.after):
+        loads = not nodes.keys().isdisjoint(node.after)
+        if not publishes and not loads:
             continue
-        needed = node.contract.reads if publishes else [parent for parent in node.after if parent not in chosen]
+        if publishes:
+            needed = list(node.contract.reads)
+            after: Sequence[str] = ()
+        else:
+            needed = [parent for parent in node.after if parent not in nodes]
+            after = node.after
         if needed:
             raise PlanError(
-                f"node {node.name!r} publishes or loads weights and needs {list(needed)}: a run of this DAG cannot go "
+                f"node {node.name!r} publishes or loads weights and needs {needed}: a run of this DAG cannot go "
                 "on from a checkpoint; expected nodes that need the trainer and the engine alone"
             )
-        chosen[node.name] = replace(node, after=() if publishes else node.after, save_as=None, lag=0)
-    return DAG(dag.roles, tuple(chosen.values())) if chosen else None
+        nodes[node.name] = replace(node, after=after, save_as=None, lag=0)
+    return DAG(dag.roles, tuple(nodes.values())) if nodes else None
 
 
 def _check_unfinished(config: Config, done: int) -> None:
     """Raise ConfigError if the run in the folder has trained all its steps, or ended without a checkpoint."""
-    url, steps = config.run.url, config.run.steps
+    url = config.run.url
+    steps = config.run.steps
     if done > steps:
         raise ConfigError(
             f"run.url={url!r} holds a run already, of {counted(done, 'step')}: raise run.steps={steps} or {_OTHERWISE}"

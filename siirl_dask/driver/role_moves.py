@@ -1,6 +1,6 @@
-"""Seconds for which memory of a worker's roles moves in a step, since they take turns on its accelerator.
+"""Seconds for which memory of a worker's roles moves in a step, since they use its accelerator one after the other.
 
-What moves follows from the worker's nodes, as it does in a run: a node that generates, scores or learns puts the other
+The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or learns puts the other
 roles to sleep (``Context.free_device``), and a role wakes when it is used.
 
     sleeps    vLLM gives its memory back; graphs, and weights unless new ones follow, go to the host's memory
@@ -11,7 +11,7 @@ roles to sleep (``Context.free_device``), and a role wakes when it is used.
     reloads   each tensor that vLLM's loader takes
 
 Bytes go at the rate of the device's link to its host, of which all devices of a host together have no more than the
-host's memory gives. Where nothing says how many workers a host has, it is eight, as in the systems of the data sheets.
+host's memory gives. Where the workers of a host are not known, they are eight, as in the systems of the data sheets.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TENSOR = 3e-3  # seconds of Python and small kernels for each tensor that vLLM 
 _MESSAGE = 0.5e-3  # seconds of Python and launching for each message of a gather
 _BUCKET = 16 * 2**20  # bytes of a message
 Moves = dict[str, dict[str, float]]
-"""Seconds by node and, within it, by what moves: ``{"rollout": {"policy parks": 0.1, "rollout wakes": 0.3}}``."""
+"""Seconds by node and, within it, by the kind of move: ``{"rollout": {"policy parks": 0.1, "rollout wakes": 0.3}}``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SleepingEngine:
-    """A vLLM engine on a worker: its bytes there, and what of it is awake."""
+    """A vLLM engine on a worker: its bytes there, and which of them are awake."""
 
     role: str
     weights: float
@@ -42,29 +42,30 @@ class SleepingEngine:
     graphs: float
     """Bytes of the graphs' pool, which the host keeps while the engine sleeps."""
     forgets: bool
-    """Whether it lets go of weights where new ones follow; else the host keeps them."""
+    """Whether it drops weights where new ones follow; else the host stores them."""
     tensors: int
-    """Tensors of new weights; 0 where adapters alone come."""
+    """Tensors of new weights; 0 where it gets adapters alone."""
     weights_awake: bool = True
     cache_awake: bool = True
-    kept: bool = False
+    on_host: bool = False
     """Whether the host has the weights."""
 
     def sleep(self, *, weights_follow: bool) -> _Moved | None:
-        """Sleep; return what moves, None where it sleeps already."""
+        """Sleep; return the bytes that move, None where it sleeps already."""
         if not self.weights_awake:
             return None
-        self.kept = not (self.forgets and weights_follow)
-        copied = self.graphs + (self.weights if self.kept else 0.0)
+        self.on_host = not (self.forgets and weights_follow)
+        copied = self.graphs + (self.weights if self.on_host else 0.0)
         mapped = self.weights + self.graphs + (self.cache if self.cache_awake else 0.0)
-        self.weights_awake = self.cache_awake = False
+        self.weights_awake = False
+        self.cache_awake = False
         return _Moved(copied, mapped)
 
     def wake(self, *, cache: bool) -> _Moved | None:
-        """Wake the weights, and the ``cache`` as well to generate; return what moves, None for nothing."""
+        """Wake the weights, and the ``cache`` as well to generate; return the bytes that move, None for nothing."""
         moved = _Moved()
         if not self.weights_awake:
-            moved = _Moved(self.graphs + (self.weights if self.kept else 0.0), self.weights + self.graphs)
+            moved = _Moved(self.graphs + (self.weights if self.on_host else 0.0), self.weights + self.graphs)
             self.weights_awake = True
         if cache and not self.cache_awake:
             moved = _Moved(moved.copied, moved.mapped + self.cache)
@@ -74,7 +75,7 @@ class SleepingEngine:
 
 @dataclass(kw_only=True, slots=True)
 class ParkedModel:
-    """A trained or scoring model on a worker: its bytes there, and what of it is on the device."""
+    """A trained or scoring model on a worker: its bytes there, and which of them are on the device."""
 
     role: str
     weights: float
@@ -89,7 +90,7 @@ class ParkedModel:
     """Whether weights differ from the host's copy."""
 
     def rest(self) -> _Moved | None:
-        """Park; return what moves, None for nothing. What has not changed is not copied again."""
+        """Park; return the bytes that move, None for nothing. Unchanged weights are not copied again."""
         if not self.parks:
             return None
         copied = 0.0
@@ -97,24 +98,31 @@ class ParkedModel:
             copied += self.weights
         if self.state_here:
             copied += self.state
-        self.weights_here = self.state_here = self.changed = False
+        self.weights_here = False
+        self.state_here = False
+        self.changed = False
         return _Moved(copied) if copied else None
 
     def score(self) -> _Moved | None:
-        """Fetch the weights; return what moves, None for nothing."""
+        """Fetch the weights; return the bytes that move, None for nothing."""
         if self.weights_here:
             return None
         self.weights_here = True
         return _Moved(self.weights)
 
     def begin_update(self) -> _Moved | None:
-        """Fetch all; return what moves, None for nothing."""
-        copied = (0.0 if self.weights_here else self.weights) + (0.0 if self.state_here else self.state)
-        self.weights_here = self.state_here = True
+        """Fetch all; return the bytes that move, None for nothing."""
+        copied = 0.0
+        if not self.weights_here:
+            copied += self.weights
+        if not self.state_here:
+            copied += self.state
+        self.weights_here = True
+        self.state_here = True
         return _Moved(copied) if copied else None
 
     def end_update(self) -> _Moved | None:
-        """Park the state again, and keep the weights, which have changed."""
+        """Park the state again; return the bytes that move. The weights stay, and have changed."""
         self.changed = True
         if not self.parks:
             return None
@@ -131,7 +139,7 @@ class _Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NodeWork:
     """A node of a worker, and what it does to the worker's memory."""
 
     node: Node
@@ -147,63 +155,71 @@ class WorkerMoves:
     speed: Speed
     workers: int
     """Workers of the run."""
-    works: Sequence[Work]
+    works: Sequence[NodeWork]
     """The worker's nodes, in the order in which it runs them."""
     engines: Sequence[SleepingEngine]
     models: Sequence[ParkedModel]
     _found: Moves = field(default_factory=dict)
 
     def seconds(self) -> Moves:
-        """Return the seconds of a step as all but the first are."""
+        """Return the seconds of any step after the first."""
         for _ in range(2):
             self._found = {}
             for at, work in enumerate(self.works):
                 self._run(at, work)
         return self._found
 
-    def _run(self, at: int, work: Work) -> None:
+    def _run(self, at: int, work: NodeWork) -> None:
         name = work.node.name
         role = work.node.role
         if work.computes:
             self._free(at, name, role)
-        for engine in (one for one in self.engines if one.role == role):
+        for engine in self.engines:
+            if engine.role != role:
+                continue
             loads = PARAMETER_DATA in work.node.contract.reads
             if work.computes or loads:
                 self._note(name, f"{role} wakes", engine.wake(cache=work.computes))
             if loads and engine.tensors:
                 self._add(name, f"{role} reloads", engine.tensors * _TENSOR)
-                engine.kept = False
-        for model in (one for one in self.models if one.role == role):
+                engine.on_host = False
+        for model in self.models:
+            if model.role != role:
+                continue
             if work.learns:
                 self._note(name, f"{role} returns", model.begin_update())
                 self._note(name, f"{role} parks", model.end_update())
                 continue
-            gives = PARAMETER_DATA in work.node.contract.writes.names
-            if work.computes or gives:
+            publishes = PARAMETER_DATA in work.node.contract.writes.names
+            if work.computes or publishes:
                 self._note(name, f"{role} returns", model.score())
-            if gives and model.messages:
+            if publishes and model.messages:
                 self._add(name, f"{role} gathers", model.messages * _MESSAGE)
 
     def _free(self, at: int, name: str, role: str) -> None:
-        for engine in (one for one in self.engines if one.role != role):
-            follow = self._weights_follow(at, engine.role)
-            self._note(name, f"{engine.role} sleeps", engine.sleep(weights_follow=follow))
-        for model in (one for one in self.models if one.role != role):
-            self._note(name, f"{model.role} parks", model.rest())
+        """Put the other roles to sleep before the node ``name``, the worker's node number ``at``."""
+        for engine in self.engines:
+            if engine.role != role:
+                follow = self._weights_follow(at, engine.role)
+                self._note(name, f"{engine.role} sleeps", engine.sleep(weights_follow=follow))
+        for model in self.models:
+            if model.role != role:
+                self._note(name, f"{model.role} parks", model.rest())
 
     def _weights_follow(self, at: int, role: str) -> bool:
         """Return whether the next node of the role in the step surely loads weights: see ``planner/reloads.py``."""
-        following = (work.node for work in self.works[at + 1 :] if work.node.role == role)
-        node = next(following, None)
-        return node is not None and node.weight_sink is not None and not node.lag
+        for work in self.works[at + 1 :]:
+            if work.node.role == role:
+                return False if work.node.lag else work.node.weight_sink is not None
+        return False
 
-    def _note(self, node: str, what: str, moved: _Moved | None) -> None:
+    def _note(self, node: str, kind: str, moved: _Moved | None) -> None:
         if moved is not None:
-            self._add(node, what, moved.copied / self._rate() + moved.mapped / _MAPPED)
+            self._add(node, kind, moved.copied / self._rate() + moved.mapped / _MAPPED)
 
-    def _add(self, node: str, what: str, seconds: float) -> None:
+    def _add(self, node: str, kind: str, seconds: float) -> None:
         own = self._found.setdefault(node, {})
-        own[what] = own.get(what, 0.0) + seconds
+        own[kind] = own.get(kind, 0.0) + seconds
 
     def _rate(self) -> float:
         """Return the bytes a second between a device and its host while all devices of the host copy."""
@@ -216,10 +232,10 @@ def messages_of(nbytes: float) -> float:
     return -(-nbytes // _BUCKET)
 
 
-def slowest(each: Iterator[Moves]) -> Moves:
+def slowest(moves_of_workers: Iterator[Moves]) -> Moves:
     """Return for each node the seconds on the worker where they are most."""
     found: Moves = {}
-    for moves in each:
+    for moves in moves_of_workers:
         for node, own in moves.items():
             if sum(own.values()) > sum(found.get(node, {}).values()):
                 found[node] = own

@@ -15,8 +15,9 @@ from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.cluster import connect, reconnect
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.elastic import Elastic
-from siirl_dask.driver.iterations import iterations
+from siirl_dask.driver.elastic import ElasticWorkers
+from siirl_dask.driver.iterations import CompletedIteration, iterations
+from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
 from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
@@ -24,14 +25,12 @@ from siirl_dask.driver.phases import Phases, data_versions, prepare, validation_
 from siirl_dask.driver.preemption import Preempted, Preemption
 from siirl_dask.driver.preflight import check, check_observation
 from siirl_dask.driver.processes import hosts_of, workers_needed
-from siirl_dask.driver.replacement import Fixed
+from siirl_dask.driver.replacement import FixedWorkers
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.driver.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
 from siirl_dask.driver.scheduler_guard import scheduler_guard
 from siirl_dask.driver.speeds import note_on_float32
 from siirl_dask.driver.starts import find_starts
-from siirl_dask.driver.tries import Job, Try, plan_run, prepare_try
-from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
@@ -57,9 +56,9 @@ def run(
 
     With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see recipes/common.py.
 
-    A run that stopped is resumed from its newest checkpoint. ``fresh`` begins anew and removes what the run left;
-    ``force`` resumes although the configuration or the DAG has changed. ``command`` resumes the run, for the message
-    about a failure.
+    A run that stopped is resumed from its newest checkpoint. ``fresh`` begins at step 1 and removes the run's files;
+    ``force`` resumes although the configuration or the DAG has changed. ``command`` is the shell command that resumes
+    the run, for the message about a failure.
 
     All files are under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
     starts, RunInProgress if another process trains this run; RunError if the run failed, Fenced if another start has
@@ -74,14 +73,18 @@ def run(
     if open_types is not None:
         config, dag, validation = _decided(open_types, open_types.expected.dtype)
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
-    workers, assume = worker_names(config), config.data.prepare is not None
-    planned = plan_run(config, dag, validation, workers, resume, assume=assume)
+    workers = worker_names(config)
+    assume_columns = config.data.prepare is not None
+    planned = plan_run(config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns)
     check_observation(config, planned[Phase.TRAIN][0])
     if starts.are_written:
         checked = check(config, planned)
     else:
-        based = starts.with_bases(config, dag, validation)
-        checked = check(based[0], plan_run(*based, workers, resume, assume=assume))
+        base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
+        base_phases = plan_run(
+            base_config, base_dag, base_validation, workers=workers, resume=resume, assume_columns=assume_columns
+        )
+        checked = check(base_config, base_phases)
     check_same_data(config.run.url, resume, data_versions(planned), force=force)
     check_writable(config.run.url)
     if prepare(config):
@@ -97,7 +100,16 @@ def run(
                 progress.note(note)
             starts.write(config.run.url, fresh=fresh)
             checked = check(config, planned)
-        job = Job(config, dag, validation, checked, find_models(checked.reads), fresh, force, open_types)
+        job = Job(
+            config=config,
+            dag=dag,
+            validation=validation,
+            checked=checked,
+            models=find_models(checked.reads),
+            fresh=fresh,
+            force=force,
+            open_types=open_types,
+        )
         return _run(job, RunLog(config, attempt, progress, resume, command))
 
 
@@ -111,22 +123,25 @@ def _open_types(config: Config, dag: DAG, validation: DAG | None, *, fresh: bool
 
 
 def _decided(open_types: OpenTypes, dtype: Dtype) -> tuple[Config, DAG, DAG | None]:
+    """Return the configuration and the DAGs with ``dtype`` in place of ``auto``."""
     config, dags = open_types.decide(dtype)
-    return config, dags[0], dags[1] if len(dags) > 1 else None
+    validation = dags[1] if len(dags) > 1 else None
+    return config, dags[0], validation
 
 
-def _on_workers(job: Job, log: RunLog, client: Client) -> Job:
+def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
     """Return the job with the number type that its workers decide."""
     if job.open_types is None:
         return job
-    found = job.open_types.on_workers(client)
-    known = replace(job, open_types=replace(job.open_types, expected=found))
-    if found.dtype is job.open_types.expected.dtype:
-        return known
-    config, dag, validation = _decided(job.open_types, found.dtype)
-    checked = check(config, plan_run(config, dag, validation, worker_names(config), log.resume))
+    decided = job.open_types.on_workers(client)
+    open_types = replace(job.open_types, expected=decided)
+    if decided.dtype is job.open_types.expected.dtype:
+        return replace(job, open_types=open_types)
+    config, dag, validation = _decided(job.open_types, decided.dtype)
+    phases = plan_run(config, dag, validation, workers=worker_names(config), resume=log.resume)
+    checked = check(config, phases)
     log.config = config
-    return replace(known, config=config, dag=dag, validation=validation, checked=checked)
+    return replace(job, config=config, dag=dag, validation=validation, checked=checked, open_types=open_types)
 
 
 def _run(job: Job, log: RunLog) -> Summary:
@@ -134,14 +149,15 @@ def _run(job: Job, log: RunLog) -> Summary:
     try:
         fetch_here(job.models, job.config.cluster, log.progress)
         _note_start(log)
-        _try_until_done(job, log)
+        _launch_until_done(job, log)
         log.attempt.check()
     except KeyboardInterrupt as stop:
         message = f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was written is whole"
         log.end(Status.INTERRUPTED, message + str(stop))
         raise Interrupted(message + str(stop)) from None
     except BaseException as error:
-        if (fenced := _fenced(log)) is not None and not isinstance(error, Fenced):
+        fenced = None if isinstance(error, Fenced) else _fenced(log)
+        if fenced is not None:
             log.fail(fenced)
             raise fenced from error  # a file that could not be written is what follows from that
         log.fail(error)
@@ -161,39 +177,51 @@ def _fenced(log: RunLog) -> Fenced | None:
     return None
 
 
-def _try_until_done(job: Job, log: RunLog) -> None:
-    """Try the run until it is complete, or until a failure ends it: see ``Restarts``."""
-    config, progress = job.config, log.progress
+def _note_start(log: RunLog) -> None:
+    cluster = log.config.cluster
+    how = f" as {cluster.spec} says" if cluster.spec else ""
+    log.progress.note(f"starting {counted(cluster.workers, 'worker')}{how}")
+    if log.config.rollout.engine is Engine.auto:
+        log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
+
+
+def _launch_until_done(job: Job, log: RunLog) -> None:
+    """Launch the run until it is complete, or until a failure ends it: see ``Restarts``."""
+    config = job.config
+    progress = log.progress
     restarts = Restarts(config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic)
     log.restarts = restarts.done
     groups: WorkerGroups | None = None
     group: WorkerGroup | None = None
     failure: SiirlError | None = None
-    last: Driver | None = None
+    driver: Driver | None = None
     with ExitStack() as connection:
         client = connection.enter_context(connect(config, progress))
         try:
             while True:
                 try:
                     if isinstance(failure, SchedulerLost):
-                        if last is not None:
-                            last.cut_off()
-                        last = None  # what it had built has gone with its workers
+                        if driver is not None:
+                            driver.abandon()
+                        driver = None  # what it had built has gone with its workers
                         connection.close()
                         client = connection.enter_context(reconnect(config, progress))
+                    previous = driver
                     with scheduler_guard(client, config.cluster):
                         if groups is None:
-                            job = _on_workers(job, log, client)
+                            job = _with_workers_dtype(job, log, client)
                             groups = _worker_groups(job, progress)
-                        group = groups.find(client, group, failure, None if last is None else last.plugin)
+                        plugin = None if previous is None else previous.plugin
+                        group = groups.find(client, group, failure, plugin)
                         with workers_needed(client, group.members):
-                            tried = prepare_try(job, log, client, group, groups, last)
-                    earlier, last = last, tried.driver
-                    _drive(tried, log, client, restarts, earlier)
+                            launch = prepare_launch(job, log, client, group=group, groups=groups, previous=previous)
+                    driver = launch.driver
+                    _drive(launch, log, client, restarts, previous)
                     return
                 except SiirlError as error:
                     if not restarts.after(error, log.steps):
-                        if (cause := restarts.cause(error)) is error:
+                        cause = restarts.cause(error)
+                        if cause is error:
                             raise
                         raise cause from error
                     failure = error
@@ -201,62 +229,69 @@ def _try_until_done(job: Job, log: RunLog) -> None:
                 restarts.pause(failure)
                 log.attempt.begin_again()
         finally:
-            if last is not None and config.cluster.exists:
-                last.close()
-            elif last is not None:
-                last.cut_off()  # the cluster ends with it
+            if driver is not None and config.cluster.exists:
+                driver.close()
+            elif driver is not None:
+                driver.abandon()  # the cluster ends with it
 
 
 def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
-    """Return what finds the workers of each try."""
+    """Return what finds the workers of each launch."""
     config = job.config
     if not config.cluster.elastic:
-        return Fixed(config, progress)
+        return FixedWorkers(config, progress)
 
     def plan(group: WorkerGroup) -> Phases:
-        hosts = hosts_of(group.members)
-        phases = plan_run(group.config, job.dag, job.validation, list(group.members), ResumePoint(), hosts)
+        phases = plan_run(
+            group.config,
+            job.dag,
+            job.validation,
+            workers=list(group.members),
+            resume=ResumePoint(),
+            hosts=hosts_of(group.members),
+        )
         check(group.config, phases)
         return phases
 
-    return Elastic(config, plan, job.checked.reads, progress)
+    return ElasticWorkers(config, plan, job.checked.reads, progress)
 
 
-def _note_start(log: RunLog) -> None:
-    cluster = log.config.cluster
-    log.progress.note(
-        f"starting {counted(cluster.workers, 'worker')}{f' as {cluster.spec} says' if cluster.spec else ''}"
-    )
-    if log.config.rollout.engine is Engine.auto:
-        log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
-
-
-def _drive(tried: Try, log: RunLog, client: Client, restarts: Restarts, earlier: Driver | None) -> None:
-    """Have the driver run every iteration, and log or commit each as it is done."""
-    config, resume, driver, workers = log.config, log.resume, tried.driver, len(tried.group.members)
-    log.workers, step_done = workers, time.monotonic()
-    with driver.at_work(config.cluster, lambda error: restarts.after(error, log.steps), earlier):
-        tried.prepare_folder()
-        members, url = tried.group.members, log.attempt.url
-        log.begin(log.page.begin(client, config, url, driver.plugin, members, log.resume.done))
-        for note in tried.notes:
+def _drive(launch: Launch, log: RunLog, client: Client, restarts: Restarts, previous: Driver | None) -> None:
+    """Run every iteration, and log or commit each as it is done."""
+    config = log.config
+    driver = launch.driver
+    members = launch.group.members
+    log.workers = len(members)
+    last_step_at = time.monotonic()
+    with driver.session(config.cluster, lambda error: restarts.after(error, log.steps), previous):
+        launch.prepare_folder()
+        resume = log.resume
+        log.begin(log.page.begin(client, config, log.attempt.url, driver.plugin, members=members, done=resume.done))
+        for note in launch.notes:
             log.progress.note(note)
-        restarts.at_work(log.resume.done, workers, sum(map(bool, driver.kept.values())))
-        if config.model.dtype is Dtype.float32 and earlier is None:
+        reused = sum(1 for roles in driver.reused_roles.values() if roles)
+        restarts.resumed(resume.done, len(members), reused)
+        if config.model.dtype is Dtype.float32 and previous is None:
             for accelerator in sorted(driver.accelerators):
                 log.progress.note(note_on_float32(accelerator))
-        before = driver.traffic()
-        with Preemption(config.run.grace if config.checkpoint.every else 0.0, log.progress.note) as preemption:
-            planned = iterations(config, list(tried.phases), resume.done, resume.stages, resume.measured)
-            for event in driver.run(preemption.cut(tried.groups.until_change(planned))):
-                if isinstance(event, Done):
+        bytes_before = driver.traffic()
+        grace = config.run.grace if config.checkpoint.every else 0.0
+        with Preemption(grace, log.progress.note) as preemption:
+            planned = iterations(config, list(launch.phases), resume.done, resume.stages, resume.recorded)
+            planned = preemption.cut(launch.groups.until_change(planned))
+            for event in driver.run(planned):
+                if isinstance(event, CompletedIteration):
                     log.record(event)
-                    step_done = step_done if event.iteration.phase is Phase.CHECKPOINT else time.monotonic()
+                    if event.iteration.phase is not Phase.CHECKPOINT:
+                        last_step_at = time.monotonic()
                 else:
-                    tried.commits.commit(event)
-        after = driver.traffic()
-        log.scheduler_bytes = None if before is None or after is None else after - before
-        if not preemption.asked:
-            tried.groups.check_change(log.steps, step_done)
-    if preemption.asked and log.steps < config.run.steps:
+                    launch.commits.commit(event)
+        bytes_after = driver.traffic()
+        if bytes_before is None or bytes_after is None:
+            log.scheduler_bytes = None
+        else:
+            log.scheduler_bytes = bytes_after - bytes_before
+        if not preemption.requested:
+            launch.groups.check_change(log.steps, last_step_at)
+    if preemption.requested and log.steps < config.run.steps:
         raise Preempted(f", the checkpoint of step {log.steps} as well" if log.steps else "")

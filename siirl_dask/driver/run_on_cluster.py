@@ -1,4 +1,4 @@
-"""A run's plugins on the scheduler and its workers: put there, asked through the scheduler, and taken off again."""
+"""A run's plugins on the scheduler and its workers: installs them, calls them through the scheduler, removes them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from siirl_dask.worker.tasks import port_of
 
 logger = logging.getLogger("siirl_dask.driver")
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
-_TAKE_OFF_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+_LEAVE_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
 
 Report = Callable[[dict[str, Any]], None]
-"""Takes an event of the run, from any thread."""
+"""Handles an event of the run, from any thread."""
 
 
 class RunOnCluster:
@@ -37,39 +37,44 @@ class RunOnCluster:
         self._client = client
         self._spec = spec
         self._report = report
-        self._registered = self._cut_off = False
+        self._is_registered = False
+        self._is_abandoned = False
         self._patience = scheduler_patience(spec.data.peer_timeout, address_of(client))
         self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
 
     @property
-    def there(self) -> bool:
+    def is_reachable(self) -> bool:
         """True from the registration until ``leave``, as long as the scheduler can be reached."""
-        return self._registered and not self._cut_off
+        if self._is_abandoned:
+            return False
+        return self._is_registered
 
     def register(
         self,
-        stays: bool,
-        tell_every: float,
+        cluster_stays: bool,
+        report_interval: float,
         meanwhile: Callable[[], None],
         *,
         elastic: bool = False,
         node_timeout: float = 0.0,
     ) -> list[int]:
-        """Put the plugins there; return the ports where the workers listen for peers, in rank order.
+        """Install the plugins; return the ports where the workers listen for peers, in rank order.
 
-        ``stays``: the cluster stays when this process ends. Progress is told every ``tell_every`` seconds, idle workers
-        if the run is ``elastic``, and nodes that get nothing done for ``node_timeout`` seconds. What ``meanwhile``
-        raises ends the wait for the workers. SchedulerLost when the scheduler goes away; PeerError if another run has
-        just taken a worker that was idle.
+        ``cluster_stays``: the cluster stays when this process ends. The supervisor reports progress every
+        ``report_interval`` seconds, idle workers if the run is ``elastic``, and nodes that get nothing done for
+        ``node_timeout`` seconds. ``meanwhile`` is called during the wait for the workers, and may raise to end it.
+        SchedulerLost when the scheduler goes away; PeerError if another run has just taken a worker that was idle.
         """
-        client, plugin, addresses = self._client, self._spec.plugin, list(self._spec.members.values())
+        client = self._client
+        plugin = self._spec.plugin
+        addresses = list(self._spec.members.values())
         supervisor = Supervisor(
             plugin,
             self._spec.topic,
             self._spec.members,
-            client.id if stays else None,
+            client.id if cluster_stays else None,
             patience=self._patience,
-            report_every=tell_every,
+            report_every=report_interval,
             follows=self._spec.follows,
             elastic=elastic,
             run=self._spec.name,
@@ -78,7 +83,7 @@ class RunOnCluster:
         try:
             client.subscribe_topic(self._spec.topic, lambda event: self._report(event[1]))
             complete(client, lambda: client.register_plugin(supervisor), timeout=self._patience)
-            self._registered = True
+            self._is_registered = True
             self._watch.start()
             complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), meanwhile)
             ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), meanwhile)
@@ -87,14 +92,14 @@ class RunOnCluster:
         return [ports[address] for address in addresses]
 
     def leave(self) -> None:
-        """Take the plugins off. Where this process is cut off from the cluster, the supervisor does so by itself."""
+        """Remove the plugins. Where this process is cut off from the cluster, the supervisor does so by itself."""
         self._watch.stop()
-        if not self.there:
+        if not self.is_reachable:
             return
-        self._registered = False
+        self._is_registered = False
         try:
             self._client.unsubscribe_topic(self._spec.topic)
-            self._call("leave", _TAKE_OFF_TIMEOUT)
+            self._call("leave", _LEAVE_TIMEOUT)
         except OSError as error:
             logger.warning("what this run built may stay on a worker until that is restarted: %s", error)
 
@@ -105,9 +110,9 @@ class RunOnCluster:
         except OSError as error:
             logger.warning("the scheduler did not take the order to stop the workers: %s", error)
 
-    def cut_off(self) -> None:
-        """Ask the scheduler for nothing any more: it is gone."""
-        self._cut_off = True
+    def abandon(self) -> None:
+        """Send nothing more to the scheduler: it is gone."""
+        self._is_abandoned = True
 
     def stop_watching(self) -> None:
         """Stop watching the scheduler."""
@@ -125,13 +130,15 @@ class RunOnCluster:
         """Return the bytes through the scheduler and the client since ``register``; None where nobody counts them."""
         try:
             count: int | None = self._call("traffic")
-        except OSError:  # a figure of a table is no reason to end a run; the watch tells of a scheduler that is gone
+        except OSError:  # a figure of a table is no reason to end a run; the watch reports a scheduler that is gone
             return None
         return count
 
     def readings(self) -> dict[str, Reading]:
         """Return where each worker was at its last heartbeat."""
-        return {worker: Reading(*reading) for worker, reading in self._call("readings").items()}
+        return {
+            worker: Reading(beats, place, waits) for worker, (beats, place, waits) in self._call("readings").items()
+        }
 
     def _report_no_scheduler(self, address: str, reason: str | None) -> None:
         self._report({"kind": "no scheduler", "what": describe_loss(address, self._patience, reason)})

@@ -1,6 +1,6 @@
-"""Tells the scheduler's page of a run what the driver knows: where the run is, and a small record per step.
+"""Sends what the driver knows to the run's page on the scheduler: where the run is, and a small record per step.
 
-Nothing that goes wrong here is the run's business: it says so in the log, and goes on without a page.
+An error here does not end the run: it is logged, and the run goes on without a page.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RunPage:
         That is the page's, or Dask's own where there is none, because ``observe.dashboard`` or the scheduler's
         dashboard is off. ``members`` are workers and addresses, ``done`` the steps trained before.
         """
-        address = client.dashboard_link or ""
+        address = "" if client.dashboard_link is None else client.dashboard_link
         self._client = None
         if not config.observe.dashboard:
             return address
@@ -59,24 +59,26 @@ class RunPage:
             return address
         if not shown:
             return address
-        self._client, self._url = client, url
-        at_usual_place = address.endswith(_STATUS)  # Dask's configuration may say another: distributed.dashboard.link
-        return address.removesuffix(_STATUS) + f"/{PATH}" if at_usual_place else address
+        self._client = client
+        self._url = url
+        if not address.endswith(_STATUS):  # Dask's configuration may set another: distributed.dashboard.link
+            return address
+        return address.removesuffix(_STATUS) + f"/{PATH}"
 
     def write(self, record: Record) -> None:
         """Show a record; nobody waits until it is there."""
         client = self._client
         if client is None or client.status != "running" or client.loop is None:
             return
-        told = _told(client, "record", url=self._url, record={**record, "phase": str(record["phase"])})
-        asyncio.run_coroutine_threadsafe(told, client.loop.asyncio_loop)  # type: ignore[attr-defined]
+        sending = _send(client, "record", url=self._url, record={**record, "phase": str(record["phase"])})
+        asyncio.run_coroutine_threadsafe(sending, client.loop.asyncio_loop)  # type: ignore[attr-defined]
 
 
-async def _told(client: Client, operation: str, **arguments: Any) -> None:
+async def _send(client: Client, operation: str, **arguments: Any) -> None:
     try:
         await _call(client, operation, **arguments)
-    except Exception as error:  # a scheduler that is gone: others find out, and say so
-        logger.debug("the page was not told: %s: %s", type(error).__name__, error)
+    except Exception as error:  # a scheduler that is gone: others find out, and report it
+        logger.debug("the page did not get it: %s: %s", type(error).__name__, error)
 
 
 async def _call(client: Client, operation: str, **arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the file in which ``dask scheduler --scheduler-file`` says where it listens."""
+"""Reads the file to which ``dask scheduler --scheduler-file`` writes the address where it listens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
 
-_GLANCE = 0.1  # seconds between two looks
+_INTERVAL = 0.1  # seconds between two looks
 _FLUSH = 2.0  # seconds in which a file that is being written becomes whole
 
 
 def read_address(path: str, timeout: float, progress: Progress) -> str:
     """Return the scheduler's address. Waits up to ``timeout`` seconds for the file: the scheduler may be starting.
 
-    ConfigError when it does not come, or when something else is in it.
+    ConfigError when the file does not appear, or has another content.
     """
     deadline = time.monotonic() + timeout
     if not Path(path).exists():
@@ -27,7 +27,7 @@ def read_address(path: str, timeout: float, progress: Progress) -> str:
                 f"cluster.scheduler_file={path!r} has not come within cluster.start_timeout={timeout:g} s: expected "
                 "the file that `dask scheduler --scheduler-file` writes, in a folder that this host shares with it"
             )
-        time.sleep(_GLANCE)
+        time.sleep(_INTERVAL)
     whole_by = min(time.monotonic() + _FLUSH, deadline)
     while True:
         try:
@@ -38,7 +38,7 @@ def read_address(path: str, timeout: float, progress: Progress) -> str:
                     f"cluster.scheduler_file={path!r} is none that `dask scheduler --scheduler-file` writes: expected "
                     f"JSON with an address, and {type(error).__name__}: {error}"
                 ) from error
-        time.sleep(_GLANCE)
+        time.sleep(_INTERVAL)
 
 
 def address_in(path: str) -> str:

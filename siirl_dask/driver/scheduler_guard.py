@@ -1,4 +1,4 @@
-"""Raises the end of the scheduler as what it is, while a run is prepared: no plugin of the run's is there to tell."""
+"""Raises SchedulerLost while a run is prepared: the run has no plugin on the scheduler yet that would report it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from siirl_dask.errors import SchedulerLost
 from siirl_dask.worker.scheduler_patience import scheduler_patience
 
 _VERDICT = 2.0  # times the patience: the watch has found out by then
-_GLANCE = 0.05  # seconds between two questions
+_INTERVAL = 0.05  # seconds between two questions
 
 
 @contextmanager
 def scheduler_guard(client: Client, cluster: ClusterConfig) -> Iterator[None]:
-    """Raise SchedulerLost if the scheduler ends, or is silent for too long, inside: whatever else is raised then
-    follows from it.
+    """Raise SchedulerLost if the scheduler ends, or is silent for too long, inside, also in place of other exceptions.
 
     Calls of Dask's that wait for the scheduler fail at once when it is lost; the client is of no use afterwards.
     """
     guard = _Guard(client, cluster)
     try:
         yield
-        what = guard.told()
+        reason = guard.known_reason()
     except SchedulerLost as error:
         error.may_return = cluster.scheduler_may_return
         raise
     except Exception as error:  # Dask raises OSErrors, its own, cancellations, and reports them as a worker's answer
-        if (what := guard.find_out()) is None:
+        reason = guard.find_out()
+        if reason is None:
             raise
-        raise _lost(what, cluster) from error
+        raise _lost(reason, cluster) from error
     finally:
         guard.stop()
-    if what is not None:
-        raise _lost(what, cluster)
+    if reason is not None:
+        raise _lost(reason, cluster)
 
 
-def _lost(what: str, cluster: ClusterConfig) -> SchedulerLost:
-    error = SchedulerLost(f"while the run was prepared: {what}")
+def _lost(reason: str, cluster: ClusterConfig) -> SchedulerLost:
+    error = SchedulerLost(f"while the run was prepared: {reason}")
     error.may_return = cluster.scheduler_may_return
     return error
 
@@ -57,10 +57,10 @@ class _Guard:
         self._client = client
         self._patience = scheduler_patience(cluster.peer_timeout or 0.0, address_of(client))
         self._end: Future[str] = Future()
-        self._watch = SchedulerWatch(client, self._patience, None, self._take)
+        self._watch = SchedulerWatch(client, self._patience, None, self._set_reason)
         self._watch.start()
 
-    def told(self) -> str | None:
+    def known_reason(self) -> str | None:
         """Return what has happened to the scheduler; None if nothing is known."""
         return self._end.result() if self._end.done() else None
 
@@ -69,23 +69,23 @@ class _Guard:
         deadline = time.monotonic() + _VERDICT * self._patience
         while not self._end.done() and time.monotonic() < deadline:
             try:
-                if complete(self._client, self._watch.answers_as_before, timeout=self._patience):
+                if complete(self._client, self._watch.is_the_first, timeout=self._patience):
                     break
             except TimeoutError:
                 continue
-            time.sleep(_GLANCE)
-        return self.told()
+            time.sleep(_INTERVAL)
+        return self.known_reason()
 
     def stop(self) -> None:
         self._watch.stop()
 
-    def _take(self, address: str, reason: str | None) -> None:
+    def _set_reason(self, address: str, reason: str | None) -> None:
         self._end.set_result(describe_loss(address, self._patience, reason))
-        self._hanging_up = asyncio.create_task(_hang_up(self._client))
+        self._disconnecting = asyncio.create_task(_disconnect(self._client))
 
 
-async def _hang_up(client: Client) -> None:
-    """End what waits for the scheduler: calls, and futures, which Dask cancels while it is connected alone."""
+async def _disconnect(client: Client) -> None:
+    """End calls and futures that wait for the scheduler; Dask cancels futures only while it is connected."""
     for state in client.futures.values():
         state.cancel(reason="scheduler-connection-lost", msg="The run has given the scheduler up.")
     if client.scheduler_comm is not None:

@@ -14,6 +14,7 @@ from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opene
 from siirl_dask.driver.calls import complete
 from siirl_dask.driver.cluster import connect
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
 from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases
@@ -22,7 +23,6 @@ from siirl_dask.driver.processes import hosts_of, members
 from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.driver.reachable import check_reachable
-from siirl_dask.driver.under_way import Done
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import Interrupted, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
@@ -57,11 +57,10 @@ def one_pass(
     anything starts; Interrupted on Ctrl-C.
     """
     dataset = opened(source)
-    ((done,), _), *_ = _passes(
-        config, [(dag, [step])], dataset, dataset_schema(dataset), passing=passing, reads_prompts=True
-    )
-    check_prompts(done, config.data.max_prompt_length)
-    return values(done.metrics)
+    passes = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset), passing=passing, reads_prompts=True)
+    completed, _ = passes[0]
+    check_prompts(completed[0], config.data.max_prompt_length)
+    return values(completed[0].metrics)
 
 
 def stored_passes(config: Config, dag: DAG, passes: Sequence[StoredPass]) -> list[list[str]]:
@@ -72,17 +71,18 @@ def stored_passes(config: Config, dag: DAG, passes: Sequence[StoredPass]) -> lis
     CheckpointError for a checkpoint that cannot be used.
     """
     dataset = training_dataset(config.data, config.run.seed)
-    again = [(DAG(_past_roles(config, dag, one.checkpoint), dag.nodes), one.steps) for one in passes]
-    return [built for _, built in _passes(config, again, dataset, NO_DATA)]
+    dags = [(DAG(_lazy_roles(dag, each.checkpoint), dag.nodes), each.steps) for each in passes]
+    return [built for _, built in _passes(config, dags, dataset, NO_DATA)]
 
 
-def _past_roles(config: Config, dag: DAG, found: Checkpoint | None) -> tuple[Role, ...]:
+def _lazy_roles(dag: DAG, checkpoint: Checkpoint | None) -> tuple[Role, ...]:
     """Return roles that are built when they are used, with the states of a checkpoint."""
     past = None
-    if found is not None:
-        state, url = found.state(), absolute(found.url)  # workers may run in other folders
+    if checkpoint is not None:
+        state = checkpoint.state()
+        url = absolute(checkpoint.url)  # workers may run in other folders
         resume = ResumeFrom(url=url, roles=tuple(state.roles), states=state.states, positions=state.positions)
-        past = StoredStates(resume, DistributedCheckpoint(), replace(found, url=url).verify)
+        past = StoredStates(resume, DistributedCheckpoint(), replace(checkpoint, url=url).verify)
     return tuple(built_when_used(role, past) for role in dag.roles)
 
 
@@ -94,10 +94,10 @@ def _passes(
     *,
     passing: Collection[str] = (),
     reads_prompts: bool = False,
-) -> list[tuple[list[Done], list[str]]]:
-    """Run each DAG at each of its steps; return what was done, and the roles with a state that were built lazily.
+) -> list[tuple[list[CompletedIteration], list[str]]]:
+    """Run each DAG at each of its steps; return the iterations, and the roles with a state that were built lazily.
 
-    With ``reads_prompts`` the prompts come from ``dataset``, and what a run says of them at its start is said.
+    With ``reads_prompts`` the prompts come from ``dataset``, and the user is warned of those that are too long.
     """
     hide()
     open_types: OpenTypes | None = None
@@ -108,39 +108,48 @@ def _passes(
     progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
 
     def phases(dag: DAG, workers: list[str], hosts: Hosts | None = None) -> Phases:
-        placement, overlap = config.cluster.placement, config.run.overlap
-        return {Phase.EVALUATION: (compile_chains(dag, workers, schema, placement, hosts, overlap=overlap), dataset)}
+        plan = compile_chains(dag, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
+        return {Phase.EVALUATION: (plan, dataset)}
 
-    first, _ = dags[0]
-    checked = check(config, phases(first, [str(worker) for worker in range(config.cluster.workers)]))
+    first_dag, _ = dags[0]
+    checked = check(config, phases(first_dag, [str(worker) for worker in range(config.cluster.workers)]))
     check_writable(config.run.url)
     models = find_models(checked.reads)
     try:
         fetch_here(models, config.cluster, progress)
         progress.note(f"starting {counted(config.cluster.workers, 'worker')}")
         with connect(config, progress) as client:
-            named = members(client, config.cluster.workers)
-            hosts = hosts_of(named)
+            workers = members(client, config.cluster.workers)
+            names = list(workers)
+            hosts = hosts_of(workers)
             if open_types is not None:
-                found = open_types.on_workers(client)
-                progress.note(found.note)
-                if found.dtype is not open_types.expected.dtype:
-                    config, dags = _decided(open_types, found.dtype, dags)
-                    first, _ = dags[0]
-                    checked = check(config, phases(first, list(named), hosts))
-            actual = phases(first, list(named), hosts)
-            check_reachable(client, named, actual, checked.reads, config.run.url)
-            with forgotten(client, named, [model for url, model in models.items() if url in passing]):
-                plan, _ = actual[Phase.EVALUATION]
-                fetch_on_workers(client, config.cluster, named, plan, checked.reads, models, progress)
+                decided = open_types.on_workers(client)
+                progress.note(decided.note)
+                if decided.dtype is not open_types.expected.dtype:
+                    config, dags = _decided(open_types, decided.dtype, dags)
+                    first_dag, _ = dags[0]
+                    checked = check(config, phases(first_dag, names, hosts))
+            first_phases = phases(first_dag, names, hosts)
+            check_reachable(client, workers, first_phases, checked.reads, config.run.url)
+            with forgotten(client, workers, [model for url, model in models.items() if url in passing]):
+                plan, _ = first_phases[Phase.EVALUATION]
+                fetch_on_workers(
+                    client,
+                    config.cluster,
+                    workers,
+                    plan=plan,
+                    reads=checked.reads,
+                    models=models,
+                    progress=progress,
+                )
                 progress.note(f"dashboard  {client.dashboard_link}")
                 if reads_prompts and config.observe.progress:
                     for note in [*notes_on_long_prompts(config, plan, dataset), *checked.row_notes]:
                         progress.note(note)
                 results = []
                 for dag, steps in dags:
-                    planned = phases(dag, list(named), hosts)
-                    spec = RunSpec.of(config, named, planned, models=models, footprints=checked.footprints)
+                    planned = phases(dag, names, hosts)
+                    spec = RunSpec.of(config, workers, planned, models=models, footprints=checked.footprints)
                     results.append(_run_steps(config, client, spec, steps))
                 return results
     except KeyboardInterrupt:
@@ -157,14 +166,24 @@ def _decided(
     return config, [(dag, steps) for dag, (_, steps) in zip(decided, dags, strict=True)]
 
 
-def _run_steps(config: Config, client: Client, spec: RunSpec, steps: Sequence[int]) -> tuple[list[Done], list[str]]:
-    driver = Driver(client, spec, 1, config.cluster.stall_timeout, _no_checkpoint, node_timeout=node_timeout(config))
-    with driver.at_work(config.cluster, SiirlError.announce):
+def _run_steps(
+    config: Config, client: Client, spec: RunSpec, steps: Sequence[int]
+) -> tuple[list[CompletedIteration], list[str]]:
+    driver = Driver(
+        client,
+        spec,
+        lookahead=1,
+        stall_timeout=config.cluster.stall_timeout,
+        folder=_no_checkpoint,
+        node_timeout=node_timeout(config),
+    )
+    with driver.session(config.cluster, SiirlError.announce):
         iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
-        done = [event for event in driver.run(iterations) if isinstance(event, Done)]
-        answers = complete(client, lambda: client.run(models_of, spec.plugin, workers=[*spec.members.values()]))
+        completed = [event for event in driver.run(iterations) if isinstance(event, CompletedIteration)]
+        answers = complete(client, lambda: client.run(models_of, spec.plugin, workers=list(spec.members.values())))
     driver.close()  # another pass may follow on the same workers
-    return done, sorted({role for built in answers.values() for role in built})
+    built = {role for roles in answers.values() for role in roles}
+    return completed, sorted(built)
 
 
 def _no_checkpoint(step: int) -> str:

@@ -1,10 +1,10 @@
 """Figures of devices from which a plan estimates seconds: data sheets of accelerators, this machine's CPU measured.
 
-Shares of these figures that programs reach are habit, not measured here: 40 % of the arithmetic in training, 50 % while
-prompts are read, 60 % of the memory's rate while tokens are generated one after the other, and 60 % of the rate between
-a device and its host. The host is one of a system that is sold with eight such cards: DGX H100 and H200 with sixteen
-channels of DDR5-4800, DGX A100 with sixteen of DDR4-3200, Atlas 800 with 32 of DDR4-3200; a workstation with eight of
-DDR5-4800 for the RTX 4090.
+Shares of these figures that programs reach are usual values, not measured here: 40 % of the arithmetic in training,
+50 % while prompts are read, 60 % of the memory's rate while tokens are generated one after the other, and 60 % of the
+rate between a device and its host. The host is one of a system that is sold with eight such cards: DGX H100 and H200
+with sixteen channels of DDR5-4800, DGX A100 with sixteen of DDR4-3200, Atlas 800 with 32 of DDR4-3200; a workstation
+with eight of DDR5-4800 for the RTX 4090.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from siirl_dask.errors import ConfigError, did_you_mean
 
@@ -114,7 +115,8 @@ TABLE = {
     ),
 }
 """Accelerators by their short names."""
-_ROUNDS = 50
+_ROUNDS = 50  # measurements of a CPU, of which the fastest counts
+_MAY_BE_ZERO = ("operation", "step", "overhead")
 
 
 def note_on_float32(accelerator: str) -> str:
@@ -132,26 +134,27 @@ def note_on_float32(accelerator: str) -> str:
 def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
     """Return the figures of a device of the table, or of this machine's CPU for ``cpu``, which takes half a second.
 
-    ``figures`` are values of one's own, as ``flops=4e14``. ConfigError for a name or a figure that is none.
+    ``figures`` replace values, as ``flops=4e14``. ConfigError for an unknown name or a figure that is no number.
     """
     if name != "cpu" and name not in TABLE:
         known = ["cpu", *TABLE]
         raise ConfigError(f"--on {name}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
     speed = measure_cpu(threads) if name == "cpu" else TABLE[name]
     known = [field.name for field in fields(Speed) if field.name not in ("name", "source")]
-    given: dict[str, float] = {}
+    replaced: dict[str, Any] = {}
     for figure in figures:
         key, _, text = figure.partition("=")
         if key not in known:
             raise ConfigError(f"--figure {figure}: expected one of {', '.join(known)}{did_you_mean(key, known)}")
         try:
-            given[key] = float(text)
+            value = float(text)
         except ValueError:
-            given[key] = float("nan")
-        if not 0 <= given[key] < float("inf") or (given[key] == 0 and key not in ("operation", "step", "overhead")):
+            value = float("nan")
+        if not 0 <= value < float("inf") or (value == 0 and key not in _MAY_BE_ZERO):
             raise ConfigError(f"--figure {figure}: expected a number above 0, such as {key}=4e14")
+        replaced[key] = int(value) if key == "cores" else value
     source = f"{speed.source}; {', '.join(figures)} by --figure" if figures else speed.source
-    return replace(speed, source=source, **{**given, **({"cores": int(given["cores"])} if "cores" in given else {})})  # type: ignore[arg-type]
+    return replace(speed, source=source, **replaced)
 
 
 _OF_BEST = 0.7
@@ -159,22 +162,25 @@ _OF_BEST = 0.7
 
 
 def measure_cpu(threads: int = 1) -> Speed:
-    """Measure this machine's CPU with all cores at work, and return the figures of ``threads`` of them: a product of
-    matrices, a copy, and small operations.
+    """Measure this machine's CPU with all cores busy, and return the figures of ``threads`` of them.
+
+    It measures a product of matrices, a copy, and small operations.
     """
     import torch
 
-    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(cores)  # together they are slower than each is alone
     try:
         side = 512
         left, right, result = (torch.rand(side, side) for _ in range(3))
         product = _seconds(lambda: torch.mm(left, right, out=result))
-        block, copy = torch.rand(2**22), torch.empty(2**22)
+        block = torch.rand(2**22)
+        copy = torch.empty(2**22)
         moved = _seconds(lambda: copy.copy_(block))
         small = torch.rand(32, 64)
 
-        def chain() -> object:  # what a norm does: as much Python and as many operations as a layer's, in small
+        def chain() -> object:  # norms: as much Python and as many operations as a layer's, on small tensors
             value = small
             for _ in range(20):
                 value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -11,50 +11,56 @@ from siirl_storage import Part
 from siirl_storage.manifest import parse_part
 
 from siirl_dask.context import Metric
-from siirl_dask.driver.under_way import Staged
+from siirl_dask.driver.iterations import StagedTable
 from siirl_dask.observe.metrics import merge, unpack
 from siirl_dask.planner import Iteration, Phase
 
+Key = tuple[int, str]
+"""Sequence number of an iteration, and the name of a table."""
+
 
 class StagedTables:
-    """Knows which tables of which iterations are being written. ``workers`` are all, in rank order."""
+    """The tables that are being written, by iteration. ``workers`` are all workers, in rank order."""
 
     def __init__(self, workers: Iterable[str]) -> None:
         self._workers = list(workers)
-        self._staging: dict[tuple[int, str], _Staging] = {}
-        self._whole: set[tuple[int, str]] = set()  # of iterations that are not done
+        self._staging: dict[Key, _Staging] = {}
+        self._complete: set[Key] = set()  # of iterations that have not ended
         self._ended = -1
-        self._awaited: set[tuple[int, str]] = set()  # of iterations that are done otherwise
+        self._awaited: set[Key] = set()  # of iterations that are done except for their tables
 
     @property
     def first_awaited(self) -> int | None:
-        """Sequence number of the first iteration that is done but for its tables; None if there is none."""
+        """Sequence number of the first iteration that is done except for its tables; None if there is none."""
         return min((sequence for sequence, _ in self._awaited), default=None)
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Take a worker's report. StorageError or ValueError for one that is malformed."""
+        """Add a worker's report. StorageError or ValueError for one that is malformed."""
         phase, step, sequence = event["iteration"]
         key = (sequence, event["table"])
         staging = self._staging.setdefault(key, _Staging(Iteration(Phase(phase), step, sequence), event["table"]))
         staging.reports[event["member"]] = _Report.of(event)
 
     def await_tables(self, sequence: int, tables: Iterable[str]) -> None:
-        """Note the tables of an iteration that a worker has completed otherwise."""
-        self._awaited |= {(sequence, table) for table in tables} - self._whole
+        """Add the tables of an iteration that a worker has completed except for these."""
+        keys = {(sequence, table) for table in tables}
+        self._awaited |= keys - self._complete
 
     def end(self, sequence: int) -> None:
-        """Note that all workers have completed an iteration otherwise; iterations end in order."""
+        """Record that all workers have completed an iteration except for its tables; iterations end in order."""
         self._ended = sequence
-        self._whole = {key for key in self._whole if key[0] > sequence}
+        self._complete = {key for key in self._complete if key[0] > sequence}
 
-    def pop(self) -> Staged | None:
+    def pop(self) -> StagedTable | None:
         """Return a table of which all workers have reported, once; None if there is none."""
         for key, staging in self._staging.items():
-            if len(staging.reports) == len(self._workers):
-                del self._staging[key]
-                self._awaited.discard(key)
-                self._whole |= {key} if key[0] > self._ended else set()
-                return staging.whole(self._workers)
+            if len(staging.reports) < len(self._workers):
+                continue
+            del self._staging[key]
+            self._awaited.discard(key)
+            if key[0] > self._ended:
+                self._complete.add(key)
+            return staging.table_of(self._workers)
         return None
 
 
@@ -70,10 +76,9 @@ class _Report:
     @staticmethod
     def of(event: Mapping[str, Any]) -> _Report:
         """Return the report in a worker's event. StorageError or ValueError for one that is malformed."""
-        part = event.get("part")
-        return _Report(
-            None if part is None else parse_part(json.loads(part)), unpack(event["metrics"]), event["position"]
-        )
+        text = event.get("part")
+        part = None if text is None else parse_part(json.loads(text))
+        return _Report(part, unpack(event["metrics"]), event["position"])
 
 
 @dataclass(slots=True)
@@ -84,13 +89,13 @@ class _Staging:
     table: str
     reports: dict[str, _Report] = field(default_factory=dict)
 
-    def whole(self, workers: Iterable[str]) -> Staged:
+    def table_of(self, workers: Iterable[str]) -> StagedTable:
         """Return the table, once all ``workers`` have reported."""
         reports = [self.reports[worker] for worker in workers]
-        return Staged(
-            self.iteration,
-            self.table,
-            [report.part for report in reports if report.part is not None],
-            merge([report.metrics for report in reports]),
-            max((report.position for report in reports if report.position is not None), default=None),
+        return StagedTable(
+            iteration=self.iteration,
+            table=self.table,
+            parts=[report.part for report in reports if report.part is not None],
+            metrics=merge([report.metrics for report in reports]),
+            position=max((report.position for report in reports if report.position is not None), default=None),
         )

@@ -1,5 +1,6 @@
-"""Begins a run with the weights of another run: ``model.path=RUN[@STEP]``, in the configuration or in a role, or with
-its adapters: ``trainer.lora.path=RUN[@STEP]``.
+"""Begins a run with the weights of another run, or with its adapters.
+
+That is ``model.path=RUN[@STEP]``, in the configuration or in a role, or ``trainer.lora.path=RUN[@STEP]``.
 
     <run.url>/start/4f0e6a52c1d3-step000040/             digest of the other run's URL, and the step of its checkpoint
                     4f0e6a52c1d3-step000040-adapters/    the same, adapters alone
@@ -85,23 +86,28 @@ class Starts:
     @property
     def are_written(self) -> bool:
         """Whether all folders have all their files."""
-        return all(one.is_written for one in self.starts)
+        return all(start.is_written for start in self.starts)
 
     @property
     def notes(self) -> list[str]:
         """Return a sentence for the user on each."""
-        return [one.note for one in self.starts]
+        return [start.note for start in self.starts]
 
     def with_folders(self, config: Config, dag: DAG, validation: DAG | None) -> tuple[Config, DAG, DAG | None]:
         """Return the configuration and the DAGs with the folders of the models, which ``write`` writes."""
-        return _with_paths({(one.path, one.adapters): one.folder for one in self.starts}, config, dag, validation)
+        paths = {(start.path, start.adapters): start.folder for start in self.starts}
+        return _with_paths(paths, config, dag, validation)
 
     def with_bases(self, config: Config, dag: DAG, validation: DAG | None) -> tuple[Config, DAG, DAG | None]:
-        """Return what ``with_folders`` returned with models of the same config and sizes in place of those that are not
-        written yet, and without adapters that are not, for checks.
+        """Return the same for checks before ``write``: with the base models in place of folders that are not written.
+
+        The arguments are those that ``with_folders`` returned. A base has the same config and sizes as its policy.
+        Adapters that are not written yet are left out.
         """
-        waiting = [one for one in self.starts if not one.is_written]
-        paths = {(one.folder, one.adapters): None if one.adapters else one.base for one in waiting}
+        paths: dict[tuple[str, bool], str | None] = {}
+        for start in self.starts:
+            if not start.is_written:
+                paths[start.folder, start.adapters] = None if start.adapters else start.base
         return _with_paths(paths, config, dag, validation)
 
     def write(self, run_url: str, *, fresh: bool) -> None:
@@ -111,14 +117,15 @@ class Starts:
         """
         if fresh:
             fs, path = open_fs(join(absolute(run_url), FOLDER))
-            wanted = {one.folder.rpartition("/")[2] for one in self.starts}
+            wanted = {start.folder.rpartition("/")[2] for start in self.starts}
             for folder in listed(fs, path):
                 if folder.rstrip("/").rpartition("/")[2] not in wanted:
                     remove_tree(fs, folder)
-        for one in self.starts:
-            if not one.is_written:
-                remove_tree(*open_fs(one.folder))
-                with_whole_checkpoint(one.run, one.step, [_ROLE], partial(_write, one))
+        for start in self.starts:
+            if not start.is_written:
+                fs, path = open_fs(start.folder)
+                remove_tree(fs, path)
+                with_whole_checkpoint(start.run, start.step, [_ROLE], partial(_write, start))
 
 
 def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = False) -> Starts:
@@ -127,45 +134,53 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
     Without one it is the newest checkpoint's; a run that goes on stays with the one that it began with, unless
     ``fresh``. ConfigError, by name, for a run or a checkpoint that is not there, and for one without a policy.
     """
-    there = [dag for dag in dags if dag is not None]
-    recorded = [] if fresh else _recorded(config.run.url)
-    found: dict[str, Start] = {}
+    existing = [dag for dag in dags if dag is not None]
+    written = [] if fresh else _written_folders(config.run.url)
+    models: dict[str, Start] = {}
     adapters: dict[str, Start] = {}
-    for path, of_adapters in _paths(config, there):
-        start = _find(path, config.run.url, recorded, adapters=of_adapters)
-        if start is not None:
-            (adapters if of_adapters else found)[path] = start
-    for role in (role for dag in there for role in dag.roles):
+    for path, is_of_adapters in _paths(config, existing):
+        start = _find(path, config.run.url, written, adapters=is_of_adapters)
+        if start is not None and is_of_adapters:
+            adapters[path] = start
+        elif start is not None:
+            models[path] = start
+    for role in (role for dag in existing for role in dag.roles):
         options = options_of(role.build)
-        model, trainer = options.get("model"), options.get("trainer")
-        if isinstance(model, ModelConfig) and isinstance(trainer, TrainerConfig) and trainer.lora.path in adapters:
-            begun = found.get(model.path)
-            _check_adapters(adapters[str(trainer.lora.path)], trainer, model.path if begun is None else begun.folder)
-        if bare(role.build) in _NOT_POLICIES and isinstance(model, ModelConfig) and model.path in found:
+        model = options.get("model")
+        trainer = options.get("trainer")
+        if not isinstance(model, ModelConfig):
+            continue
+        if isinstance(trainer, TrainerConfig) and trainer.lora.path in adapters:
+            base = models[model.path].folder if model.path in models else model.path
+            _check_adapters(adapters[str(trainer.lora.path)], trainer, base)
+        if bare(role.build) in _NOT_POLICIES and model.path in models:
             raise ConfigError(
                 f"role {role.name!r}: its model.path={model.path!r} is a run, and the policy of a run is neither a "
                 "reward model nor an encoder; expected a Hugging Face folder"
             )
-    return Starts((*found.values(), *adapters.values()))
+    return Starts((*models.values(), *adapters.values()))
 
 
 def _check_adapters(start: Start, trainer: TrainerConfig, base: str) -> None:
     """Raise ConfigError unless adapters of another run are those that a policy of the model ``base`` has.
 
-    Once they are written, the folder says it.
+    Adapters that are written were checked before.
     """
     if start.is_written:
         return
-    lora, recorded = trainer.lora, Run(start.run).config
+    lora = trainer.lora
+    recorded = Run(start.run).config
     subject = f"trainer.lora.path={start.path!r}"
     if not recorded.trainer.lora.rank:
         raise ConfigError(
             f"{subject}: that run has no adapters (trainer.lora.rank=0); model.path={start.path} takes its weights"
         )
     for name in ("rank", "alpha", "targets"):
-        wanted, theirs = getattr(lora, name), getattr(recorded.trainer.lora, name)
+        wanted = getattr(lora, name)
+        theirs = getattr(recorded.trainer.lora, name)
         if name == "targets":
-            wanted, theirs = sorted(wanted), sorted(theirs)
+            wanted = sorted(wanted)
+            theirs = sorted(theirs)
         if wanted != theirs:
             raise ConfigError(
                 f"{subject}: that run has trainer.lora.{name}={theirs}, and this one {wanted}; give the same"
@@ -174,17 +189,19 @@ def _check_adapters(start: Start, trainer: TrainerConfig, base: str) -> None:
         check_same_base(start.base, base, subject)
 
 
-def _find(path: str, run_url: str, recorded: Sequence[str], *, adapters: bool) -> Start | None:
+def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) -> Start | None:
     """Return how a model, or its adapters, begin; None unless the path is that of a run."""
     if path.startswith(HUB):
         return None
     matched = _WITH_STEP.fullmatch(path)
-    names = [(path, None)] if matched is None else [(path, None), (matched[1], int(matched[2]))]
-    for run, step in names:
-        for folder in recorded:
-            begun = _step_in(folder, run, run_url, adapters=adapters)
-            if begun is not None and step in (None, begun):
-                return Start(path, run, begun, folder, folder, adapters)
+    runs: list[tuple[str, int | None]] = [(path, None)]
+    if matched is not None:
+        runs.append((matched[1], int(matched[2])))
+    for run, step in runs:
+        for folder in written:
+            step_written = _step_in(folder, run, run_url, adapters=adapters)
+            if step_written is not None and step in (None, step_written):
+                return Start(path=path, run=run, step=step_written, folder=folder, base=folder, adapters=adapters)
     key = _key_of(path, adapters=adapters)
     with reached(path):
         if _has_config(path, adapters=adapters):
@@ -226,14 +243,15 @@ def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: boo
         raise ConfigError(
             f"{subject}: the run was trained from {base!r}, which is not there, and has the config and the tokenizer"
         )
-    return Start(path, run, step, _folder(run, step, run_url, adapters=adapters), base, adapters)
+    folder = _folder(run, step, run_url, adapters=adapters)
+    return Start(path=path, run=run, step=step, folder=folder, base=base, adapters=adapters)
 
 
-def _write(start: Start, found: Checkpoint) -> None:
+def _write(start: Start, checkpoint: Checkpoint) -> None:
     config = Run(start.run).config
     with TemporaryDirectory() as folder:
         local = Path(folder)
-        write_folder(local, start.run, config, found, role=_ROLE, dtype=Dtype.float32, adapter=start.adapters)
+        write_folder(local, start.run, config, checkpoint, role=_ROLE, dtype=Dtype.float32, adapter=start.adapters)
         put_folder(local, start.folder)
 
 
@@ -245,7 +263,7 @@ def _folder(run: str, step: int, run_url: str, *, adapters: bool) -> str:
 
 
 def _step_in(folder: str, run: str, run_url: str, *, adapters: bool) -> int | None:
-    """Return the step that a folder has of ``run``; None for another run's, or no start of the run at ``run_url``."""
+    """Return the step of ``run`` whose policy is in a folder; None for another run's, or one outside ``run_url``."""
     end = _ADAPTERS if adapters else ""
     matched = re.fullmatch(rf"{_key(run)}-step(\d+){end}", folder.rpartition("/")[2], re.ASCII)
     if matched is None or folder != _folder(run, int(matched[1]), run_url, adapters=adapters):
@@ -257,8 +275,8 @@ def _key(run: str) -> str:
     return sha256(absolute(run).rstrip("/").encode()).hexdigest()[:12]
 
 
-def _recorded(run_url: str) -> list[str]:
-    """Return the folders with models that the run at ``run_url`` has begun with, whole ones alone."""
+def _written_folders(run_url: str) -> list[str]:
+    """Return the folders with models or adapters that the run at ``run_url`` began with; only complete ones."""
     try:
         fs, path = open_fs(join(absolute(run_url), FOLDER))
     except StorageError as error:
@@ -278,16 +296,16 @@ def _paths(config: Config, dags: Sequence[DAG]) -> Iterator[tuple[str, bool]]:
     """Yield the path of every model and of all adapters that are named, each once, and whether it is of adapters."""
     found: dict[tuple[str, bool], None] = {}
 
-    def note(value: Any) -> Any:
+    def collect(value: Any) -> Any:
         if isinstance(value, ModelConfig) and value.path != "???":
             found.setdefault((value.path, False))
         if isinstance(value, LoraConfig) and value.path is not None:
             found.setdefault((value.path, True))
         return value
 
-    with_models(config, note)
+    with_models(config, collect)
     for dag in dags:
-        with_models_in_dag(dag, note)
+        with_models_in_dag(dag, collect)
     yield from found
 
 
@@ -301,5 +319,5 @@ def _with_paths(
             return dataclasses.replace(value, path=paths[str(value.path), True])
         return value
 
-    validation = None if validation is None else with_models_in_dag(validation, change)
-    return with_models(config, change), with_models_in_dag(dag, change), validation
+    changed_validation = None if validation is None else with_models_in_dag(validation, change)
+    return with_models(config, change), with_models_in_dag(dag, change), changed_validation

@@ -19,7 +19,7 @@ from siirl_dask.planner import DAG
 from siirl_dask.runs.checkpoints import Checkpoint, damage_of
 
 logger = logging.getLogger("siirl_dask.driver")
-_GLANCE = 1.0  # seconds between two looks at the workers, while none has read a file
+_INTERVAL = 1.0  # seconds between two looks at the workers, while none has read a file
 
 
 def verified_resume_point(
@@ -27,47 +27,49 @@ def verified_resume_point(
 ) -> ResumePoint:
     """Return where the run begins, like ``find_resume_point``: at the newest checkpoint of which every file is whole.
 
-    Those that are passed over are named in the log. CheckpointError if there are checkpoints and none is whole.
+    Those that are skipped are named in the log. CheckpointError if there are checkpoints and none is whole.
     """
     damaged: dict[str, str] = {}
     while True:
         resume = find_resume_point(config, dag, fresh=fresh, force=force, damaged=damaged)
-        timeout = config.cluster.stall_timeout
-        if resume.found is None or not (damage := _damage(client, members, resume.found, timeout)):
-            for text in resume.passed_over:
+        damage = ""
+        if resume.checkpoint is not None:
+            damage = _damage(client, members, resume.checkpoint, config.cluster.stall_timeout)
+        if resume.checkpoint is None or not damage:
+            for text in resume.skipped:
                 logger.warning("%s; it is passed over", text)
             return resume
-        damaged[resume.found.url] = damage
+        damaged[resume.checkpoint.url] = damage
 
 
-def _damage(client: Client, members: Mapping[str, str], found: Checkpoint, timeout: float) -> str:
+def _damage(client: Client, members: Mapping[str, str], checkpoint: Checkpoint, timeout: float) -> str:
     """Return what is wrong with the checkpoint; empty if nothing is."""
-    files = [File(absolute(found.url), name, written) for name, written in found.files().items()]
-    return next(filter(None, damages(client, members, files, timeout)), "")
+    files = [WrittenFile(absolute(checkpoint.url), name, digest) for name, digest in checkpoint.files().items()]
+    return next(filter(None, damages_of(client, members, files, timeout)), "")
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A file as it was written."""
+class WrittenFile:
+    """A file, and the digest of it as it was written."""
 
     folder: str
     name: str
-    written: FileDigest
+    digest: FileDigest
 
 
-def damages(client: Client, members: Mapping[str, str], files: Sequence[File], timeout: float) -> list[str]:
+def damages_of(client: Client, members: Mapping[str, str], files: Sequence[WrittenFile], timeout: float) -> list[str]:
     """Return what is wrong with each of the files, empty for one that is as it was written.
 
     They are shared out among the workers. RunError when nothing comes for ``timeout`` seconds, or a file cannot be
     read; WorkerLost when a worker leaves meanwhile.
     """
-    load = dict.fromkeys(members.values(), 0)
-    futures: dict[File, Future[str]] = {}
-    for file in sorted(files, key=lambda file: -file.written.nbytes):
-        address = min(load, key=load.__getitem__)  # the worker that has least to read gets the largest
-        load[address] += file.written.nbytes
-        named = {file.name: file.written}
-        futures[file] = client.submit(damage_of, file.folder, named, workers=[address], pure=False)
+    assigned_bytes = dict.fromkeys(members.values(), 0)
+    futures: dict[WrittenFile, Future[str]] = {}
+    for file in sorted(files, key=lambda file: -file.digest.nbytes):
+        address = min(assigned_bytes, key=assigned_bytes.__getitem__)  # the largest file for the worker with least
+        assigned_bytes[address] += file.digest.nbytes
+        digests = {file.name: file.digest}
+        futures[file] = client.submit(damage_of, file.folder, digests, workers=[address], pure=False)
     try:
         _wait(client, members, futures.values(), timeout)
         return [_result(file, futures[file]) for file in files]
@@ -80,13 +82,15 @@ def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[s
 
     WorkerLost when a worker has left: Dask keeps what is to run on that one alone waiting.
     """
-    pending, since = set(futures), time.monotonic()
+    pending = set(futures)
+    since = time.monotonic()
     while pending:
         try:
-            pending = wait(pending, timeout=min(timeout, _GLANCE), return_when="FIRST_COMPLETED").not_done
+            pending = wait(pending, timeout=min(timeout, _INTERVAL), return_when="FIRST_COMPLETED").not_done
             since = time.monotonic()
         except TimeoutError as error:
-            if lost := gone(client, members):
+            lost = gone(client, members)
+            if lost:
                 raise WorkerLost(f"{lost} while files of the run were verified") from error
             if time.monotonic() - since >= timeout:
                 raise RunError(
@@ -94,7 +98,7 @@ def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[s
                 ) from error
 
 
-def _result(file: File, future: Future[str]) -> str:
+def _result(file: WrittenFile, future: Future[str]) -> str:
     try:
         return future.result()
     except OSError as error:

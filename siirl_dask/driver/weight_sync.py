@@ -17,7 +17,8 @@ def check_weight_sync(config: Config, plan: Plan) -> None:
     if config.rollout.weight_sync is not WeightSync.broadcast:
         return
     for source, target in _transfers(plan):
-        if reason := why_no_broadcast(source, target, plan.placement, plan.streams):
+        reason = why_no_broadcast(source, target, plan.placement, plan.streams)
+        if reason:
             raise PlanError(
                 f"rollout.weight_sync=broadcast, and none can bring the weights of node {source.node.name!r} to node "
                 f"{target.node.name!r}: {reason}; change that, or take rollout.weight_sync=auto"
@@ -26,27 +27,30 @@ def check_weight_sync(config: Config, plan: Plan) -> None:
 
 def transfer_notes(config: Config, plan: Plan) -> list[str]:
     """Return a sentence on each transfer of weights between workers, as far as is known before the devices are."""
-    workers, weight_sync, notes = tuple(plan.chains), config.rollout.weight_sync, []
+    workers = tuple(plan.chains)
+    weight_sync = config.rollout.weight_sync
+    notes = []
     for source, target in _transfers(plan):
-        senders, receivers = plan.placement[source.node.role], plan.placement[target.node.role]
+        senders = plan.placement[source.node.role]
+        receivers = plan.placement[target.node.role]
         if set(senders) == set(receivers) and len(senders) == 1:
             continue
-        named = f"new weights ({source.node.name} -> {target.node.name})"
+        weights = f"new weights ({source.node.name} -> {target.node.name})"
         if plan.streams.get(source.node.name) == target.node.name and stays(source, target, plan.placement):
-            notes.append(f"{named} stay on their workers: each engine loads what its trainer has gathered")
+            notes.append(f"{weights} stay on their workers: each engine loads what its trainer has gathered")
             continue
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
         broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"
-        if weight_sync is WeightSync.rows or reason:
-            route = (
-                f"as rows: {reason if reason and weight_sync is not WeightSync.rows else 'rollout.weight_sync=rows'}"
-            )
+        if weight_sync is WeightSync.rows:
+            route = "as rows: rollout.weight_sync=rows"
+        elif reason:
+            route = f"as rows: {reason}"
         elif weight_sync is WeightSync.broadcast:
             route = broadcast
         else:
             both = worker_ranges((*senders, *receivers), workers)
             route = f"{broadcast} if workers {both} have an accelerator each, else as rows"
-        notes.append(f"{named} go {route}")
+        notes.append(f"{weights} go {route}")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""The workers of a try of a run, and the configuration for as many."""
+"""The workers of a launch of a run, and the configuration for as many."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Planner = Callable[[WorkerGroup], Phases]
 
 
 class WorkerGroups(Protocol):
-    """Finds the workers of each try of a run."""
+    """Finds the workers of each launch of a run."""
 
     def find(
-        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, own: str | None
+        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, plugin: str | None
     ) -> WorkerGroup:
-        """Return the next group: the first, or that after ``group`` had a ``failure``, when ``own`` were its plugins.
+        """Return the next group: the first, or that after ``group`` had a ``failure`` with plugins named ``plugin``.
 
         RunError if too few workers come, ConfigError for one that does not fit to the others.
         """
         ...
 
-    def on_idle(self, client: Client, group: WorkerGroup, own: str) -> Callable[[], None] | None:
-        """Return what is to be called when idle workers have come; None if the run takes none."""
+    def on_idle(self, client: Client, group: WorkerGroup, plugin: str) -> Callable[[], None] | None:
+        """Return the function to call when idle workers have come; None if the run takes none."""
         ...
 
     def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:

@@ -113,8 +113,8 @@ def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict
         is_of_use = node.save_as is not None or node.name in useful
         if node.stored_as is not None and is_of_use:
             output_tables[node.name] = node.stored_as
-        if node.kept_as is not None and useful:
-            state_tables[node.name] = node.kept_as
+        if node.state_table is not None and useful:
+            state_tables[node.name] = node.state_table
     return output_tables, state_tables
 
 

@@ -171,7 +171,7 @@ class Node:
         return f"{STAGES}/{self.name}" if self.stage else None
 
     @property
-    def kept_as(self) -> str | None:
+    def state_table(self) -> str | None:
         """Folder below the run's for the rows that it keeps for later steps; None if it keeps none."""
         return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
 

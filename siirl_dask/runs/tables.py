@@ -26,7 +26,7 @@ REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
     """Return the tables that a run stores, by their folders: those of its nodes, of the test phase, and the trace."""
-    tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.kept_as))
+    tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.state_table))
     return {_TEST, TRACE, *filter(None, tables)}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.ending import ending, failure_of
+from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import DataError, RunError
 from siirl_dask.observe import MetricsLog, Progress, Record, Restart, Status, Summary, write_summary
@@ -81,7 +81,7 @@ def test_an_error_is_printed_and_recorded_without_secrets(run, capsys):
 
 def test_what_is_printed_after_a_failure_has_no_secrets(digits_task, run):
     config = load_config_file(shipped("quickstart"), digits_overrides(digits_task, run)).config
-    assert SECRET not in str(ending(config, RunError("x"), 1, f"siirl-dask run c.yaml model.path={MODEL}"))
+    assert SECRET not in str(failure_text(config, RunError("x"), 1, f"siirl-dask run c.yaml model.path={MODEL}"))
 
 
 def test_the_start_of_a_run_names_its_folder_without_secrets(run, capsys):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.config import CheckpointConfig, ClusterConfig, Config, RunConfig, ValidationConfig
-from siirl_dask.driver.iterations import iterations, until_asked
+from siirl_dask.driver.iterations import iterations, until_stopped
 from siirl_dask.driver.restarts import Restarts
 from siirl_dask.errors import ConfigError, WorkerLeft, WorkerLost, WorkersJoined
 from siirl_dask.planner import Phase
@@ -29,7 +29,7 @@ def numbers(those, phase):
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(0, 30))
 def test_whenever_workers_join_all_is_done_once_and_the_last_step_is_drained_and_saved(steps, save, validate, after):
     whole, first = [*plan(steps, save, validate)], []
-    for iteration in until_asked(plan(steps, save, validate), lambda: len(first) >= after, steps):
+    for iteration in until_stopped(plan(steps, save, validate), lambda: len(first) >= after, steps):
         first.append(iteration)
     done = max(numbers(first, Phase.TRAIN), default=0)
     ended = done < steps
@@ -52,7 +52,7 @@ def test_workers_that_come_and_go_use_up_no_restarts_of_an_elastic_run():
             failure = kind(str(number))
             assert restarts.after(failure, 3)
             restarts.pause(failure)
-            restarts.at_work(3, 2 + number, 1)
+            restarts.resumed(3, 2 + number, 1)
     assert [restart.workers for restart in restarts.done] == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
     assert restarts.after(WorkerLost("x"), 3)
     assert not restarts.after(WorkerLost("y"), 3)
@@ -69,7 +69,7 @@ def test_the_seconds_of_a_change_count_from_the_last_step():
     joined = WorkersJoined("x")
     joined.since = 1e-9  # long ago
     restarts.after(joined, 3)
-    restarts.at_work(3, 2, 1)
+    restarts.resumed(3, 2, 1)
     assert restarts.done[0].seconds > 1
 
 

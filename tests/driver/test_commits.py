@@ -6,8 +6,8 @@ from siirl_storage import join, open_fs, read_record, stage_part
 from siirl_storage.files import list_files
 
 from siirl_dask.driver.commits import Commits
+from siirl_dask.driver.iterations import StagedTable
 from siirl_dask.driver.log import RunLog
-from siirl_dask.driver.under_way import Staged
 from siirl_dask.errors import Fenced
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Cut, Iteration, Phase
@@ -32,7 +32,7 @@ def commits(attempt, digits_config):
 
 def staged(attempt, table, step=1):
     part = stage_part(join(attempt.url, table, f"step={step:06d}"), attempt.number, 0, ROWS)
-    return Staged(Iteration(Phase.TRAIN, step, step), table, [part], {}, None)
+    return StagedTable(Iteration(Phase.TRAIN, step, step), table, [part], {}, None)
 
 
 def there(attempt, table):

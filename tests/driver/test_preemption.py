@@ -29,11 +29,11 @@ def test_whenever_it_comes_the_last_step_has_a_checkpoint_and_is_drained(steps, 
     got = []
     for iteration in preemption.cut(plan(steps, every)):
         got.append(iteration)
-        preemption.asked = len(got) > after
+        preemption.requested = len(got) > after
     assert [iteration.sequence for iteration in got] == list(range(len(got)))
     trained = [iteration for iteration in got if iteration.phase is TRAIN]
     assert [iteration.step for iteration in trained] == list(range(1, len(trained) + 1))
-    if preemption.asked:
+    if preemption.requested:
         assert got[-1].phase is SAVE or trained[-1].step == steps
         assert got[-1].step == trained[-1].step
         assert trained[-1].drain
@@ -57,7 +57,7 @@ def noted():
 def test_the_first_signal_is_told_and_a_second_stops_at_once(noted):
     with Preemption(60.0, noted.append) as preemption:
         signal.raise_signal(signal.SIGTERM)
-        assert preemption.asked
+        assert preemption.requested
         assert noted == ["SIGTERM: what is under way and a checkpoint have 60 s (run.grace)"]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

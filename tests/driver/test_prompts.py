@@ -3,8 +3,8 @@
 import pytest
 
 from siirl_dask.context import Context, Device, Rank, Reduce
+from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.prompts import check_prompts
-from siirl_dask.driver.under_way import Done
 from siirl_dask.errors import DataError
 from siirl_dask.planner import Iteration, Phase
 
@@ -16,12 +16,12 @@ def done(phase, step, kept, dropped, shortest=0):
     ctx.log("data/dropped_prompts", dropped, Reduce.SUM)
     if dropped:
         ctx.log("data/shortest_dropped_prompt", shortest, Reduce.MIN)
-    return Done(Iteration(phase, step, 0), 1.0, ctx.metrics)
+    return CompletedIteration(Iteration(phase, step, 0), 1.0, ctx.metrics)
 
 
 def test_dropped_prompts_are_one_warning_and_a_step_without_any_is_silent(caplog):
     check_prompts(done(Phase.TRAIN, 1, 8, 0), 20)
-    check_prompts(Done(Iteration(Phase.TRAIN, 1, 0), 1.0, {}), 20)
+    check_prompts(CompletedIteration(Iteration(Phase.TRAIN, 1, 0), 1.0, {}), 20)
     assert not caplog.records
     check_prompts(done(Phase.TRAIN, 1, 5, 3, 21), 20)
     (record,) = caplog.records

@@ -8,7 +8,7 @@ import pytest
 
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.driver import replacement
-from siirl_dask.driver.replacement import give_up
+from siirl_dask.driver.replacement import remove_unusable_workers
 from siirl_dask.driver.worker_group import WorkerGroup
 from siirl_dask.errors import SilentPeer
 
@@ -40,8 +40,8 @@ def silences(client):
 
 def test_who_was_silent_for_long_has_a_last_chance_if_peers_have_found_it_and_idle_workers_are_asked_too(workers):
     client, (lives, member, idle), group = workers
-    patiences = replacement._patiences(client, group, None, was_silent=True)
-    assert patiences == {lives: PATIENCE, member: LAST_CHANCE, idle: LAST_CHANCE}
-    assert {*replacement._patiences(client, group, None, was_silent=False).values()} == {PATIENCE}
-    give_up(client, group, SilentPeer("x"), None)
+    timeouts = replacement._answer_timeouts(client, group, None, was_silent=True)
+    assert timeouts == {lives: PATIENCE, member: LAST_CHANCE, idle: LAST_CHANCE}
+    assert {*replacement._answer_timeouts(client, group, None, was_silent=False).values()} == {PATIENCE}
+    remove_unusable_workers(client, group, SilentPeer("x"), None)
     assert [*client.scheduler_info(n_workers=-1)["workers"]] == [lives]

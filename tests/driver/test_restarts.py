@@ -51,16 +51,16 @@ def test_a_crash_loop_ends_with_its_first_cause_and_says_how_often_it_was_tried(
 def test_steps_that_are_done_again_are_no_new_ones(restarts):
     """A run that dies in step 6 each time, and begins again at step 1."""
     assert restarts.after(WorkerLost("first"), 5)
-    restarts.at_work(0, 2, 1)
+    restarts.resumed(0, 2, 1)
     assert restarts.after(WorkerLost("second"), 5)
-    restarts.at_work(0, 2, 1)
+    restarts.resumed(0, 2, 1)
     assert not restarts.after(WorkerLost("third"), 5)
 
 
 def test_each_new_step_gives_all_restarts_back(restarts):
     for step in range(10):
         assert restarts.after(WorkerLost(f"in step {step}"), step)
-        restarts.at_work(step, 2, 1)
+        restarts.resumed(step, 2, 1)
     assert [restart.steps for restart in restarts.done] == list(range(10))
 
 
@@ -71,7 +71,7 @@ def test_a_failure_is_counted_once_however_often_it_is_asked_about(restarts):
 
 def test_a_node_that_raises_after_a_restart_is_the_cause_itself(restarts):
     restarts.after(WorkerLost("x"), 3)
-    restarts.at_work(2, 2, 1)
+    restarts.resumed(2, 2, 1)
     failure = NodeError("node 'reward'")
     assert not restarts.after(failure, 3)
     assert restarts.cause(failure) is failure
@@ -99,7 +99,7 @@ def test_a_restart_tells_what_it_cost(restarts):
     failure = WorkerLost("x")
     failure.silence = 0.5
     restarts.after(failure, 7)
-    restarts.at_work(4, 2, 1)
+    restarts.resumed(4, 2, 1)
     (done,) = restarts.done
     assert (done.cause, done.steps, done.silence, done.steps_again) == ("x", 7, 0.5, 3)
     assert 0 <= done.seconds < 5

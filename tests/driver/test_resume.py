@@ -76,7 +76,7 @@ def test_an_unfinished_run_resumes_from_its_newest_checkpoint(url):
     for step in (5, 10):
         commit(url, step, config, dag)
     write_summary(url, ended(Status.FAILED, 12))
-    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").checkpoint.roles) == (10, ("policy",))
+    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").resume_from.roles) == (10, ("policy",))
     with pytest.raises(ConfigError, match=r"of 10 steps: raise run\.steps=8"):
         begin(url, "run.steps=8")
     commit(url, 20, config, dag)

@@ -14,7 +14,7 @@ from siirl_storage.digests import FileDigest
 from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.processes import members, workers_needed
 from siirl_dask.driver.scheduler_guard import scheduler_guard
-from siirl_dask.driver.verification import File, damages
+from siirl_dask.driver.verification import WrittenFile, damages_of
 from siirl_dask.errors import ConfigError, SchedulerLost, WorkerLost
 from tests.clusters import lasting_port
 from tests.e2e.traps import start_scheduler
@@ -107,9 +107,9 @@ def test_a_worker_that_has_left_is_named_whatever_fails_because_of_that(client):
 
 
 def test_files_that_a_worker_was_to_read_which_has_left_are_not_waited_for(client, tmp_path):
-    files = [File(str(tmp_path), "weights", FileDigest(1, "0" * 64))]
+    files = [WrittenFile(str(tmp_path), "weights", FileDigest(1, "0" * 64))]
     with pytest.raises(WorkerLost, match=f"worker 'a' at {GONE} left the cluster while files of the run were verified"):
-        damages(client, {"a": GONE}, files, timeout=600)
+        damages_of(client, {"a": GONE}, files, timeout=600)
 
 
 def test_a_run_never_begins_with_fewer_workers_than_it_was_told(client):

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.driver.who_waits import Answer, Waits, read_answer
+from siirl_dask.driver.who_waits import WaitGraph, WorkerAnswer, read_answer
 from siirl_dask.worker.stacks import stacks
 
 MEMBERS = {name: f"tcp://10.0.0.{name}:1" for name in "01234"}
@@ -16,13 +16,17 @@ AT = "node 'update', train step 3"
 
 def test_who_waits_for_whom_on_which_edge_is_told_beside_the_stacks_of_who_hangs():
     answers = {
-        "0": Answer(True, "node 'reward', train step 3", stacks=["thread Worker-0", "  mine.py:3 in reward: get(url)"]),
-        "1": Answer(True, AT, True, [("0", "train/reward->update (fetch)", 61.0), ("0", "train/x->y (early)", 2.0)]),
-        "2": Answer(True, AT, True),
-        "3": Answer(False, process="stopped", pid=77),
-        "4": Answer(False),
+        "0": WorkerAnswer(
+            True, "node 'reward', train step 3", stacks=["thread Worker-0", "  mine.py:3 in reward: get(url)"]
+        ),
+        "1": WorkerAnswer(
+            True, AT, True, [("0", "train/reward->update (fetch)", 61.0), ("0", "train/x->y (early)", 2.0)]
+        ),
+        "2": WorkerAnswer(True, AT, True),
+        "3": WorkerAnswer(False, process="stopped", pid=77),
+        "4": WorkerAnswer(False),
     }
-    assert Waits(MEMBERS, answers, ["0", "3"]).text().splitlines() == [
+    assert WaitGraph(MEMBERS, answers, ["0", "3"]).text().splitlines() == [
         "worker '3' at tcp://10.0.0.3:1 answers nothing: its process was stopped (SIGSTOP); kill -CONT 77 wakes it",
         "worker '4' at tcp://10.0.0.4:1 answers nothing: its process was stopped, holds Python's lock, or is cut off",
         "worker '0' at tcp://10.0.0.0:1 is in node 'reward', train step 3:",
@@ -42,13 +46,13 @@ LIST = st.lists(st.one_of(ONE, st.lists(ONE, max_size=3), st.tuples(TEXT, TEXT, 
 @given(st.fixed_dictionaries({"place": ONE, "waits": ONE, "owed": LIST, "stacks": LIST}) | LIST | ONE)
 def test_an_answer_of_any_form_becomes_lines_that_a_terminal_takes(told):
     answers = {"0": read_answer(told)}
-    assert all(line.isprintable() for line in Waits(MEMBERS, answers, ["0"]).text().split("\n"))
+    assert all(line.isprintable() for line in WaitGraph(MEMBERS, answers, ["0"]).text().split("\n"))
 
 
 def test_a_text_of_any_length_is_cut():
     answer = read_answer({"place": "x" * 10**6, "waits": True, "owed": [["y" * 10**6] * 2 + [1.0]] * 10**4,
                           "stacks": ["z" * 10**6] * 10**4})  # fmt: skip
-    assert len(Waits(MEMBERS, {"0": answer}, ["0"]).text()) < 50_000
+    assert len(WaitGraph(MEMBERS, {"0": answer}, ["0"]).text()) < 50_000
 
 
 def test_stacks_begin_with_the_tasks_own_thread_and_stay_short():

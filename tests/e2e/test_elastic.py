@@ -17,7 +17,7 @@ from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver import run as run_module
-from siirl_dask.driver.elastic import Elastic
+from siirl_dask.driver.elastic import ElasticWorkers
 from siirl_dask.driver.phases import dags
 from siirl_dask.nodes import generate
 from tests.clusters import local_cluster
@@ -134,7 +134,7 @@ def joined(monkeypatch):
     """Waits until the driver has noticed workers that it may take in."""
     made = []
 
-    class Seen(Elastic):
+    class Seen(ElasticWorkers):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
@@ -145,7 +145,7 @@ def joined(monkeypatch):
             assert time.monotonic() < deadline, "no worker was taken in"
             time.sleep(0.02)
 
-    monkeypatch.setattr(run_module, "Elastic", Seen)
+    monkeypatch.setattr(run_module, "ElasticWorkers", Seen)
     return wait
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from siirl_dask.driver import run as run_module
-from siirl_dask.driver.replacement import Fixed
+from siirl_dask.driver.replacement import FixedWorkers
 from siirl_dask.errors import SchedulerLost, WorkerLost
 from tests.clusters import announced_address
 from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401
@@ -79,13 +79,13 @@ def dying(monkeypatch):
     """Have something done while the run looks for workers after it has lost one."""
 
     def at_search(do):
-        class Dying(Fixed):
-            def find(self, client, group, failure, own):
+        class Dying(FixedWorkers):
+            def find(self, client, group, failure, plugin):
                 if isinstance(failure, WorkerLost):
                     do()
-                return super().find(client, group, failure, own)
+                return super().find(client, group, failure, plugin)
 
-        monkeypatch.setattr(run_module, "Fixed", Dying)
+        monkeypatch.setattr(run_module, "FixedWorkers", Dying)
 
     return at_search
 

@@ -1,7 +1,7 @@
-"""Examines what a run stands on: Python and packages, the machine, devices, vLLM, the store, the cluster.
+"""Examines what a run needs: Python and packages, the machine, devices, vLLM, the store, the cluster.
 
-A check returns findings and changes nothing; the store's cleans up. What depends on a configuration's DAG, its model
-and its data is not looked at here: ``preflight`` does that.
+A check returns findings and changes nothing; that of the store removes its files. A configuration's DAG, model and data
+are not examined here, but by ``preflight``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Finding", "State", "examine"]
 
 
 def examine(config: Config | None) -> list[Finding]:
-    """Return what is found, faults among it. Without ``config`` only this machine is looked at."""
-    chosen = config or Config()
-    cluster = chosen.cluster
-    here = 0 if cluster.exists or cluster.spec else cluster.workers
+    """Return the findings, faults among them. Without ``config`` only this machine is examined."""
+    examined = Config() if config is None else config
+    cluster = examined.cluster
+    workers_here = 0 if cluster.exists or cluster.spec else cluster.workers
     with vllm_probe() as probe:
         findings = [
             *_checked("devices", check_plugin),
             *_checked("packages", check_packages),
-            *_checked("machine", lambda: check_machine(here, cluster.threads, chosen.data.spill_directory)),
+            *_checked("machine", lambda: check_machine(workers_here, cluster.threads, examined.data.spill_directory)),
             *_checked("devices", check_devices),
             *_checked("topology", lambda: _topology(cluster)),
         ]
@@ -38,7 +38,7 @@ def examine(config: Config | None) -> list[Finding]:
             findings += _checked("cluster", lambda: _cluster(config))
         kinds = [kind for kind in DeviceKind if any(each.part.startswith(f"{kind}:") for each in findings)]
         kind = kinds[0] if kinds else DeviceKind.CPU
-        return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, chosen.rollout.engine, kind)])]
+        return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, examined.rollout.engine, kind)])]
 
 
 def _topology(cluster: ClusterConfig) -> Iterable[Finding]:
@@ -54,7 +54,7 @@ def _cluster(config: Config) -> Iterable[Finding]:
 
 
 def _checked(part: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return what a check finds. One that raises is a fault itself, and the others go on."""
+    """Return the findings of a check. A check that raises is a fault itself, and the others go on."""
     try:
         return list(check())
     except Exception as error:

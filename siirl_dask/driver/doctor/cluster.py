@@ -20,7 +20,7 @@ from siirl_dask.observe import Progress
 
 _PART = "cluster"
 _PATIENCE = 10.0  # seconds for the scheduler's answer; a run waits for cluster.start_timeout
-_FAREWELL = 0.5  # seconds
+_CLOSE_TIMEOUT = 0.5  # seconds
 _ALIKE = "install the same environment on every host, or start the workers from an image"
 
 
@@ -58,38 +58,45 @@ def _existing(cluster: ClusterConfig) -> list[Finding]:
         return _workers(client, cluster.workers)
     finally:
         with suppress(TimeoutError):
-            client.close(timeout=_FAREWELL)
+            client.close(timeout=_CLOSE_TIMEOUT)
 
 
 def _workers(client: Client, wanted: int) -> list[Finding]:
     scheduler = client.scheduler_info(n_workers=-1)
-    address, there = scheduler["address"], scheduler["workers"]
+    address = scheduler["address"]
+    infos = scheduler["workers"].values()
     where = f"the scheduler at {address}"
-    if not there:
+    if not infos:
         cure = f"dask worker {address} --nthreads 1 --memory-limit 0"
         return [fault(_PART, f"{where} has no workers, and a run wants {wanted}", cure)]
-    has = f"{where} has {counted(len(there), 'worker')}"
-    findings = [ok(_PART, has)]
-    if len(there) < wanted:
-        findings = [fault(_PART, f"{has}, and a run wants {wanted}", "start more, or lower cluster.workers")]
-    with warnings_of("siirl_dask.driver") as told:
+    text = f"{where} has {counted(len(infos), 'worker')}"
+    findings = [ok(_PART, text)]
+    if len(infos) < wanted:
+        findings = [fault(_PART, f"{text}, and a run wants {wanted}", "start more, or lower cluster.workers")]
+    running = sum(worker["status"] == Status.running.name for worker in infos)
+    with warnings_of("siirl_dask.driver") as warnings:
         try:
-            named = members(client, sum(worker["status"] == Status.running.name for worker in there.values()))
+            addresses = members(client, running)
         except ConfigError as error:
             return [*findings, fault("versions", str(error), _ALIKE)]
-    findings += [note("versions", text) for text in told] or [ok("versions", "the same in all processes")]
-    return [*findings, *_hosts(client, named, wanted)]
+    findings += [note("versions", warning) for warning in warnings]
+    if not warnings:
+        findings.append(ok("versions", "the same in all processes"))
+    return [*findings, *_hosts(client, addresses, wanted)]
 
 
-def _hosts(client: Client, named: dict[str, str], wanted: int) -> list[Finding]:
-    """Return what a worker on each host finds of its limits, and over which interface it reaches its peers."""
-    hosts = hosts_of(named)
-    first = {host: worker for worker, host in reversed(hosts.items())}
-    limits = client.run(check_limits, wanted, workers=[named[worker] for worker in first.values()])
+def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[Finding]:
+    """Return findings of a worker on each host, on its limits and on the interface over which it reaches its peers.
+
+    ``addresses`` is {name: address}.
+    """
+    hosts = hosts_of(addresses)
+    first = {host: addresses[worker] for worker, host in reversed(hosts.items())}
+    limits = client.run(check_limits, wanted, workers=list(first.values()))
     findings = []
-    for host, worker in first.items():
-        faults = [each for each in limits[named[worker]] if each.state is State.FAULT]
-        interface = client.run(interface_of, host, workers=[named[worker]], on_error="return")[named[worker]]
+    for host, address in first.items():
+        faults = [each for each in limits[address] if each.state is State.FAULT]
+        interface = client.run(interface_of, host, workers=[address], on_error="return")[address]
         if isinstance(interface, Exception):
             findings.append(fault(f"host {host}", str(interface), "dask worker --host ADDRESS or --interface NAME"))
         findings += [Finding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults]

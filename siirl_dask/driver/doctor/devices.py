@@ -1,4 +1,4 @@
-"""Looks at the accelerators that torch sees, at those that it does not see, and at what torch can send between them."""
+"""Checks the accelerators that torch sees, those that it does not see, and the backends of collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.planner.explain.tables import readable_bytes
 
 _MAKERS = {traits_of(kind).maker: traits_of(kind) for kind in DeviceKind if traits_of(kind).maker}
-_TAKEN, _OWN = 0.1, 2**30  # share of a device's memory in use that is worth a word, beyond what torch's own start takes
+_USED_BY_OTHERS = 0.1  # share of a device's memory in use from which it is reported
+_USED_BY_TORCH = 2**30  # bytes that torch's own start uses
 _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
 
 
@@ -40,7 +41,8 @@ def check_devices() -> list[Finding]:
     except (ImportError, OSError) as error:
         return [fault("devices", f"torch cannot be imported: {error}", install_command("torch"))]
     kind = accelerator.visible_devices().kind
-    there = {maker: count for maker in _MAKERS if (count := count_nodes(maker, Path("/dev")))}
+    counts = {maker: count_nodes(maker, Path("/dev")) for maker in _MAKERS}
+    there = {maker: count for maker, count in counts.items() if count}
     if kind is DeviceKind.CPU:
         return [judge_unseen(there, torch.__version__, accelerator.built_for()), *check_backends(kind)]
     drivers = ", ".join(filter(None, map(driver_of, there)))
@@ -70,7 +72,9 @@ def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | Non
         cure = "pip install torch from PyPI, which is built for CUDA, in place of the build for CPUs (docs/engines.md)"
         return fault("devices", f"{said}: it is built for CPUs", cure)
     cure = f"install a driver for CUDA {built_for} or newer, and look at what nvidia-smi says"
-    driver = driver_of(maker) or "unknown"
+    driver = driver_of(maker)
+    if not driver:
+        driver = "unknown"
     return fault("devices", f"{said}: it is built for CUDA {built_for}, with driver {driver}", cure)
 
 
@@ -90,10 +94,11 @@ def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
 
     from siirl_dask.devices import accelerator
 
-    name, (free, total) = accelerator.name_of(kind, index), accelerator.free_and_total(kind, index)
+    name = accelerator.name_of(kind, index)
+    free, total = accelerator.free_and_total(kind, index)
     said = f"{name} with {readable_bytes(total)}, {readable_bytes(free)} free, driver {driver or 'unknown'}"
     part = f"{kind}:{index}"
-    if total - free > max(_OWN, _TAKEN * total):
+    if total - free > max(_USED_BY_TORCH, _USED_BY_OTHERS * total):
         cure = f"end what else runs on it, or give a run other devices ({traits_of(kind).visible})"
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
     capability = accelerator.compute_capability(torch.device(kind, index))
@@ -103,31 +108,41 @@ def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
 
 
 def check_backends(kind: DeviceKind) -> list[Finding]:
-    """Return findings on what carries tensors between workers whose devices are of this kind, and where."""
+    """Return findings on the backends of torch.distributed for devices of this kind, and on their interfaces."""
     from siirl_dask.collectives import BACKENDS, LOOPBACK, backends, interface_of
 
-    wanted, built = dict.fromkeys(("gloo", BACKENDS[kind])), backends()
+    wanted = dict.fromkeys(("gloo", BACKENDS[kind]))
+    built = backends()
     missing = [name for name in wanted if name not in built]
     if missing:
         traits = traits_of(kind)
         cure = install_command("torch") if traits.plugin is None else _install(traits)
         return [fault("collectives", f"torch is built without {', '.join(missing)}: it has {', '.join(built)}", cure)]
-    here, interfaces = interface_of(LOOPBACK), list(psutil.net_if_addrs())
+    here = interface_of(LOOPBACK)
+    interfaces = list(psutil.net_if_addrs())
     others = [name for name in interfaces if name != here]
     text = f"{' and '.join(wanted)} over {here} between workers of this machine; others: {', '.join(others) or 'none'}"
-    variables = [name for traits in map(traits_of, DeviceKind) if (name := traits.interface) and os.environ.get(name)]
-    named = [judge_interface(name, os.environ[name], interfaces) for name in variables]
-    return [ok("collectives", text), *named]
+    findings = [ok("collectives", text)]
+    for kind_traits in map(traits_of, DeviceKind):
+        variable = kind_traits.interface
+        value = os.environ.get(variable) if variable else None
+        if variable and value:
+            findings.append(judge_interface(variable, value, interfaces))
+    return findings
 
 
 def judge_interface(variable: str, value: str, interfaces: Iterable[str]) -> Finding:
-    """Return a finding on an environment variable that names interfaces as NCCL and HCCL read it: beginnings of names
-    with commas between them, whole names after ``=``, names to leave out after ``^``.
+    """Return a finding on an environment variable that names interfaces as NCCL and HCCL read it.
+
+    It has beginnings of names with commas between them, whole names after ``=``, names to leave out after ``^``.
     """
     known = list(interfaces)
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",")]
     exact = "=" in value[:2]
-    taken = [name for name in known if (name in names if exact else name.startswith(tuple(names)))]
+    if exact:
+        taken = [name for name in known if name in names]
+    else:
+        taken = [name for name in known if name.startswith(tuple(names))]
     if "^" in value[:2]:
         taken = [name for name in known if name not in taken]
     if taken:

@@ -1,4 +1,4 @@
-"""Catches warnings that the checks' own parts log, which are findings here."""
+"""Collects warnings that the checks' own parts log, which are findings here."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from contextlib import contextmanager
 @contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
     """Yield the warnings that are logged under ``name`` inside the block; they are printed nowhere."""
-    log, told = logging.getLogger(name), _Told()
-    propagate, log.propagate = log.propagate, False
-    log.addHandler(told)
+    log = logging.getLogger(name)
+    collector = _Collector()
+    propagate = log.propagate
+    log.propagate = False
+    log.addHandler(collector)
     try:
-        yield told.texts
+        yield collector.texts
     finally:
-        log.removeHandler(told)
+        log.removeHandler(collector)
         log.propagate = propagate
 
 
-class _Told(logging.Handler):
+class _Collector(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []

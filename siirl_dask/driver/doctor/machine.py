@@ -1,4 +1,4 @@
-"""Looks at what the operating system gives a process: descriptors, memory, shared memory, room for temporary files."""
+"""Checks the limits of the operating system: descriptors, memory, shared memory, space for temporary files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
 from siirl_dask.errors import counted
 from siirl_dask.planner.explain.tables import readable_bytes
 
-_FILES, _FILES_OF_A_WORKER = 128, 8  # descriptors; a driver with its scheduler had 43 and 4 more for each worker
+_FILES = 128  # descriptors; a driver with its scheduler had 43
+_FILES_OF_A_WORKER = 8  # descriptors; a driver had 4 more for each worker
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 2**28  # NCCL and vLLM keep their buffers there; containers begin with 64 MiB
 _LEAST_TEMPORARY = 2**28  # rows that spill; torch and triton keep compiled kernels there as well
@@ -37,19 +38,23 @@ def check_limits(workers: int) -> list[Finding]:
 
 def _open_files(workers: int) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= (needed := _FILES + _FILES_OF_A_WORKER * workers):
-        return ok("open files", f"a process may open {'any number' if soft == resource.RLIM_INFINITY else soft}")
-    low = f"a process may open {soft}, and a run with {counted(workers, 'worker')} wants {needed}"
-    may = hard == resource.RLIM_INFINITY or hard >= needed
-    cure = f"ulimit -n {needed}" if may else f"raise nofile in /etc/security/limits.conf to {needed}"
-    return fault("open files", low, cure)
+    needed = _FILES + _FILES_OF_A_WORKER * workers
+    if soft == resource.RLIM_INFINITY:
+        return ok("open files", "a process may open any number")
+    if soft >= needed:
+        return ok("open files", f"a process may open {soft}")
+    text = f"a process may open {soft}, and a run with {counted(workers, 'worker')} wants {needed}"
+    cure = f"raise nofile in /etc/security/limits.conf to {needed}"
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        cure = f"ulimit -n {needed}"
+    return fault("open files", text, cure)
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Return a finding on the room for shared memory in ``folder``."""
+    """Return a finding on the space for shared memory in ``folder``."""
     if not folder.is_dir():
         return fault("shared memory", f"{folder} is not there", "mount -t tmpfs tmpfs /dev/shm")
-    total, free = _room(folder)
+    total, free = _space(folder)
     if free >= _LEAST_SHM:
         return ok("shared memory", f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}")
     return fault(
@@ -68,32 +73,32 @@ def _temporary(folder: str) -> Finding:
     if not os.access(folder, os.W_OK | os.X_OK):
         cure = "give data.spill_directory, or set TMPDIR, to a folder that this user may write to"
         return fault("temporary files", f"{folder} cannot be written by user {os.getuid()}", cure)
-    total, free = _room(Path(folder))
-    said = f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}"
+    total, free = _space(Path(folder))
+    text = f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}"
     if free >= _LEAST_TEMPORARY:
-        return ok("temporary files", said)
-    return fault("temporary files", said, "make room, or set data.spill_directory and TMPDIR to a larger disk")
+        return ok("temporary files", text)
+    return fault("temporary files", text, "make room, or set data.spill_directory and TMPDIR to a larger disk")
 
 
-def _room(folder: Path) -> tuple[int, int]:
+def _space(folder: Path) -> tuple[int, int]:
     """Return the bytes of a file system, and those that are free for this user."""
-    room = os.statvfs(folder)
-    return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
-    said = f"{readable_bytes(memory.available)} free of {readable_bytes(memory.total)}"
+    text = f"{readable_bytes(memory.available)} free of {readable_bytes(memory.total)}"
     limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"
     if limit.isdecimal() and int(limit) < memory.total:
-        return note("memory", f"{said}; this container may use {readable_bytes(int(limit))}")
-    return ok("memory", said)
+        return note("memory", f"{text}; this container may use {readable_bytes(int(limit))}")
+    return ok("memory", text)
 
 
 def _cores(workers: int, threads: int) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers * threads > cores:
         wanted = f"{counted(workers, 'worker')} of {counted(threads, 'thread')}"
-        crowd = f"{cores}, and a run has {wanted} (cluster.workers, cluster.threads)"
-        return note("cores", crowd, "they take turns where they compute on CPUs; on accelerators it matters little")
+        text = f"{cores}, and a run has {wanted} (cluster.workers, cluster.threads)"
+        return note("cores", text, "they take turns where they compute on CPUs; on accelerators it matters little")
     return ok("cores", str(cores))

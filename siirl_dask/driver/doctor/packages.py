@@ -24,12 +24,9 @@ def check_packages() -> list[Finding]:
     """Return findings on Python, on every package that is needed, and on those of extras that are installed."""
     project = _project()
     findings = [_python(project.requires_python)]
-    wrong = [finding for needed in project.needed if (finding := _judge(needed, required=True))]
-    wrong += [
-        finding
-        for extra, needed in project.optional
-        if extra not in _NOT_FOR_RUNS and (finding := _judge(needed, required=False))
-    ]
+    judged = [_judge(needed, required=True) for needed in project.needed]
+    judged += [_judge(needed, required=False) for extra, needed in project.optional if extra not in _NOT_FOR_RUNS]
+    wrong = [finding for finding in judged if finding is not None]
     if wrong:
         return [*findings, *wrong]
     shown = ", ".join(f"{name} {version(name)}" for name in _SHOWN)
@@ -76,14 +73,18 @@ class _Project:
 
     @property
     def optional(self) -> Iterator[tuple[str, Requirement]]:
-        for extra, needed in self._optional.items():
-            yield from ((extra, requirement) for requirement in map(Requirement, needed))
+        """The requirements of each extra, as pairs of extra and requirement."""
+        for extra, requirements in self._optional.items():
+            for requirement in requirements:
+                yield extra, Requirement(requirement)
 
 
 def _project() -> _Project:
     file = Path(siirl_dask.__file__).parents[1] / "pyproject.toml"
-    if file.is_file() and (project := tomllib.loads(file.read_text())["project"])["name"] == "siirl_dask":
-        return _Project(project["requires-python"], project["dependencies"], project["optional-dependencies"])
+    if file.is_file():
+        project = tomllib.loads(file.read_text())["project"]
+        if project["name"] == "siirl_dask":
+            return _Project(project["requires-python"], project["dependencies"], project["optional-dependencies"])
     installed = metadata.distribution("siirl_dask")
     needed: list[str] = []
     optional: dict[str, list[str]] = {extra: [] for extra in installed.metadata.get_all("Provides-Extra") or ()}

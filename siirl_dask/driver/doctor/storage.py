@@ -40,27 +40,31 @@ def check_storage(url: str) -> Finding:
         check_writable(url, write=False)
     except ConfigError as error:
         return fault(_PART, str(error), _CURE)
-    found: list[Finding] = []
-    before, deadline = retry_seconds(), time.monotonic() + _PATIENCE
+    findings: list[Finding] = []
+    before = retry_seconds()
+    deadline = time.monotonic() + _PATIENCE
 
-    def look() -> None:
+    def examine() -> None:
         with retries_end_at(deadline):
-            found.append(_round_trip(url))
+            findings.append(_round_trip(url))
 
     set_retry_seconds(min(before, _RETRIES))
     try:
-        with warnings_of("siirl_storage") as told:
-            trip = threading.Thread(target=look, daemon=True)
+        with warnings_of("siirl_storage") as warnings:
+            trip = threading.Thread(target=examine, daemon=True)
             trip.start()
             trip.join(_PATIENCE)
     finally:
         set_retry_seconds(before)
-    last = f": {told[-1]}" if told else ""
-    return found[0] if found else fault(_PART, f"{url} has not answered in {_PATIENCE:g} s{last}", _CURE)
+    if findings:
+        return findings[0]
+    last = f": {warnings[-1]}" if warnings else ""
+    return fault(_PART, f"{url} has not answered in {_PATIENCE:g} s{last}", _CURE)
 
 
 def _round_trip(url: str) -> Finding:
-    step, begun = "be opened", time.monotonic()
+    step = "be opened"
+    began = time.monotonic()
     try:
         with _new_folder(url) as (fs, folder):
             data = uuid4().bytes
@@ -77,7 +81,7 @@ def _round_trip(url: str) -> Finding:
             step = "be deleted from"
     except Exception as error:  # each store has errors of its own
         return fault(_PART, f"{url} cannot {step}: {type(error).__name__}: {error}".rstrip(": "), _CURE)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - began
     return ok(_PART, f"{url}: written, read, created once, deleted, in {seconds:.2f} s")
 
 

@@ -1,4 +1,4 @@
-"""Tells how the accelerators of this machine are linked, and which CPUs workers on them would be bound to."""
+"""Reports how the accelerators of this machine are linked, and which CPUs workers on them would be bound to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import show_cpus
 from siirl_dask.devices.topology import Topology
 from siirl_dask.driver.doctor.finding import Finding, note, ok
-from siirl_dask.driver.places import describe_links, describe_nodes, places_on
+from siirl_dask.driver.worker_devices import assign_devices, describe_links, describe_nodes
 from siirl_dask.worker.affinity import topology_of
 
 _PART = "topology"
@@ -33,13 +33,13 @@ def judge_topology(visible: VisibleDevices, topology: Topology, cluster: Cluster
     if cluster.affinity is Affinity.none:
         return [*findings, ok("affinity", "cluster.affinity=none: workers are bound to no CPUs")]
     if not any(topology.near):
-        said = "the system does not tell which CPUs are near them, and workers are bound to none"
-        return [*findings, ok("affinity", said)]
-    elsewhere = cluster.exists or bool(cluster.spec)
-    workers = [str(worker) for worker in range(len(visible.cards) if elsewhere else cluster.workers)]
-    places = places_on(visible, topology, workers, cluster.threads)
-    each = [
+        text = "the system does not tell which CPUs are near them, and workers are bound to none"
+        return [*findings, ok("affinity", text)]
+    count = len(visible.cards) if cluster.exists or cluster.spec else cluster.workers
+    names = [str(worker) for worker in range(count)]
+    assigned = assign_devices(visible, topology, names, cluster.threads)
+    workers = [
         f"{worker} on {device.torch_name} CPUs {show_cpus(device.cpus) or 'as given'}"
-        for worker, device in places.devices.items()
+        for worker, device in assigned.devices.items()
     ]
-    return [*findings, ok("affinity", f"workers of a run here: {', '.join(each)}")]
+    return [*findings, ok("affinity", f"workers of a run here: {', '.join(workers)}")]

@@ -1,4 +1,4 @@
-"""Has a process of its own import vLLM, while other checks go on, and judges what it says."""
+"""Imports vLLM in a process of its own, while other checks go on, and judges its report."""
 
 from __future__ import annotations
 
@@ -43,19 +43,21 @@ def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: Devi
         return fault(_PART, text, f"{extra}, or rollout.engine=transformers")
     if process is None:
         return note(_PART, "it is not installed: rollout.engine=auto takes transformers, which is slower", extra)
-    installed = ", ".join(f"{name} {found}" for name in VLLM_PACKAGES if (found := version(name)))
+    versions = {name: version(name) for name in VLLM_PACKAGES}
+    installed = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
     try:
         out, err = process.communicate(timeout=_PATIENCE)
     except subprocess.TimeoutExpired:
         text = f"{installed or 'vllm'} could not be imported in {_PATIENCE:g} s"
         return note(_PART, text, f"the machine may be busy; see where it waits: python -m {_PROBE}")
     if process.returncode:
-        last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        lines = err.strip().splitlines()
+        last = lines[-1] if lines else f"exit status {process.returncode}"
         cure = f"install it anew: {extra} (docs/engines.md), or rollout.engine=transformers"
         return fault(_PART, f"{installed or 'vllm'} cannot be imported: {last}", cure)
     found = json.loads(out.splitlines()[-1])
-    said = f"{installed or found['version']}, for {found['device'] or 'no device'}"
+    text = f"{installed or found['version']}, for {found['device'] or 'no device'}"
     if found["device"] != str(kind):
-        text = f"{said}, and torch computes on {kind} here: vLLM cannot run"
+        text += f", and torch computes on {kind} here: vLLM cannot run"
         return fault(_PART, text, f"pip uninstall {installed.split(' ')[0] or 'vllm'}, then {extra}")
-    return ok(_PART, said)
+    return ok(_PART, text)

@@ -12,7 +12,7 @@ from siirl_dask.driver.calls import complete
 from siirl_dask.errors import RunError
 from siirl_dask.observe import Progress
 
-_GLANCE = 0.2  # seconds between two looks
+_INTERVAL = 0.2  # seconds between two looks
 
 
 def wait_for_workers(
@@ -26,22 +26,26 @@ def wait_for_workers(
 ) -> None:
     """Return once ``workers`` workers are there, ``cluster.workers`` by default, and show how many are.
 
-    RunError, which ends with ``hint``, after ``cluster.start_timeout``, or the seconds of another ``limit``, a key and
-    its value; ``check`` is called between looks and may raise sooner.
+    RunError, which ends with ``hint``, after ``cluster.start_timeout`` seconds, or after another ``limit``: the key of
+    a timeout and its seconds. ``check`` is called between looks and may raise sooner.
     """
-    key, timeout = limit or ("cluster.start_timeout", cluster.start_timeout)
-    deadline, needed = time.monotonic() + timeout, workers or cluster.workers
+    key = "cluster.start_timeout"
+    timeout = cluster.start_timeout
+    if limit is not None:
+        key, timeout = limit
+    needed = cluster.workers if workers is None else workers
+    deadline = time.monotonic() + timeout
     with progress.arrivals(needed) as show:
         while True:
-            came = _running(client)
-            show(came)
-            if came >= needed:
+            running = _running(client)
+            show(running)
+            if running >= needed:
                 return
             check()
             left = deadline - time.monotonic()
             if left <= 0:
-                raise RunError(f"{came} of {needed} workers came up within {key}={timeout:g} s{hint}")
-            time.sleep(min(left, _GLANCE))
+                raise RunError(f"{running} of {needed} workers came up within {key}={timeout:g} s{hint}")
+            time.sleep(min(left, _INTERVAL))
 
 
 def _running(client: Client) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from siirl_dask.cli import _parse
 from siirl_dask.commands.script import overrides_of, resuming
 from siirl_dask.config import ClusterConfig, Config, RunConfig
-from siirl_dask.driver.ending import ending, failure_of
+from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.errors import Fenced, Interrupted, NodeError, Origin
 from siirl_dask.worker.named_errors import named_errors, portable
 
@@ -40,12 +40,12 @@ def test_the_end_says_where_the_run_goes_on_and_whose_logs_are_where(tmp_path, c
     error = NodeError("it broke")
     error.origin = Origin(worker="2", host="h", node="reward")
     config = Config(run=RunConfig(url=str(tmp_path / "run"), steps=9), cluster=cluster)
-    run, said, resume = ending(config, error, 3, "siirl-dask run mine.yaml")
+    run, said, resume = failure_text(config, error, 3, "siirl-dask run mine.yaml")
     assert run.endswith("run: 3 of 9 steps are done; it goes on at step 1: there is no checkpoint")
     assert logs in said
     assert resume == "resume   siirl-dask run mine.yaml"
     for silent in (Fenced("x"), Interrupted("x")):
-        assert ending(config, silent, 3, "siirl-dask run mine.yaml") == []
+        assert failure_text(config, silent, 3, "siirl-dask run mine.yaml") == []
 
 
 def test_where_a_failure_comes_from_survives_its_way_to_the_driver():

@@ -16,10 +16,10 @@ from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus, show_cpus
 from siirl_dask.devices.topology import CardPlace, read_topology
-from siirl_dask.driver import places
+from siirl_dask.driver import worker_devices
 from siirl_dask.driver.doctor import State
 from siirl_dask.driver.doctor.topology import check_topology, judge_topology
-from siirl_dask.driver.places import describe_links, find_places
+from siirl_dask.driver.worker_devices import describe_links, find_worker_devices
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 from tests.settings import digits_overrides
 
@@ -89,8 +89,8 @@ def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path,
 def test_places_are_told_only_where_workers_start_here_on_accelerators(cluster, monkeypatch):
     there = cluster == ClusterConfig()
     look = VisibleDevices if there else lambda: pytest.fail("nothing is to be looked at")
-    monkeypatch.setattr(places, "visible_devices", look)
-    assert find_places(cluster, ["0"]) is None
+    monkeypatch.setattr(worker_devices, "visible_devices", look)
+    assert find_worker_devices(cluster, ["0"]) is None
 
 
 def on_npus(tmp_path, *command):

@@ -1,0 +1,86 @@
+"""The text after the error that ended a run: how far it came, where the logs are, and how to resume it."""
+
+from __future__ import annotations
+
+from siirl_dask.config import ClusterConfig, Config
+from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
+from siirl_dask.observe import Failure
+from siirl_dask.runs.checkpoints import committed
+
+
+def failure_of(error: BaseException, command: str | None) -> Failure:
+    """Return the error by its parts, without secrets, for ``summary.json``.
+
+    ``command`` is the shell command that resumes the run, where it is known.
+    """
+    origin = error.origin if isinstance(error, SiirlError) else SiirlError.origin
+    return Failure(
+        kind=type(error).__name__,
+        message=redacted(str(error)),
+        worker=origin.worker,
+        host=origin.host,
+        node=origin.node,
+        iteration=origin.iteration,
+        rows=origin.rows,
+        resume=redacted(command),
+    )
+
+
+def failure_text(config: Config, error: SiirlError, steps: int, command: str | None) -> list[str]:
+    """Return lines for the user, to print after the error; none after one that was no failure of the run.
+
+    ``steps`` are done; ``command`` is the shell command that resumes the run, where it is known.
+    """
+    if isinstance(error, FolderGone):
+        return [_where_weights_are(error, config.run.url, steps)]
+    if isinstance(error, (Fenced, Interrupted)):
+        return []
+    newest = _newest_checkpoint(config.run.url)
+    where = f"after step {newest}, of which there is a checkpoint" if newest else "at step 1: there is no checkpoint"
+    url = redacted(config.run.url)
+    lines = [
+        f"run      {url}: {steps} of {config.run.steps} steps are done; it goes on {where}",
+        f"logs     {_where_logs_are(config.cluster, error)}; `siirl-dask trace {url}` says what the workers did",
+    ]
+    if command is not None:
+        lines.append(f"resume   {redacted(command)}")
+    return lines
+
+
+def _where_weights_are(error: FolderGone, url: str, steps: int) -> str:
+    """Return a line about the newest weights of a run whose folder was moved or removed."""
+    folder = url if error.now_at is None else error.now_at
+    newest = _newest_checkpoint(folder)
+    if newest is None and error.now_at is None:
+        return (
+            f"weights  no checkpoint is at {url}: those of {_all_of(steps)} are where the folder was moved to, or "
+            "gone with it; what was trained since the newest of them is gone"
+        )
+    if newest is None:
+        return f"weights  {folder} has no checkpoint: the weights of {_all_of(steps)} are gone"
+    return (
+        f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in {folder}; "
+        f"`siirl-dask export {folder} FOLDER` writes its model, and run.url={folder} goes on with it"
+    )
+
+
+def _all_of(steps: int) -> str:
+    return "its only step" if steps == 1 else f"these {steps} steps"
+
+
+def _newest_checkpoint(url: str) -> int | None:
+    try:
+        return max(committed(url), default=None)
+    except Exception:  # each store has errors of its own, and it may be what the run failed of
+        return None
+
+
+def _where_logs_are(cluster: ClusterConfig, error: SiirlError) -> str:
+    worker = f"worker {error.origin.worker!r}" if error.origin.worker is not None else "the workers"
+    host = f" on host {error.origin.host!r}" if error.origin.host is not None else ""
+    if cluster.spec:
+        return f"those of {worker}{host} are where {cluster.spec} has the cluster write them"
+    if cluster.exists:
+        return f"those of {worker}{host} are the output of its `dask worker`"
+    return f"{worker} wrote to this terminal"
