@@ -114,7 +114,7 @@ if __name__ == "__main__":
     parser.add_argument("absent", nargs="*", help="packages that are not linked")
     parser.add_argument("--of", nargs="+", default=[], help="link these and what they need, and no others")
     parser.add_argument("--oldest", type=Path, metavar="PYPROJECT", help="leave out what it requires; print versions")
-    parser.add_argument("--check", action="store_true", help="look whether pip has written through a link; link nothing")
+    parser.add_argument("--check", action="store_true", help="look whether pip wrote through a link")
     given = parser.parse_args()
     if given.check:
         check_links(given.upper.resolve())
