@@ -14,7 +14,7 @@ import numpy as np
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
 from siirl_dask.coordinator.layout.balance import Ints, split
-from siirl_dask.planner import Edge, Plan, Rows, Sizes, Stage
+from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, Sizes
 from siirl_dask.planner.explain.sizes import times_of, travelling_bytes
 from siirl_dask.planner.hosts import by_host, host_of
 
@@ -73,7 +73,7 @@ class _Layouts:
         for name, stage in plan.stages.items():
             self._tables[name] = self._output(stage, self._input(stage, edges_to[name]))
 
-    def _input(self, stage: Stage, edges: list[Edge]) -> _Table | None:
+    def _input(self, stage: NodeColumns, edges: list[Edge]) -> _Table | None:
         """Return a node's input on the node's workers, and count the bytes that this moves."""
         node = stage.node
         if not node.after:
@@ -94,7 +94,7 @@ class _Layouts:
                 self.links[edge.name] = self._count(edge, self._tables[edge.source], owners)
         return None if guiding is None else replace(guiding, workers=owners)
 
-    def _loaded(self, stage: Stage) -> _Table:
+    def _loaded(self, stage: NodeColumns) -> _Table:
         """Return the step's prompts, in equal parts on the workers that load them."""
         prompts = self._sizes.prompts
         workers = self._plan.placement[stage.node.role]
@@ -104,7 +104,7 @@ class _Layouts:
         ids = np.arange(prompts)
         return _Table(self._rows(ids, ids, self._sizes.prompt_tokens), np.concatenate(parts))
 
-    def _output(self, stage: Stage, table: _Table | None) -> _Table | None:
+    def _output(self, stage: NodeColumns, table: _Table | None) -> _Table | None:
         """Return a node's output."""
         if table is None or not stage.node.contract.new_rows:
             return table

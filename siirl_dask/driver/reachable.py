@@ -11,7 +11,7 @@ from siirl_dask.coordinator.source import Mixture
 from siirl_dask.driver.phases import Phases
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import is_remote
-from siirl_dask.planner import Load
+from siirl_dask.planner import LoadPrompts
 from siirl_dask.runs.folder import probe
 from siirl_dask.worker.probe import find_unreachable
 
@@ -61,7 +61,7 @@ def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) ->
             if not is_remote(url):  # its host fetches it: see models.py
                 needed[f"the {what} of role {role!r}"] = url
     for phase, (phase_plan, dataset) in phases.items():
-        if not any(isinstance(link, Load) for link in phase_plan.chains[worker].flat):
+        if not any(isinstance(link, LoadPrompts) for link in phase_plan.chains[worker].flat):
             continue
         labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
         for label, source in zip(labels, dataset.sources, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from siirl_dask.config import Config, WeightSync
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import Plan, Stage
+from siirl_dask.planner import NodeColumns, Plan
 from siirl_dask.planner.explain.tables import worker_ranges
 from siirl_dask.planner.weight_streams import stays, why_no_broadcast
 from siirl_dask.schema import PARAMETER_DATA
@@ -54,7 +54,7 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
     return notes
 
 
-def _transfers(plan: Plan) -> Iterator[tuple[Stage, Stage]]:
+def _transfers(plan: Plan) -> Iterator[tuple[NodeColumns, NodeColumns]]:
     """Yield each stage that publishes weights, with each stage that reads them."""
     for source in plan.stages.values():
         if PARAMETER_DATA not in source.node.contract.writes.names:

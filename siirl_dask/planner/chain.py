@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from siirl_dask.planner.column_flow import Stage
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.node import Node, Rows
@@ -13,7 +13,7 @@ from siirl_dask.schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlyColumns:
     """Columns that may go on row by row, along an edge or to a node below, while their node still makes other rows."""
 
     node: str
@@ -43,7 +43,7 @@ class Edge:
     """Columns of the rows that move."""
     guide: str
     """Source node of the edge whose statistics decide the owners."""
-    early: Early | None = None
+    early: EarlyColumns | None = None
     """Columns that may travel before the source's table is whole; None where a worker is a source and a target, or no
     node hands over its rows. Rows of such an edge prefer a target each: see ``layout.preference``."""
     by_group: bool = False
@@ -74,7 +74,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPrompts:
     """Read this worker's share of the step's prompts, as table ``name``."""
 
     name: str
@@ -84,13 +84,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunNode:
     """Run a node on the join of its inputs, and keep ``columns`` of its table."""
 
     node: Node
     inputs: tuple[Input, ...]
     columns: tuple[str, ...]
-    early: Early | None = None
+    early: EarlyColumns | None = None
     """Node above it on this worker with whose finished rows it begins, and the columns that it takes of them; None: it
     begins when all rows are there."""
 
@@ -125,7 +125,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class SaveState:
     """Write what a node keeps on this worker for later steps, as part ``index`` of ``count`` of ``table``."""
 
     node: Node
@@ -135,7 +135,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportTable:
     """Report what this worker logged on the way to a saved table, of which it has no part, and its dataloader's
     position.
     """
@@ -200,7 +200,7 @@ class Stream:
     """
 
 
-Link = Load | Restore | Run | Send | Recv | Save | Keep | Report | Drop | Lagged | Stream
+Link = LoadPrompts | Restore | RunNode | Send | Recv | Save | SaveState | ReportTable | Drop | Lagged | Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +213,12 @@ class Chain:
     @property
     def loads(self) -> bool:
         """Whether the worker reads prompts of the dataset."""
-        return any(isinstance(link, Load) for link in self.flat)
+        return any(isinstance(link, LoadPrompts) for link in self.flat)
 
     @property
     def saved(self) -> list[str]:
         """Tables of which this worker saves or reports a part."""
-        return [link.table for link in self.flat if isinstance(link, Save | Keep | Report)]
+        return [link.table for link in self.flat if isinstance(link, Save | SaveState | ReportTable)]
 
     @property
     def flat(self) -> Iterator[Link]:
@@ -233,7 +233,7 @@ class Plan:
     dag: DAG
     placement: Mapping[str, tuple[str, ...]]
     """Workers of each role, in rank order."""
-    stages: Mapping[str, Stage]
+    stages: Mapping[str, NodeColumns]
     edges: tuple[Edge, ...]
     """Edges that move rows or guide others."""
     chains: Mapping[str, Chain]

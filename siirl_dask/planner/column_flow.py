@@ -32,7 +32,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class NodeColumns:
     """One node's input and output columns, by name."""
 
     node: Node
@@ -71,7 +71,7 @@ class Stage:
         return tuple(column.name for column in columns if column.of_groups and is_blob(column.type))
 
 
-def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
+def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
     """Return the stage of every node, parents first.
 
     PlanError for a column that is read and never written, and for parents that cannot be joined.
@@ -109,7 +109,7 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, Stage]:
                 continue
             if rows_out[supplier] != rows[name] or not single[supplier]:
                 by_group.add(column_name)
-        stages[name] = Stage(
+        stages[name] = NodeColumns(
             node,
             available=available[name],
             produced=produced[name],

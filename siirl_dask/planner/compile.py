@@ -12,22 +12,22 @@ from dataclasses import replace
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
     Chain,
-    Early,
+    EarlyColumns,
     Edge,
-    Keep,
     Lagged,
     Link,
-    Load,
+    LoadPrompts,
     Plan,
     Recv,
-    Report,
+    ReportTable,
     Restore,
-    Run,
+    RunNode,
     Save,
+    SaveState,
     Send,
     Stream,
 )
-from siirl_dask.planner.column_flow import Stage, trace_columns
+from siirl_dask.planner.column_flow import NodeColumns, trace_columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.deadlock import check_order
 from siirl_dask.planner.drops import with_drops
@@ -102,7 +102,7 @@ def compile_chains(
     return plan
 
 
-def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict[str, str]]:
+def _stored(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the table of each node whose rows are stored, those that are saved, and stages that are of use; and the
     table of each node's state for later steps, where a step can go on from stored rows.
     """
@@ -120,13 +120,13 @@ def _stored(dag: DAG, stages: Mapping[str, Stage]) -> tuple[dict[str, str], dict
 
 def _chains(
     workers: Sequence[str],
-    stages: Mapping[str, Stage],
+    stages: Mapping[str, NodeColumns],
     *,
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],
     hosts: Hosts,
-    early: Mapping[str, Early],
+    early: Mapping[str, EarlyColumns],
     output_tables: Mapping[str, str],
     state_tables: Mapping[str, str],
 ) -> dict[str, Chain]:
@@ -148,7 +148,7 @@ def _chains(
         move = moves[name]
         owners = placed[node.role]
         senders = move.layout.senders(hosts)
-        run = Run(node, move.inputs, stage.outputs, early.get(name))
+        run = RunNode(node, move.inputs, stage.outputs, early.get(name))
         stream_links: dict[str, Link] = {}
         if name in streams:
             stream_links = _streaming(stage, stages[streams[name]], moves, placed, streams)
@@ -167,7 +167,7 @@ def _chains(
                 ]
             else:
                 if not node.after:
-                    own.append(Load(move.inputs[0].table, stage.needed, index, len(owners)))
+                    own.append(LoadPrompts(move.inputs[0].table, stage.needed, index, len(owners)))
                 of_node = [*_receives(node, move, worker), stream_links.pop(worker, run)]
             if node.lag:
                 own.append(Lagged(node.lag, with_drops(of_node)))
@@ -201,29 +201,31 @@ def _add_writes_of_state(links: Mapping[str, list[Link]], node: Node, table: str
     parts = {worker: index for index, worker in enumerate(owners)}
     for worker, own in links.items():
         if worker in parts:
-            own.append(Keep(node, table, parts[worker], len(parts)))
+            own.append(SaveState(node, table, parts[worker], len(parts)))
         else:
-            own.append(Report(table))
+            own.append(ReportTable(table))
 
 
-def _add_writes_of_rows(links: Mapping[str, list[Link]], stage: Stage, table: str, holders: Sequence[str]) -> None:
+def _add_writes_of_rows(
+    links: Mapping[str, list[Link]], stage: NodeColumns, table: str, holders: Sequence[str]
+) -> None:
     """Let each holder write its part of the node's rows; all other workers report that they have none."""
     parts = {worker: index for index, worker in enumerate(holders)}
     for worker, own in links.items():
         if worker in parts:
             own.append(Save(stage.node.name, table, parts[worker], len(parts), stage.shared_blobs))
         else:
-            own.append(Report(table))
+            own.append(ReportTable(table))
 
 
-def _schema_of(stage: Stage) -> Schema:
+def _schema_of(stage: NodeColumns) -> Schema:
     """Return the columns of a node's table that later nodes read."""
     return make_schema({name: stage.produced[name].type for name in stage.outputs})
 
 
 def _streaming(
-    source: Stage,
-    target: Stage,
+    source: NodeColumns,
+    target: NodeColumns,
     moves: Mapping[str, Move],
     placed: Mapping[str, tuple[str, ...]],
     streams: Mapping[str, str],

@@ -1,11 +1,11 @@
 """Deadlock check: proves for a plan that its workers can never wait for each other in a circle.
 
-Two kinds of links wait. A ``Run`` may call collectives, which wait for the same node on all workers of its role. A
+Two kinds of links wait. A ``RunNode`` may call collectives, which wait for the same node on all workers of its role. A
 ``Recv`` waits for the ``Send`` of its edge, and of the edge's guide, on all workers that hold the rows. The check holds
-every plan to three rules: all workers run their nodes in one common order, a ``Send`` follows its source's ``Run``, and
-a ``Recv`` comes right before its target's ``Run``. Now take the waiting workers at the earliest node of that order.
-Everything they wait for is done, or is being done by workers at the same node, so they proceed. Lagged links wait for
-an earlier iteration, which all workers run first.
+every plan to three rules: all workers run their nodes in one common order, a ``Send`` follows its source's ``RunNode``,
+and a ``Recv`` comes right before its target's ``RunNode``. Now take the waiting workers at the earliest node of that
+order. Everything they wait for is done, or is being done by workers at the same node, so they proceed. Lagged links
+wait for an earlier iteration, which all workers run first.
 
 A ``Stream`` is two nodes at one place of the order, and its workers go through its pieces in one order: a source makes
 piece k once all sinks hold piece k - 4, and a sink asks for piece k once it has made its own. The workers at the
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Restore, Run, Send, Stream
+from siirl_dask.planner.chain import Chain, Edge, Link, Plan, Recv, Restore, RunNode, Send, Stream
 from siirl_dask.planner.node import Node
 from siirl_dask.planner.weight_streams import run_order
 
@@ -47,7 +47,7 @@ def check_order(plan: Plan) -> None:
 
 def _run(link: Link) -> tuple[Node, ...]:
     match link:
-        case Run(node) | Restore(node):
+        case RunNode(node) | Restore(node):
             return (node,)
         case Stream(source, target, gives, takes):
             nodes = []
@@ -65,7 +65,7 @@ def _sent(chain: Chain) -> set[str]:
     sent: set[str] = set()
     for link in chain.flat:
         match link:
-            case Run(node) | Restore(node):
+            case RunNode(node) | Restore(node):
                 latest = node.name
             case Send(edge):
                 if edge.source != latest:
@@ -82,7 +82,7 @@ def _check_receives(worker: str, chain: Chain) -> None:
     following = ""
     for link in reversed(tuple(chain.flat)):
         match link:
-            case Run() | Restore() | Stream():
+            case RunNode() | Restore() | Stream():
                 following = _run(link)[0].name
             case Recv(edge, guide) if {edge.target, guide.target} != {following}:
                 raise PlanError(_text(worker, f"receives {edge.name}, guided by {guide.name}, before {following!r}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.planner.chain import Drop, Link, Load, Recv, Restore, Run, Save, Send, Stream
+from siirl_dask.planner.chain import Drop, Link, LoadPrompts, Recv, Restore, RunNode, Save, Send, Stream
 
 
 def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
@@ -25,9 +25,9 @@ def with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
 
 def _uses(link: Link) -> tuple[str, ...]:
     match link:
-        case Load(name):
+        case LoadPrompts(name):
             return (name,)
-        case Run(node, inputs):
+        case RunNode(node, inputs):
             return (*(item.table for item in inputs), node.name)
         case Stream(inputs=inputs):
             return tuple(item.table for item in inputs)

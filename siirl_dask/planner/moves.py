@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.chain import Early, Edge, Input
-from siirl_dask.planner.column_flow import DATA, Stage
+from siirl_dask.planner.chain import EarlyColumns, Edge, Input
+from siirl_dask.planner.column_flow import DATA, NodeColumns
 from siirl_dask.planner.contract import Groups
 from siirl_dask.planner.explain.tables import steps_behind
 from siirl_dask.planner.hosts import Hosts, by_host
@@ -76,7 +76,7 @@ class Move:
 class _Planned:
     """The layouts of all tables after the nodes planned so far."""
 
-    stages: Mapping[str, Stage]
+    stages: Mapping[str, NodeColumns]
     hosts: Hosts
     layouts: dict[str, Layout] = field(default_factory=dict)
     """Layout of each node's table."""
@@ -102,7 +102,9 @@ class _Planned:
         return edge
 
 
-def plan_moves(stages: Mapping[str, Stage], placed: Mapping[str, tuple[str, ...]], hosts: Hosts) -> dict[str, Move]:
+def plan_moves(
+    stages: Mapping[str, NodeColumns], placed: Mapping[str, tuple[str, ...]], hosts: Hosts
+) -> dict[str, Move]:
     """Return each node's move. PlanError for a lagged node that cannot be one."""
     planned = _Planned(stages, hosts)
     moves: dict[str, Move] = {}
@@ -157,7 +159,7 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
         )
 
 
-def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, Layout]) -> str:
+def _guide(stage: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, Layout]) -> str:
     """Return the parent whose rows decide the layout.
 
     It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in place comes first, then
@@ -175,18 +177,18 @@ def _guide(stage: Stage, workers: tuple[str, ...], layouts: Mapping[str, Layout]
     return parents[0]
 
 
-def _by_minibatch(stage: Stage) -> bool:
+def _by_minibatch(stage: NodeColumns) -> bool:
     return stage.node.rows is Rows.BALANCED and MINIBATCH in stage.needed
 
 
-def _policy(stage: Stage) -> str:
+def _policy(stage: NodeColumns) -> str:
     policy = str(stage.node.rows)
     if _by_minibatch(stage):
         policy += f" by the minibatch of {stage.available[MINIBATCH].writer}"
     return policy
 
 
-def _wanted(stage: Stage, workers: tuple[str, ...], guide: Layout, origin: str) -> Layout:
+def _wanted(stage: NodeColumns, workers: tuple[str, ...], guide: Layout, origin: str) -> Layout:
     """Return the layout of a node's input. ``origin`` is the first node of the guide's layout."""
     policy = _policy(stage)
     if guide.is_as(policy, workers):
@@ -197,7 +199,9 @@ def _wanted(stage: Stage, workers: tuple[str, ...], guide: Layout, origin: str) 
     return _layout(stage.rows, policy, workers, origin if some_stay else "")
 
 
-def _bring(stage: Stage, layout: Layout, guide: str, planned: _Planned) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
+def _bring(
+    stage: NodeColumns, layout: Layout, guide: str, planned: _Planned
+) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
     """Return the tables that a node joins, and an edge from each source whose rows are not in place.
 
     Sources are its parents, and nodes further above for blobs. A blob that an earlier edge brought into the same layout
@@ -282,8 +286,8 @@ def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str
 
 
 def _edge(
-    stage: Stage,
-    source: Stage,
+    stage: NodeColumns,
+    source: NodeColumns,
     sources: tuple[str, ...],
     layout: Layout,
     *,
@@ -305,7 +309,7 @@ def _edge(
     )
 
 
-def _early(edge: Edge, planned: _Planned) -> Early | None:
+def _early(edge: Edge, planned: _Planned) -> EarlyColumns | None:
     """Return what of an edge can travel early: columns that come unchanged from a node which hands over its rows, on
     the workers that send them.
     """
@@ -322,5 +326,5 @@ def _early(edge: Edge, planned: _Planned) -> Early | None:
             if column in edge.schema.names and source.produced[column].writer == maker.produced[column].writer
         ]
         if unchanged:
-            return Early(name, tuple(unchanged))
+            return EarlyColumns(name, tuple(unchanged))
     return None

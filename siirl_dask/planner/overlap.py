@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from siirl_dask.planner.chain import Early
-from siirl_dask.planner.column_flow import Stage
+from siirl_dask.planner.chain import EarlyColumns
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.moves import Move
 from siirl_dask.planner.role_contract import works_beside
 from siirl_dask.schema import GROUP_ID, ROW_ID
 
 
-def find_early(dag: DAG, stages: Mapping[str, Stage], moves: Mapping[str, Move]) -> dict[str, Early]:
+def find_early(dag: DAG, stages: Mapping[str, NodeColumns], moves: Mapping[str, Move]) -> dict[str, EarlyColumns]:
     """Return the nodes that may begin early, each with the node whose finished rows it takes and their columns.
 
     Both have the same rows on the same workers in the same step, and the one above can tell all that the other reads of
     a row at the row's end.
     """
-    found: dict[str, Early] = {}
-    earlier: list[Stage] = []
+    found: dict[str, EarlyColumns] = {}
+    earlier: list[NodeColumns] = []
     for name, stage in stages.items():
         node = stage.node
         if node.contract.by_row is not None and not node.lag and works_beside(dag.role(node.role).build):
@@ -33,13 +33,13 @@ def find_early(dag: DAG, stages: Mapping[str, Stage], moves: Mapping[str, Move])
                 same_layout = moves[maker.node.name].layout == moves[name].layout
                 same_rows = same_layout and maker.rows_out == stage.rows
                 if same_rows and not maker.node.lag and _finished_rows_have(columns, maker, stage):
-                    found[name] = Early(maker.node.name, (ROW_ID, GROUP_ID, *columns))
+                    found[name] = EarlyColumns(maker.node.name, (ROW_ID, GROUP_ID, *columns))
                     break
         earlier.append(stage)
     return found
 
 
-def _finished_rows_have(columns: Sequence[str], maker: Stage, reader: Stage) -> bool:
+def _finished_rows_have(columns: Sequence[str], maker: NodeColumns, reader: NodeColumns) -> bool:
     """Return whether finished rows of ``maker`` can have the columns, as the node of ``reader`` reads them."""
     contract = maker.node.contract
     if not contract.early or contract.carries is not None:  # what it stores for later steps is decided at its end

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from siirl_dask.planner.chain import Chain, Lagged, Run, Stream
+from siirl_dask.planner.chain import Chain, Lagged, RunNode, Stream
 from siirl_dask.planner.node import Node
 
 
@@ -37,7 +37,7 @@ def _nodes(chain: Chain) -> Iterator[tuple[Node, bool]]:
         surely = not isinstance(link, Lagged)
         inner = link.links if isinstance(link, Lagged) else (link,)
         for each in inner:
-            if isinstance(each, Run):
+            if isinstance(each, RunNode):
                 yield each.node, surely
             elif isinstance(each, Stream):
                 if each.gives:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.column_flow import Column, Stage, trace_columns
+from siirl_dask.planner.column_flow import Column, NodeColumns, trace_columns
 from siirl_dask.planner.contract import Changes, bare, columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
@@ -56,7 +56,7 @@ class Cut:
         return any(node.contract.expand is not None for node in self.dag.nodes)
 
 
-def frontiers(dag: DAG, stages: Mapping[str, Stage]) -> tuple[list[Cut], list[str]]:
+def frontiers(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[list[Cut], list[str]]:
     """Return ``dag`` cut at each stored table that is enough for what follows, the furthest first.
 
     The furthest is the one that leaves fewest nodes. The second list has the reason for each table that is not enough.
@@ -86,7 +86,7 @@ def cuts_at_stored(dag: DAG, source: Schema) -> list[Cut]:
     return cuts
 
 
-def cut_at(dag: DAG, stages: Mapping[str, Stage], saved: Node) -> Cut:
+def cut_at(dag: DAG, stages: Mapping[str, NodeColumns], saved: Node) -> Cut:
     """Return ``dag`` without ``saved`` and the nodes before it, whose rows the stored table holds.
 
     PlanError, with the reason, where a node that is left needs more than the table holds.
@@ -201,7 +201,7 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
     return above
 
 
-def _check_stored(stages: Mapping[str, Stage], node: Node, saved: Node, skipped: set[str]) -> None:
+def _check_stored(stages: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]) -> None:
     """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
     stage = stages[node.name]
     held = stages[saved.name]

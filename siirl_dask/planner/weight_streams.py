@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from siirl_dask.planner.column_flow import Stage
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.explain.tables import short_name, steps_behind
 from siirl_dask.planner.node import Node, Rows
@@ -14,7 +14,7 @@ Placed = Mapping[str, tuple[str, ...]]
 """Workers of each role, in rank order."""
 
 
-def find_streams(stages: Mapping[str, Stage], placed: Placed) -> dict[str, str]:
+def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str, str]:
     """Return the target node of each source node whose table can be streamed.
 
     A table is made whole if it is saved, if several nodes read it, if one of the two functions declares no stream, or
@@ -36,7 +36,7 @@ def find_streams(stages: Mapping[str, Stage], placed: Placed) -> dict[str, str]:
     return streams
 
 
-def _may_wait(stages: Mapping[str, Stage], placed: Placed, source: str, target: str) -> bool:
+def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, target: str) -> bool:
     """Return whether the workers of ``source`` may wait in their step for those of ``target``, which are steps ahead.
 
     A stream's source waits until its pieces are taken. So what the target's workers do until then must not wait for
@@ -57,7 +57,7 @@ def _may_wait(stages: Mapping[str, Stage], placed: Placed, source: str, target: 
     return waiting.isdisjoint(placed[stages[target].node.role])
 
 
-def stays(source: Stage, target: Stage, placed: Placed) -> bool:
+def stays(source: NodeColumns, target: NodeColumns, placed: Placed) -> bool:
     """Return whether each worker takes the tensors of a stream from itself, without a table: it has both roles, and all
     of the source's workers go through all tensors.
     """
@@ -75,7 +75,9 @@ def handle_tensors(source: Node, target: Node) -> bool:
     return gives.tensors is not None and takes.tensors is not None
 
 
-def why_no_broadcast(source: Stage, target: Stage, placed: Placed, streams: Mapping[str, str]) -> str | None:
+def why_no_broadcast(
+    source: NodeColumns, target: NodeColumns, placed: Placed, streams: Mapping[str, str]
+) -> str | None:
     """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
     giver = source.node
     taker = target.node

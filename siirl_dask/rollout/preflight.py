@@ -35,7 +35,7 @@ from siirl_dask.models.slower_families import loop_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.rollout.engine import CPU_CACHE, Sampling
 from siirl_dask.rollout.memory import EngineOnWorkers, engine_footprint
-from siirl_dask.rollout.vllm_models import check_logprobs_of_vllm
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
 
 logger = logging.getLogger("siirl_dask.rollout")

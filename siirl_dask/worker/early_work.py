@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from siirl_dask.context import RowWork
-from siirl_dask.planner import Run
+from siirl_dask.planner import RunNode
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class EarlyWork:
     cancelled: bool = False
 
     @staticmethod
-    def begin(run: Run, resource: Any) -> EarlyWork:
+    def begin(run: RunNode, resource: Any) -> EarlyWork:
         """Begin the work of a node that has none yet. ``resource`` is the object of its role on this worker."""
         begin = run.node.contract.by_row
         assert begin is not None

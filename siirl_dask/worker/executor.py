@@ -21,15 +21,15 @@ from siirl_dask.planner import (
     Drop,
     Edge,
     Iteration,
-    Keep,
     Lagged,
     Link,
-    Load,
+    LoadPrompts,
     Recv,
-    Report,
+    ReportTable,
     Restore,
-    Run,
+    RunNode,
     Save,
+    SaveState,
     Send,
     Stream,
 )
@@ -85,13 +85,13 @@ class ChainRun:
         runtime = self.calls.runtime
         databuffer = runtime.databuffer
         early_edges: dict[str, list[Edge]] = {}
-        early_nodes: dict[str, list[Run]] = {}
+        early_nodes: dict[str, list[RunNode]] = {}
         prefetched: list[Edge] = []
         for link in chain.flat:
             match link:
                 case Send(edge) if edge.early and databuffer.leaves_early(edge):
                     early_edges.setdefault(edge.early.node, []).append(edge)
-                case Run(early=early) if early:
+                case RunNode(early=early) if early:
                     early_nodes.setdefault(early.node, []).append(link)
                 case Recv(edge) if edge.early:
                     prefetched.append(edge)
@@ -109,7 +109,7 @@ class ChainRun:
             runtime.stop.check()
             runtime.progress.beat()
             match link:
-                case Load(name, columns, index, count):
+                case LoadPrompts(name, columns, index, count):
                     assert self.calls.loader is not None
                     self.calls.prompts_link = link
                     with _Timed(self.calls, name), trace.span(Lane.STORAGE, "read", name):
@@ -120,7 +120,7 @@ class ChainRun:
                         folder = step_folder(runtime.run_url, table, iteration.step)
                         rows = read_stored_rows(folder, schema, index, count, runtime.read_limit, whole=bool(shared))
                         tables[node.name] = filled_by_group(rows, shared)
-                case Run(node, inputs, columns):
+                case RunNode(node, inputs, columns):
                     with _Timed(self.calls, node.name), trace.span(Lane.COMPUTE, "node", node.name) as span:
                         tables[node.name] = self.calls.call(node, inputs, columns)
                         if trace.enabled:
@@ -138,12 +138,12 @@ class ChainRun:
                     with span, runtime.progress.at(f"the writing of table {table!r}, {iteration}"):
                         rows = once_per_group(tables[node], shared)
                         runtime.stages.save(link, iteration, rows, self.calls.step_progress())
-                case Keep(node, table):
+                case SaveState(node, table):
                     if runtime.stages.reports:
                         with trace.span(Lane.STORAGE, "save", table):
                             rows = self.calls.packed_state(node)
                             runtime.stages.save(link, iteration, rows, self.calls.step_progress())
-                case Report(table):
+                case ReportTable(table):
                     runtime.stages.report_no_part(table, iteration, self.calls.step_progress())
                 case Drop(table):
                     del tables[table]

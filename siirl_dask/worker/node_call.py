@@ -17,7 +17,7 @@ from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.stored_rows import read_kept_rows, step_folder
 from siirl_dask.errors import NodeError, Origin
-from siirl_dask.planner import Edge, Groups, Input, Iteration, Load, Node, Phase, Plan, Run
+from siirl_dask.planner import Edge, Groups, Input, Iteration, LoadPrompts, Node, Phase, Plan, RunNode
 from siirl_dask.planner.node import NONFINITE
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
@@ -43,13 +43,13 @@ class NodeCalls:
     """Metrics logged so far."""
     early_edges: Mapping[str, Sequence[Edge]] = field(default_factory=dict)
     """Edges along which rows can leave this worker before their node is done, by the node."""
-    early_nodes: Mapping[str, Sequence[Run]] = field(default_factory=dict)
+    early_nodes: Mapping[str, Sequence[RunNode]] = field(default_factory=dict)
     """Links of nodes that begin with finished rows of another node, by that node's name."""
     early_work: dict[str, EarlyWork] = field(default_factory=dict)
     """Work of nodes that have begun with finished rows and whose own call is still to come, by node."""
     reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Roles that get new weights after a node, before any other node uses them, by the node."""
-    prompts_link: Load | None = None
+    prompts_link: LoadPrompts | None = None
     """The link that read this worker's prompts; a node that draws more prompts continues from it."""
 
     def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:

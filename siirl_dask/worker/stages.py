@@ -21,7 +21,7 @@ from siirl_dask.config import Durability
 from siirl_dask.context import Metric
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.observe.metrics import pack
-from siirl_dask.planner import Iteration, Keep, Save
+from siirl_dask.planner import Iteration, Save, SaveState
 from siirl_dask.trace import Lane, Recorder
 from siirl_dask.worker.stop import StopFlag, result_of
 
@@ -56,7 +56,7 @@ class StageWriter:
         """Whether each table that is saved is reported to the driver."""
         return self.durability is not Durability.none
 
-    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
+    def save(self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
         """Write ``rows`` as this worker's part of a table, and report it with the step's ``progress``.
 
         With ``storage.durability=sync`` it is written when this returns; with ``async`` the previous part is. A write
@@ -106,7 +106,7 @@ class PlainWriter:
     reports: bool = False
     """Always False: no driver waits for a part."""
 
-    def save(self, link: Save | Keep, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
+    def save(self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
         write_part(step_folder(self.run_url, link.table, iteration.step), link.index, link.count, rows)
 

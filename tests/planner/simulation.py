@@ -21,13 +21,13 @@ from siirl_dask.planner import (
     Edge,
     Groups,
     Input,
-    Load,
+    LoadPrompts,
     Node,
     Plan,
     Recv,
     Restore,
     Rows,
-    Run,
+    RunNode,
     Save,
     Send,
     Stream,
@@ -209,7 +209,7 @@ class Worker:
         happened = self.cluster.happened
         while not self.done:
             link = self.chain.links[self.position]
-            if isinstance(link, Run):
+            if isinstance(link, RunNode):
                 come = self.cluster.come.setdefault(link.node.name, set())
                 came = came or self.chain.worker not in come
                 come.add(self.chain.worker)
@@ -292,7 +292,7 @@ class Worker:
     def follow(self, link: object) -> None:
         cluster, worker = self.cluster, self.chain.worker
         match link:
-            case Load(name, names, index, count):
+            case LoadPrompts(name, names, index, count):
                 rows = {
                     r: values for r, values in loaded(cluster.seed).items() if lies(r, cluster.seed, count) == index
                 }
@@ -300,7 +300,7 @@ class Worker:
             case Restore(node, _, schema, index, count):
                 rows = sorted(cluster.stored)[index::count]
                 self.add(node.name, {r: {column: cluster.stored[r][column] for column in schema.names} for r in rows})
-            case Run(node, inputs, names):
+            case RunNode(node, inputs, names):
                 table = self.joined(inputs)
                 cluster.inputs.setdefault(node.name, {})[worker] = table
                 made = applied(node, table)

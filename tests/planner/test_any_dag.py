@@ -16,7 +16,7 @@ from siirl_dask.planner import (
     Plan,
     Recv,
     Rows,
-    Run,
+    RunNode,
     Stream,
     compile_chains,
     frontiers,
@@ -36,8 +36,8 @@ def streamed(plan: Plan) -> list[tuple[set[str], set[str]]]:
     return [tuple(set(plan.placement[plan.dag.node(name).role]) for name in ends) for ends in plan.streams.items()]
 
 
-def runs(plan: Plan) -> list[Run]:
-    return [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, Run)]
+def runs(plan: Plan) -> list[RunNode]:
+    return [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, RunNode)]
 
 
 def reads(node: Node, available: set[str]) -> set[str]:
@@ -149,7 +149,7 @@ def test_an_edge_carries_only_what_somebody_after_it_reads(plan):
         assert all(edge.schema.field(name).type == TYPES[name] for name in names if name in IDENTITY)
     for worker in plan.chains.values():
         for link in worker.links:
-            if isinstance(link, Run):
+            if isinstance(link, RunNode):
                 carried = [name for item in link.inputs for name in item.columns if name not in IDENTITY]
                 assert len(carried) == len(set(carried)), "a column comes along two branches"
 
@@ -164,7 +164,7 @@ def test_a_blob_is_only_where_it_is_used_and_comes_from_where_it_was(plan):
 
     for worker in plan.chains.values():
         for link in worker.links:
-            if isinstance(link, Run) and link.node.after:
+            if isinstance(link, RunNode) and link.node.after:
                 types = {name: column.type for name, column in plan.stages[link.node.name].available.items()}
                 blobs = [name for item in link.inputs for name in item.columns if is_blob(types[name])]
                 assert all(uses(link.node, name) for name in blobs)
@@ -186,7 +186,7 @@ def test_what_goes_in_parts_is_never_there_as_a_whole_and_the_rest_is(plan, seed
         able = alone and node.fn is gives and children[0].fn is takes and children[0].rows is Rows.REPLICATED
         assert (node.name in plan.streams) == (able and not node.save_as)
     for chain in plan.chains.values():
-        whole = {link.node.name for link in chain.links if isinstance(link, Run)}
+        whole = {link.node.name for link in chain.links if isinstance(link, RunNode)}
         assert whole.isdisjoint({*plan.streams, *plan.streams.values()})
 
 
@@ -195,12 +195,12 @@ def test_what_goes_in_parts_is_never_there_as_a_whole_and_the_rest_is(plan, seed
 def test_a_recv_waits_only_for_nodes_that_come_earlier(plan):
     order = {node.name: position for position, node in enumerate(plan.dag.ordered())}
     for chain in plan.chains.values():
-        nodes = [order[link.node.name] for link in chain.links if isinstance(link, Run)]
+        nodes = [order[link.node.name] for link in chain.links if isinstance(link, RunNode)]
         assert nodes == sorted(nodes)
         for position, link in enumerate(chain.links):
             if isinstance(link, Recv):
-                runs = next(later for later in chain.links[position:] if isinstance(later, Run | Stream))
-                node = runs.node if isinstance(runs, Run) else runs.source
+                runs = next(later for later in chain.links[position:] if isinstance(later, RunNode | Stream))
+                node = runs.node if isinstance(runs, RunNode) else runs.source
                 assert order[link.edge.source] < order[node.name]
                 assert order[link.guide.source] < order[node.name]
 

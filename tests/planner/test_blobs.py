@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, Run, Sizes, columns, compile_chains, describe, estimate
+from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, Sizes, columns, compile_chains, describe, estimate
 from siirl_dask.planner import column_flow as flow
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.testing.local_pool import LocalPool
@@ -76,7 +76,7 @@ def carriers(plan):
 
 def inputs(plan, name):
     links = (link for chain in plan.chains.values() for link in chain.links)
-    run = next(link for link in links if isinstance(link, Run) and link.node.name == name)
+    run = next(link for link in links if isinstance(link, RunNode) and link.node.name == name)
     return {item.table: [column for column in item.columns if column == "image"] for item in run.inputs}
 
 

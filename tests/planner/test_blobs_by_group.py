@@ -12,7 +12,7 @@ from siirl_dask.planner import (
     Node,
     Recv,
     Rows,
-    Run,
+    RunNode,
     Sizes,
     as_data,
     columns,
@@ -66,7 +66,7 @@ def inputs(plan, name):
 
 
 def _runs(link, name):
-    return isinstance(link, Run) and link.node.name == name
+    return isinstance(link, RunNode) and link.node.name == name
 
 
 @pytest.mark.parametrize("make", [sample, sample_unseen])

@@ -8,7 +8,21 @@ import pyarrow as pa
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Drop, Load, Node, Recv, Report, Role, Rows, Run, Save, Send, columns, compile_chains
+from siirl_dask.planner import (
+    DAG,
+    Drop,
+    LoadPrompts,
+    Node,
+    Recv,
+    ReportTable,
+    Role,
+    Rows,
+    RunNode,
+    Save,
+    Send,
+    columns,
+    compile_chains,
+)
 from siirl_dask.schema import fields
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -63,9 +77,9 @@ def test_the_chain_of_a_worker_in_full(grpo, source):
     found = []
     for link in chain.links:
         match link:
-            case Load(name, columns, index, count):
+            case LoadPrompts(name, columns, index, count):
                 found.append(("load", name, columns, index, count))
-            case Run(node):
+            case RunNode(node):
                 found.append(("run", node.name))
             case Send(edge):
                 found.append(("send", edge.name))
@@ -104,7 +118,7 @@ def test_one_worker_moves_nothing(grpo, source):
 
 def test_a_worker_without_a_role_has_nothing_to_do_but_to_report_for_saved_tables(grpo, source):
     plan = compile_chains(grpo, (*WORKERS, "idle"), source, SPLIT)
-    assert plan.chains["idle"].links == (Report("rollouts"),)
+    assert plan.chains["idle"].links == (ReportTable("rollouts"),)
 
 
 def test_keep_is_numbered_by_rank(grpo, source):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import Chain, Plan, Recv, Run, Send, compile_chains
+from siirl_dask.planner import Chain, Plan, Recv, RunNode, Send, compile_chains
 from siirl_dask.planner.deadlock import check_order
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -30,7 +30,7 @@ def at(links, kind, name) -> int:
     return next(
         index
         for index, link in enumerate(links)
-        if isinstance(link, kind) and name == (link.node.name if kind is Run else link.edge.name)
+        if isinstance(link, kind) and name == (link.node.name if kind is RunNode else link.edge.name)
     )
 
 
@@ -50,7 +50,7 @@ def without(kind, name):
 def moved(kind, name, before):
     def change(links):
         link = links.pop(at(links, kind, name))
-        links.insert(at(links, Run, before), link)
+        links.insert(at(links, RunNode, before), link)
         return links
 
     return change
@@ -58,11 +58,11 @@ def moved(kind, name, before):
 
 BROKEN = {
     "two workers of a role run two of its nodes in different orders": (
-        ("w3", swapped(Run, "old", "ref")),
+        ("w3", swapped(RunNode, "old", "ref")),
         "worker 'w3' runs 'old' after 'ref'",
     ),
     "a worker of a role lacks one of its nodes": (
-        ("w1", without(Run, "reward")),
+        ("w1", without(RunNode, "reward")),
         "worker 'w1' runs ['prompts', 'rollout', 'load'] of role 'rollout': expected ['prompts', 'rollout', 'reward',",
     ),
     "a worker sends later than it could": (

@@ -13,7 +13,7 @@ from siirl_dask.planner import (
     Lagged,
     Node,
     Recv,
-    Run,
+    RunNode,
     Sizes,
     as_data,
     compile_chains,
@@ -37,7 +37,7 @@ def test_a_lagged_node_is_one_link_and_changes_no_other(grpo, source):
     for worker in WORKERS[:2]:
         (link,) = (link for link in plan.chains[worker].links if isinstance(link, Lagged))
         assert link.steps == 2
-        assert [type(inner) for inner in link.links] == [Recv, Run, Drop, Drop]
+        assert [type(inner) for inner in link.links] == [Recv, RunNode, Drop, Drop]
     without = {worker: [type(link) for link in chain.flat] for worker, chain in plan.chains.items()}
     assert without == {worker: [type(link) for link in chain.links] for worker, chain in usual.chains.items()}
     assert plan.edges == usual.edges

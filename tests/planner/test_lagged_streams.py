@@ -20,7 +20,7 @@ from siirl_dask.planner import (
     Recv,
     Role,
     Rows,
-    Run,
+    RunNode,
     Send,
     Sizes,
     Stream,
@@ -79,7 +79,7 @@ def test_a_table_is_made_whole_where_the_takers_wait_for_the_givers_elsewhere(pl
     plan = compile_chains(dag, WORKERS, SOURCE, placement)
     assert not plan.streams
     (link,) = [link for link in plan.chains["w0"].links if isinstance(link, Lagged)]
-    assert [type(inner) for inner in link.links[:2]] == [Recv, Run]
+    assert [type(inner) for inner in link.links[:2]] == [Recv, RunNode]
 
 
 def test_a_step_after_a_replay_takes_weights_as_the_replay_gave_them():
@@ -139,7 +139,7 @@ class Steps:
     def _goes_on(self, worker, link, iteration) -> bool:
         at, place = iteration.sequence, self.plan.placement
         match link:
-            case Run(node):
+            case RunNode(node):
                 self.done.add((node.name, at, worker))
                 return all((node.name, at, other) in self.done for other in place[node.role])
             case Send(edge):

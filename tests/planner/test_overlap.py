@@ -13,7 +13,7 @@ from siirl_dask.planner import (
     Node,
     Role,
     RoleCost,
-    Run,
+    RunNode,
     Sizes,
     as_data,
     builds,
@@ -79,7 +79,7 @@ def dag(*, processes=1, after="rollout", reads=None, more=(), role="reward"):
 
 def early(graph, placement=None, **options):
     plan = compile_chains(graph, WORKERS, SOURCE, placement, **options)
-    runs = [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, Run)]
+    runs = [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, RunNode)]
     return {run.early for run in runs if run.node.name == "reward"}.pop()
 
 

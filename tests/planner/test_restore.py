@@ -11,7 +11,7 @@ from siirl_dask.errors import PlanError
 from siirl_dask.planner import (
     DAG,
     NO_DATA,
-    Load,
+    LoadPrompts,
     Node,
     Restore,
     Role,
@@ -82,7 +82,7 @@ def links(cut, kind, workers=("a", "b")):
 def test_what_comes_after_the_saved_table_is_left_and_the_dataset_is_not_read():
     (cut,) = cuts_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE), SOURCE)
     assert (names(cut), cut.table) == (["shape", "update"], "rollouts")
-    assert links(cut, Load) == []
+    assert links(cut, LoadPrompts) == []
     assert [(link.index, link.count) for link in links(cut, Restore)] == [(0, 2), (1, 2)]
     assert set(links(cut, Restore)[0].schema.names) == {"row_id", "group_id", "tokens", "reward", "text"}
 

@@ -14,7 +14,7 @@ from siirl_dask.planner import (
     Node,
     Role,
     Rows,
-    Run,
+    RunNode,
     Sizes,
     Stream,
     WeightSink,
@@ -49,7 +49,7 @@ def test_a_stream_is_one_link_at_the_place_of_its_source(plan):
         worker: [
             (link.source.name, link.gives, link.takes) if isinstance(link, Stream) else link.node.name
             for link in chain.links
-            if isinstance(link, Run | Stream)
+            if isinstance(link, RunNode | Stream)
         ]
         for worker, chain in plan.chains.items()
     }
@@ -78,7 +78,7 @@ def moved(plan, worker, before):
     links = list(plan.chains[worker].links)
     (stream,) = [link for link in links if isinstance(link, Stream)]
     links.remove(stream)
-    at = next(i for i, link in enumerate(links) if isinstance(link, Run) and link.node.name == before)
+    at = next(i for i, link in enumerate(links) if isinstance(link, RunNode) and link.node.name == before)
     return replace(plan, chains={**plan.chains, worker: Chain(worker, (*links[:at], stream, *links[at:]))})
 
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from siirl_dask.planner.chain import Chain, Edge, Keep, Link, Load, Plan, Recv, Restore, Run, Save, Send, Stream
+from siirl_dask.planner.chain import (
+    Chain,
+    Edge,
+    Link,
+    LoadPrompts,
+    Plan,
+    Recv,
+    Restore,
+    RunNode,
+    Save,
+    SaveState,
+    Send,
+    Stream,
+)
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
@@ -46,9 +59,9 @@ def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
 
 def _link(link: Link) -> tuple[tuple[str, str], ...]:
     match link:
-        case Load(name):
+        case LoadPrompts(name):
             return (("load", name),)
-        case Run(node, early=early):
+        case RunNode(node, early=early):
             begins = () if early is None else (("begin", f"{node.name} with finished rows of {early.node}"),)
             return (("run", node.name), *begins)
         case Restore(node, table):
@@ -57,7 +70,7 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
             return (("send", edge.name),)
         case Recv(edge):
             return (("receive", edge.name),)
-        case Save(table=table) | Keep(table=table):
+        case Save(table=table) | SaveState(table=table):
             return (("keep", table),)
         case Stream(source, target, gives, takes):
             steps = []

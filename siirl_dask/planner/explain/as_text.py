@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from siirl_dask.errors import counted
-from siirl_dask.planner.chain import Chain, Edge, Keep, Load, Plan, Recv, Restore, Run, Save, Send, Stream
-from siirl_dask.planner.column_flow import Stage
+from siirl_dask.planner.chain import (
+    Chain,
+    Edge,
+    LoadPrompts,
+    Plan,
+    Recv,
+    Restore,
+    RunNode,
+    Save,
+    SaveState,
+    Send,
+    Stream,
+)
+from siirl_dask.planner.column_flow import NodeColumns
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.explain.tables import (
     LEAST,
@@ -46,7 +58,7 @@ def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
     return table(("role", "built by", "workers"), rows)
 
 
-def _nodes(stages: Iterable[Stage]) -> str:
+def _nodes(stages: Iterable[NodeColumns]) -> str:
     rows = []
     for stage in stages:
         node = stage.node
@@ -86,14 +98,14 @@ def _chain(chain: Chain) -> str:
     received: list[str] = []  # since the node before
     for link in chain.flat:
         match link:
-            case Load():
+            case LoadPrompts():
                 received.append("data")
             case Recv(edge):
                 received.append(edge.source)
             case Restore(node, table):
                 begin(node.name)
                 notes["from"].append(f"stored {table}")
-            case Run(node, early=early):
+            case RunNode(node, early=early):
                 begin(f"{node.name}, {steps_behind(node.lag)}" if node.lag else node.name)
                 notes["from"] = received
                 received = []
@@ -110,7 +122,7 @@ def _chain(chain: Chain) -> str:
                     notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
-            case Save(table=table) | Keep(table=table):
+            case Save(table=table) | SaveState(table=table):
                 notes["saves"].append(table)
     finish()
     return " > ".join(steps) if steps else "nothing"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from siirl_dask.planner.chain import Chain, Drop, Edge, Load, Plan, Recv, Restore, Run, Send, Stream
-from siirl_dask.planner.column_flow import DATA, Column, Stage
+from siirl_dask.planner.chain import Chain, Drop, Edge, LoadPrompts, Plan, Recv, Restore, RunNode, Send, Stream
+from siirl_dask.planner.column_flow import DATA, Column, NodeColumns
 from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
 from siirl_dask.planner.weight_streams import handle_tensors
@@ -63,12 +63,12 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
     unknown: dict[str, None] = {}
     for link in chain.flat:
         match link:
-            case Load(name):
+            case LoadPrompts(name):
                 live[name] = weigh.loaded[name]
             case Recv(edge):
                 live[edge.name] = weigh.received[edge.name]
                 moving += live[edge.name]
-            case Run(ran) | Restore(ran):
+            case RunNode(ran) | Restore(ran):
                 now = sum(live.values()) + weigh.made[ran.name]
                 if now > peak:
                     peak = now
@@ -145,7 +145,7 @@ class _Weighing:
         _, largest = self._sizes.pieces.get(source, (0, total))
         return total if self._sizes.part is None else max(self._sizes.part, largest)
 
-    def _weigh(self, stage: Stage, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
+    def _weigh(self, stage: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
         name = stage.node.name
         if not stage.node.after:
             self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
@@ -166,7 +166,7 @@ class _Weighing:
         """Return the share with one row of each group: there are no more groups than prompts."""
         return share if share.rows is None else replace(share, rows=min(share.rows, self._sizes.prompts))
 
-    def _share_in(self, stage: Stage, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
+    def _share_in(self, stage: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
         rows = self._rows[stage.rows]
         workers = len(self._plan.placement[stage.node.role])
         guide = next((edge for edge in edges if edge.source == edge.guide and not edge.by_group), None)
@@ -193,7 +193,7 @@ class _Weighing:
         of, per = _BALANCED
         return -(-of * rows * cost // (per * workers)) + items * cost
 
-    def _share_out(self, stage: Stage, before: _Share) -> _Share:
+    def _share_out(self, stage: NodeColumns, before: _Share) -> _Share:
         if not stage.node.contract.new_rows:
             return before
         times = times_of(stage.node)
@@ -229,7 +229,7 @@ class _Weighing:
         return self._column(share, column) is None
 
 
-def _is_sliced(stage: Stage, name: str) -> bool:
+def _is_sliced(stage: NodeColumns, name: str) -> bool:
     """Return whether a column of a node's table has slices of another one, which counts: blobs that rows share."""
     column = stage.available.get(name)
     if column is None or name in stage.node.contract.writes.names:

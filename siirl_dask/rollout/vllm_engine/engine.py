@@ -33,9 +33,9 @@ from siirl_dask.rollout.engine import (
 )
 from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.vllm_engine import process as vllm_process
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks, EngineWorld
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue
-from siirl_dask.rollout.vllm_models import check_logprobs_of_vllm
 from siirl_dask.rollout.weight_loading import Replacement
 
 vllm_process.prepare()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from siirl_dask.coordinator.databuffer.limits import Limits
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, pack_ints
 from siirl_dask.errors import Aborted, NodeError, PeerError
-from siirl_dask.planner import Early, Iteration, Rows
+from siirl_dask.planner import EarlyColumns, Iteration, Rows
 from tests.coordinator.rows import ITERATION, buffers_of, edge, make_rows, names, scatter, wait_for_acks
 
 COLUMNS = ("ids", "logprobs", "text", "maybe")
@@ -21,7 +21,7 @@ ALONE = edge(("0",), ("1",), Rows.BALANCED)
 
 
 def early_edge(e):
-    return replace(e, early=Early("node", COLUMNS))
+    return replace(e, early=EarlyColumns("node", COLUMNS))
 
 
 def used(buffers):
@@ -122,7 +122,7 @@ async def all_early(e, parts, limits=TINY, **options):
 
 
 def test_rows_that_came_early_are_not_fetched_again():
-    e = replace(ALONE, early=Early("node", ("ids", "logprobs")))
+    e = replace(ALONE, early=EarlyColumns("node", ("ids", "logprobs")))
     table = make_rows(40)
     (got,), buffers = asyncio.run(all_early(e, {"0": table}))
     assert got.equals(table)
@@ -139,7 +139,9 @@ def test_few_bytes_that_came_early_are_fetched_again_where_lengths_vary():
     table = table.append_column("tokens", pa.array(lengths, pa.int64()))
     e = edge(names(2), names(3, 10), Rows.BALANCED, schema=table.schema)
     got, buffers = asyncio.run(
-        all_early(replace(e, early=Early("node", ("ids",))), scatter(table, e.sources), Limits(early_message=200))
+        all_early(
+            replace(e, early=EarlyColumns("node", ("ids",))), scatter(table, e.sources), Limits(early_message=200)
+        )
     )
     assert pa.concat_tables(got).num_rows == table.num_rows
     early = sum(buffers[target].traffic.early for target in e.targets)
@@ -242,7 +244,7 @@ def test_early_rows_of_other_lengths_than_told_later_name_the_worker():
 
 def test_a_question_that_is_asked_twice_is_answered_twice():
     e, table = early_edge(ALONE), make_rows(20).drop(["maybe"])
-    e = replace(e, early=Early("node", ("ids",)))
+    e = replace(e, early=EarlyColumns("node", ("ids",)))
 
     async def go():
         buffers, _ = buffers_of([e], limits=TINY, prefetch=True)

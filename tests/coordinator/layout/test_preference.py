@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
 from siirl_dask.coordinator.layout.balance import row_costs
 from siirl_dask.coordinator.layout.preference import early_targets, preferred_targets
-from siirl_dask.planner import Early, Edge, Rows
+from siirl_dask.planner import EarlyColumns, Edge, Rows
 from siirl_dask.schema import make_schema
 from tests.coordinator.rows import names
 
 
 def early_edge(sources, targets, rows=Rows.BALANCED):
     ends = names(sources), names(targets, sources)
-    return Edge("a", "b", *ends, rows, False, make_schema({}), "a", Early("a", ("response_ids",)))
+    return Edge("a", "b", *ends, rows, False, make_schema({}), "a", EarlyColumns("a", ("response_ids",)))
 
 
 def statistics(tokens, sources, group=8):

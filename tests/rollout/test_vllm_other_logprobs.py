@@ -8,7 +8,7 @@ import pytest
 from siirl_dask.cli import main
 from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout.vllm_models import check_logprobs_of_vllm
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.testing.reference_model import assert_agrees_with_trainer
 from tests.training import families
 
