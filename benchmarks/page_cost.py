@@ -24,7 +24,7 @@ from siirl_storage import stage_part
 
 from siirl_dask.observe.dashboard.page import show_page
 from siirl_dask.observe.dashboard.store import Store
-from siirl_dask.observe.trace_table import trace_table
+from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 
 _EVERY = 0.5  # seconds between two looks of a viewer

@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 from siirl_storage import commit_parts, stage_part
 
-from siirl_dask.runs import questions
 from siirl_dask.runs.check.tables import check_tables
-from siirl_dask.runs.mismatch import mismatch
-from siirl_dask.runs.rollouts import open_rollouts
+from siirl_dask.runs.samples import questions
+from siirl_dask.runs.samples.mismatch import mismatch
+from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.schema import make_schema
 
 WORKERS, PROMPTS, SAMPLES, LONGEST, PROMPT = 4, 16, 8, 4096, 200

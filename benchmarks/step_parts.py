@@ -30,7 +30,7 @@ from siirl_dask.config import Config
 from siirl_dask.config.file import load, shipped
 from siirl_dask.driver.run import run
 from siirl_dask.observe import Record, read_metrics
-from siirl_dask.observe.bottleneck import WorkerTime, find_bottleneck
+from siirl_dask.observe.trace.bottleneck import WorkerTime, find_bottleneck
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.trace import Lane
 from step_timing import PYTHON, is_profiled, profiled_grpo

@@ -32,12 +32,12 @@ from dask_cluster import DaskCluster
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.run import run
-from siirl_dask.observe.bottleneck import find_bottleneck
-from siirl_dask.observe.trace_table import TraceSpan, trace_table
+from siirl_dask.observe.trace.bottleneck import find_bottleneck
+from siirl_dask.observe.trace.trace_table import TraceSpan, trace_table
 from siirl_dask.planner import Iteration
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.trace import START, Recorder
-from siirl_dask.worker.tracing import Tracing
+from siirl_dask.worker.monitoring.tracing import Tracing
 
 WORKERS = 4
 

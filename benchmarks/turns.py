@@ -33,7 +33,7 @@ from siirl_dask.config import Engine, EnvironmentsConfig, ModelConfig, RolloutCo
 from siirl_dask.context import Context, Device, Rank  # noqa: E402
 from siirl_dask.environments import Step, build_environments  # noqa: E402
 from siirl_dask.nodes import encode_prompts, play  # noqa: E402
-from siirl_dask.nodes.episode_queue import EpisodeQueue  # noqa: E402
+from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue  # noqa: E402
 from siirl_dask.rollout import RolloutEngine, build_engine  # noqa: E402
 from siirl_dask.tasks.tiny_model import tiny_model  # noqa: E402
 
@@ -129,7 +129,7 @@ def measure(engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes:
     ctx = Context(1, 0, Rank(), device, engine, resources={"environments": world})
     table = encode_prompts(ctx, prompts(episodes), max_prompt_length=16)
     try:
-        with patch("siirl_dask.nodes.play_common.EpisodeQueue", case.queue):
+        with patch("siirl_dask.nodes.episodes.play_common.EpisodeQueue", case.queue):
             began = time.perf_counter()
             made = play(ctx, table, rollout=rollout, environments=config, max_prompt_length=16)
             seconds = time.perf_counter() - began

@@ -12,7 +12,7 @@ from pathlib import Path
 import dask
 from distributed import LocalCluster
 
-from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
+from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
 IDLE = {
     "distributed.worker.profile.enabled": False,

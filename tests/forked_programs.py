@@ -29,7 +29,7 @@ from uuid import uuid4
 import psutil
 
 from siirl_dask.testing.hosts import Host
-from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
+from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): whoever loses its parent below this process becomes its child
 _PATIENCE = 3.0  # seconds that processes of a program may outlive it

@@ -18,7 +18,7 @@ LAYERS = (
     {"algorithms", "rewards", "images"},
     {"coordinator", "rollout", "training", "observe", "environments"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
-    {"recipes", "observe/dashboard"},
+    {"recipes", "observe/dashboard", "scheduler"},
     {"driver"},
     {"commands", "testing"},
     {"cli"},
@@ -31,7 +31,7 @@ GROUND = LAYERS[1]
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
 APART = {"observe/dashboard": "it reads run folders, serves a page from Dask's scheduler, and is nothing a run needs"}
 """Folders within a room that are rooms of their own in the table of layers, and why."""
-DASK = ("coordinator/transport/dask_streams.py", "worker/", "driver/", "observe/dashboard/")
+DASK = ("coordinator/transport/dask_streams.py", "worker/", "scheduler/", "driver/", "observe/dashboard/")
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
@@ -43,7 +43,7 @@ ONLY_IN = {
     "sglang": ("rollout/sglang_engine/",),
     "torch.distributed": (
         "collectives.py",
-        "worker/process_groups.py",
+        "worker/groups/process_groups.py",
         "training/",
         "rollout/vllm_engine/process_groups.py",
         "testing/",

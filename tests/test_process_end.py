@@ -11,7 +11,7 @@ import pytest
     "freeze",
     [
         "import tests.conftest, gc; gc.collect(); gc.freeze()",
-        "import siirl_dask.worker._hide, siirl_dask.worker._freeze",
+        "import siirl_dask.worker.process._hide, siirl_dask.worker.process._freeze",
     ],
 )
 def test_frozen_processes_end_without_reports_of_leaks(freeze):

@@ -10,7 +10,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.observe import Accuracy, BytesPerStep, Slowest, Status, Summary, write_summary
 from siirl_dask.observe.metrics import FILE, Record, encode
-from siirl_dask.observe.trace_table import trace_table
+from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, write_identity

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from idle_worker import IdleWorker
-from siirl_dask.driver import run_on_cluster
+from siirl_dask.driver.clusters import run_on_cluster
+from siirl_dask.driver.clusters.processes import members
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.processes import members
 from siirl_dask.planner import Iteration, Phase
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.run_spec import RunSpec

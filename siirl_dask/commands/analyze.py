@@ -12,14 +12,14 @@ from typing import Any
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.analysis import Analysis, Compared, analyze, mean_lengths
-from siirl_dask.driver.memory import WorkerMemory, sizes_of
+from siirl_dask.driver.checks.preflight import check
+from siirl_dask.driver.estimates.analysis import Analysis, Compared, analyze, mean_lengths
+from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
 from siirl_dask.driver.phases import plan_phases, worker_names
-from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError, DataError, UserError, counted
 from siirl_dask.observe.figures import duration
-from siirl_dask.observe.measured import Measured, measure
 from siirl_dask.observe.metrics import read_metrics
+from siirl_dask.observe.trace.measured import Measured, measure
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.reader import open_run

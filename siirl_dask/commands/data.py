@@ -180,7 +180,7 @@ def _show(chosen: argparse.Namespace) -> None:
 
 def _show_first_prompt(console: PipeConsole, found: DatasetSummary, tokenizer: HuggingFaceTokenizer) -> None:
     """Print the first prompt as the model sees it, or why it cannot be shown."""
-    from siirl_dask.driver.prompt_rows import rendered
+    from siirl_dask.driver.checks.prompt_rows import rendered
 
     if found.first_prompt is None:
         console.print(Text("\nThere is no first prompt to show: it is null, or there is no column of prompts"))

@@ -22,7 +22,7 @@ from siirl_dask.config.file import load_text
 from siirl_dask.config.secrets import redacted
 from siirl_dask.coordinator.source import Source, open_source, source_schema
 from siirl_dask.coordinator.stored_rows import step_folder
-from siirl_dask.driver.reachable import Unreachable
+from siirl_dask.driver.checks.reachable import Unreachable
 from siirl_dask.driver.single_pass import one_pass
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.remote import HUB, is_remote

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from siirl_dask.driver.links import EdgeLinks, Links, links_of, total_of
+from siirl_dask.driver.estimates.links import EdgeLinks, Links, links_of, total_of
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import Plan, Sizes
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges

@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl_dask.observe import printable
 from siirl_dask.observe.sample_html import thumbnails
-from siirl_dask.runs.prompt_images import PICTURES
+from siirl_dask.runs.samples.prompt_images import PICTURES
 
 IMAGES_ALLOWED = "img-src data:"
 """Directive that a page's Content-Security-Policy needs, so that a browser shows thumbnails."""

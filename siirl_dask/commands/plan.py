@@ -10,14 +10,18 @@ from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_worke
 from siirl_dask.commands.step_time import Timing
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.device_memory import Cards, cards_of, device_memory
-from siirl_dask.driver.memory import WorkerMemory, sizes_of
-from siirl_dask.driver.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
+from siirl_dask.driver.checks.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
+from siirl_dask.driver.checks.preflight import check, check_observation
+from siirl_dask.driver.checks.prompt_rows import first_prompt
+from siirl_dask.driver.estimates.device_memory import Cards, cards_of, device_memory
+from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
+from siirl_dask.driver.estimates.worker_devices import (
+    describe_worker_devices,
+    find_worker_devices,
+    worker_devices_as_data,
+)
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
-from siirl_dask.driver.preflight import check, check_observation
-from siirl_dask.driver.prompt_rows import first_prompt
 from siirl_dask.driver.starts import find_starts
-from siirl_dask.driver.worker_devices import describe_worker_devices, find_worker_devices, worker_devices_as_data
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary

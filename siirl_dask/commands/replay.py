@@ -23,11 +23,11 @@ from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import StoredPass, stored_passes
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
-from siirl_dask.planner.names import canonical
+from siirl_dask.planner.spec.names import canonical
 from siirl_dask.runs.past_weights import StepsWithWeights, Weights, past_weights
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.replays import Changes, compare
-from siirl_dask.runs.rollouts import in_words, saved_steps
+from siirl_dask.runs.samples.rollouts import in_words, saved_steps
 from siirl_dask.runs.tables import REPLAY, listed
 
 _FUNCTIONS = {

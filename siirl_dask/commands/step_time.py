@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import Config
-from siirl_dask.driver.node_seconds import Lengths
-from siirl_dask.driver.performance import Split, StepTime, lengths_of, splits, step_time
-from siirl_dask.driver.speeds import Speed, speed_of
+from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.performance import Split, StepTime, lengths_of, splits, step_time
+from siirl_dask.driver.estimates.speeds import Speed, speed_of
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Plan
 from siirl_dask.planner.explain.tables import table

@@ -14,8 +14,15 @@ from siirl_storage import StorageError, open_fs, write_atomic
 from siirl_dask.commands.steps import one_step, steps_between
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import PipeConsole, printable
-from siirl_dask.observe.bottleneck import Bottleneck, NodeTime, WorkerTime, find_bottleneck, longest_wait, moving_share
-from siirl_dask.observe.chrome_trace import chrome_trace
+from siirl_dask.observe.trace.bottleneck import (
+    Bottleneck,
+    NodeTime,
+    WorkerTime,
+    find_bottleneck,
+    longest_wait,
+    moving_share,
+)
+from siirl_dask.observe.trace.chrome_trace import chrome_trace
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import Trace, read_trace
 from siirl_dask.trace import Lane

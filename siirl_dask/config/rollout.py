@@ -22,7 +22,7 @@ class Dtype(StrEnum):
     """Number type in which a model computes."""
 
     auto = "auto"
-    """bfloat16 where the workers have accelerators that all compute in it, else float32; see driver/number_type.py."""
+    """bfloat16 where the workers have accelerators that all compute in it, else float32."""
     float32 = "float32"
     bfloat16 = "bfloat16"
 

@@ -14,7 +14,8 @@ from distributed import Client, Future
 from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.driver.calls import SLICE, submit
+from siirl_dask.driver.clusters.calls import SLICE, submit
+from siirl_dask.driver.clusters.run_on_cluster import RunOnCluster
 from siirl_dask.driver.failures import FAILURES, failure_of
 from siirl_dask.driver.iterations import (
     CompletedIteration,
@@ -23,14 +24,13 @@ from siirl_dask.driver.iterations import (
     StagedTable,
     WrittenCheckpoint,
 )
-from siirl_dask.driver.run_on_cluster import RunOnCluster
-from siirl_dask.driver.staged_tables import StagedTables
+from siirl_dask.driver.recovery.staged_tables import StagedTables
 from siirl_dask.driver.who_waits import describe_positions, describe_waits, failure_of_hang, warn_of_busy_workers
 from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
+from siirl_dask.worker.monitoring.task_progress import Reading
 from siirl_dask.worker.run_spec import RunSpec
-from siirl_dask.worker.task_progress import Reading
 from siirl_dask.worker.tasks import finish_worker, run_chain, save_worker, start_worker
 
 _REPORTS_PER_TIMEOUT = 4  # reports of progress within the shortest time that may pass without any

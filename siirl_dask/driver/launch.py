@@ -9,21 +9,21 @@ from functools import partial
 from distributed import Client
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.commits import Commits
+from siirl_dask.driver.checks.number_type import OpenTypes
+from siirl_dask.driver.checks.preflight import Checked, check
+from siirl_dask.driver.checks.reachable import check_reachable
+from siirl_dask.driver.clusters.processes import hosts_of
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
-from siirl_dask.driver.number_type import OpenTypes
 from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases
-from siirl_dask.driver.preflight import Checked, check
-from siirl_dask.driver.processes import hosts_of
-from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
-from siirl_dask.driver.reachable import check_reachable
-from siirl_dask.driver.resume import ResumePoint, check_nothing_lost, check_same_data, weights_dag
-from siirl_dask.driver.stages import with_stages
-from siirl_dask.driver.verification import verified_resume_point
+from siirl_dask.driver.recovery.commits import Commits
+from siirl_dask.driver.recovery.resume import ResumePoint, check_nothing_lost, check_same_data, weights_dag
+from siirl_dask.driver.recovery.stored_steps import with_stages
+from siirl_dask.driver.recovery.verification import verified_resume_point
+from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.who_waits import node_timeout
-from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Phase, compile_chains, frontiers, replay_plan
 from siirl_dask.planner.contract import options_of

@@ -13,10 +13,10 @@ from siirl_storage import join
 from siirl_dask.config import Config
 from siirl_dask.config.file.coerce import plain
 from siirl_dask.config.secrets import redacted
+from siirl_dask.driver.checks.prompts import check_prompts
 from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.driver.iterations import CompletedIteration
-from siirl_dask.driver.prompts import check_prompts
-from siirl_dask.driver.resume import ResumePoint
+from siirl_dask.driver.recovery.resume import ResumePoint
 from siirl_dask.driver.run_page import RunPage
 from siirl_dask.errors import ConfigError, SiirlError, did_you_mean
 from siirl_dask.observe import (

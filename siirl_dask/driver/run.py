@@ -13,25 +13,25 @@ from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, Engine
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.cluster import connect, reconnect
+from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
+from siirl_dask.driver.checks.preflight import check, check_observation
+from siirl_dask.driver.clusters.cluster import connect, reconnect
+from siirl_dask.driver.clusters.processes import hosts_of, workers_needed
 from siirl_dask.driver.driver import Driver
-from siirl_dask.driver.elastic import ElasticWorkers
+from siirl_dask.driver.estimates.speeds import note_on_float32
 from siirl_dask.driver.iterations import CompletedIteration, iterations
 from siirl_dask.driver.launch import Job, Launch, plan_run, prepare_launch
 from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import fetch_here, find_models
-from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases, data_versions, prepare, validation_of, worker_names
-from siirl_dask.driver.preemption import Preempted, Preemption
-from siirl_dask.driver.preflight import check, check_observation
-from siirl_dask.driver.processes import hosts_of, workers_needed
-from siirl_dask.driver.replacement import FixedWorkers
-from siirl_dask.driver.restarts import Restarts
-from siirl_dask.driver.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
-from siirl_dask.driver.scheduler_guard import scheduler_guard
-from siirl_dask.driver.speeds import note_on_float32
+from siirl_dask.driver.recovery.elastic import ElasticWorkers
+from siirl_dask.driver.recovery.preemption import Preempted, Preemption
+from siirl_dask.driver.recovery.replacement import FixedWorkers
+from siirl_dask.driver.recovery.restarts import Restarts
+from siirl_dask.driver.recovery.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
+from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
+from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.starts import find_starts
-from siirl_dask.driver.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary

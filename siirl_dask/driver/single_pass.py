@@ -11,18 +11,18 @@ from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype
 from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, opened, training_dataset
-from siirl_dask.driver.calls import complete
-from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.checks.number_type import OpenTypes, expected_dtype, is_open
+from siirl_dask.driver.checks.preflight import check
+from siirl_dask.driver.checks.prompts import check_prompts
+from siirl_dask.driver.checks.reachable import check_reachable
+from siirl_dask.driver.clusters.calls import complete
+from siirl_dask.driver.clusters.cluster import connect
+from siirl_dask.driver.clusters.processes import hosts_of, members
 from siirl_dask.driver.driver import Driver
+from siirl_dask.driver.estimates.prompt_lengths import notes_on_long_prompts
 from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
-from siirl_dask.driver.number_type import OpenTypes, expected_dtype, is_open
 from siirl_dask.driver.phases import Phases
-from siirl_dask.driver.preflight import check
-from siirl_dask.driver.processes import hosts_of, members
-from siirl_dask.driver.prompt_lengths import notes_on_long_prompts
-from siirl_dask.driver.prompts import check_prompts
-from siirl_dask.driver.reachable import check_reachable
 from siirl_dask.driver.who_waits import node_timeout
 from siirl_dask.errors import Interrupted, SiirlError, counted
 from siirl_dask.models.broken_imports import hide
@@ -32,8 +32,8 @@ from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
 from siirl_dask.schema import Schema
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
-from siirl_dask.worker.lazy_role import StoredStates, built_when_used
-from siirl_dask.worker.role_state import ResumeFrom
+from siirl_dask.worker.roles.lazy_role import StoredStates, built_when_used
+from siirl_dask.worker.roles.role_state import ResumeFrom
 from siirl_dask.worker.run_spec import RunSpec
 from siirl_dask.worker.tasks import models_of
 

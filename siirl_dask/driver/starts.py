@@ -27,7 +27,7 @@ from siirl_storage import StorageError, join, open_fs, remove_tree
 from siirl_storage.files import absolute
 
 from siirl_dask.config import Config, Dtype, LoraConfig, ModelConfig, TrainerConfig
-from siirl_dask.driver.model_options import with_models, with_models_in_dag
+from siirl_dask.driver.checks.model_options import with_models, with_models_in_dag
 from siirl_dask.errors import ConfigError, SiirlError
 from siirl_dask.models.adapter_folder import CONFIG as ADAPTER_CONFIG
 from siirl_dask.models.adapter_folder import check_same_base

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +19,6 @@ from transformers import (
 )
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.corrections import correct_modules
 from siirl_dask.models.rotary import pin_frequencies
 
 
@@ -92,3 +92,17 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers.logging.enable_progress_bar()
+
+
+def correct_modules(model: nn.Module) -> None:
+    """Set a state-space layer's limits of time steps to those of its config.
+
+    Nemotron-H's layers take ``time_step_min`` for the least, and only where they compute a whole row: one token after
+    the other, as when sampling, transformers applies no limit, and neither does vLLM. Its ``time_step_limit`` is
+    0 to infinity.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(module, "time_step_limit") and hasattr(config, "time_step_limit"):
+            layer = cast(Any, module)
+            layer.time_step_limit = tuple(layer.config.time_step_limit)

@@ -1,16 +1,20 @@
 """The nodes that come with the package: functions ``(Context, pa.Table) -> pa.Table``. Any such function is a node."""
 
-from siirl_dask.nodes.advantage import (
+from siirl_dask.nodes.advantages.advantage import (
     draw_minibatches,
     estimate_advantage,
     estimate_token_advantages,
     take_greedy_baselines,
 )
-from siirl_dask.nodes.agent_advantage import estimate_agent_advantages, estimate_role_advantages
-from siirl_dask.nodes.agents import append_response, bring_out, hand_over, take_agents
-from siirl_dask.nodes.covariance import choose_covariant
+from siirl_dask.nodes.advantages.agent_advantage import estimate_agent_advantages, estimate_role_advantages
+from siirl_dask.nodes.advantages.shaping import penalise_kl, penalise_overlong
+from siirl_dask.nodes.advantages.similarity import embed_texts, score_by_similarity
+from siirl_dask.nodes.advantages.turn_advantage import estimate_turn_advantages
 from siirl_dask.nodes.dynamic_sampling import sample_until_mixed
-from siirl_dask.nodes.entropy import choose_high_entropy
+from siirl_dask.nodes.episodes.agents import append_response, bring_out, hand_over, take_agents
+from siirl_dask.nodes.episodes.play import play, play_answers
+from siirl_dask.nodes.episodes.run_agents import run_agents, run_agents_to_validate
+from siirl_dask.nodes.episodes.turn_scores import score_turns
 from siirl_dask.nodes.evaluate import ColumnPath, eval_table, measure_answers
 from siirl_dask.nodes.generate import generate, generate_answers, generate_with_greedy
 from siirl_dask.nodes.logprobs import (
@@ -21,17 +25,13 @@ from siirl_dask.nodes.logprobs import (
     reference_logprobs,
     rollout_logprobs,
 )
-from siirl_dask.nodes.play import play, play_answers
 from siirl_dask.nodes.policy_change import measure_policy_change
 from siirl_dask.nodes.prompts import encode_prompts
 from siirl_dask.nodes.reward import score, score_with_model
-from siirl_dask.nodes.run_agents import run_agents, run_agents_to_validate
-from siirl_dask.nodes.second_moment import mask_second_moment
-from siirl_dask.nodes.shaping import penalise_kl, penalise_overlong
-from siirl_dask.nodes.similarity import embed_texts, score_by_similarity
-from siirl_dask.nodes.truncated import mask_truncated
-from siirl_dask.nodes.turn_advantage import estimate_turn_advantages
-from siirl_dask.nodes.turn_scores import score_turns
+from siirl_dask.nodes.token_masks.covariance import choose_covariant
+from siirl_dask.nodes.token_masks.entropy import choose_high_entropy
+from siirl_dask.nodes.token_masks.second_moment import mask_second_moment
+from siirl_dask.nodes.token_masks.truncated import mask_truncated
 from siirl_dask.nodes.update import update_critic, update_policy
 from siirl_dask.nodes.weights import load_weights, publish_weights
 

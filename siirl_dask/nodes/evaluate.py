@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
-from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
+from siirl_dask.nodes.advantages.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
+from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
 from siirl_dask.planner import Changes, columns, reads_option
 from siirl_dask.schema import (
     AGENT,

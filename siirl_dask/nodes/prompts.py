@@ -89,7 +89,7 @@ def encode_prompts(
 
     A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
     prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
-    leaves no worker any trains nothing (``driver/prompts.py`` warns of it).
+    leaves no worker any trains nothing (``driver/checks/prompts.py`` warns of it).
 
     ValueError for a prompt without tokens; DataError, with the row, for one that is null, that the chat template cannot
     write, or whose last message is the assistant's without ``continue_answers``; ImageError, with the row and the

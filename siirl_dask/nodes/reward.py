@@ -10,7 +10,7 @@ import pyarrow as pa
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import Origin, RewardError
 from siirl_dask.nodes.early_scores import EarlyScores, argument_names
-from siirl_dask.nodes.episodes import EPISODE_COLUMNS, reward_sums, sequences_of
+from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, reward_sums, sequences_of
 from siirl_dask.nodes.failures import Failures, check_failures
 from siirl_dask.nodes.packed_table import pack_rows
 from siirl_dask.planner import columns, reads_option

@@ -14,7 +14,7 @@ from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError, counted
-from siirl_dask.nodes.episodes import EPISODE_COLUMNS, row_positions
+from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, row_positions
 from siirl_dask.nodes.nonfinite import nonfinite_handler
 from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
 from siirl_dask.nodes.routes import packed_routes

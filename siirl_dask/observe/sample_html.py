@@ -24,7 +24,7 @@ def plain_text(text: str) -> str:
 def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
     """Return the images of a prompt as HTML: thumbnails, and in a line each what cannot be shown; empty without any.
 
-    Each has ``kind`` and ``url``, a data URL, or ``problem``; see ``siirl_dask/runs/prompt_images.py``.
+    Each has ``kind`` and ``url``, a data URL, or ``problem``; see ``siirl_dask/runs/samples/prompt_images.py``.
     """
     shown = [
         f'<img src="{html.escape(one["url"])}" alt="{html.escape(one["kind"] or "")}" '

@@ -41,11 +41,11 @@ from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
-from siirl_dask.planner.names import resolve
 from siirl_dask.planner.node import Node, Role, Rows
 from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
 from siirl_dask.planner.role_contract import Preflight, RoleCost, builds
-from siirl_dask.planner.spec import dag_from_spec, dag_to_spec
+from siirl_dask.planner.spec.dag_spec import dag_from_spec, dag_to_spec
+from siirl_dask.planner.spec.names import resolve
 
 __all__ = [
     "DAG",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.chain import (
     Chain,
+    Drop,
     EarlyColumns,
     Edge,
     Lagged,
@@ -30,7 +31,6 @@ from siirl_dask.planner.chain import (
 from siirl_dask.planner.column_flow import NodeColumns, trace_columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.deadlock import check_order
-from siirl_dask.planner.drops import with_drops
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.moves import Move, plan_moves
 from siirl_dask.planner.node import Node
@@ -170,7 +170,7 @@ def _chains(
                     own.append(LoadPrompts(move.inputs[0].table, stage.needed, index, len(owners)))
                 of_node = [*_receives(node, move, worker), stream_links.pop(worker, run)]
             if node.lag:
-                own.append(Lagged(node.lag, with_drops(of_node)))
+                own.append(Lagged(node.lag, _with_drops(of_node)))
             else:
                 own.extend(of_node)
             if worker in senders and name not in streams:
@@ -182,7 +182,7 @@ def _chains(
             _add_writes_of_state(links, node, state_tables[name], owners)
         if name in output_tables:
             _add_writes_of_rows(links, stage, output_tables[name], move.layout.holders)
-    return {worker: Chain(worker, with_drops(own)) for worker, own in links.items()}
+    return {worker: Chain(worker, _with_drops(own)) for worker, own in links.items()}
 
 
 def _receives(node: Node, move: Move, worker: str) -> list[Link]:
@@ -248,3 +248,38 @@ def _streaming(
         )
         for worker in dict.fromkeys((*giving, *taking))
     }
+
+
+def _with_drops(links: Sequence[Link]) -> tuple[Link, ...]:
+    """Return ``links`` with a Drop of each table right after the last link that uses it."""
+    last_use: dict[str, int] = {}
+    for position, link in enumerate(links):
+        for table in _tables_used_by(link):
+            last_use[table] = position
+    drops_at: dict[int, list[Drop]] = {}
+    for table, position in last_use.items():
+        drops_at.setdefault(position, []).append(Drop(table))
+    links_and_drops: list[Link] = []
+    for position, link in enumerate(links):
+        links_and_drops.append(link)
+        links_and_drops.extend(drops_at.get(position, ()))
+    return tuple(links_and_drops)
+
+
+def _tables_used_by(link: Link) -> tuple[str, ...]:
+    match link:
+        case LoadPrompts(name):
+            return (name,)
+        case RunNode(node, inputs):
+            return (*(item.table for item in inputs), node.name)
+        case Stream(inputs=inputs):
+            return tuple(item.table for item in inputs)
+        case Send(edge):
+            return (edge.source,)
+        case Recv(edge, have=have):
+            return (edge.name, *have)
+        case Save(node):
+            return (node,)
+        case Restore(node):
+            return (node.name,)
+    return ()

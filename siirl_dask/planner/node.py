@@ -20,7 +20,7 @@ from siirl_dask.planner.contract import (
     contract_of,
     options_of,
 )
-from siirl_dask.planner.names import canonical_text, function_name
+from siirl_dask.planner.spec.names import canonical_text, function_name
 from siirl_dask.schema import IDENTITY, Schema, make_schema
 
 BuildFn = Callable[..., Any]

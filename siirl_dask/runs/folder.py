@@ -34,8 +34,8 @@ from siirl_dask.config.file.layers import config_keys
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.planner import DAG, dag_from_spec, dag_to_spec
-from siirl_dask.planner.names import canonical
 from siirl_dask.planner.node import NONFINITE, STAGES
+from siirl_dask.planner.spec.names import canonical
 from siirl_dask.runs import checkpoints
 from siirl_dask.runs.identity_file import FILE as IDENTITY
 from siirl_dask.runs.identity_file import (

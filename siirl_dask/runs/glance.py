@@ -14,7 +14,7 @@ from siirl_storage.reading import read_rows
 
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.errors import DataError
-from siirl_dask.runs.rollouts import TABLE
+from siirl_dask.runs.samples.rollouts import TABLE
 from siirl_dask.schema import FINISH_REASON, PROMPT, PROMPT_TEXT, RESPONSE, REWARD, TURNS
 
 _MOST_BYTES = 2**24  # of the columns of a row group

@@ -18,12 +18,12 @@ from siirl_dask.observe.summary import Summary, read_summary
 from siirl_dask.planner import resolve
 from siirl_dask.planner.contract import contract_of, options_of
 from siirl_dask.planner.role_contract import provides_of
-from siirl_dask.planner.spec import bind
+from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.runs.checkpoints import committed
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
-from siirl_dask.runs.rollouts import query
-from siirl_dask.runs.token_texts import decoder, tokenizer_file
-from siirl_dask.runs.utterances import Decode
+from siirl_dask.runs.samples.rollouts import query
+from siirl_dask.runs.samples.token_texts import decoder, tokenizer_file
+from siirl_dask.runs.samples.utterances import Decode
 from siirl_dask.schema import REWARD
 
 

@@ -17,11 +17,11 @@ from siirl_storage.reading import read_part
 
 from siirl_dask.coordinator.stored_rows import step_folder, step_name, step_of
 from siirl_dask.errors import DataError, counted
-from siirl_dask.observe.bottleneck import find_bottleneck
 from siirl_dask.observe.summary import Slowest
-from siirl_dask.observe.trace_table import TraceSpan, read_spans
+from siirl_dask.observe.trace.bottleneck import find_bottleneck
+from siirl_dask.observe.trace.trace_table import TraceSpan, read_spans
 from siirl_dask.planner.node import TRACE
-from siirl_dask.runs.rollouts import in_words
+from siirl_dask.runs.samples.rollouts import in_words
 from siirl_dask.trace import Lane
 
 logger = logging.getLogger("siirl_dask.runs")

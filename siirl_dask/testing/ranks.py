@@ -15,8 +15,8 @@ from torch.multiprocessing.spawn import start_processes
 from siirl_dask.collectives import LOOPBACK, listen_at
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices.accelerator import bind, visible_devices
-from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
-from siirl_dask.worker.process_groups import backend_of
+from siirl_dask.worker.groups.process_groups import backend_of
+from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
 _TIMEOUT = timedelta(seconds=180)  # some ranks wait while others compute alone, on a machine that may be busy
 

@@ -26,38 +26,37 @@ from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe.metrics import pack
 from siirl_dask.planner import Iteration, Plan
 from siirl_dask.trace import Lane
-from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker import stuck_collectives
-from siirl_dask.worker.activity import counts_as_progress
-from siirl_dask.worker.checkpoint_writer import CheckpointWriter
 from siirl_dask.worker.data_plane import DataPlane
-from siirl_dask.worker.devices import bind
 from siirl_dask.worker.executor import ChainRun
-from siirl_dask.worker.group_store import GroupStore
-from siirl_dask.worker.heartbeats import Heartbeats
-from siirl_dask.worker.joined_groups import JoinedGroups, join_groups
-from siirl_dask.worker.lazy_role import models_used
+from siirl_dask.worker.groups import process_groups as groups
+from siirl_dask.worker.groups import stuck_collectives
+from siirl_dask.worker.groups.group_store import GroupStore
+from siirl_dask.worker.groups.joined_groups import JoinedGroups, join_groups
+from siirl_dask.worker.hardware.devices import bind
+from siirl_dask.worker.monitoring.activity import counts_as_progress
+from siirl_dask.worker.monitoring.heartbeats import Heartbeats
+from siirl_dask.worker.monitoring.profiling import Profiling
+from siirl_dask.worker.monitoring.scheduler_patience import no_heartbeats
+from siirl_dask.worker.monitoring.stacks import stacks
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
+from siirl_dask.worker.monitoring.tracing import Tracing
+from siirl_dask.worker.monitoring.worker_meter import WorkerMeter
 from siirl_dask.worker.named_errors import portable
 from siirl_dask.worker.node_call import NodeCalls, restore_packed_state
 from siirl_dask.worker.past_iterations import PastIterations
 from siirl_dask.worker.phase_loaders import PhaseLoaders
-from siirl_dask.worker.profiling import Profiling
 from siirl_dask.worker.release import Release, await_all
-from siirl_dask.worker.reused_roles import BuiltRoles
-from siirl_dask.worker.role_state import RoleStates, StateStore, build_roles, close_roles
+from siirl_dask.worker.roles.checkpoint_writer import CheckpointWriter
+from siirl_dask.worker.roles.lazy_role import models_used
+from siirl_dask.worker.roles.reused_roles import BuiltRoles
+from siirl_dask.worker.roles.role_state import RoleStates, StateStore, build_roles, close_roles
 from siirl_dask.worker.run_spec import RunSpec, deserialize_phases
 from siirl_dask.worker.runtime import WorkerRuntime
-from siirl_dask.worker.scheduler_patience import no_heartbeats
 from siirl_dask.worker.shared_items import ExpectedWork
-from siirl_dask.worker.stacks import stacks
 from siirl_dask.worker.stages import PlainWriter, StageWriter
-from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.supervisor import ABORT
+from siirl_dask.worker.stop import ABORT, StopFlag
 from siirl_dask.worker.task_order import TaskOrder
-from siirl_dask.worker.task_progress import TaskProgress
-from siirl_dask.worker.tracing import Tracing
 from siirl_dask.worker.work_stealing import StealableQueues, StealService
-from siirl_dask.worker.worker_meter import WorkerMeter
 
 if TYPE_CHECKING:
     from distributed import Worker

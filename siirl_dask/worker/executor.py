@@ -15,7 +15,7 @@ import pyarrow as pa
 from siirl_dask.context import Metric, Reduce
 from siirl_dask.coordinator.blobs import filled_by_group, once_per_group
 from siirl_dask.coordinator.stored_rows import read_stored_rows, step_folder
-from siirl_dask.observe.transfers import record_transfers
+from siirl_dask.observe.trace.transfers import record_transfers
 from siirl_dask.planner import (
     Chain,
     Drop,

@@ -21,10 +21,10 @@ from siirl_dask.planner import Edge, Groups, Input, Iteration, LoadPrompts, Node
 from siirl_dask.planner.node import NONFINITE
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
+from siirl_dask.worker.monitoring.task_progress import NODE
 from siirl_dask.worker.named_errors import named_errors
 from siirl_dask.worker.runtime import WorkerRuntime
 from siirl_dask.worker.stages import StepProgress
-from siirl_dask.worker.task_progress import NODE
 
 logger = logging.getLogger("siirl_dask.worker")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from siirl_dask.errors import RunError
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.stop import SLICE, StopFlag
-from siirl_dask.worker.task_progress import TaskProgress
 
 LEAVE_TIMEOUT = 30.0
 """Seconds for the tasks of an earlier run to leave a worker, while they get nothing done."""

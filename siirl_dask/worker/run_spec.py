@@ -22,7 +22,7 @@ from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs
 from siirl_dask.worker.data_plane import DataSettings
-from siirl_dask.worker.role_state import ResumeFrom, StateStore
+from siirl_dask.worker.roles.role_state import ResumeFrom, StateStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

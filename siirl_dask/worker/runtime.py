@@ -11,10 +11,10 @@ from typing import Any
 from siirl_dask.context import Device, Peers, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.trace import Recorder
-from siirl_dask.worker.profiling import Profiling
+from siirl_dask.worker.monitoring.profiling import Profiling
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.stages import PlainWriter, StageWriter
 from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 Meter = Callable[[str], AbstractContextManager[object]]

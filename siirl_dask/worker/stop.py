@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from siirl_dask.errors import Aborted
 
 _T = TypeVar("_T")
+ABORT = "siirl-abort"
+"""Stream operation of Dask's by which the scheduler's supervisor stops a run's workers."""
 SLICE = 0.1  # seconds within which Ctrl-C and a peer's failure are noticed
 
 

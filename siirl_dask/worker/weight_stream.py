@@ -31,9 +31,9 @@ from siirl_dask.planner import Edge, Iteration, Stream
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import ROW_ID
 from siirl_dask.trace import Lane, Recorder, Span
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.stop import StopFlag, result_of, wait_for
-from siirl_dask.worker.task_progress import TaskProgress
 from siirl_dask.worker.weight_broadcast import Broadcast
 
 _MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as long again on busy cores

@@ -15,7 +15,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import EvalResult, print_eval_result, write_eval_result
-from siirl_dask.planner.names import canonical
+from siirl_dask.planner.spec.names import canonical
 from siirl_dask.rewards import exact_match, weighted_sum
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.reader import open_run

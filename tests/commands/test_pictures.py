@@ -12,7 +12,7 @@ from PIL import Image as pil
 
 from siirl_dask.cli import main
 from siirl_dask.images.thumbnail import thumbnail
-from siirl_dask.runs.prompt_images import PICTURES, PromptImages
+from siirl_dask.runs.samples.prompt_images import PICTURES, PromptImages
 from tests.images.pictures import encoded, noise, png
 from tests.written_runs import begin_run, save_rows, train_record, write_metrics
 

@@ -15,9 +15,9 @@ from siirl_dask.cli import main
 from siirl_dask.config import Dtype
 from siirl_dask.config.file import load, load_config_file, shipped
 from siirl_dask.context import Device, Rank
-from siirl_dask.driver.number_type import with_dtype_in_dag
+from siirl_dask.driver.checks.number_type import with_dtype_in_dag
+from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.preflight import check
 from siirl_dask.driver.run import run
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.models.shapes import ModelSize, count_parameters

@@ -6,12 +6,12 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.analysis import Compared, analyze, mean_lengths
-from siirl_dask.driver.memory import WorkerMemory, sizes_of
-from siirl_dask.driver.node_seconds import Lengths
+from siirl_dask.driver.estimates.analysis import Compared, analyze, mean_lengths
+from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
+from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.speeds import TABLE
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.speeds import TABLE
-from siirl_dask.observe.measured import Measured, MeasuredEdge, MeasuredNode
+from siirl_dask.observe.trace.measured import Measured, MeasuredEdge, MeasuredNode
 from siirl_dask.planner import Phase, estimate
 from tests.models.configs import QWEN2_5_7B, write_config
 from tests.written_runs import begin_run, train_record, whole_run, write_metrics, write_trace

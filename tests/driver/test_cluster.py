@@ -9,8 +9,8 @@ import pytest
 from distributed import Nanny
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.driver.cluster import connect
-from siirl_dask.driver.nanny import main_not_imported
+from siirl_dask.driver.clusters.cluster import connect
+from siirl_dask.driver.clusters.nanny import main_not_imported
 from siirl_dask.observe import Progress
 
 

@@ -5,9 +5,9 @@ import pytest
 from siirl_storage import join, open_fs, read_record, stage_part
 from siirl_storage.files import list_files
 
-from siirl_dask.driver.commits import Commits
 from siirl_dask.driver.iterations import StagedTable
 from siirl_dask.driver.log import RunLog
+from siirl_dask.driver.recovery.commits import Commits
 from siirl_dask.errors import Fenced
 from siirl_dask.observe import Progress
 from siirl_dask.planner import Cut, Iteration, Phase

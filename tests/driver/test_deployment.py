@@ -14,8 +14,8 @@ from distributed.deploy.spec import ProcessInterface
 from siirl_dask.commands.script import main
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.config.file import shipped
-from siirl_dask.driver import deployment
-from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.clusters import deployment
+from siirl_dask.driver.clusters.cluster import connect
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.observe import Progress
 

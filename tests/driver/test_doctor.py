@@ -254,7 +254,7 @@ FEW = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))"
 
 
 def pretend():
-    from siirl_dask.worker import report
+    from siirl_dask.worker.process import report
 
     report.__version__ = "0.0.9"
 

@@ -30,8 +30,8 @@ from siirl_dask.algorithms import (
 )  # fmt: skip
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.checks.preflight import _check_lone_samples
 from siirl_dask.driver.phases import dags
-from siirl_dask.driver.preflight import _check_lone_samples
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.nodes import (
     estimate_advantage,

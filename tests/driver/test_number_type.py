@@ -13,8 +13,8 @@ from siirl_dask.config import ClusterConfig, DevicePreference, Dtype
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import accelerator
-from siirl_dask.driver import number_type
-from siirl_dask.driver.number_type import (
+from siirl_dask.driver.checks import number_type
+from siirl_dask.driver.checks.number_type import (
     NumberType,
     expected_dtype,
     is_open,

@@ -6,8 +6,8 @@ import pytest
 
 from siirl_dask import grpo
 from siirl_dask.config.file import load, shipped
+from siirl_dask.driver.checks.preflight import check_observation
 from siirl_dask.driver.phases import plan_phases, worker_names
-from siirl_dask.driver.preflight import check_observation
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Phase
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.driver.preemption import Preempted, Preemption
+from siirl_dask.driver.recovery.preemption import Preempted, Preemption
 from siirl_dask.errors import RunError
 from siirl_dask.planner import Iteration, Phase
 

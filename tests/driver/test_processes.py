@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from siirl_dask import __version__
-from siirl_dask.driver.processes import members, rank_order
+from siirl_dask.driver.clusters.processes import members, rank_order
 from siirl_dask.errors import ConfigError
 
 LACKS = "import sys; sys.modules['siirl_dask'] = None"  # as if it were not installed

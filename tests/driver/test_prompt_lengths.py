@@ -10,8 +10,8 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.coordinator.source import Source
 from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
+from siirl_dask.driver.estimates.prompt_lengths import TooLong, counted_lengths, notes_on_long_prompts, sample_lengths
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.prompt_lengths import TooLong, counted_lengths, notes_on_long_prompts, sample_lengths
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Phase
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer

@@ -3,8 +3,8 @@
 import pytest
 
 from siirl_dask.context import Context, Device, Rank, Reduce
+from siirl_dask.driver.checks.prompts import check_prompts
 from siirl_dask.driver.iterations import CompletedIteration
-from siirl_dask.driver.prompts import check_prompts
 from siirl_dask.errors import DataError
 from siirl_dask.planner import Iteration, Phase
 

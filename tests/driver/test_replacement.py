@@ -7,9 +7,9 @@ import time
 import pytest
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.driver import replacement
-from siirl_dask.driver.replacement import remove_unusable_workers
-from siirl_dask.driver.worker_group import WorkerGroup
+from siirl_dask.driver.recovery import replacement
+from siirl_dask.driver.recovery.replacement import remove_unusable_workers
+from siirl_dask.driver.recovery.worker_group import WorkerGroup
 from siirl_dask.errors import SilentPeer
 
 PATIENCE, LAST_CHANCE = 1.0, 0.2

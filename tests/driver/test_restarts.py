@@ -2,9 +2,9 @@
 
 import pytest
 
+from siirl_dask.driver.clusters.processes import keep_ranks
 from siirl_dask.driver.failures import may_pass
-from siirl_dask.driver.processes import keep_ranks
-from siirl_dask.driver.restarts import Restarts
+from siirl_dask.driver.recovery.restarts import Restarts
 from siirl_dask.errors import (
     CheckpointError,
     ConfigError,

@@ -17,7 +17,7 @@ from siirl_dask.config import CheckpointConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.iterations import iterations
 from siirl_dask.driver.phases import dags, data_versions, plan_phases, worker_names
-from siirl_dask.driver.resume import (
+from siirl_dask.driver.recovery.resume import (
     ResumePoint,
     check_nothing_lost,
     check_same_data,

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from siirl_dask.config import ClusterConfig, Config
-from siirl_dask.driver.cluster import connect
+from siirl_dask.driver.clusters.cluster import connect
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
 from siirl_dask.observe.console import PipeConsole

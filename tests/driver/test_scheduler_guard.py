@@ -12,9 +12,9 @@ from distributed import Client
 from siirl_storage.digests import FileDigest
 
 from siirl_dask.config import ClusterConfig
-from siirl_dask.driver.processes import members, workers_needed
-from siirl_dask.driver.scheduler_guard import scheduler_guard
-from siirl_dask.driver.verification import WrittenFile, damages_of
+from siirl_dask.driver.clusters.processes import members, workers_needed
+from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
+from siirl_dask.driver.recovery.verification import WrittenFile, damages_of
 from siirl_dask.errors import ConfigError, SchedulerLost, WorkerLost
 from tests.clusters import lasting_port
 from tests.e2e.traps import start_scheduler

@@ -3,8 +3,8 @@
 import pytest
 
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.driver.phases import dags
-from siirl_dask.driver.unread_groups import check_read
 from siirl_dask.errors import ConfigError
 from siirl_dask.recipes.agents import agents
 

@@ -16,10 +16,10 @@ from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus, show_cpus
 from siirl_dask.devices.topology import CardPlace, read_topology
-from siirl_dask.driver import worker_devices
 from siirl_dask.driver.doctor import State
 from siirl_dask.driver.doctor.topology import check_topology, judge_topology
-from siirl_dask.driver.worker_devices import describe_links, find_worker_devices
+from siirl_dask.driver.estimates import worker_devices
+from siirl_dask.driver.estimates.worker_devices import describe_links, find_worker_devices
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 from tests.settings import digits_overrides
 
@@ -58,7 +58,7 @@ def test_the_doctor_tells_nodes_and_leaves_workers_on_cpus_alone(monkeypatch):
 
 
 def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("siirl_dask.worker.affinity.given_cpus", lambda: frozenset(range(12)))
+    monkeypatch.setattr("siirl_dask.worker.hardware.affinity.given_cpus", lambda: frozenset(range(12)))
     make_nodes(tmp_path, range(8), range(8, 16))
     found = topology_of(links(8, quads), tmp_path, ["0-7", "8-15"] * 4)
     for_run = judge_topology(VISIBLE, found, ClusterConfig(workers=5))

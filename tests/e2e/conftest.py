@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from siirl_dask.config.file import shipped
-from siirl_dask.worker.fork_server import START_METHOD
+from siirl_dask.worker.process.fork_server import START_METHOD
 from tests.conftest import digits_overrides
 from tests.forked_programs import ForkedProgram
 from tests.slowdown import Slowdown

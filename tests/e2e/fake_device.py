@@ -10,7 +10,7 @@ from siirl_dask.context import Device, DeviceKind
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.training.critic import ValueCritic
 from siirl_dask.training.policy import Policy
-from siirl_dask.worker import devices
+from siirl_dask.worker.hardware import devices
 
 NOT_BOUND = 5
 CALLS = {

@@ -17,8 +17,8 @@ from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver import run as run_module
-from siirl_dask.driver.elastic import ElasticWorkers
 from siirl_dask.driver.phases import dags
+from siirl_dask.driver.recovery.elastic import ElasticWorkers
 from siirl_dask.nodes import generate
 from tests.clusters import local_cluster
 from tests.conftest import Finished, digits_overrides

@@ -3,7 +3,7 @@
 import pytest
 
 from siirl_dask.driver import run as run_module
-from siirl_dask.driver.replacement import FixedWorkers
+from siirl_dask.driver.recovery.replacement import FixedWorkers
 from siirl_dask.errors import SchedulerLost, WorkerLost
 from tests.clusters import announced_address
 from tests.e2e.test_elastic import Gates, begin, seen, wait_for_try  # noqa: F401

@@ -15,8 +15,8 @@ import pytest
 from distributed import Client
 
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver import replacement
 from siirl_dask.driver.phases import dags
+from siirl_dask.driver.recovery import replacement
 from siirl_dask.driver.run import run
 from siirl_dask.errors import WorkerLost
 from tests.clusters import local_cluster

@@ -16,7 +16,7 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
 from siirl_dask.runs.checkpoints import checkpoint_url, committed
 from siirl_dask.training.files.checkpoint import read_model
-from siirl_dask.worker.fork_server import START_METHOD
+from siirl_dask.worker.process.fork_server import START_METHOD
 from tests.clusters import local_cluster
 from tests.conftest import digits_overrides
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from siirl_dask.observe.bottleneck import find_bottleneck
+from siirl_dask.observe.trace.bottleneck import find_bottleneck
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.trace import START, Lane

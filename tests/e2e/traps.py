@@ -179,7 +179,7 @@ def start_workers(address, count, first=0):
 
 
 def _start(target, *arguments):
-    from siirl_dask.worker.fork_server import START_METHOD, prepare_processes
+    from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
     prepare_processes()
     process = get_context(START_METHOD).Process(target=target, args=arguments, daemon=True)

@@ -10,8 +10,8 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.environments import Step, build_environments
 from siirl_dask.environments.builder import check_environments
 from siirl_dask.errors import PlanError
-from siirl_dask.planner.names import resolve
-from siirl_dask.planner.spec import bind
+from siirl_dask.planner.spec.dag_spec import bind
+from siirl_dask.planner.spec.names import resolve
 from tests.environments import worlds
 from tests.environments.conftest import Player
 

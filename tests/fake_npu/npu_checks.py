@@ -21,7 +21,7 @@ from siirl_dask.training.model import operators
 from siirl_dask.training.model.attention import packed_attention
 from siirl_dask.training.optimizer import Optimizer
 from siirl_dask.training.packing import Packing
-from siirl_dask.worker.devices import assign, bind
+from siirl_dask.worker.hardware.devices import assign, bind
 from tests.settings import rollout_config, trainer_config
 
 CPU, NPU = Device("w0"), Device("w0", DeviceKind.NPU, 0, "h/npu0")

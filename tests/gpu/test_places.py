@@ -4,9 +4,9 @@ import pytest
 
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices.cpus import CpuBinding, given_cpus, show_cpus
-from siirl_dask.driver.worker_devices import describe_links, describe_nodes
-from siirl_dask.worker.affinity import topology_of
-from siirl_dask.worker.devices import find_devices
+from siirl_dask.driver.estimates.worker_devices import describe_links, describe_nodes
+from siirl_dask.worker.hardware.affinity import topology_of
+from siirl_dask.worker.hardware.devices import find_devices
 from siirl_dask.worker.stop import StopFlag
 from tests.gpu import devices
 

@@ -21,7 +21,7 @@ from siirl_dask.testing.rows import assert_same_tensors, copied_weights, random_
 from siirl_dask.testing.trainers import TrainerTests
 from siirl_dask.training import TrainBatch, build_trainer
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint, read_model
-from siirl_dask.worker.process_groups import backend_of, broadcast_group
+from siirl_dask.worker.groups.process_groups import backend_of, broadcast_group
 from siirl_dask.worker.stop import StopFlag
 from tests.gpu import devices
 

@@ -10,7 +10,7 @@ import pytest
 
 from siirl_dask.config.file import shipped
 from siirl_dask.testing.hosts import DaskCluster, Host, Lab, Links, why_no_lab
-from siirl_dask.worker.fork_server import START_METHOD
+from siirl_dask.worker.process.fork_server import START_METHOD
 from tests.conftest import digits_overrides
 from tests.forked_programs import ForkedProgram, forked_on
 

@@ -10,7 +10,7 @@ import torch
 from siirl_dask.algorithms import RoleBaselines, build_role_baselines, dr_mas, hierarchical_grpo
 from siirl_dask.errors import PeerError, PlanError
 from siirl_dask.nodes import estimate_agent_advantages, estimate_role_advantages, measure_policy_change
-from siirl_dask.nodes.agent_advantage import _read_parts
+from siirl_dask.nodes.advantages.agent_advantage import _read_parts
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.schema import TYPES
 from siirl_dask.testing.rows import build_nothing

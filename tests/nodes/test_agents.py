@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import PlanError
 from siirl_dask.nodes import append_response, bring_out, hand_over, take_agents
-from siirl_dask.nodes.agents import MESSAGE, TURN
+from siirl_dask.nodes.episodes.agents import MESSAGE, TURN
 from siirl_dask.planner import Node
 from siirl_dask.schema import TYPES
 from siirl_dask.worker.node_call import checked

@@ -10,8 +10,8 @@ import pytest
 from siirl_dask.context import Device
 from siirl_dask.environments import Opening, Step
 from siirl_dask.errors import Aborted
-from siirl_dask.nodes import episode_queue
-from siirl_dask.nodes.episode_queue import EpisodeQueue
+from siirl_dask.nodes.episodes import episode_queue
+from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue
 from siirl_dask.rollout import LocalQueue
 
 

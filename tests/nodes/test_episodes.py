@@ -45,7 +45,7 @@ from siirl_dask.nodes import (
     update_critic,
     update_policy,
 )
-from siirl_dask.nodes.episodes import row_positions
+from siirl_dask.nodes.episodes.sequences import row_positions
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.nodes.episodes import N, episode, joined, table_of
 from tests.nodes.test_learning_nodes import Recorder, context, on_workers

@@ -10,7 +10,7 @@ import pytest
 from siirl_dask.algorithms import grpo, policy_loss, ppo_clip, row_sums, sequence_mean_token_mean
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.nodes import draw_minibatches, estimate_advantage, update_policy
-from siirl_dask.nodes.episodes import EPISODE_COLUMNS, row_positions
+from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, row_positions
 from siirl_dask.nodes.packed_table import response_mask
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
 from siirl_dask.planner.chain import Recv

@@ -19,7 +19,7 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.nodes import ColumnPath, generate, generate_answers, measure_answers
-from siirl_dask.nodes.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
+from siirl_dask.nodes.advantages.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.observe import values
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains, dag_from_spec, dag_to_spec
 from siirl_dask.rollout import FinishReason, Generation, Sampling

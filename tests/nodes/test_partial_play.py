@@ -15,7 +15,7 @@ from siirl_dask.coordinator.stored_rows import read_kept_rows
 from siirl_dask.environments import Failure
 from siirl_dask.errors import ConfigError, DataError, EpisodeError
 from siirl_dask.nodes import play, play_answers
-from siirl_dask.nodes.play import _check_partial_rollout
+from siirl_dask.nodes.episodes.play import _check_partial_rollout
 from siirl_dask.planner.contract import contract_of
 from tests.nodes.test_play import Drawing, table
 from tests.nodes.worlds import Echo, ThreadWorld

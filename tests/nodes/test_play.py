@@ -17,8 +17,8 @@ from siirl_dask.environments import Failure, Opening, Step
 from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.errors import ConfigError, EpisodeError, PeerError, PlanError
 from siirl_dask.nodes import play, play_answers
-from siirl_dask.nodes.episode import digest
-from siirl_dask.nodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn
+from siirl_dask.nodes.episodes.episode import digest
+from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn
 from siirl_dask.planner import Node
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation

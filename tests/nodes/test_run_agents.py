@@ -14,8 +14,8 @@ from siirl_dask.config import EndpointConfig, ModelConfig, RolloutConfig, Traine
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import Aborted, ConfigError, EpisodeError, PeerError
 from siirl_dask.nodes import generate, generate_answers, policy_logprobs, run_agents, run_agents_to_validate
+from siirl_dask.nodes.episodes.run_agents import _check_options
 from siirl_dask.nodes.failures import GIVEN_UP
-from siirl_dask.nodes.run_agents import _check_options
 from siirl_dask.rollout import LocalQueue
 from siirl_dask.rollout.transformers_engine import TransformersEngine
 from siirl_dask.schema import TYPES

@@ -82,7 +82,7 @@ def test_embeddings_of_different_widths_are_refused():
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("siirl_dask.nodes.similarity.find_spec", lambda name: None)
+    monkeypatch.setattr("siirl_dask.nodes.advantages.similarity.find_spec", lambda name: None)
     with pytest.raises(Exception, match=r"pip install 'siirl_dask\[srpo\]'"):
         score_by_similarity.__contract__.trial()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from siirl_dask.nodes import choose_high_entropy, mask_second_moment, policy_logprobs
-from siirl_dask.nodes.thresholds import largest_float32
+from siirl_dask.nodes.token_masks.thresholds import largest_float32
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.training import TokenScores
 from tests.nodes.test_learning_nodes import context, on_workers, rows

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.observe.live import IDLE, Live, node_of
+from siirl_dask.observe.trace.live import IDLE, Live, node_of
 
 PLACES = st.sampled_from(["", "node 'rollout', train step 3", "node 'update', train step 3: the loading", "a task"])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.observe.measured import measure, usual_step
+from siirl_dask.observe.trace.measured import measure, usual_step
 from siirl_dask.trace import START, Lane
 from tests.observe.traces import span
 

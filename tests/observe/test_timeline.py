@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from siirl_dask.observe import timeline as module
-from siirl_dask.observe.bottleneck import WaitCauses
-from siirl_dask.observe.timeline import Leaves, critical_path, leaf_spans, timeline
-from siirl_dask.observe.trace_table import read_spans, trace_table
-from siirl_dask.observe.transfers import SENT, SHARED, record_transfers, transfers
+from siirl_dask.observe.trace import timeline as module
+from siirl_dask.observe.trace.bottleneck import WaitCauses
+from siirl_dask.observe.trace.timeline import Leaves, critical_path, leaf_spans, timeline
+from siirl_dask.observe.trace.trace_table import read_spans, trace_table
+from siirl_dask.observe.trace.transfers import SENT, SHARED, record_transfers, transfers
 from siirl_dask.trace import Lane, Recorder
 from tests.observe.traces import chains, span
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.errors import DataError
-from siirl_dask.observe.bottleneck import chain_times, find_bottleneck, longest_wait
-from siirl_dask.observe.chrome_trace import chrome_trace
-from siirl_dask.observe.trace_table import SCHEMA, read_spans, trace_table
+from siirl_dask.observe.trace.bottleneck import chain_times, find_bottleneck, longest_wait
+from siirl_dask.observe.trace.chrome_trace import chrome_trace
+from siirl_dask.observe.trace.trace_table import SCHEMA, read_spans, trace_table
 from siirl_dask.trace import START, Entry, Lane
 from tests.observe.traces import chains, check_events, span
 

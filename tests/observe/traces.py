@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from hypothesis import strategies as st
 
-from siirl_dask.observe.trace_table import TraceSpan
+from siirl_dask.observe.trace.trace_table import TraceSpan
 from siirl_dask.trace import Lane
 
 REQUIRED = {"X": {"ts", "dur"}, "C": {"ts", "args"}, "M": {"args"}}

@@ -11,7 +11,7 @@ import pytest
 from siirl_dask.errors import PlanError
 from siirl_dask.nodes import score
 from siirl_dask.planner import dag_from_spec, dag_to_spec, resolve
-from siirl_dask.planner.names import function_name
+from siirl_dask.planner.spec.names import function_name
 from siirl_dask.runs.reader import is_run
 
 MINE = """

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.planner.resizing import Kinds, kinds_of, placement_of
+from siirl_dask.driver.recovery.resizing import Kinds, kinds_of, placement_of
 
 SPLIT = {"rollout": [0, 1], "reward": [0, 1], "policy": [2, 3]}
 GENERATES, LEARNS = frozenset({"rollout", "reward"}), frozenset({"policy"})

@@ -4,7 +4,7 @@ import pytest
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import dag_from_spec
-from siirl_dask.planner.rounds import written_out
+from siirl_dask.planner.spec.rounds import written_out
 
 BUILD = {"policy": {"build": "siirl_dask.testing.rows:build_nothing"}}
 

@@ -11,7 +11,7 @@ from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.nodes import score
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
 from siirl_dask.rewards import build_scorer, matches_format, weighted_sum
-from siirl_dask.runs.rollouts import query
+from siirl_dask.runs.samples.rollouts import query
 from siirl_dask.schema import ROW_ID, fields
 from siirl_dask.testing.local_pool import LocalPool
 from tests.rewards.functions import share_right

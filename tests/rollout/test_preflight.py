@@ -11,8 +11,8 @@ from siirl_dask.cli import main
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config import Config, Engine, Sampler
 from siirl_dask.config.file import dump, load_config_file, shipped
+from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.preflight import check
 from siirl_dask.errors import ConfigError, PeerError, PlanError
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine.tensor_parallel import TensorParallelQueue

@@ -16,7 +16,7 @@ from siirl_storage.digests import FileDigest
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, load_recorded, shipped
 from siirl_dask.driver.phases import dags
-from siirl_dask.driver.resume import find_resume_point
+from siirl_dask.driver.recovery.resume import find_resume_point
 from siirl_dask.errors import SiirlError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, read_summary, write_summary
 from siirl_dask.planner import Phase

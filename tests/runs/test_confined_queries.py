@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from siirl_dask.errors import DataError
-from siirl_dask.runs.rollouts import open_newest, open_rollouts, query
+from siirl_dask.runs.samples.rollouts import open_newest, open_rollouts, query
 from tests.runs.test_questions import row, save
 
 STEPS = {1: [row(1, at, 0.5, 3) for at in range(4)], 2: [row(2, at, 1.0, 3) for at in range(4)]}

@@ -18,9 +18,9 @@ from siirl_storage import commit_parts, open_fs, stage_part
 
 from siirl_dask.cli import main
 from siirl_dask.errors import DataError
-from siirl_dask.runs import questions
-from siirl_dask.runs.mismatch import RATIO_BINS, mismatch
-from siirl_dask.runs.rollouts import open_rollouts
+from siirl_dask.runs.samples import questions
+from siirl_dask.runs.samples.mismatch import RATIO_BINS, mismatch
+from siirl_dask.runs.samples.rollouts import open_rollouts
 
 TAGS = "html head meta title style body h1 h2 h3 h4 p section article pre table tr th td span"
 NASTY = "\x1b[31m<script>alert(1)</script> & \x07</pre>"

@@ -5,7 +5,7 @@ from siirl_storage import open_fs
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.beside import metrics_tail, runs_beside
-from siirl_dask.runs.samples import Choice, newest_samples, whole_sample
+from siirl_dask.runs.samples.sample_rows import Choice, newest_samples, whole_sample
 from siirl_dask.runs.trace import read_newest
 from tests.runs.test_questions import NASTY, row, save
 from tests.runs.test_trace import put
@@ -49,7 +49,7 @@ def test_texts_are_cut_and_a_whole_sample_has_its_tokens(tmp_path):
 
 
 def test_no_more_bytes_are_read_than_allowed_and_damage_is_told(run, tmp_path):
-    from siirl_dask.runs.rollouts import open_newest
+    from siirl_dask.runs.samples.rollouts import open_newest
 
     with open_newest(run, [1, 2], most_bytes=1) as rollouts:
         assert list(rollouts.files) == [2]

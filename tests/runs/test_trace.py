@@ -8,7 +8,7 @@ from siirl_storage import open_fs, stage_part
 from siirl_dask.cli import main
 from siirl_dask.commands.clean import clean
 from siirl_dask.errors import DataError
-from siirl_dask.observe.trace_table import trace_table
+from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner.node import TRACE
 from siirl_dask.runs.check import State, check_run
 from siirl_dask.runs.folder import CONFIG_FILE, remove_run

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from siirl_dask.config import ImagesConfig
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.images.processor import ImageProcessor
-from siirl_dask.planner.spec import bind
+from siirl_dask.planner.spec.dag_spec import bind
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.tasks import cells
 from siirl_dask.tasks.cells import COLOURS, counted_cells, draw_grid, encoded, question

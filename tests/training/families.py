@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from siirl_dask.models.corrections import correct_modules
+from siirl_dask.models.loading import correct_modules
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_tokenizer
 
 WINDOW = 8

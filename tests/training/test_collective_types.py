@@ -15,7 +15,7 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.testing.rows import LENGTHS, random_rows, signs
 from siirl_dask.training import TrainBatch
-from siirl_dask.worker.process_groups import RolePeers
+from siirl_dask.worker.groups.process_groups import RolePeers
 from siirl_dask.worker.stop import StopFlag
 from tests.settings import trainer_config
 from tests.training.roles import policy

@@ -16,7 +16,7 @@ from siirl_dask.config import Backend, Dtype, LoraConfig, ModelConfig, RolloutCo
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.models import broken_imports
-from siirl_dask.models.corrections import correct_modules
+from siirl_dask.models.loading import correct_modules
 from siirl_dask.models.slower_families import GENERATED, PADDED
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.plain_generate import check_generate, generate

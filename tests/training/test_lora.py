@@ -18,8 +18,8 @@ from siirl_dask.commands.plan import describe_run
 from siirl_dask.config import Dtype, ModelConfig, RolloutConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Context, Device, Rank
+from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.preflight import check
 from siirl_dask.driver.run import run as run_it
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import count_parameters

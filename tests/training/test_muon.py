@@ -12,8 +12,8 @@ from siirl_dask.algorithms import ppo_clip
 from siirl_dask.config import Dtype, OptimizerName, TrainerConfig
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Rank
+from siirl_dask.driver.checks.preflight import check
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
-from siirl_dask.driver.preflight import check
 from siirl_dask.errors import CheckpointError, ConfigError
 from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import count_parameters

@@ -4,9 +4,9 @@ import subprocess
 import sys
 import time
 
-from siirl_dask.worker import activity
-from siirl_dask.worker.activity import Counts, counts_as_progress
-from siirl_dask.worker.task_progress import TaskProgress
+from siirl_dask.worker.monitoring import activity
+from siirl_dask.worker.monitoring.activity import Counts, counts_as_progress
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 
 
 def compute(seconds):

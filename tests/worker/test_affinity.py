@@ -20,9 +20,9 @@ from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus, kernel
 from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
-from siirl_dask.worker import affinity
-from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.devices import announcement_of, assign, exchange, find_devices, read_visible
+from siirl_dask.worker.groups import process_groups as groups
+from siirl_dask.worker.hardware import affinity
+from siirl_dask.worker.hardware.devices import announcement_of, assign, exchange, find_devices, read_visible
 from siirl_dask.worker.stop import StopFlag
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 
@@ -220,7 +220,7 @@ def test_a_process_on_cpus_is_left_as_it_is():
 WORKER = """
 import json, os
 from siirl_dask.devices.cpus import CpuBinding
-from siirl_dask.worker.devices import find_devices
+from siirl_dask.worker.hardware.devices import find_devices
 from siirl_dask.worker.stop import StopFlag
 
 binding = CpuBinding()

@@ -7,7 +7,7 @@ import pytest
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import PlanError
 from siirl_dask.planner import Footprint, Remedy
-from siirl_dask.worker.device_shares import share_devices
+from siirl_dask.worker.hardware.device_shares import share_devices
 
 GB = 10**9
 CPU, CUDA, _ = DeviceKind

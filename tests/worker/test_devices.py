@@ -22,9 +22,9 @@ from siirl_dask.devices.accelerator import VisibleDevices, names_on_host, visibl
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.devices import announcement_of, assign, exchange, find_devices, read_visible
-from siirl_dask.worker.role_state import build_roles
+from siirl_dask.worker.groups import process_groups as groups
+from siirl_dask.worker.hardware.devices import announcement_of, assign, exchange, find_devices, read_visible
+from siirl_dask.worker.roles.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
 
 CPU, CUDA, NPU = DeviceKind

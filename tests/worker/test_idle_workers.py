@@ -8,8 +8,8 @@ from distributed import Client, Event, LocalCluster
 from distributed import get_worker as this_worker
 
 from siirl_dask.errors import PeerError
-from siirl_dask.worker.idle_workers import free_workers
-from siirl_dask.worker.supervisor import Supervisor
+from siirl_dask.scheduler.idle_workers import free_workers
+from siirl_dask.scheduler.supervisor import Supervisor
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.worker.node_watch import NodeWatch
-from siirl_dask.worker.task_progress import Reading
+from siirl_dask.scheduler.node_watch import NodeWatch
+from siirl_dask.worker.monitoring.task_progress import Reading
 
 NODE = "node 'reward', train step 3"
 TIMEOUT = 10.0

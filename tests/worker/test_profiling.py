@@ -18,7 +18,7 @@ from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices.profiler import make_profiler
 from siirl_dask.planner import Iteration, Node, Phase
 from siirl_dask.planner.contract import columns
-from siirl_dask.worker.profiling import Profiling
+from siirl_dask.worker.monitoring.profiling import Profiling
 
 
 @columns(writes={"reward": pa.float32()})

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.context import Metric, Reduce
-from siirl_dask.observe.bottleneck import chain_times
 from siirl_dask.observe.metrics import merge, pack, values
-from siirl_dask.observe.trace_table import TraceSpan
+from siirl_dask.observe.trace.bottleneck import chain_times
+from siirl_dask.observe.trace.trace_table import TraceSpan
+from siirl_dask.scheduler.run_meter import RunMeter, StepMerger
 from siirl_dask.trace import Entry, Lane
-from siirl_dask.worker import prometheus
-from siirl_dask.worker.prometheus import FAMILIES, Exporter
-from siirl_dask.worker.run_meter import RunMeter, StepMerger
-from siirl_dask.worker.worker_meter import WorkerMeter
+from siirl_dask.worker.monitoring import prometheus
+from siirl_dask.worker.monitoring.prometheus import FAMILIES, Exporter
+from siirl_dask.worker.monitoring.worker_meter import WorkerMeter
 from tests.grafana import BOARD, queries
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from siirl_dask.context import Device, DeviceKind, HoldsNoGroups, Rank
 from siirl_dask.errors import Aborted, RunError
 from siirl_dask.planner import Role
 from siirl_dask.worker import release as releases
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
 from siirl_dask.worker.release import Release
-from siirl_dask.worker.reused_roles import BuiltRoles
-from siirl_dask.worker.role_state import build_roles
+from siirl_dask.worker.roles.reused_roles import BuiltRoles
+from siirl_dask.worker.roles.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
-from siirl_dask.worker.task_progress import TaskProgress
 
 CPU, PLACEMENT = Device("b"), {"role": ("a", "b")}
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from siirl_dask import collectives
-from siirl_dask.worker import process_groups as groups
-from siirl_dask.worker.stuck_collectives import end_collectives, epoll_descriptors, shut_down_connections
+from siirl_dask.worker.groups import process_groups as groups
+from siirl_dask.worker.groups.stuck_collectives import end_collectives, epoll_descriptors, shut_down_connections
 
 DEVICE_BACKEND = "pretend"
 """Stands for nccl: it serves a device and no CPU."""

@@ -7,17 +7,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.observe.bottleneck import find_bottleneck
-from siirl_dask.observe.trace_table import read_spans, trace_table
+from siirl_dask.observe.trace.bottleneck import find_bottleneck
+from siirl_dask.observe.trace.trace_table import read_spans, trace_table
 from siirl_dask.planner import DAG, Iteration, Node, Phase, Role, Rows, columns, compile_chains
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill, take
 from siirl_dask.trace import Lane, Recorder
-from siirl_dask.worker.clock import ClockOffset, clock_id
 from siirl_dask.worker.data_plane import DataSettings
+from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
+from siirl_dask.worker.monitoring.task_progress import TaskProgress
+from siirl_dask.worker.monitoring.tracing import Tracing
 from siirl_dask.worker.run_spec import RunSpec
-from siirl_dask.worker.task_progress import TaskProgress
-from siirl_dask.worker.tracing import Tracing
 
 SLOW = 0.3
 

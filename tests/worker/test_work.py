@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.worker.work import SUFFIX, Work
+from siirl_dask.worker.monitoring.work import SUFFIX, Work
 
 LOADS = st.builds(
     Work,

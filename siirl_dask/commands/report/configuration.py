@@ -10,7 +10,7 @@ from siirl_dask.commands.report.gather import RunFacts
 from siirl_dask.config import Config
 from siirl_dask.config.file.layers import config_keys
 from siirl_dask.config.secrets import redacted
-from siirl_dask.planner.names import canonical
+from siirl_dask.planner.spec.names import canonical
 from siirl_dask.runs.folder import RunIdentity
 
 _LONGEST = 300  # characters of a value

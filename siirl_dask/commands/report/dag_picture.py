@@ -8,7 +8,7 @@ from typing import Any
 
 from siirl_dask.commands.report.text import safe
 from siirl_dask.observe.figures import duration, size
-from siirl_dask.observe.measured import Measured
+from siirl_dask.observe.trace.measured import Measured
 from siirl_dask.planner.explain.as_svg import Bend, Layout, Place, lay_out
 
 _BOX = 190

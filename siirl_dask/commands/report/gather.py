@@ -16,18 +16,18 @@ from siirl_dask.commands.rollouts.answer import summary as changes_in_words
 from siirl_dask.config import Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError, DataError, SiirlError
-from siirl_dask.observe.bottleneck import Bottleneck, find_bottleneck
-from siirl_dask.observe.measured import Measured, measure, usual_step
 from siirl_dask.observe.metrics import Record, read_attempts
 from siirl_dask.observe.summary import Summary
-from siirl_dask.observe.trace_table import TraceSpan
+from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
+from siirl_dask.observe.trace.measured import Measured, measure, usual_step
+from siirl_dask.observe.trace.trace_table import TraceSpan
 from siirl_dask.planner import Phase
-from siirl_dask.runs import questions
 from siirl_dask.runs.attempt import Start, starts_of
-from siirl_dask.runs.conversations import spoken_columns
-from siirl_dask.runs.prompt_images import PromptImages
 from siirl_dask.runs.reader import Run, decoder_of_run, open_run
-from siirl_dask.runs.rollouts import open_rollouts
+from siirl_dask.runs.samples import questions
+from siirl_dask.runs.samples.conversations import spoken_columns
+from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_trace
 
 _TRACE_BYTES = 2**22

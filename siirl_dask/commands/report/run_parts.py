@@ -13,9 +13,9 @@ from siirl_dask.commands.report.text import safe, shortened
 from siirl_dask.commands.report.timeline import draw_timeline
 from siirl_dask.commands.rollouts.answer import conversation, headings, lineage, reward_parts, speaker
 from siirl_dask.config.secrets import redacted
-from siirl_dask.observe.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.observe.figures import duration, number, size
 from siirl_dask.observe.thinning import series_of
+from siirl_dask.observe.trace.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from siirl_dask.commands.report.text import safe
 from siirl_dask.observe.figures import duration
-from siirl_dask.observe.trace_table import TraceSpan, in_order
+from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
 
 _WIDTH = 1100

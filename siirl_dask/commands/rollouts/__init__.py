@@ -13,12 +13,12 @@ from siirl_dask.commands.steps import one_step, steps_between
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import ConfigError
 from siirl_dask.observe import PipeConsole, printable
-from siirl_dask.runs import questions
-from siirl_dask.runs.conversations import spoken_columns
-from siirl_dask.runs.mismatch import can_mismatch, mismatch
-from siirl_dask.runs.prompt_images import PromptImages
 from siirl_dask.runs.reader import decoder_of_run
-from siirl_dask.runs.rollouts import TABLE, Rollouts, open_rollouts
+from siirl_dask.runs.samples import questions
+from siirl_dask.runs.samples.conversations import spoken_columns
+from siirl_dask.runs.samples.mismatch import can_mismatch, mismatch
+from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.rollouts import TABLE, Rollouts, open_rollouts
 from siirl_dask.schema import TURNS
 
 _SAMPLES = 5

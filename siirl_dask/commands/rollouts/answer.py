@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from siirl_dask.errors import counted
 from siirl_dask.observe import printable
-from siirl_dask.runs.conversations import CONVERSATION
-from siirl_dask.runs.mismatch import RATIO_BINS
-from siirl_dask.runs.utterances import FAILED, Kind
+from siirl_dask.runs.samples.conversations import CONVERSATION
+from siirl_dask.runs.samples.mismatch import RATIO_BINS
+from siirl_dask.runs.samples.utterances import FAILED, Kind
 
 _ENDS = {
     "length": "cut at the limit",

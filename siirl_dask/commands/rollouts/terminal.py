@@ -25,7 +25,7 @@ from siirl_dask.commands.rollouts.answer import (
     summary,
 )
 from siirl_dask.observe import printable
-from siirl_dask.runs.utterances import Kind
+from siirl_dask.runs.samples.utterances import Kind
 
 _ROWS = 40  # of a table; the rest is left out in its middle
 _CHANGES = 3  # prompts shown of those that two steps share

@@ -19,7 +19,7 @@ from siirl_dask.observe.headlines import ALWAYS, headlines_of
 from siirl_dask.observe.progress import time_left
 from siirl_dask.observe.sparkline import sparkline
 from siirl_dask.observe.thinning import series_of
-from siirl_dask.runs.utterances import FAILED
+from siirl_dask.runs.samples.utterances import FAILED
 from siirl_dask.schema import FINISH_REASON, TURNS
 
 _BESIDE = 60  # characters of a line of the table beside its curve

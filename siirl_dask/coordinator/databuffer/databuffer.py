@@ -32,7 +32,7 @@ from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
-from siirl_dask.coordinator.databuffer.early import EarlyTraffic
+from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
 from siirl_dask.coordinator.databuffer.expected import ExpectedKeys
 from siirl_dask.coordinator.databuffer.group_pull import pull_groups
 from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits

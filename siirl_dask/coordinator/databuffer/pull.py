@@ -20,7 +20,7 @@ from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.acks import Acks
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
-from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
+from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows

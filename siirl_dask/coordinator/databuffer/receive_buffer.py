@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSegment
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
-from siirl_dask.coordinator.databuffer.early_pull import EarlyBatch
+from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, element_width, starts_of
 from siirl_dask.coordinator.host import physical_memory

@@ -9,12 +9,12 @@ from distributed import Client, Status
 
 from siirl_dask.collectives import interface_of
 from siirl_dask.config import ClusterConfig
-from siirl_dask.driver.deployment import check_spec
+from siirl_dask.driver.clusters.deployment import check_spec
+from siirl_dask.driver.clusters.processes import hosts_of, members
+from siirl_dask.driver.clusters.scheduler_file import read_address
 from siirl_dask.driver.doctor.finding import Finding, State, fault, note, ok
 from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.driver.doctor.machine import check_limits
-from siirl_dask.driver.processes import hosts_of, members
-from siirl_dask.driver.scheduler_file import read_address
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import Progress
 

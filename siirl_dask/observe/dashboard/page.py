@@ -13,7 +13,6 @@ from bokeh.events import ButtonClick
 from distributed.dashboard.components.scheduler import env
 from distributed.scheduler import heartbeat_interval
 
-from siirl_dask.observe.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.curves import merged
 from siirl_dask.observe.dashboard.curves_panel import CurvesPanel
 from siirl_dask.observe.dashboard.reader import Held
@@ -25,17 +24,18 @@ from siirl_dask.observe.dashboard.top_panel import TopPanel
 from siirl_dask.observe.dashboard.workers_panel import WorkersPanel, WorkerState, engine_requests
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Summary, read_summary
-from siirl_dask.observe.timeline import Timeline, timeline
-from siirl_dask.observe.trace_table import in_order
-from siirl_dask.observe.transfers import Transfers, transfers
+from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
+from siirl_dask.observe.trace.timeline import Timeline, timeline
+from siirl_dask.observe.trace.trace_table import in_order
+from siirl_dask.observe.trace.transfers import Transfers, transfers
 from siirl_dask.runs.beside import metrics_tail, runs_beside
-from siirl_dask.runs.prompt_images import PromptImages
-from siirl_dask.runs.samples import SampleRow, newest_samples, whole_sample
-from siirl_dask.runs.token_texts import pieces
+from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.sample_rows import SampleRow, newest_samples, whole_sample
+from siirl_dask.runs.samples.token_texts import pieces
 from siirl_dask.runs.trace import Parts, read_newest
 from siirl_dask.trace import START, Lane
-from siirl_dask.worker.task_progress import Reading
-from siirl_dask.worker.work import Work
+from siirl_dask.worker.monitoring.task_progress import Reading
+from siirl_dask.worker.monitoring.work import Work
 
 if TYPE_CHECKING:
     from distributed import Scheduler

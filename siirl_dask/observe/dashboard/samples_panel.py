@@ -14,9 +14,9 @@ from bokeh.models.widgets import DataTable, Div, NumberFormatter, RadioButtonGro
 from siirl_dask.errors import counted
 from siirl_dask.observe.dashboard.style import TABLE, TEXTS, WIDGETS, redraw_rows
 from siirl_dask.observe.sample_html import by_logprob, by_ratio, plain_text, thumbnails
-from siirl_dask.runs.prompt_images import Picture
-from siirl_dask.runs.samples import Choice, SampleRow, WholeSample
-from siirl_dask.runs.utterances import FAILED, POLICY, answered
+from siirl_dask.runs.samples.prompt_images import Picture
+from siirl_dask.runs.samples.sample_rows import Choice, SampleRow, WholeSample
+from siirl_dask.runs.samples.utterances import FAILED, POLICY, answered
 
 _COLOURS = ("colour by ratio", "by log-prob", "plain")
 _HINT = '<span class="soft">A click on a sample shows all of it.</span>'

@@ -13,8 +13,8 @@ from typing import Any
 
 from siirl_dask.observe.curves import thinned
 from siirl_dask.observe.dashboard.reader import Reader
-from siirl_dask.observe.live import Live
 from siirl_dask.observe.metrics import MEASURED, Record
+from siirl_dask.observe.trace.live import Live
 from siirl_dask.planner import Phase
 
 MOST_RECORDS = 1000

@@ -23,9 +23,9 @@ from siirl_dask.observe.dashboard.style import (
     hover_over,
     plot,
 )
-from siirl_dask.observe.live import IDLE, Live
-from siirl_dask.observe.timeline import Bar, Timeline
-from siirl_dask.observe.trace_table import in_order
+from siirl_dask.observe.trace.live import IDLE, Live
+from siirl_dask.observe.trace.timeline import Bar, Timeline
+from siirl_dask.observe.trace.trace_table import in_order
 from siirl_dask.trace import Lane
 
 MOST_LANES = 48

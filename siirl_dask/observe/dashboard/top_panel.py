@@ -10,10 +10,10 @@ from bokeh.layouts import row
 from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
 from siirl_dask.config.secrets import redacted
-from siirl_dask.observe.bottleneck import Bottleneck
 from siirl_dask.observe.curves import latest
 from siirl_dask.observe.dashboard.store import LiveRun
 from siirl_dask.observe.dashboard.style import TEXTS, WIDGETS
+from siirl_dask.observe.trace.bottleneck import Bottleneck
 
 _EVEN = 1.1  # times the others' median: what is less is no news
 

@@ -13,10 +13,10 @@ from bokeh.plotting import figure
 
 from siirl_dask.observe.dashboard.columns import Columns, numbers, show_columns
 from siirl_dask.observe.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
-from siirl_dask.observe.trace_table import TraceSpan, in_order
-from siirl_dask.observe.transfers import Transfers
+from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
+from siirl_dask.observe.trace.transfers import Transfers
 from siirl_dask.trace import Lane
-from siirl_dask.worker.work import Work
+from siirl_dask.worker.monitoring.work import Work
 
 _MOST = 32  # workers in a plot
 _CELLS = 10  # workers of a matrix with figures in its cells

@@ -20,7 +20,7 @@ from siirl_dask.planner.chain import (
     Stream,
 )
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
-from siirl_dask.planner.spec import dag_to_spec
+from siirl_dask.planner.spec.dag_spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-from siirl_dask.planner.names import function_name
+from siirl_dask.planner.spec.names import function_name
 
 PACKAGE = __name__.split(".")[0]
 _WIDTH = 120

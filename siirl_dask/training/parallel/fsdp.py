@@ -27,8 +27,7 @@ from siirl_dask.config import ImagesConfig, ModelConfig, TrainerConfig, parse_by
 from siirl_dask.context import Rank
 from siirl_dask.devices import accelerator
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.corrections import correct_modules
-from siirl_dask.models.loading import class_of_config, refused_by_name
+from siirl_dask.models.loading import class_of_config, correct_modules, refused_by_name
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.models.weight_files import open_weights

@@ -17,7 +17,7 @@ from siirl_storage import stage_part
 from siirl_dask.observe.dashboard.page import show_page
 from siirl_dask.observe.dashboard.plugin import NAME, PagePlugin
 from siirl_dask.observe.dashboard.store import Store
-from siirl_dask.observe.trace_table import trace_table
+from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 from tests.commands.test_pictures import written
 from tests.images.pictures import png

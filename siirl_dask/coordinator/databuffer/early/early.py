@@ -1,0 +1,172 @@
+"""Early traffic of one worker: rows that it sends, and rows that it receives, before their table is whole.
+
+While a node makes rows, a link would be idle until the last one is there, and then all rows would move at once. Where
+the node hands over what it has finished, each row moves meanwhile to the target that it prefers (see
+``layout.preference``). The owners are computed afterwards from all rows as ever, so early rows change nothing but what
+is still to be fetched; a row that went to another target than its owner is dropped there and fetched by the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import pyarrow as pa
+
+from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch, EarlyPull
+from siirl_dask.coordinator.databuffer.early.early_rows import EarlyRows
+from siirl_dask.coordinator.databuffer.limits import Allowance, CopyThreads
+from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.ragged import element_width
+from siirl_dask.coordinator.databuffer.traffic import Traffic
+from siirl_dask.coordinator.layout.preference import early_targets
+from siirl_dask.coordinator.transport.messages import Reply, Request, TransitionKey, Transport
+from siirl_dask.errors import PeerError
+from siirl_dask.planner import Edge, Hosts
+from siirl_dask.schema import ROW_ID
+
+
+class EarlyTraffic:
+    """One worker's early rows, of all edges and iterations. Belongs to the event loop.
+
+    Args:
+        prefetch: See ``data.prefetch``.
+        memory: Bytes for rows that wait here to travel, or wait here for their owner to be known.
+        message_bytes: Bytes of rows that are worth a message.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        hosts: Hosts,
+        transport: Transport,
+        traffic: Traffic,
+        copy_threads: CopyThreads,
+        prefetch: bool | None,
+        memory: int,
+        message_bytes: int,
+    ) -> None:
+        self._worker = worker
+        self._hosts = hosts
+        self._transport = transport
+        self._traffic = traffic
+        self._copy_threads = copy_threads
+        self._prefetch = prefetch
+        self._message_bytes = message_bytes
+        self.allowance = Allowance(memory)
+        self._outgoing: dict[TransitionKey, EarlyRows] = {}
+        self._incoming: dict[TransitionKey, EarlyPull] = {}
+        self._closed = False
+
+    def leaves(self, edge: Edge) -> bool:
+        """Return whether rows of an edge can leave this worker early."""
+        if not _early_columns(edge):
+            return False
+        return bool(early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch))
+
+    def moves(self, edge: Edge) -> bool:
+        """Return whether rows of an edge can leave this worker or arrive at it early."""
+        if self.leaves(edge):
+            return True
+        return bool(self._early_sources(edge))
+
+    def hand_over(self, edge: Edge, key: TransitionKey, rows: pa.Table) -> None:
+        """Offer finished rows to the targets that they prefer."""
+        self._rows(edge, key).add(rows)
+
+    async def answer(self, edge: Edge, request: Request) -> Reply:
+        """Send a target the next rows. PeerError where the edge has no rows that leave this worker early."""
+        if not self.leaves(edge):
+            raise PeerError(
+                f"asked for early rows of edge {request.key.edge}, of which worker {self._worker!r} has none"
+            )
+        return await self._rows(edge, request.key).answer(request.body)
+
+    async def published(self, edge: Edge, key: TransitionKey, published: Published) -> None:
+        """Stop sending early: all rows of a key can be pulled. NodeError when rows that left early are others there."""
+        if not self.leaves(edge):
+            return
+        rows = self._rows(edge, key)  # made here if nobody has asked yet: who asks later learns that there are no more
+        rows.close()
+        if published.table is not None:
+            ids = published.statistics[ROW_ID].tolist()
+            columns = {name: published.ragged_column(name)[0] for name in published.ragged_columns()}
+            await self._copy_threads.run(published.nbytes, rows.check, ids, columns)
+
+    def prefetch(self, edge: Edge, key: TransitionKey) -> None:
+        """Begin to ask for the rows of an edge that will probably be this worker's."""
+        sources = self._early_sources(edge)
+        if not sources or key in self._incoming or self._closed:
+            return
+        self._incoming[key] = EarlyPull(
+            edge=edge,
+            key=key,
+            target=edge.targets.index(self._worker),
+            sources=sources,
+            columns=_early_columns(edge),
+            transport=self._transport,
+            traffic=self._traffic,
+            allowance=self.allowance,
+            message_bytes=self._message_bytes,
+        )
+
+    @asynccontextmanager
+    async def arrived(self, key: TransitionKey) -> AsyncIterator[Mapping[str, Sequence[EarlyBatch]]]:
+        """Yield what has arrived of a key, by source; it is freed afterwards. All sources have published."""
+        pull = self._incoming.get(key)
+        if pull is None:
+            yield {}
+            return
+        try:
+            yield await pull.finish()
+        finally:
+            self._incoming.pop(key, pull).drop()
+
+    def forget(self, before: int) -> None:
+        """Drop everything of iterations before sequence number ``before``."""
+        for key in [key for key in self._outgoing if key.sequence < before]:
+            self._outgoing.pop(key).close()
+        for key in [key for key in self._incoming if key.sequence < before]:
+            self._incoming.pop(key).drop()
+
+    def close(self) -> None:
+        """Stop asking and answering, and free all rows."""
+        self._closed = True
+        for rows in self._outgoing.values():
+            rows.close()
+        for pull in self._incoming.values():
+            pull.drop()
+        self._incoming.clear()
+
+    def _early_sources(self, edge: Edge) -> list[str]:
+        """Return the sources of an edge that rows can arrive from early."""
+        if not _early_columns(edge):
+            return []
+        return [
+            source
+            for source in edge.sources
+            if self._worker in early_targets(edge, source, self._hosts, prefetch=self._prefetch).values()
+        ]
+
+    def _rows(self, edge: Edge, key: TransitionKey) -> EarlyRows:
+        """Return the rows of a key, made for whoever is first: the node or a target."""
+        if key not in self._outgoing:
+            rows = EarlyRows(
+                edge=edge,
+                source=edge.sources.index(self._worker),
+                columns=_early_columns(edge),
+                targets=early_targets(edge, self._worker, self._hosts, prefetch=self._prefetch),
+                message_bytes=self._message_bytes,
+                allowance=self.allowance,
+            )
+            if self._closed:
+                rows.close()
+            self._outgoing[key] = rows
+        return self._outgoing[key]
+
+
+def _early_columns(edge: Edge) -> list[str]:
+    """Return the edge's columns that travel early: variable-length ones, which are heavy and lie row by row."""
+    declared = edge.early.columns if edge.early else ()
+    return [name for name in declared if element_width(edge.schema.field(name).type) is not None]

@@ -1,0 +1,69 @@
+"""Checks on the workers, before a run starts, that each can read and write the run's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distributed import Client
+from siirl_storage.files import absolute
+
+from siirl_dask.coordinator.source import Mixture
+from siirl_dask.driver.phases import Phases
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.remote import is_remote
+from siirl_dask.planner import LoadPrompts
+from siirl_dask.runs.folder import probe
+from siirl_dask.worker.process.probe import find_unreachable
+
+_NAMED = 4  # sentences in a message; it counts the others
+
+
+class Unreachable(ConfigError):
+    """A worker cannot read or write something that the driver can."""
+
+
+def check_reachable(
+    client: Client, members: Mapping[str, str], phases: Phases, reads: Mapping[str, Sequence[str]], run_url: str
+) -> None:
+    """Raise Unreachable, by worker, host and path, unless each worker reaches its files as this process does.
+
+    ``reads`` has the folders that the workers of each role read. Workers that load prompts read the datasets, and all
+    write below ``run_url``.
+    """
+    workers_by_needs: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for worker in members:
+        workers_by_needs.setdefault(_read_by(worker, phases, reads), []).append(worker)
+    problems: list[str] = []
+    with probe(run_url) as name:
+        for needed, workers in workers_by_needs.items():
+            addresses = [members[worker] for worker in workers]
+            answers = client.run(find_unreachable, dict(needed), absolute(run_url), name, workers=addresses)
+            for worker in workers:
+                host, found = answers[members[worker]]
+                problems += [f"for worker {worker!r} on host {host!r} {problem}" for problem in found]
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        expected = (
+            "; expected what the configuration names (model.path, data.url, run.url, ...) at the same place on every "
+            "host: on a file system that all share, or a URL such as s3://...; a model of the hub is hf://org/name"
+        )
+        raise Unreachable("; ".join(problems[:_NAMED]) + more + expected)
+
+
+def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    """Return the files that a worker must be able to read: a name for messages, and the URL."""
+    plan, _ = next(iter(phases.values()))
+    needed: dict[str, str] = {}
+    for role, urls in reads.items():
+        if worker not in plan.placement.get(role, ()):
+            continue
+        for what, url in zip(("model", "adapters"), urls, strict=False):
+            if not is_remote(url):  # its host fetches it: see models.py
+                needed[f"the {what} of role {role!r}"] = url
+    for phase, (phase_plan, dataset) in phases.items():
+        if not any(isinstance(link, LoadPrompts) for link in phase_plan.chains[worker].flat):
+            continue
+        labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+        for label, source in zip(labels, dataset.sources, strict=True):
+            needed[f"the {phase} dataset{label}"] = absolute(source.url)
+    return tuple(needed.items())

@@ -1,0 +1,1 @@
+"""Dask clusters of a run: started or connected to, their workers, the tasks that are sent to them."""

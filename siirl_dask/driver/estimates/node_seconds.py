@@ -1,0 +1,445 @@
+"""Seconds of each node of a step on a device, from parameters, tokens and the device's figures.
+
+A node's work follows from its columns: a node that writes responses generates, one that writes log-probs or values runs
+a forward pass over the rows, one that reads mini-batches for a trained role runs forward and backward passes, and
+weights move from the node that writes parameters to the one that reads them. Everything else counts as nothing.
+
+    pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
+                learn, and once more with recomputation; a prompt's rows on one worker, in one mini-batch, take it
+                through all but attention once; of a mixture's experts those count that a token chooses
+    generation  each step reads cache and weights once, of a mixture's experts those that any of its tokens chooses;
+                prompts are read before, once for all samples
+    optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
+    weights     all, in the model's type, or the adapters alone, in float32
+    collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
+    moves       what sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from siirl_dask.config import Backend, Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.driver.estimates.role_moves import (
+    Moves,
+    NodeWork,
+    ParkedModel,
+    SleepingEngine,
+    WorkerMoves,
+    messages_of,
+    slowest,
+)
+from siirl_dask.driver.estimates.speeds import Speed
+from siirl_dask.models.architecture import Architecture, read_architecture
+from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
+from siirl_dask.planner import Node, Plan
+from siirl_dask.planner.contract import options_of
+from siirl_dask.rollout.adapter_choice import takes_layers
+from siirl_dask.rollout.memory import graphs_bytes
+from siirl_dask.rollout.preflight import takes_vllm
+from siirl_dask.schema import MINIBATCH, OLD_LOGPROBS, PARAMETER_DATA, REFERENCE_LOGPROBS, RESPONSE_IDS, VALUES
+from siirl_dask.training.memory import ranks_of_replica
+from siirl_dask.training.preflight import count_adapters
+
+Placement = Mapping[str, Sequence[str]]
+"""The workers of each role."""
+_SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
+_FLOAT32 = 4
+_OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
+_HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
+_ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
+_SAMPLER = 40  # bytes read and written for each logit that a token is drawn from
+_MODULES = 6  # times a bare operation's seconds that one takes within a model's Python; fitted on one machine
+_OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and outside the layers
+    "step": (70, 80),
+    "forward": (96, 107),
+    "backward": (192, 167),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of the rows of a step."""
+
+    prompt: float
+    response: float
+    longest: float
+    """Longest of the responses that are generated together: an engine goes on as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A role's model on its workers."""
+
+    size: ModelSize
+    architecture: Architecture
+    itemsize: int
+    """Bytes of a number of the model's type."""
+    workers: int
+    experts: int
+    """Experts of each layer of a mixture; 0 without."""
+
+    @property
+    def layers(self) -> int:
+        """Parameters of all layers, whose products take nearly all the time."""
+        embeddings = self.head * (1 if self.architecture.tied else 2)
+        return max(1, self.size.total - embeddings)
+
+    def needed(self, tokens: float = 1) -> float:
+        """Return the parameters of the layers that so many ``tokens`` use, which choose experts at random."""
+        if not self.experts:
+            return self.layers
+        unused: float = (1 - self.architecture.chosen / self.experts) ** tokens
+        return self.layers - self.size.experts * unused
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head."""
+        return self.architecture.vocabulary * self.architecture.hidden
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return 2 * self.architecture.layers * self.architecture.keys * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens that one worker runs through a model in a step."""
+
+    whole: float
+    """Tokens of whole rows, as attention sees them."""
+    computed: float
+    """The same, but with each prompt that several rows share only once."""
+    responses: float
+    length: float
+    """Tokens of a whole row."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeconds:
+    """Estimates the nodes of a plan, on any number of workers."""
+
+    config: Config
+    plan: Plan
+    speed: Speed
+    lengths: Lengths
+    _models: dict[str, tuple[ModelSize, Architecture, int] | None] = field(default_factory=dict)
+    """Size, architecture and experts of models that were read, by path; None where they are not known."""
+
+    def on(self, placement: Placement) -> dict[str, float] | None:
+        """Return the seconds of each node that takes any for a placement of the roles, moves of memory included.
+
+        None where the size of a model is not known.
+        """
+        own = self.computing(placement)
+        if own is None:
+            return None
+        moves = self.moves(placement)
+        return {name: seconds + sum(moves.get(name, {}).values()) for name, seconds in own.items()}
+
+    def computing(self, placement: Placement) -> dict[str, float] | None:
+        """Return the same without moves of memory."""
+        found: dict[str, float] = {}
+        for node in self.plan.dag.ordered():
+            moves_weights = PARAMETER_DATA in (*node.contract.writes.names, *node.contract.reads)
+            if not moves_weights and not _computes(node, self.plan):
+                continue
+            options = options_of(self.plan.dag.role(node.role).build)
+            workers = len(placement[node.role])
+            model = self._model(options.get("model", self.config.model), workers)
+            if model is None:
+                return None
+            seconds = self._seconds(node, model, options)
+            found[node.name] = seconds * _contention(self.speed, self.config, workers)
+        return found
+
+    def moves(self, placement: Placement) -> Moves:
+        """Return the seconds by node for which memory of the roles of a worker moves; nothing on a CPU."""
+        if self.speed.cores:
+            return {}
+        roles_of: dict[str, frozenset[str]] = {}
+        for role, workers in placement.items():
+            for worker in workers:
+                roles_of[worker] = roles_of.get(worker, frozenset()) | {role}
+        return slowest(self._moves_of(roles, placement).seconds() for roles in set(roles_of.values()))
+
+    def _moves_of(self, roles: frozenset[str], placement: Placement) -> WorkerMoves:
+        """Return the moves of a worker with these roles."""
+        nodes = [node for node in self.plan.dag.ordered() if node.role in roles]
+        works = [NodeWork(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes]
+        generating: dict[str, Node] = {}
+        for node in nodes:
+            if RESPONSE_IDS in node.contract.writes.names:
+                generating[node.role] = node
+        engines = [self._engine(node, placement, works) for node in generating.values()]
+        models = [self._parked(role, placement, works) for role in dict.fromkeys(node.role for node in nodes)]
+        all_workers = {worker for workers in placement.values() for worker in workers}
+        return WorkerMoves(
+            self.speed,
+            len(all_workers),
+            works,
+            [engine for engine in engines if engine is not None],
+            [model for model in models if model is not None],
+        )
+
+    def _engine(self, node: Node, placement: Placement, works: Sequence[NodeWork]) -> SleepingEngine | None:
+        """Return the engine with which a node generates; None unless it is vLLM's."""
+        options = options_of(self.plan.dag.role(node.role).build)
+        rollout: RolloutConfig = options.get("rollout", self.config.rollout)
+        if not takes_vllm(rollout.engine):
+            return None
+        model = self._model(options.get("model", self.config.model), len(placement[node.role]))
+        if model is None:
+            return None
+        level = rollout.vllm.sleep_level if len(_owners(works)) > 1 else 0
+        weights = model.itemsize * model.size.total / rollout.tensor_parallel_size
+        loads = [work.node for work in works if PARAMETER_DATA in work.node.contract.reads]
+        whole = any(self._weight_bytes(load, model, options) == model.itemsize * model.size.total for load in loads)
+        return SleepingEngine(
+            role=node.role,
+            weights=weights if level else 0.0,
+            cache=max(0.0, _ENGINE_SHARE * self.speed.memory - weights) if level else 0.0,
+            graphs=float(graphs_bytes(rollout)) if level else 0.0,
+            forgets=level == 2 and whole,
+            tensors=model.size.tensors if whole else 0,
+        )
+
+    def _parked(self, role: str, placement: Placement, works: Sequence[NodeWork]) -> ParkedModel | None:
+        """Return the model of a role that learns or scores; None for any other role."""
+        options = options_of(self.plan.dag.role(role).build)
+        trainer: TrainerConfig | None = options.get("trainer")
+        if trainer is None:
+            return None
+        model_config: ModelConfig = options.get("model", self.config.model)
+        model = self._model(model_config, len(placement[role]))
+        if model is None:
+            return None
+        shards = ranks_of_replica(trainer, model.workers)
+        trained = model.size.total
+        if trainer.lora.rank:
+            adapters = count_adapters(model_config.path, trainer)
+            if adapters is not None:
+                trained = adapters.total
+        copies = 0  # of the trained parameters: moments, and an average
+        if any(work.learns for work in works if work.node.role == role):
+            copies = 3 if trainer.keeps_average else 2
+        publisher = next((work.node for work in works if PARAMETER_DATA in work.node.contract.writes.names), None)
+        gathered = 0
+        if publisher is not None and shards > 1:
+            gathered = self._weight_bytes(publisher, model, options)
+        return ParkedModel(
+            role=role,
+            weights=_FLOAT32 * model.size.total / shards,
+            state=copies * _FLOAT32 * trained / shards,
+            parks=trainer.park and len(_owners(works)) > 1,
+            messages=messages_of(gathered),
+        )
+
+    def _seconds(self, node: Node, model: _Model, options: Mapping[str, Any]) -> float:
+        config = self.config
+        speed = self.speed
+        lengths = self.lengths
+        writes = set(node.contract.writes.names)
+        reads = set(node.contract.reads)
+        trainer: TrainerConfig = options.get("trainer", config.trainer)
+        if RESPONSE_IDS in writes:
+            return _generation(model, options.get("rollout", config.rollout), config, speed, lengths)
+        if PARAMETER_DATA in writes | reads:
+            seconds = self._weight_bytes(node, model, options) / min(speed.link, speed.memory_rate / 3)
+            return seconds / 2 if PARAMETER_DATA in reads else seconds
+        if learns(node, self.plan):
+            return _update(model, trainer, config, speed, lengths)
+        return _scoring(model, trainer, config, speed, lengths)
+
+    def _weight_bytes(self, node: Node, model: _Model, options: Mapping[str, Any]) -> int:
+        """Return the bytes of new weights that a node gathers and sends, or receives and loads.
+
+        An engine without layers for adapters merges them into all weights.
+        """
+        everything = model.itemsize * model.size.total
+        lora: LoraConfig | None = node.options.get("lora")
+        if lora is None or not lora.rank:
+            return everything
+        model_config: ModelConfig = options.get("model", self.config.model)
+        if PARAMETER_DATA in node.contract.reads:
+            rollout: RolloutConfig = options.get("rollout", self.config.rollout)
+            is_vllm = takes_vllm(rollout.engine)
+            if not is_vllm or not takes_layers(model_config.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
+                return everything
+        adapters = count_adapters(model_config.path, TrainerConfig(lora=lora))
+        return everything if adapters is None else _FLOAT32 * adapters.total
+
+    def _model(self, model: ModelConfig, workers: int) -> _Model | None:
+        if model.path not in self._models:
+            self._models[model.path] = _read_model(model.path)
+        found = self._models[model.path]
+        if found is None:
+            return None
+        size, architecture, experts = found
+        return _Model(size, architecture, model.dtype.itemsize, workers, experts)
+
+
+def _read_model(path: str) -> tuple[ModelSize, Architecture, int] | None:
+    """Return a model's size, architecture and experts of each layer; None where they are not known."""
+    size = count_parameters(path)
+    architecture = read_architecture(path)
+    widths = read_widths(path)
+    if size is None or architecture is None:
+        return None
+    experts = 0
+    if widths and widths.experts and architecture.chosen:
+        experts = widths.experts
+    return size, architecture, experts
+
+
+def _computes(node: Node, plan: Plan) -> bool:
+    """Return whether a node generates, scores or learns."""
+    writes = set(node.contract.writes.names)
+    if RESPONSE_IDS in writes or learns(node, plan):
+        return True
+    if writes.isdisjoint(_SCORES):
+        return False
+    return RESPONSE_IDS in node.contract.reads  # log-probs that the engine has reported need no pass
+
+
+def _owners(works: Sequence[NodeWork]) -> set[str]:
+    """Return the roles that use a worker's device one after the other."""
+    return {work.node.role for work in works if work.computes}
+
+
+def learns(node: Node, plan: Plan) -> bool:
+    """Return whether a node trains its role's model."""
+    if MINIBATCH not in node.contract.reads:
+        return False
+    return "trainer" in options_of(plan.dag.role(node.role).build)
+
+
+def _contention(speed: Speed, config: Config, workers: int) -> float:
+    """Return the factor by which work takes longer if a host's workers have fewer cores than threads."""
+    if not speed.cores:
+        return 1.0
+    return max(1.0, workers * config.cluster.threads / speed.cores)
+
+
+def _flops(model: _Model, speed: Speed) -> float:
+    return speed.flops if model.itemsize == 2 else speed.flops32  # bytes of bfloat16
+
+
+def _forward_flops(model: _Model, tokens: _Tokens) -> float:
+    """Return the arithmetic of a forward pass: layers, causal attention within rows, and the head."""
+    architecture = model.architecture
+    # half of the pairs of tokens, two products of 2 FLOPs
+    attention = 2 * architecture.layers * architecture.queries * tokens.length
+    return 2 * model.needed() * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
+
+
+def _pass_bytes(model: _Model, tokens: _Tokens) -> float:
+    """Return the bytes of activations that a forward pass writes and reads again.
+
+    Attention is over whole rows, to which prompts that they share are copied first.
+    """
+    architecture = model.architecture
+    per_token = 24 * architecture.hidden + model.itemsize * 4 * architecture.intermediate
+    in_attention = model.itemsize * 2 * (architecture.queries + architecture.keys)
+    copies = 2 if tokens.computed < tokens.whole else 1
+    return 2 * architecture.layers * (tokens.computed * per_token + tokens.whole * in_attention * copies)
+
+
+def _operations(model: _Model, speed: Speed, kind: str) -> float:
+    """Return the seconds of the small operations of one pass of a ``kind`` in ``_OPERATIONS``."""
+    per_layer, outside = _OPERATIONS[kind]
+    return _MODULES * speed.operation * (per_layer * model.architecture.layers + outside)
+
+
+def _tokens(
+    model: _Model, trainer: TrainerConfig, config: Config, lengths: Lengths, *, epochs: int = 1, parts: int = 1
+) -> _Tokens:
+    """Return the tokens of a worker.
+
+    A prompt's samples are spread over the workers, and those of a worker over ``parts`` of its rows.
+    """
+    rows = epochs * config.data.batch_size * config.rollout.n / model.workers
+    length = lengths.prompt + lengths.response
+    sharing = max(1.0, config.rollout.n / model.workers / parts)  # rows that share a prompt
+    if trainer.backend is Backend.fsdp and trainer.fsdp.sequence_parallel > 1:
+        sharing = 1.0
+    computed = rows * (lengths.prompt / sharing + lengths.response)
+    return _Tokens(rows * length, computed, rows * lengths.response, length)
+
+
+def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    tokens = _tokens(model, trainer, config, lengths)
+    compute = _forward_flops(model, tokens)
+    passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
+    seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
+    if speed.cores:
+        seconds += _pass_bytes(model, tokens) / speed.memory_rate
+    gathered = model.itemsize * model.size.total if trainer.backend is Backend.fsdp else 0
+    return _with_collectives(seconds, passes * gathered, model, speed)
+
+
+def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    steps = config.algorithm.minibatches * config.algorithm.epochs
+    parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
+    tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
+    times = (2 if trainer.lora.rank else 3) + trainer.gradient_checkpointing
+    compute = times * _forward_flops(model, tokens)
+    compute += 2 * model.head * tokens.responses  # logits are computed again in the backward pass
+    passes = max(float(steps), tokens.whole / trainer.max_tokens_per_micro_batch)
+    operations = sum(_operations(model, speed, kind) for kind in ("forward", "backward"))
+    seconds = compute / (_flops(model, speed) * speed.training) + passes * operations
+    if speed.cores:
+        seconds += times * _pass_bytes(model, tokens) / speed.memory_rate
+    learned = model.size.total if not trainer.lora.rank else 0
+    shards = ranks_of_replica(trainer, model.workers)
+    seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
+    if trainer.backend is Backend.fsdp:
+        moved = passes * ((times - 1) * model.itemsize * model.size.total + 4 * learned)  # gathers, and the scatter
+    else:
+        # with megatron the sums over replicas; those within one are not counted
+        moved = steps * 2 * 4 * learned / shards
+    return _with_collectives(seconds, moved, model, speed, hidden=trainer.backend is Backend.fsdp)
+
+
+def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed, *, hidden: bool = True) -> float:
+    """Return the seconds of computing and of collectives; computing hides most of these if they are ``hidden``."""
+    ring = (model.workers - 1) / model.workers  # share of a tensor that each worker of a ring sends
+    moved = nbytes * ring / speed.link
+    if not hidden:
+        return compute + moved
+    return compute + max(moved - _HIDDEN_BY_COMPUTING * compute, (1 - _HIDDEN_BY_COMPUTING) * moved)
+
+
+def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+    """Return the seconds of the slowest engine, in which a waiting row replaces each row that has ended."""
+    is_vllm = takes_vllm(rollout.engine)
+    ranks = rollout.tensor_parallel_size
+    rows = config.data.batch_size * config.rollout.n / (model.workers / ranks)
+    slots = min(rows, _slots(model, rollout, speed, lengths))
+    prompts = rows / rollout.n if rollout.vllm.enable_prefix_caching or not is_vllm else rows
+    flops = ranks * _flops(model, speed)
+    rate = ranks * speed.memory_rate * speed.decoding
+    read = prompts * lengths.prompt
+    prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (flops * speed.prefill)
+    steps = max(lengths.longest, rows * lengths.response / slots)
+    running = rows * lengths.response / steps
+    weights = model.itemsize * (model.needed(running) + model.head)
+    cache = running * (lengths.prompt + lengths.response / 2) * model.token_bytes
+    reading = (weights + cache) / rate
+    arithmetic = running * 2 * (model.needed() + model.head) / (flops * speed.prefill)
+    token = reading + arithmetic if speed.cores else max(reading, arithmetic)
+    token += running * model.architecture.vocabulary * _SAMPLER / speed.memory_rate + speed.step
+    return prefill + steps * (token + _operations(model, speed, "step"))
+
+
+def _slots(model: _Model, rollout: RolloutConfig, speed: Speed, lengths: Lengths) -> float:
+    """Return the rows that an engine generates at once."""
+    ranks = rollout.tensor_parallel_size
+    most = float(rollout.vllm.max_num_seqs or rollout.max_rows * ranks)
+    if speed.cores:
+        return most
+    room = ranks * _ENGINE_SHARE * speed.memory - model.itemsize * model.size.total
+    return max(1.0, min(most, room / ((lengths.prompt + lengths.response) * model.token_bytes)))

@@ -1,0 +1,284 @@
+"""Finds where a run begins: at step 1, or after the newest checkpoint of an earlier start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from siirl_storage import join, open_fs
+from siirl_storage.files import absolute
+
+from siirl_dask.config import Config, Dtype
+from siirl_dask.config.secrets import redacted
+from siirl_dask.context import Metric
+from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError, counted
+from siirl_dask.observe import Record, Status, read_metrics, read_summary
+from siirl_dask.observe.metrics import FILE
+from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
+from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
+from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
+from siirl_dask.runs.folder import RunIdentity, read_identity
+from siirl_dask.runs.identity_file import DataVersion, read_identity_file
+from siirl_dask.runs.reader import Run
+from siirl_dask.runs.stages import Stage
+from siirl_dask.runs.tables import stored_steps
+from siirl_dask.schema import PARAMETER_DATA
+from siirl_dask.worker.roles.role_state import ResumeFrom
+
+logger = logging.getLogger("siirl_dask.driver")
+_OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, which removes what is there"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Training resumes after step ``done``, from ``checkpoint``, whose metadata is ``state``."""
+
+    done: int = 0
+    checkpoint: Checkpoint | None = None
+    """None for a run that begins at step 1."""
+    state: State | None = None
+    exists: bool = False
+    """True if the folder holds a run, which this start resumes or whose steps it repeats."""
+    fresh: bool = False
+    """True if the run in the folder is removed first."""
+    note: str = ""
+    """A sentence for the user about where the run begins."""
+    skipped: tuple[str, ...] = ()
+    """A sentence for each newer checkpoint that cannot be used."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """The DAG of a step that has a stage, by the stage's table."""
+    stages: tuple[Stage, ...] = ()
+    """Stored rows of the steps after ``done``, which are replayed; none is left out."""
+    stored_state: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the rows that each node had stored for later steps, after the last step with a stage, by node."""
+    unusable: tuple[tuple[int, str], ...] = ()
+    """Steps with a stage, and tables of them that are damaged or not needed any more, and are removed."""
+    recorded: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
+    """Records of the steps up to the last one with a stage, by phase and step, which are not measured again."""
+
+    @property
+    def last(self) -> int:
+        """The last step whose generated rows are all stored."""
+        return self.stages[-1].step if self.stages else self.done
+
+    def metrics_before(self, iteration: Iteration) -> dict[str, Metric]:
+        """Return what a replayed step had logged when its stage was stored; nothing for any other iteration."""
+        if iteration.phase is not Phase.REPLAY:
+            return {}
+        return self.stages[iteration.step - self.done - 1].metrics
+
+    @property
+    def resume_from(self) -> ResumeFrom | None:
+        """The checkpoint for the workers' RunSpec; None for a run that begins at step 1."""
+        if self.checkpoint is None or self.state is None:
+            return None
+        return ResumeFrom(
+            url=absolute(self.checkpoint.url),
+            roles=tuple(self.state.roles),
+            states=self.state.states,
+            positions=self.state.positions,
+        )
+
+
+def find_resume_point(
+    config: Config, dag: DAG, *, fresh: bool, force: bool, damaged: Mapping[str, str] | None = None
+) -> ResumePoint:
+    """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder holds.
+
+    It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that cannot, each with
+    what is wrong with it. CheckpointError if there are checkpoints and none can be used; ConfigError if the folder
+    holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs in what decides its
+    results.
+    """
+    url = config.run.url
+    if fresh:
+        return ResumePoint(fresh=True)
+    recorded, checkpoints = _read_folder(url)
+    if recorded is None:
+        if checkpoints or _logged_steps(url):
+            what = "checkpoints" if checkpoints else "metrics"
+            raise ConfigError(f"run.url={url!r} holds {what} of a run whose config.yaml is gone: {_OTHERWISE}")
+        return ResumePoint()
+    _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
+    identity = RunIdentity.of(config, dag)
+    differences = [] if force else recorded.differences(identity)
+    if differences:
+        raise ConfigError(
+            f"run.url={url!r} holds a run already, which differs in what decides its results: "
+            f"{'; '.join(differences)}. Give what it was started with, --force to go on all the same, or {_OTHERWISE}"
+        )
+    if not checkpoints:
+        return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
+    checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
+    changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
+    return ResumePoint(
+        done=checkpoint.step,
+        checkpoint=checkpoint,
+        state=state,
+        exists=True,
+        note=f"going on after step {checkpoint.step} from {checkpoint.url}{changed}",
+        skipped=skipped,
+    )
+
+
+def _newest_usable(
+    url: str, checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str]
+) -> tuple[Checkpoint, State, tuple[str, ...]]:
+    """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are skipped."""
+    reasons: list[str] = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            if checkpoint.url in damaged:
+                raise DamagedCheckpoint(damaged[checkpoint.url])
+            state = checkpoint.state()
+        except CheckpointError as error:
+            reasons.append(f"the checkpoint of step {checkpoint.step} is damaged: {error}")
+        else:
+            return checkpoint, state, tuple(reasons)
+    raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
+
+
+def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> None:
+    """Raise CheckpointError if the run at ``url`` would repeat steps whose checkpoint ought to be there, and is not.
+
+    Metrics, the summary and the rows in ``tables`` show how many steps were done. A checkpoint was due if these are
+    ``checkpoint.every`` or more, and it ought to be there unless the first one was still being written. Where all
+    steps, or all but the last, are replayed from their rows, nothing is lost, and the run goes on.
+    """
+    if not resume.exists or resume.fresh:
+        return
+    logged = _logged_steps(url)
+    missing = set(range(1, resume.done + 1)) - logged
+    if missing:
+        lines = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
+        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), lines)
+    if resume.checkpoint is not None:
+        return
+    config = Run(url).config
+    every = config.checkpoint.every
+    ahead = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1  # rows that are stored before their update
+    last_stored = 0
+    for table in tables:
+        last_stored = max([last_stored, *stored_steps(url, table)])
+    done = max([0, *logged, _steps_of_summary(url), last_stored - ahead])
+    if not every or done < every or resume.last >= max(done - 1, 1):
+        return
+    begun = unfinished_steps(url)
+    if len(begun) == 1 and min(begun) <= every and done <= min(begun) + every:
+        return  # it was the first one, for which the second would have waited
+    raise CheckpointError(
+        f"run.url={url!r} holds a run of {counted(done, 'step')} with checkpoint.every={every}, and no checkpoint of "
+        f"it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to "
+        f"step {resume.last}. Bring it back, or {_OTHERWISE}"
+    )
+
+
+def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool) -> tuple[str, ...]:
+    """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was started last.
+
+    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps are repeated, and a
+    run of an earlier version has recorded nothing.
+    """
+    if not resume.last:
+        return ()
+    recorded = read_identity_file(url)
+    if recorded is None:
+        return ()
+    changes = []
+    for key, before in recorded.data.items():
+        now = data.get(key, before)
+        if now != before:
+            same = ", of other content" if str(now) == str(before) else ""
+            changes.append(f"the table of {key} was replaced or changed: it had {before}, and now has {now}{same}")
+    if changes and not force:
+        raise ConfigError(
+            f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it was started with, "
+            f"give --force to go on with what is there now, or {_OTHERWISE}"
+        )
+    return tuple(changes)
+
+
+def _logged_steps(url: str) -> set[int]:
+    """Return the training steps that ``metrics.jsonl`` has; none without such a file."""
+    try:
+        return {record["step"] for record in read_metrics(url) if record["phase"] is Phase.TRAIN}
+    except DataError:
+        return set()
+
+
+def _steps_of_summary(url: str) -> int:
+    try:
+        return read_summary(url).steps
+    except (DataError, FileNotFoundError):
+        return 0
+
+
+def recorded_dtype(url: str) -> Dtype | None:
+    """Return the number type of the run at ``url``, whatever it was started with; None where there is no run."""
+    recorded, _ = _read_folder(url)
+    return None if recorded is None else Dtype(recorded.values["model.dtype"])
+
+
+def _read_folder(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
+    """Return the identity of the run at ``url``, if there is one, and its checkpoints, ascending."""
+    try:
+        return read_identity(url), find_checkpoints(url)
+    except SiirlError:
+        raise
+    except Exception as error:  # each store has errors of its own: no credentials, no connection
+        raise ConfigError(f"run.url={url!r} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def weights_dag(dag: DAG) -> DAG | None:
+    """Return the nodes of a training DAG that bring the policy's weights to the engines; None if it has none.
+
+    PlanError when a node that publishes or loads weights reads rows: there are none before a step.
+    """
+    nodes: dict[str, Node] = {}
+    for node in dag.ordered():
+        publishes = PARAMETER_DATA in node.contract.writes.names
+        loads = not nodes.keys().isdisjoint(node.after)
+        if not publishes and not loads:
+            continue
+        if publishes:
+            needed = list(node.contract.reads)
+            after: Sequence[str] = ()
+        else:
+            needed = [parent for parent in node.after if parent not in nodes]
+            after = node.after
+        if needed:
+            raise PlanError(
+                f"node {node.name!r} publishes or loads weights and needs {needed}: a run of this DAG cannot go "
+                "on from a checkpoint; expected nodes that need the trainer and the engine alone"
+            )
+        nodes[node.name] = replace(node, after=after, save_as=None, lag=0)
+    return DAG(dag.roles, tuple(nodes.values())) if nodes else None
+
+
+def _check_unfinished(config: Config, done: int) -> None:
+    """Raise ConfigError if the run in the folder has trained all its steps, or ended without a checkpoint."""
+    url = config.run.url
+    steps = config.run.steps
+    if done > steps:
+        raise ConfigError(
+            f"run.url={url!r} holds a run already, of {counted(done, 'step')}: raise run.steps={steps} or {_OTHERWISE}"
+        )
+    fs, path = open_fs(join(url, "summary.json"))
+    if not fs.exists(path):
+        return
+    try:
+        summary = read_summary(url)
+    except DataError:
+        return  # a version that this one does not know wrote it
+    if summary.status is Status.COMPLETE and summary.steps >= steps:
+        raise ConfigError(
+            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')}: raise "
+            f"run.steps={steps} to go on with it, {_OTHERWISE}"
+        )
+    if summary.status is Status.COMPLETE and not done:
+        raise ConfigError(
+            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')} without a "
+            f"checkpoint to go on from (checkpoint.every): {_OTHERWISE}"
+        )

@@ -1,0 +1,1 @@
+"""Nodes that estimate advantages, and those that change rewards before."""

@@ -1,0 +1,219 @@
+"""Partial rollouts of episodes: long ones are played over several steps, with their environments open.
+
+In a step the policy samples at most a budget of tokens of an episode. One that has not ended by then stays on its
+worker with its environment, between two turns or within one, and so does all of its group; in the next step it
+continues with the weights of that step. Its next token is drawn as if it was never interrupted. A drain step plays all
+episodes to their ends.
+
+An environment cannot be stored. The prompts of the unfinished groups are stored with a step: in a run that resumes from
+it, their episodes begin again, with the same seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from siirl_dask.context import Context, Reduce
+from siirl_dask.coordinator.blobs import filled_by_group, once_per_group, rows_at, rows_where
+from siirl_dask.environments import Session
+from siirl_dask.errors import DataError
+from siirl_dask.nodes.episodes.episode import Episode
+from siirl_dask.nodes.episodes.episode_queue import OpenEpisode
+from siirl_dask.nodes.episodes.episode_rows import Item, PlayedEpisode
+from siirl_dask.nodes.episodes.episode_table import log_episodes
+from siirl_dask.nodes.episodes.play_common import (
+    AnswerQueue,
+    PlaySetup,
+    answers_into,
+    build_queue,
+    check_episodes,
+    environment_seed,
+    log_usage,
+    rows_of_new_episodes,
+)
+from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
+from siirl_dask.rollout import LocalQueue, RolloutEngine
+from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, SAMPLE_NUMBER, SAMPLING_SEED, TOKENS, TYPES
+
+_UNFINISHED = "unfinished"  # in the node's state
+_ENVIRONMENT_SEED = "environment_seed"
+_SEEDS = {SAMPLE_NUMBER: TYPES[SAMPLE_NUMBER], SAMPLING_SEED: TYPES[SAMPLING_SEED], _ENVIRONMENT_SEED: pa.int64()}
+"""Columns of an episode's row that depend on the step in which it began."""
+_KEYS_OF_A_STEP = 2**40  # added, for each step, to an episode's number in the session: more than a step has episodes
+_State = OpenEpisode | PlayedEpisode | None
+"""An episode that continues, one that has ended, or None for one that has not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LastingSession:
+    """A session that stays open from step to step, and the queue of its answers."""
+
+    session: Session
+    answers: AnswerQueue
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session, after ``error`` where there was one."""
+        if error is None:
+            self.session.__exit__(None, None, None)
+        else:
+            self.session.__exit__(type(error), error, error.__traceback__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """Episodes that continue in the next step, whole groups of them."""
+
+    rows: pa.Table
+    states: list[_State]
+    session: _LastingSession | None
+    """None for episodes that were stored, and begin again."""
+
+
+def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -> pa.Table:
+    """Return the rows of groups whose episodes have all ended; the policy gets ``budget`` tokens in each."""
+    rows = _with_seeds(ctx, rows_of_new_episodes(table, setup.n), setup.n)
+    states: list[_State] = [None] * rows.num_rows
+    session: _LastingSession | None = None
+    earlier: _Unfinished | None = ctx.state.pop(_UNFINISHED, None)
+    if earlier is not None:
+        earlier_rows = with_older_ids(earlier.rows).select(rows.column_names).cast(rows.schema)
+        rows = pa.concat_tables([rows, earlier_rows])
+        states = states + earlier.states
+        session = earlier.session
+    if session is None:
+        answers: AnswerQueue = AnswerQueue()
+        session = _LastingSession(setup.environments.lasting_session(answers_into(answers)), answers)
+    step_budget = None if ctx.drain else budget
+    try:
+        ended = _continue_episodes(ctx, setup, rows, states, session=session, budget=step_budget)
+        ended_rows = rows_at(rows, np.array([*ended], np.intp))
+        check_episodes(ctx, ended_rows, [*ended.values()], setup.environments)
+    except BaseException as error:
+        session.close(error)
+        raise
+    complete = _complete_groups(rows, states)
+    unfinished = list(compress(states, ~complete))
+    if unfinished:
+        ctx.state[_UNFINISHED] = _Unfinished(rows_where(rows, ~complete), unfinished, session)
+    else:
+        session.close()
+    ctx.log("rollout/kept_for_next_step", len(unfinished), Reduce.SUM)
+    played = [state for state in compress(states, complete) if isinstance(state, PlayedEpisode)]
+    complete_rows = rows_where(rows, complete).drop_columns([_ENVIRONMENT_SEED])
+    made = setup.make_rows(complete_rows, played)
+    log_episodes(ctx, made, played)
+    return made
+
+
+def pack_unfinished_episodes(ctx: Context) -> pa.Table:
+    """Return the rows of the episodes that continue in the next step, without the turns that were played."""
+    unfinished: _Unfinished | None = ctx.state.get(_UNFINISHED)
+    if unfinished is None:
+        identity = {name: TYPES[name] for name in IDENTITY}
+        return pa.schema(identity | _SEEDS).empty_table()
+    return once_per_group(unfinished.rows, blob_columns(unfinished.rows))
+
+
+def unpack_unfinished_episodes(ctx: Context, table: pa.Table) -> None:
+    """Put the episodes of ``pack_unfinished_episodes`` into the node's state: they begin again in the next step.
+
+    DataError when they are not such rows.
+    """
+    missing = [name for name in _SEEDS if name not in table.column_names]
+    if missing:
+        raise DataError(f"the episodes that were kept for later steps lack {missing}")
+    rows = filled_by_group(table, blob_columns(table))
+    ctx.state[_UNFINISHED] = _Unfinished(rows, [None] * table.num_rows, None)
+
+
+def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:
+    """Add the columns ``_SEEDS`` to the rows of new episodes."""
+    numbers = rows[ROW_ID].to_pylist()
+    columns = {
+        SAMPLE_NUMBER: [number % n for number in numbers],
+        SAMPLING_SEED: [ctx.seed(number) for number in numbers],
+        _ENVIRONMENT_SEED: [environment_seed(ctx, group) for group in rows[GROUP_ID].to_pylist()],
+    }
+    for name, values in columns.items():
+        rows = rows.append_column(name, pa.array(values, _SEEDS[name]))
+    return rows
+
+
+def _continue_episodes(
+    ctx: Context,
+    setup: PlaySetup,
+    rows: pa.Table,
+    states: list[_State],
+    *,
+    session: _LastingSession,
+    budget: int | None,
+) -> dict[int, PlayedEpisode]:
+    """Play until each episode has ended or spent its budget, and update ``states``.
+
+    Returns the episodes that have ended in this step, by their index in ``rows``.
+    """
+    engine: RolloutEngine = ctx.resource
+    costs = rows[TOKENS].to_pylist()
+    new = sorted((index for index, state in enumerate(states) if state is None), key=lambda index: -costs[index])
+    open_episodes = {index: state for index, state in enumerate(states) if isinstance(state, OpenEpisode)}
+    index_of_ticket = [*new, *open_episodes]
+    ended: dict[int, PlayedEpisode] = {}
+
+    def on_result(ticket: int, played: PlayedEpisode) -> None:
+        ended[index_of_ticket[ticket]] = played
+
+    def make_episode(item: Item) -> tuple[Episode, dict[str, Any], int]:
+        sampling_seed = item[SAMPLING_SEED]
+        episode = Episode(
+            item=item,
+            rules=setup.rules,
+            tokenizer=engine.tokenizer,
+            seed_of=lambda row_id: sampling_seed,  # an episode that is played in parts has one row
+            version=engine.version,
+            budget=budget,
+            processor=engine.processor,
+        )
+        return episode, setup.row_of(item), item[_ENVIRONMENT_SEED]
+
+    new_rows = rows_at(rows, np.array(new, np.intp))
+    _, items = setup.items(engine, new_rows, [SAMPLING_SEED, _ENVIRONMENT_SEED])
+    ctx.free_device()
+    queue = build_queue(
+        ctx,
+        setup,
+        source=LocalQueue(items, on_result),
+        own_count=len(new),
+        make_episode=make_episode,
+        session=session.session,
+        answers=session.answers,
+        first_key=ctx.step * _KEYS_OF_A_STEP,
+    )
+    for ticket, opened in enumerate(open_episodes.values(), len(new)):
+        opened.ticket = ticket
+        opened.episode.version = engine.version
+        opened.episode.budget = budget
+    queue.resume([*open_episodes.values()])
+    engine.serve(queue)
+    for opened in queue.suspended:
+        states[index_of_ticket[opened.ticket]] = opened
+    for index, played in ended.items():
+        states[index] = played
+    log_usage(ctx, queue.usage, min(queue.rows, len(index_of_ticket)))
+    return dict(sorted(ended.items()))
+
+
+def _complete_groups(rows: pa.Table, states: Sequence[_State]) -> NDArray[np.bool_]:
+    """Return, for each episode, whether all episodes of its group have ended. [R] bool."""
+    groups = rows[GROUP_ID].to_numpy()
+    incomplete: list[int] = []
+    for group, state in zip(groups.tolist(), states, strict=True):
+        if not isinstance(state, PlayedEpisode):
+            incomplete.append(group)
+    return ~np.isin(groups, incomplete)

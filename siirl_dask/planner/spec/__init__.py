@@ -1,0 +1,1 @@
+"""DAGs as plain data: names of functions, nodes in YAML, rounds of nodes."""

@@ -1,0 +1,1 @@
+"""A run's samples: read from its tables, asked, and shown."""

@@ -1,0 +1,52 @@
+"""Texts of tokens, where the model's ``tokenizer.json`` can be read; without torch or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from siirl_dask.observe.sample_html import token_pieces
+from siirl_dask.runs.samples.utterances import Decode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_MOST_BYTES = 2**26
+
+
+def tokenizer_file(model: str | None) -> str:
+    """Return the path of a local model's ``tokenizer.json``; empty without one."""
+    path = Path(model or "") / "tokenizer.json"
+    return str(path.absolute()) if model and "://" not in model and path.is_file() else ""
+
+
+def decoder(path: str) -> Decode | None:
+    """Return what turns tokens into text; None where there is no tokenizer at ``path``."""
+    tokenizer = _tokenizer(path) if path else None
+    if tokenizer is None:
+        return None
+    return lambda ids, special: str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+
+def pieces(path: str, parts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
+    """Return texts of the tokens, each with its number of tokens; none where there is no tokenizer at ``path``.
+
+    No text is of tokens of two ``parts``.
+    """
+    decode = decoder(path)
+    if decode is None:
+        return []
+    return [piece for part in parts for piece in token_pieces(part, lambda some: decode(some, True))]
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: str) -> Tokenizer | None:
+    """Return the tokenizer of a file; None where it is not there, too large, or none."""
+    try:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(path) if Path(path).stat().st_size <= _MOST_BYTES else None
+    except Exception:  # it raises plain Exceptions for files that it does not understand
+        return None

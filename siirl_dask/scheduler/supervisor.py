@@ -1,0 +1,315 @@
+"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are stopped at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from distributed import SchedulerPlugin
+from tornado.ioloop import PeriodicCallback
+
+from siirl_dask.errors import PeerError
+from siirl_dask.scheduler.idle_workers import free_workers, other_runs
+from siirl_dask.scheduler.node_watch import NodeWatch
+from siirl_dask.scheduler.run_meter import StepMerger
+from siirl_dask.worker.monitoring.task_progress import Reading
+from siirl_dask.worker.stop import ABORT
+from siirl_dask.worker.tasks import is_task_of
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import WorkerState
+
+logger = logging.getLogger("siirl_dask.scheduler")
+_BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
+_TRAFFIC_EVERY_MS = 250.0  # between two counts: a connection that closes loses what it carried since the last one
+_CONNECTIONS = 100  # counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
+_TICKS = 20  # within the patience for the driver, or the time between two reports of progress to it
+_LEAVING = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
+_NODES_EVERY = 1.0  # seconds between checks of the progress of nodes
+_MAX_SILENT = 16  # silent workers that are reported to the driver
+
+
+class Supervisor(SchedulerPlugin):
+    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on.
+
+    It also reports progress to the driver now and then, and takes the driver's pings as its signs of life.
+    """
+
+    def __init__(
+        self,
+        plugin: str,
+        topic: str,
+        members: Mapping[str, str],
+        client: str | None,
+        *,
+        patience: float = 15.0,
+        report_every: float = 60.0,
+        follows: str | None = None,
+        elastic: bool = False,
+        node_timeout: float = 0.0,
+        run: str = "",
+    ) -> None:
+        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
+
+        Such a driver counts as gone after ``patience`` seconds without a ping. Progress is reported to it every
+        ``report_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
+        informed of workers that nobody uses, and shares none with another run. A node that makes no progress on a
+        worker for ``node_timeout`` seconds is reported; 0: never. ``run`` is its name for Prometheus.
+        """
+        self.name = plugin
+        self.members = dict(members)
+        self._run = run
+        self._topic = topic
+        self._client = client
+        self._patience = patience
+        self._report_every = report_every
+        self._follows = follows
+        self._elastic = elastic
+        self._names = {address: name for name, address in members.items()}
+        self._states: dict[str, WorkerState] = {}
+        """Dask's states of the workers, by address, also of those that have left."""
+        self._left_in_order: set[str] = set()
+        self._idle: set[str] = set()
+        """Addresses of the workers that were idle at the last tick."""
+        self._reported_idle: set[str] = set()
+        self._pinged = False
+        self._ticks_without_ping = 0
+        self._ticks_since_report = 0
+        self._reported_beats = 0
+        self._nodes = NodeWatch(node_timeout)
+        self._since_nodes = 0.0
+        """Seconds since the nodes' progress was checked."""
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        if self._elastic:
+            self._check_not_taken()
+        self._traffic = TrafficMeter(scheduler)
+        self._merger = StepMerger.of(self._run, len(self.members)) if self._run else None
+        calls = (self.abort, self.traffic, self.leave, self.ping, self.readings)
+        self._handlers = {f"{self.name}-{call.__name__}": call for call in calls}
+        scheduler.handlers.update(self._handlers)
+        self._timer = PeriodicCallback(self._tick, self._tick_seconds * 1000)
+        self._timer.start()
+
+    async def close(self) -> None:
+        self._traffic.stop()
+        self._timer.stop()
+        for name in self._handlers:
+            self._scheduler.handlers.pop(name, None)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        if worker not in self._left_in_order:
+            self._lose(worker, in_order=False)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Count reports of steps for Prometheus, and report a worker as lost when it begins to leave: its tasks fail
+        then, which must not look like the cause.
+        """
+        if not isinstance(msg, dict):
+            return
+        if topic == self._topic and self._merger is not None:
+            self._merger.take(msg)
+        if topic not in self._names or topic in self._left_in_order:
+            return
+        if msg.get("action") == "worker-status-change" and msg.get("status") in _LEAVING:
+            self._left_in_order.add(topic)
+            self._lose(topic, in_order=True)
+
+    def _lose(self, address: str, *, in_order: bool) -> None:
+        """Report a worker of the run as lost, and stop all others."""
+        name = self._names.get(address)
+        if name is None:
+            return
+        state = None if in_order else self._states.get(address)
+        silence = None
+        memory = None
+        if state is not None:
+            silence = max(0.0, time.time() - state.last_seen)
+            memory = state.metrics.get("memory")
+        event = {
+            "kind": "lost",
+            "member": name,
+            "address": address,
+            "silence": silence,
+            "in_order": in_order,
+            "memory": memory,
+        }
+        self._scheduler.log_event(self._topic, event)
+        self.abort(f"worker {name!r} at {address} left the cluster")
+
+    def _check_not_taken(self) -> None:
+        """Raise PeerError if another run uses a worker of this one: both had found it idle."""
+        taken = other_runs(self._scheduler, self.name, self._follows)
+        if shared := [name for name, address in self.members.items() if address in taken]:
+            raise PeerError(f"worker {shared[0]!r} was idle, and another run has taken it")
+
+    def _report_idle(self) -> None:
+        """Report once to the driver that workers are idle, for each set of them that is the same at two ticks."""
+        idle = set(free_workers(self.name, dask_scheduler=self._scheduler).values()) - self._names.keys()
+        if idle == self._idle and idle - self._reported_idle:
+            self._reported_idle = idle
+            self._scheduler.log_event(self._topic, {"kind": "idle"})
+        self._idle = idle
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Stop the run when its driver is gone or cut off, and remove it from the cluster: another may start then."""
+        if client == self._client:
+            self._end_without_driver("the driver left the cluster")
+
+    async def leave(self) -> None:
+        """Remove the run from the cluster, with all that it has built on the workers. The driver calls this, too."""
+        await self.close()
+        self._scheduler.remove_plugin(self.name)
+        try:
+            await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
+        except (OSError, ValueError) as error:  # a worker is gone, or the run never reached the workers
+            logger.info("run %s was not taken off every worker: %s", self.name, error)
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if finish == "erred" and is_task_of(self.name, key):
+            self.abort(f"task {key} failed")
+
+    def abort(self, reason: str) -> None:
+        """Stop every worker that is still connected. The driver calls this as a handler, too."""
+        message = {"op": ABORT, "plugin": self.name, "reason": reason}
+        present = [address for address in self.members.values() if address in self._scheduler.stream_comms]
+        self._scheduler.send_all({}, {address: [message] for address in present})
+
+    def ping(self) -> bool:
+        """Record the driver's sign of life, and return True: Dask answers None for a handler that is not there."""
+        self._pinged = True
+        return True
+
+    def readings(self) -> dict[str, tuple[int, str, bool]]:
+        """Return each worker's last reading: beats, place, and whether it waits for others."""
+        workers = self._scheduler.workers
+        readings: dict[str, tuple[int, str, bool]] = {}
+        for member, address in self.members.items():
+            metrics = workers[address].metrics if address in workers else {}
+            reading = Reading.of(metrics, self.name)
+            readings[member] = (reading.beats, reading.place, reading.waits)
+        return readings
+
+    @property
+    def _tick_seconds(self) -> float:
+        return min(self._patience, self._report_every) / _TICKS
+
+    def _tick(self) -> None:
+        """Report progress to the driver, and end the run when it has given no sign of life for too long.
+
+        Ticks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
+        """
+        workers = self._scheduler.workers
+        self._states |= {address: workers[address] for address in self.members.values() if address in workers}
+        if self._elastic:
+            self._report_idle()
+        self._check_nodes()
+        self._ticks_since_report += 1
+        if self._ticks_since_report * self._tick_seconds >= self._report_every / 2:
+            self._ticks_since_report = 0
+            self._report_progress()
+        self._ticks_without_ping = 0 if self._pinged else self._ticks_without_ping + 1
+        self._pinged = False
+        if self._client is not None and self._ticks_without_ping * self._tick_seconds >= self._patience:
+            self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
+
+    def _report_progress(self) -> None:
+        """Report the sum of beats to the driver if it has changed, and where most workers are that do not wait."""
+        readings = self.readings()
+        beats = sum(beats for beats, _, _ in readings.values())
+        if beats == self._reported_beats:
+            return
+        self._reported_beats = beats
+        busy = Counter(place for _, place, waits in readings.values() if place and not waits)
+        place = busy.most_common(1)[0][0] if busy else ""
+        self._scheduler.log_event(self._topic, {"kind": "progress", "beats": beats, "place": place})
+
+    def _check_nodes(self) -> None:
+        """Report workers to the driver that make no progress in a node, or whose process is silent."""
+        self._since_nodes += self._tick_seconds
+        if not self._nodes.timeout or self._since_nodes < min(_NODES_EVERY, self._nodes.timeout / 4):
+            return
+        seconds = self._since_nodes
+        self._since_nodes = 0.0
+        workers = self._scheduler.workers
+        readings = {
+            member: (Reading.of(workers[address].metrics, self.name), workers[address].last_seen)
+            for member, address in self.members.items()
+            if address in workers
+        }
+        if silent := self._nodes.silent_workers(seconds, readings):
+            silences = [[worker.member, worker.place, worker.seconds, worker.heard] for worker in silent[:_MAX_SILENT]]
+            self._scheduler.log_event(self._topic, {"kind": "hung", "silent": silences})
+
+    def _end_without_driver(self, reason: str) -> None:
+        self._client = None
+        logger.warning("run %s is stopped and taken off the cluster: %s", self.name, reason)
+        self.abort(reason)
+        self._leaving = asyncio.create_task(self.leave())
+
+    def traffic(self) -> int | None:
+        """Return the bytes over the scheduler's connections since the start, both ways; None if not countable."""
+        return self._traffic.total()
+
+
+class TrafficMeter:
+    """Counts the bytes over every connection of a scheduler; the client has no others, except to workers."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._seen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._total = 0
+        self._supported = hasattr(socket, "TCP_INFO")
+        self._timer = PeriodicCallback(self._update, _TRAFFIC_EVERY_MS)
+        for comm in self._comms():  # bytes from before the start do not count
+            carried = connection_bytes(comm) if self._supported else None
+            if carried is not None:
+                self._seen[comm] = carried
+        self._timer.start()
+
+    def stop(self) -> None:
+        """Stop counting."""
+        self._timer.stop()
+
+    def total(self) -> int | None:
+        """Return the bytes so far; None where they cannot be counted."""
+        self._update()
+        return self._total if self._supported else None
+
+    def _update(self) -> None:
+        """Add the bytes that each connection has carried since the last update."""
+        if not self._supported:
+            return
+        comms = list(self._comms())
+        self._timer.callback_time = _TRAFFIC_EVERY_MS * max(1.0, len(comms) / _CONNECTIONS)
+        for comm in comms:
+            carried = connection_bytes(comm)
+            if carried is not None:
+                self._total += carried - self._seen.get(comm, 0)
+                self._seen[comm] = carried
+
+    def _comms(self) -> Iterable[Any]:
+        yield from self._scheduler._comms  # opened by others to the scheduler
+        for comms in (*self._scheduler.rpc.available.values(), *self._scheduler.rpc.occupied.values()):
+            yield from comms
+
+
+def connection_bytes(comm: Any) -> int | None:
+    """Return the bytes over a connection so far, both ways; None where they cannot be counted."""
+    stream = getattr(comm, "stream", None)
+    if stream is None or stream.closed():
+        return None
+    info = stream.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 16)
+    if len(info) < _BYTES_ACKED + 16:
+        return None
+    acked, received = struct.unpack_from("QQ", info, _BYTES_ACKED)
+    return int(acked + received)

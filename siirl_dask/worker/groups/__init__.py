@@ -1,0 +1,1 @@
+"""Process groups of a worker's roles: joined at the start, and ended where a collective is stuck."""

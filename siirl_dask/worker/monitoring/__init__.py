@@ -1,0 +1,1 @@
+"""Progress, heartbeats, traces and gauges of a worker while it works."""

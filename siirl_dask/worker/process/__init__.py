@@ -1,0 +1,1 @@
+"""A worker's process outside of any run: how it starts, and questions to it."""
