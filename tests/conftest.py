@@ -105,15 +105,25 @@ def quickstarts_task(tmp_path_factory):
 
 
 S3_SERVER = """
-import logging, sys
+import logging, sys, threading
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
+put_object, one_at_a_time = S3Response.put_object, threading.Lock()
+def put(self):
+    with one_at_a_time:
+        return put_object(self)
+S3Response.put_object = put
 logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-"""In a process of its own, which ends with its standard input: vLLM cannot start in one that has imported Flask."""
+"""In a process of its own, which ends with its standard input: vLLM cannot start in one that has imported Flask.
+
+moto looks for a conditional PUT's object, and writes it later: on a busy machine two writers of one object both succeed,
+where S3 lets one alone do so.
+"""
 
 
 @dataclass

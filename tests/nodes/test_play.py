@@ -18,7 +18,7 @@ from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.errors import ConfigError, EpisodeError, PeerError, PlanError
 from siirl_dask.nodes import play, play_answers
 from siirl_dask.nodes.episodes.episode import digest
-from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn
+from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn, is_number
 from siirl_dask.planner import Node
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
@@ -421,3 +421,19 @@ def test_the_columns_of_agents_are_part_of_the_contract():
     assert {*two.writes.names} - {*one.writes.names} == {"agent"}
     assert {"prompt", "answer"} <= {*one.reads}
     assert one.neighbour == "environments"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, True),
+        (-0.5, True),
+        (1e39, False),
+        (10**400, False),
+        (-(10**400), False),
+        (float("nan"), False),
+        ("1", False),
+    ],
+)
+def test_a_number_of_any_size_from_an_environment_is_taken_or_refused_and_ends_no_run(value, expected):
+    assert is_number(value) is expected

@@ -100,7 +100,7 @@ def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a number that is finite as float32, the type of the columns."""
     if not isinstance(value, Real):
         return False
-    return bool(abs(float(value)) <= _LARGEST_FLOAT32)
+    return bool(abs(value) <= _LARGEST_FLOAT32)  # type: ignore[operator]  # a whole number may be larger than any float
 
 
 Item = Mapping[str, Any]
