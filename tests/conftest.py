@@ -121,7 +121,7 @@ sys.stdin.read()
 """
 """In a process of its own, which ends with its standard input: vLLM cannot start in one that has imported Flask.
 
-moto looks for a conditional PUT's object, and writes it later: on a busy machine two writers of one object both succeed,
+moto looks for a conditional PUT's object, and writes it later: on a busy machine two writers of one both succeed,
 where S3 lets one alone do so.
 """
 
