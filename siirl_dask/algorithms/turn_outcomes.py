@@ -34,6 +34,12 @@ class EpisodeRows:
     parts: Tensor
     """[R] int64 number of the part: rows that share it are segments of one agent's part of one episode."""
 
+    @staticmethod
+    def empty() -> EpisodeRows:
+        """Return no rows, for a trial of a function of rows."""
+        ids = torch.zeros(0, dtype=torch.int64)
+        return EpisodeRows(row_ids=ids, group_ids=ids, episode_ids=ids, agents=ids, parts=ids)
+
     def __post_init__(self) -> None:
         check_shapes(
             "[R]",

@@ -114,11 +114,11 @@ def _world(options: Mapping[str, Any]) -> World:
     """Return the environments and tools that a builder's options name. ConfigError where there are none."""
     config: EnvironmentsConfig = options["environments"]
     environment = options.get("environment")
-    given_tools = options.get("tools")
-    if given_tools is None:
-        given_tools = ()
-    tools = {_name(tool): tool for tool in given_tools}
-    if len(tools) < len(given_tools):
+    functions = options.get("tools")
+    if functions is None:
+        functions = ()
+    tools = {_name(function): function for function in functions}
+    if len(tools) < len(functions):
         raise ConfigError(f"environments.tools={config.tools}: two tools have the same name: rename one of them")
     environments: dict[str, Any] = {ONLY: environment}
     if environment is None:

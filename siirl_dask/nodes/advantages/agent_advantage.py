@@ -30,13 +30,7 @@ def _check_advantage(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: 
     """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
     empty_ids = torch.zeros(0, dtype=torch.int64)
     outcomes = AgentOutcomes(
-        rows=EpisodeRows(
-            row_ids=empty_ids,
-            group_ids=empty_ids,
-            episode_ids=empty_ids,
-            agents=empty_ids,
-            parts=empty_ids,
-        ),
+        rows=EpisodeRows.empty(),
         rewards=torch.zeros(0),
         proposals=None if proposal is None else empty_ids,
     )

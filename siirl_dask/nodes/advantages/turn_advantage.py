@@ -44,13 +44,7 @@ def _check_advantage(
     empty = torch.zeros(0)
     empty_ids = torch.zeros(0, dtype=torch.int64)
     outcomes = TurnOutcomes(
-        rows=EpisodeRows(
-            row_ids=empty_ids,
-            group_ids=empty_ids,
-            episode_ids=empty_ids,
-            agents=empty_ids,
-            parts=empty_ids,
-        ),
+        rows=EpisodeRows.empty(),
         offsets=torch.zeros(1, dtype=torch.int64),
         rewards=empty,
         states=empty_ids,

@@ -93,7 +93,7 @@ def find_bottleneck(spans: Sequence[TraceSpan]) -> Bottleneck:
     causes = WaitCauses(spans)
     start = _start(spans)
     workers = [_worker_time(worker, by_worker[worker], causes) for worker in in_order(by_worker)]
-    steps = len({span.step for span in spans if not span.is_count}) or 1
+    steps = max(1, len({span.step for span in spans if not span.is_count}))
     wall = covered([span for own in by_worker.values() for span in own])
     nodes = sorted(_node_times(workers, steps, wall), key=lambda one: -one.seconds)
     dropped = sum(span.amount or 0 for span in spans if span.is_count and span.name == "dropped")

@@ -36,11 +36,12 @@ class Live:
     stays: dict[str, deque[Stay]] = field(default_factory=dict)
 
     def note(self, now: float, readings: Mapping[str, tuple[int, str, bool]]) -> None:
-        """Note at ``now`` beats, place and whether it waits of each worker; others are forgotten."""
+        """Record at ``now`` beats, place and whether it waits of each worker; others are forgotten."""
         self.stays = {worker: self.stays.get(worker) or deque(maxlen=_MOST) for worker in list(readings)[:_WORKERS]}
         for worker, own in self.stays.items():
             beats, where, waits = readings[worker]
-            place = node_of(where) or IDLE
+            node = node_of(where)
+            place = node if node else IDLE
             last = own[-1] if own else None
             if last is not None and (last.place, last.waits) == (place, waits):
                 own[-1] = Stay(place, waits, last.start, now, beats)

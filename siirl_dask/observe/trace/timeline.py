@@ -226,9 +226,8 @@ def _last_before(own: Sequence[TraceSpan], until: int) -> TraceSpan | None:
 
 def _part(span: TraceSpan, start: int, end: int) -> TraceSpan:
     """Return what is left of a span of the chain, under the name that it is shown with."""
-    step, worker, lane, what, name, beside, phase, sequence, _, _, amount = span
-    name = OWN if lane is Lane.CONTROL else name
-    return TraceSpan(step, worker, lane, what, name, beside, phase, sequence, start, end - start, amount)
+    name = OWN if span.lane is Lane.CONTROL else span.name
+    return span._replace(name=name, start=start, duration=end - start)
 
 
 def _moved_beside(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:

@@ -85,8 +85,11 @@ def _chosen(rollouts: Rollouts, count: int, where: str, order: str, missing: str
 
 def _read_samples(rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]], decode: Decode | None) -> pa.Table:
     """Return the samples whose rows are at these places, steps and ids, with the columns of ``best``."""
-    chosen = ", ".join(map(str, flattened(places))) or "(-1, -1, -1)"
-    steps = sorted({step for step, _ in places}) or [min(rollouts.files)]
+    chosen = ", ".join(map(str, flattened(places)))
+    steps = sorted({step for step, _ in places})
+    if not places:  # SQL takes no empty list: no sample has these numbers
+        chosen = "(-1, -1, -1)"
+        steps = [min(rollouts.files)]
     spoken = spoken_columns(rollouts)
     columns = [*texts(rollouts), f"{length(rollouts)} AS {RESPONSE_TOKENS}", *there(rollouts, _SHOWN), *spoken]
     rows = rollouts.table(
@@ -107,7 +110,8 @@ def texts(rollouts: Rollouts) -> list[str]:
 
 def prompt(rollouts: Rollouts) -> str:
     """Return the column that has the prompt as the model saw it, or as the dataset does."""
-    return one_of(rollouts, PROMPT_TEXT) or one_of(rollouts, PROMPT)
+    as_seen = one_of(rollouts, PROMPT_TEXT)
+    return as_seen if as_seen else one_of(rollouts, PROMPT)
 
 
 def one_of(rollouts: Rollouts, name: str) -> str:

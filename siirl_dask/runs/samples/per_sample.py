@@ -18,7 +18,8 @@ def per_sample(rollouts: Rollouts, source: str = "", **columns: str) -> str:
     Of an episode's rows rewards are added up, and are null where one is; ``row_id`` is the first, ``row_ids`` are all;
     any other column is the last row's. ``source`` is a table expression, by default all rows.
     """
-    source = source or rollouts.view
+    if not source:
+        source = rollouts.view
     if EPISODE_ID not in rollouts.schema.names:
         given = {**columns, **({ROW_IDS: f"[{ROW_ID}]"} if ROW_IDS in columns else {})}
         return f"(SELECT {', '.join(['step', *(f'{sql} AS {name}' for name, sql in given.items())])} FROM {source})"

@@ -52,7 +52,10 @@ class PromptImages:
         self._thumbnails = thumbnails
         self._datasets: dict[str, _Dataset | str] = {}
         self._rows: dict[tuple[str, int, int], list[Picture]] = {}
-        self._most = self._room = most or (_SHOWN if thumbnails else _TOLD)
+        if not most:
+            most = _SHOWN if thumbnails else _TOLD
+        self._most = most
+        self._room = most
         self._seconds: float | None = None  # left for all fetches together
 
     @cached_property

@@ -154,7 +154,8 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
     check(rollouts, REWARD, ROW_ID, RESPONSE)
     keys = {name: name for name in there(rollouts, (DATA_PART, DATA_ROW))}
     origin = "".join(f", {name}" for name in keys)
-    keys = keys or {"key": text(rollouts, prompt(rollouts))}
+    if not keys:
+        keys = {"key": text(rollouts, prompt(rollouts))}
     told = {
         name: text(rollouts, column) if column else "NULL::VARCHAR"
         for name, column in {PROMPT: prompt(rollouts), ANSWER: one_of(rollouts, ANSWER)}.items()

@@ -133,7 +133,10 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
     sample = _sample([{**row, TURNS: len(row[TURNS] or ())} if TURNS in row else row for row in rows])
     ids, sampled, trained = ([value for row in rows for value in row.get(name) or ()] for name in _LISTS)
     spans, begins = _spans(rows) if spoken else ((), ())
-    cut = len(ids) > _TOKENS or max(map(len, (sample.prompt, sample.response, sample.answer))) >= _WHOLE
+    longest = max(map(len, (sample.prompt, sample.response, sample.answer)))
+    is_cut = len(ids) > _TOKENS
+    if longest >= _WHOLE:
+        is_cut = True
     return WholeSample(
         row=sample,
         token_ids=ids[:_TOKENS],
@@ -143,7 +146,7 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         begins=begins,
         weights_version=rows[-1].get(WEIGHTS_VERSION),
         origin={name: rows[0][name] for name in ORIGIN if name in rows[0]},
-        cut=cut,
+        cut=is_cut,
     )
 
 
@@ -210,7 +213,9 @@ def _rows(
 def _sample(rows: Sequence[Mapping[str, Any]]) -> SampleRow:
     first = rows[0]
     last = rows[-1]
-    parts = last.get(REWARD_PARTS) or ()
+    parts = last.get(REWARD_PARTS)
+    if parts is None:
+        parts = ()
     return SampleRow(
         step=int(first["step"]),
         row_id=int(first[ROW_ID]),

@@ -122,10 +122,10 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
     told: list[Utterance] = []
     turn = 0
     for number, row in enumerate(rows):
-        who = row.get(AGENT) or POLICY
+        who = row[AGENT] if row.get(AGENT) else POLICY
         if number:
             told.append(Utterance(f"segment {number + 1}, a new history", Kind.SEGMENT, _prompt(row, decode)))
-        ids = row.get(RESPONSE_IDS) or ()
+        ids = row.get(RESPONSE_IDS)
         if decode is None or not ids:
             turn += len(row.get(TURNS) or ())
             told.append(Utterance(who, Kind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD)))
@@ -148,10 +148,14 @@ def _prompt(row: Mapping[str, Any], decode: Decode | None) -> str:
 
 def said(who: str, text: str, turn: int, reward: float | None) -> list[Utterance]:
     """Return a turn of the policy: its text and its tool calls, the last of which has the reward."""
-    parts = [
-        Utterance(who, Kind.CALL if called else Kind.SAID, call(part) if called else part, turn)
-        for part, called in _split(_CALL, text.strip())
-    ] or [Utterance(who, Kind.SAID, "", turn)]
+    parts = []
+    for part, is_call in _split(_CALL, text.strip()):
+        if is_call:
+            parts.append(Utterance(who, Kind.CALL, call(part), turn))
+        else:
+            parts.append(Utterance(who, Kind.SAID, part, turn))
+    if not parts:
+        parts.append(Utterance(who, Kind.SAID, "", turn))
     last = parts[-1]
     return [*parts[:-1], Utterance(last.who, last.kind, last.text, turn, reward)]
 
@@ -169,12 +173,11 @@ def answered(text: str) -> list[Utterance]:
         content = _MARKS.sub("", content).strip()
         if role in _ASSISTANT and content in _OPENINGS:
             continue
-        for part, result in _split(_RESULT, content):
-            is_tool = result or role in (TOOL, "ipython")
-            who = ENVIRONMENT if role == "user" else role
-            if is_tool:
-                who = TOOL
-            told.append(Utterance(who, Kind.RESULT if is_tool else Kind.ANSWER, part))
+        for part, is_result in _split(_RESULT, content):
+            if is_result or role in (TOOL, "ipython"):
+                told.append(Utterance(TOOL, Kind.RESULT, part))
+            else:
+                told.append(Utterance(ENVIRONMENT if role == "user" else role, Kind.ANSWER, part))
     return told
 
 

@@ -109,8 +109,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         count = sizes.layers // (grid.pipeline * grid.chunks)
         first = (number * grid.pipeline + grid.stage) * count
         mixed = [sizes.has_experts(first + layer) for layer in range(count)]
-        is_first = all([grid.first, number == 0])
-        is_last = all([grid.last, number == grid.chunks - 1])
+        is_first = grid.first if number == 0 else False
+        is_last = grid.last if number == grid.chunks - 1 else False
         super().__init__(
             stage.config,
             _layers(sizes, operators, mixed),
