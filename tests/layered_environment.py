@@ -98,6 +98,8 @@ def check_links(upper: Path) -> None:
     environment below, whose own version is gone.
     """
     folder = packages(upper)
+    if not folder.is_dir():
+        sys.exit(f"{upper} is no virtual environment of this Python: nothing to look at")
     for info in folder.glob("*.dist-info"):
         if info.is_symlink():
             continue
