@@ -11,6 +11,7 @@ class TestMyCarrier(CarrierTests):
 from __future__ import annotations
 
 import asyncio
+import sys
 from abc import abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable
@@ -64,6 +65,30 @@ class CarrierTests:
         assert received[0].body["n"] == 2**40
         assert reply.header == {"rows": 3, "text": "é"}
         assert [bytes(frame) for frame in reply.frames] == [bytes(frame) for frame in frames]
+
+    def test_a_profiler_that_holds_frames_of_functions_loses_no_message(self) -> None:
+        """A frame keeps the views of buffers that its function had: Dask's profiler holds frames of other threads."""
+
+        async def handler(request: Request) -> Reply:
+            return Reply({"n": request.body["n"]}, [bytes(1000), bytes(2000)])
+
+        async def work() -> list[int]:
+            async with self.joined(handler) as (carrier, _):
+                assert await carrier.reaches("b")
+                sizes = []
+                for n in range(3):
+                    reply = await carrier.ask("b", Request(Op.FETCH, KEY, {"n": n, "rows": bytes(1000)}))
+                    sizes.append(sum(memoryview(frame).nbytes for frame in reply.frames))
+                return sizes
+
+        held = []
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, value: held.append(frame))
+        try:
+            sizes = asyncio.run(work())
+        finally:
+            sys.setprofile(before)
+        assert sizes == [3000, 3000, 3000]
 
     def test_a_slow_answer_holds_up_no_other(self) -> None:
         async def work() -> list[int]:

@@ -240,8 +240,13 @@ class _Channel(asyncio.Protocol):
         if len(self._received) < end:
             self._needed = end
             return None
-        with memoryview(self._received) as received:  # released below: a bytearray with a view cannot shrink
-            frames = [bytes(frame) for frame in wire.split(received[start:end], sizes)]
+        # A bytearray with a view cannot shrink, so each view is released by name: a profiler that holds the frame of
+        # this or of a called function, as Dask's does now and then, keeps them alive.
+        with memoryview(self._received) as received, received[start:end] as body:
+            views = wire.split(body, sizes)
+            frames = [bytes(view) for view in views]
+            for view in views:
+                view.release()
         del self._received[:end]
         self._needed = wire.PRELUDE.size
         return wire.read_message(prelude, top, frames)

@@ -114,7 +114,7 @@ def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: MessageBounds) 
     return sizes
 
 
-def split(body: memoryview, sizes: Sequence[int]) -> list[Frame]:
+def split(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
     """Return the frames that lie one after the other in ``body``."""
     return [body[first:last] for first, last in pairwise(accumulate(sizes, initial=0))]
 
