@@ -19,9 +19,9 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request, TransitionKey
 from siirl_dask.coordinator.transport.peers import Carrier
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import Aborted, PeerError
 
 RUN = "conformance"

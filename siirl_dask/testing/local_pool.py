@@ -28,10 +28,10 @@ from siirl_dask.config import ProfileConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
-from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.observe.metrics import merge
 from siirl_dask.planner import Iteration, Phase, Plan, Stream
 from siirl_dask.trace import Recorder

@@ -16,11 +16,11 @@ from distributed.comm.addressing import get_address_host
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
 from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.dask_streams import DaskStreams
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.coordinator.transport.unix_sockets import UnixSockets
-from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import ConfigError, PeerError
 from siirl_dask.planner import Edge, Hosts
 from siirl_dask.trace import Lane, Recorder

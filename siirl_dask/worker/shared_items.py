@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
+from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport import wire
 from siirl_dask.coordinator.transport.messages import TransitionKey
-from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import PeerError
 
 MAX_ITEMS = 2**12

@@ -5,8 +5,7 @@ from math import ceil, log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.data_order import GlobalOrder
-from siirl_dask.coordinator.mixed_order import Interleaving, MixedOrder
+from siirl_dask.coordinator.data_order import GlobalOrder, Interleaving, MixedOrder
 
 weight = st.integers(1, 50).map(Fraction) | st.sampled_from([Fraction("0.7"), Fraction("0.001"), Fraction("3.3")])
 groups = st.lists(st.integers(1, 9), min_size=1, max_size=6)

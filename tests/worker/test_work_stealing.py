@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.context import Codec
+from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
-from siirl_dask.coordinator.transport.window import Window
 from siirl_dask.errors import Aborted, PeerError
 from siirl_dask.testing.local_pool import LocalTransport
 from siirl_dask.worker.shared_items import MESSAGE, ExpectedWork, pack

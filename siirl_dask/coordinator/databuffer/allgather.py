@@ -20,7 +20,7 @@ import numpy as np
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, pack_row_lengths, unpack_row_lengths
 from siirl_dask.coordinator.layout.assignment import RowStatistics, unpack_statistics
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
-from siirl_dask.coordinator.transport.together import gather_or_cancel
+from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge
 

@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
-from siirl_dask.coordinator.databuffer.acks import Acks
 from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMap
 from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable, unpack_others
-from siirl_dask.coordinator.databuffer.published import Published
+from siirl_dask.coordinator.databuffer.published import Acks, Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, other_columns_schema
 from siirl_dask.coordinator.host import shared_memory_domain

@@ -22,30 +22,26 @@ Requests between workers go through ``transport``. All of them but the ack are r
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.blobs import one_of_each_group
-from siirl_dask.coordinator.databuffer.acks import read_acks
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
-from siirl_dask.coordinator.databuffer.arena import Arena
+from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
 from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
-from siirl_dask.coordinator.databuffer.expected import ExpectedKeys
-from siirl_dask.coordinator.databuffer.group_pull import pull_groups
-from siirl_dask.coordinator.databuffer.limits import CopyThreads, Limits
-from siirl_dask.coordinator.databuffer.published import Published, spill
-from siirl_dask.coordinator.databuffer.pull import Puller
+from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits, Traffic
+from siirl_dask.coordinator.databuffer.published import Published, read_acks, spill
+from siirl_dask.coordinator.databuffer.pull import Puller, Shares, pull_groups
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
-from siirl_dask.coordinator.databuffer.serve import RowServer
-from siirl_dask.coordinator.databuffer.shares import Shares
-from siirl_dask.coordinator.databuffer.slots import PublishedSlots
-from siirl_dask.coordinator.databuffer.traffic import Traffic
-from siirl_dask.coordinator.layout.assignment import row_statistics
-from siirl_dask.coordinator.layout.routes import count_near, count_takers
-from siirl_dask.coordinator.transport.frames import check_types
+from siirl_dask.coordinator.databuffer.slots import ExpectedKeys, PublishedSlots, Window
+from siirl_dask.coordinator.layout.assignment import count_near, count_takers, row_statistics
+from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
@@ -55,7 +51,7 @@ from siirl_dask.coordinator.transport.messages import (
     pack_ints,
     unpack_ints,
 )
-from siirl_dask.coordinator.transport.window import Window
+from siirl_dask.coordinator.transport.wire import check_types
 from siirl_dask.errors import Aborted, DataError, PeerError, SilentPeer
 from siirl_dask.planner import Edge, Hosts, Iteration, Rows
 
@@ -329,3 +325,76 @@ class Databuffer:
 def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:
     table = table.select(schema.names)
     return table if table.schema.equals(schema) else table.cast(schema)
+
+
+# Serves fetches: what a source does when a target asks for rows it has published. The asking side
+# is ``pull``.
+
+
+class RowServer:
+    """Answers fetches of one worker's published rows, within its share of the memory budget.
+
+    Belongs to the event loop; only copies of rows leave it, for ``CopyThreads``.
+    """
+
+    def __init__(self, arena: Arena, copy_threads: CopyThreads, limits: Limits) -> None:
+        self._arena = arena
+        self._copy_threads = copy_threads
+        self._message_bytes = limits.message
+        self._serving = Budget(limits.memory // 8)
+        self._attachments = Attachments(writable=True)
+
+    async def fetch(self, published: Published, positions: Ints, body: Mapping[str, Any]) -> Reply:
+        """Write the rows at ``positions`` into the asker's memory, or return them in frames if it names no target.
+
+        Other columns always travel in frames, of as many rows as fit into a message; the reply says how many, and the
+        asker asks for the rest. PeerError for unknown columns, and for more bytes than a message has.
+        """
+        columns = body.get("columns")
+        target = body.get("target")
+        known = published.ragged_columns()
+        if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
+            raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
+        with_others = positions if body.get("others") else positions[:0]
+        size = min(self._message_bytes, len(with_others) * published.other_row_bytes)
+        others, frames, count = await self._copy_threads.run(
+            size, published.pack_other_columns, with_others, self._message_bytes
+        )
+        if count:
+            positions = positions[:count]
+        header = {"rows": len(positions), "others": others, "split": len(frames)}
+        size = published.ragged_bytes(positions, columns)
+        if target is not None:
+            try:
+                write = partial(published.write_rows, positions, columns, target, self._attachments)
+                await self._copy_threads.run(size, write)
+            except CannotMap as error:
+                return Reply({"cannot map": str(error)})
+            return Reply(header | {"written": size}, frames)
+        if size > self._message_bytes and len(positions) > 1:
+            raise PeerError(f"asked for {size} bytes at once: expected at most {self._message_bytes}")
+        row_frames = await self._copy_out(published, positions, columns, size)
+        return Reply(header, [*frames, *row_frames])
+
+    def close(self) -> None:
+        self._attachments.clear()
+
+    async def _copy_out(
+        self, published: Published, positions: Ints, columns: Sequence[str], size: int
+    ) -> Sequence[memoryview]:
+        """Copy rows into frames. Their bytes count against the budget until the last of them has left this process."""
+        await self._serving.acquire(size)
+        try:
+            frames = await self._copy_threads.run(size, published.copy_rows, positions, columns, self._arena)
+        except BaseException:
+            self._serving.release(size)
+            raise
+        loop = asyncio.get_running_loop()
+        for frame in frames:  # whoever sends a frame refers to its buffer until the last byte is out
+            weakref.finalize(frame.obj, self._release_on_loop, loop, frame.nbytes).atexit = False
+        return frames
+
+    def _release_on_loop(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
+        """Release budget from whatever thread drops a frame: budgets belong to the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits for the budget any more
+            loop.call_soon_threadsafe(self._serving.release, nbytes)

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, Handle, unpack_handle
 from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, build_column, element_width
-from siirl_dask.coordinator.transport.frames import from_frames, to_frames
+from siirl_dask.coordinator.transport.wire import from_frames, to_frames
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
 

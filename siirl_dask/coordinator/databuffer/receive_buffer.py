@@ -19,8 +19,8 @@ from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, element_width, starts_of
 from siirl_dask.coordinator.host import physical_memory
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import ROW_ID
 

@@ -18,10 +18,9 @@ import pyarrow as pa
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, pack_row_lengths, unpack_row_lengths
-from siirl_dask.coordinator.layout.assignment import PullShare, row_statistics
-from siirl_dask.coordinator.layout.routes import routes_to
+from siirl_dask.coordinator.layout.assignment import PullShare, routes_to, row_statistics
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
-from siirl_dask.coordinator.transport.together import gather_or_cancel
+from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import SiirlError
 from siirl_dask.planner import Edge, Hosts
 

@@ -7,6 +7,7 @@ and nobody has to announce it. Rows of a worker that is a target as well stay wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from siirl_dask.coordinator.blobs import missing_groups
 from siirl_dask.coordinator.layout.balance import (
     NOWHERE,
     HostsOfRows,
@@ -23,14 +25,67 @@ from siirl_dask.coordinator.layout.balance import (
     balance_in_place,
     balance_minibatches,
     balance_near,
+    preferred_targets,
+    prefers,
     row_costs,
 )
-from siirl_dask.coordinator.layout.preference import preferred_targets, prefers
-from siirl_dask.coordinator.transport.frames import Frame
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import DataError, PeerError
 from siirl_dask.planner import Edge, Hosts, Rows
-from siirl_dask.planner.hosts import host_of
-from siirl_dask.schema import GROUP_ID, MINIBATCH, ROW_ID, TOKENS
+from siirl_dask.planner.hosts import by_host, host_of
+from siirl_dask.schema import GROUP_ID, IDENTITY, MINIBATCH, ROW_ID, TOKENS
+
+# Routes of replicated rows between hosts: a host takes a source's rows over the link once, and
+# passes them on inside.
+#
+# All targets of an edge get all of its rows. On a host with several targets each of them takes the
+# rows of some of the sources on other hosts, and the others take these from it. Rows of a source on
+# the host itself need no such relay.
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoutes:
+    """The ways of an edge's rows to the targets on one host."""
+
+    targets: tuple[str, ...]
+    """Targets on the host."""
+    relays: Mapping[int, int]
+    """Index of the target that takes a source's rows over the link and passes them on, by the source's index; sources
+    without one send their rows to each target.
+    """
+
+
+def routes_to(worker: str, edge: Edge, hosts: Hosts) -> HostRoutes:
+    """Return the ways of an edge's rows to the host of one of its targets."""
+    here = host_of(worker, hosts)
+    targets = tuple(by_host(edge.targets, hosts)[here])
+    if edge.rows is not Rows.REPLICATED or len(targets) == 1:
+        return HostRoutes(targets, {})
+    away = (index for index, source in enumerate(edge.sources) if host_of(source, hosts) != here)
+    return HostRoutes(targets, {source: number % len(targets) for number, source in enumerate(away)})
+
+
+def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
+    """Return how many workers ack each row of a source: one where it has one owner; by group every target, itself or
+    another for it; of replicated rows every target on the source's host, and one on each other host.
+    """
+    if edge.rows is not Rows.REPLICATED:
+        return len(edge.targets) if edge.by_group else 1
+    here = host_of(source, hosts)
+    return sum(len(targets) if host == here else 1 for host, targets in by_host(edge.targets, hosts).items())
+
+
+def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
+    """Return which of an edge's sources are on a worker's host, [sources]; a row that several have is taken there."""
+    here = host_of(worker, hosts)
+    return np.array([host_of(source, hosts) == here for source in edge.sources], dtype=np.bool_)
+
+
+def count_near(worker: str, edge: Edge, hosts: Hosts) -> int:
+    """Return how many other targets of an edge are on a worker's host."""
+    here = host_of(worker, hosts)
+    return sum(target != worker and host_of(target, hosts) == here for target in edge.targets)
+
 
 _SOURCE = "source"
 _POSITION = "position"
@@ -227,3 +282,76 @@ def pull_share(
             f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
         )
     return PullShare.of(edge_rows, index)
+
+
+# The groups of an edge by group that one worker pulls: each group of the rows that it owns, once.
+#
+# The source has a row of each group, the guide decides who owns the rows that read it. All targets
+# compute the same, so they also know together how often each row of the source is taken, and ack it
+# so often in all.
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """The groups of an edge that one worker has rows of."""
+
+    share: PullShare
+    """The rows of the source with these groups."""
+    acks: Mapping[int, int]
+    """Rows that the worker acks, by source: its own, and those that have fewer takers than there are targets. All
+    targets together ack each row once per target."""
+
+    def without(self, groups: Ints) -> PullShare:
+        """Return the share without ``groups``, which the worker has already."""
+        share = self.share
+        remaining = np.flatnonzero(~np.isin(share.identity[GROUP_ID].to_numpy(), groups))
+        positions = {}
+        destinations = {}
+        for source, places in share.destinations.items():
+            wanted = np.isin(places, remaining)
+            if wanted.any():
+                positions[source] = share.positions[source][wanted]
+                destinations[source] = np.searchsorted(remaining, places[wanted])
+        identity = share.identity.take(pa.array(remaining))
+        return PullShare(share.row_ids[remaining], positions, destinations, identity)
+
+
+def group_share(
+    edge: Edge,
+    worker: str,
+    guide: Edge,
+    guide_rows: EdgeStatistics,
+    edge_rows: EdgeStatistics,
+    quadratic_from: int = 0,
+    hosts: Hosts | None = None,
+) -> GroupShare:
+    """Return the groups of ``edge`` of which the worker owns a row, by the statistics of ``guide``.
+
+    DataError when the guide has rows of groups that the edge has not.
+    """
+    groups, first = np.unique(edge_rows.groups, return_index=True)  # of several rows of a group the first one counts
+    wanted = np.unique(guide_rows.groups)
+    unknown = np.setdiff1d(wanted, groups)
+    if len(unknown):
+        columns = [name for name in edge.schema.names if name not in IDENTITY]
+        raise DataError(f"edge {edge.name}: {missing_groups(unknown, columns, edge.source)}")
+    if edge.rows is Rows.REPLICATED:
+        rows = np.sort(first[np.isin(groups, wanted)])
+        return GroupShare(PullShare.of(edge_rows, rows), acks={})
+    owner = assign_owners(guide, guide_rows, quadratic_from, hosts)
+    this_worker = edge.targets.index(worker)
+    targets = len(edge.targets)
+    pairs = np.unique(np.searchsorted(groups, guide_rows.groups) * targets + owner)
+    taken = first[pairs // targets]
+    taker = pairs % targets
+    takers = np.bincount(taken, minlength=len(edge_rows.groups))
+    # One target acks a row for those targets too that do not take it: the last that takes it, or any if none does.
+    acks_for_others = np.arange(len(edge_rows.groups)) % targets
+    acks_for_others[taken] = taker
+    own = taken[taker == this_worker]
+    acks = np.bincount(own, minlength=len(takers)) + np.where(acks_for_others == this_worker, targets - takers, 0)
+    by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(np.int64)
+    return GroupShare(
+        share=PullShare.of(edge_rows, np.sort(own)),
+        acks={source: int(rows) for source, rows in enumerate(by_source) if rows},
+    )

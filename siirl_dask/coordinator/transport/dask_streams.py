@@ -32,8 +32,8 @@ from distributed.comm.registry import get_backend
 from distributed.comm.tcp import BaseTCPBackend
 
 from siirl_dask.coordinator.transport import wire
-from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, answer_to
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import Aborted, ConfigError, PeerError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.frames import Frame
-from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Message, MessageBounds
+from siirl_dask.coordinator.transport.wire import MAX_REPLY_HEAD, Frame, Message, MessageBounds
 from siirl_dask.errors import Aborted, PeerError, SiirlError
 
 logger = logging.getLogger("siirl_dask.coordinator")

@@ -12,12 +12,69 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-from siirl_dask.coordinator.transport.liveness import answers
 from siirl_dask.coordinator.transport.messages import NOT_REPEATABLE, Op, Reply, Request, TransitionKey
 from siirl_dask.errors import PeerError, SilentPeer
+
+# Several coroutines at once: the first failure cancels the others and is raised as itself.
+
+
+_T = TypeVar("_T")
+
+
+async def gather_or_cancel(*coroutines: Coroutine[Any, Any, _T]) -> list[_T]:
+    """Return the results in order. The first exception cancels the rest and is raised once all of them have ended.
+
+    A TaskGroup alone would raise an ExceptionGroup, which no ``except PeerError`` catches.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+# Pings, which distinguish a process that is gone from one that is busy, or behind a link that is
+# down for a moment.
+
+
+_SLICES = 10
+
+
+async def answers(ping: Callable[[], Coroutine[Any, Any, bool]], seconds: float) -> bool:
+    """Return whether one of several pings is answered within ``seconds``.
+
+    ``ping()`` returns False where its connection failed, which may pass. Each slice of the time begins a new ping, over
+    a new connection, and earlier ones go on: after an outage a new connection is up at once, where TCP waits longer
+    each time before it repeats what an old one lost. A slice in which this process itself was frozen or starved does
+    not count: the answer is read in the next.
+    """
+    loop = asyncio.get_running_loop()
+    pause = seconds / _SLICES
+    pings: set[asyncio.Task[bool]] = set()
+    remaining = _SLICES
+    try:
+        while remaining:
+            pings.add(asyncio.create_task(ping()))
+            end = loop.time() + pause
+            while pings:
+                left = end - loop.time()
+                if left <= 0:
+                    break
+                done, pings = await asyncio.wait(pings, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.result() for task in done):
+                    return True
+            await asyncio.sleep(max(0.0, end - loop.time()))
+            if loop.time() < end + pause:
+                remaining -= 1
+    finally:
+        for task in pings:
+            task.cancel()
+    return False
+
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _PING_EVERY = 0.05  # of the peer timeout: pause between rounds of pings

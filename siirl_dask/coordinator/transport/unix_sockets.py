@@ -23,8 +23,8 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.transport import wire
-from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import Handler, Reply, Request, answer_to
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import Aborted, PeerError
 
 logger = logging.getLogger("siirl_dask.coordinator")

@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Client
 from distributed.comm.addressing import parse_host_port
 
-from siirl_dask.coordinator.transport.liveness import answers
+from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.worker.monitoring.scheduler_patience import least_patience
 
 _PAUSE = 0.05  # pause between two pings, as a share of the patience

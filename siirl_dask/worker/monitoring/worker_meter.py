@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from siirl_dask.context import Device, Metric
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.coordinator.databuffer.traffic import Traffic
+from siirl_dask.coordinator.databuffer.limits import Traffic
 from siirl_dask.trace import Entry
 from siirl_dask.worker.monitoring.prometheus import Sample, exporter
 from siirl_dask.worker.monitoring.task_progress import TaskProgress

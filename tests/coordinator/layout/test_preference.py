@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
-from siirl_dask.coordinator.layout.balance import row_costs
-from siirl_dask.coordinator.layout.preference import early_targets, preferred_targets
+from siirl_dask.coordinator.layout.balance import early_targets, preferred_targets, row_costs
 from siirl_dask.planner import EarlyColumns, Edge, Rows
 from siirl_dask.schema import make_schema
 from tests.coordinator.rows import names

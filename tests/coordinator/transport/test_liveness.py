@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from siirl_dask.coordinator.transport.liveness import answers
+from siirl_dask.coordinator.transport.peers import answers
 
 
 def seconds_until(ping, seconds):

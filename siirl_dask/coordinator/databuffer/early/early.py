@@ -15,11 +15,10 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch, EarlyPull
 from siirl_dask.coordinator.databuffer.early.early_rows import EarlyRows
-from siirl_dask.coordinator.databuffer.limits import Allowance, CopyThreads
+from siirl_dask.coordinator.databuffer.limits import Allowance, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.ragged import element_width
-from siirl_dask.coordinator.databuffer.traffic import Traffic
-from siirl_dask.coordinator.layout.preference import early_targets
+from siirl_dask.coordinator.layout.balance import early_targets
 from siirl_dask.coordinator.transport.messages import Reply, Request, TransitionKey, Transport
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Hosts

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from siirl_dask.coordinator.databuffer.limits import Allowance
+from siirl_dask.coordinator.databuffer.limits import Allowance, Traffic
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS
-from siirl_dask.coordinator.databuffer.traffic import Traffic
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.frames import Frame
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport, unpack_ints
+from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.planner import Edge
 
