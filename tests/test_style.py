@@ -41,7 +41,7 @@ LIMITS = {
     "siirl_storage": (0, 0, 0, 8, 11, 1),
     "tasks": (1, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
-    "training": (0, 0, 0, 45, 20, 7),
+    "training": (0, 0, 0, 42, 20, 7),
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room ``siirl_dask``."""

@@ -50,10 +50,10 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     if form == "svg":
         raise ConfigError("--format svg: expected text or json with --analyze; siirl-dask report draws a run's DAG")
     run = open_run(url)
-    if not trust and (named := sorted(_foreign(run.dag))):
+    if not trust and (named := sorted(_foreign(run.dag) | _foreign(_backends(run.config)))):
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         raise ConfigError(
-            f"the DAG of run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
+            f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
             "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
             "trace show what was measured without it"
         )
@@ -89,6 +89,12 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     if form == "json":
         return json.dumps({"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)}, indent=1)
     return _text(config, found, redacted(notes), None if speed is None else speed.name)
+
+
+def _backends(config: Config) -> list[object]:
+    """Return what a configuration names as backends of its trainers, for roles whose options do not."""
+    trainers = [config.trainer, config.critic, *(agent.trainer for agent in config.agents.values())]
+    return [trainer.backend for trainer in trainers]
 
 
 def _foreign(spec: object) -> set[str]:

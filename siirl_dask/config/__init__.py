@@ -18,6 +18,7 @@ from siirl_dask.config.rollout import Dtype, ModelConfig, PromptPlacement, Rewar
 from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
     ENGINES_LOGPROBS,
+    LAYOUT_GROUPS,
     AlgorithmConfig,
     Backend,
     FsdpConfig,
@@ -31,6 +32,7 @@ from siirl_dask.errors import ConfigError
 
 __all__ = [
     "ENGINES_LOGPROBS",
+    "LAYOUT_GROUPS",
     "Affinity",
     "AgentConfig",
     "AlgorithmConfig",

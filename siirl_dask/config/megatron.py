@@ -1,11 +1,38 @@
-"""Options of the backend megatron."""
+"""Options of the backend megatron, and the libraries of fused operators in its layers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from siirl_dask.config.checks import at_least
+from siirl_dask.devices.operators import MINDSPEED, OPERATORS, TORCH, check_backend_operators
 from siirl_dask.errors import ConfigError
+
+MEGATRON_OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {**OPERATORS, **dict.fromkeys(("rotary", "rms_norm", "swiglu"), (TORCH, MINDSPEED))}
+)
+"""Libraries that have each operator in megatron-core's layers: its own functions, which are torch's, or MindSpeed's."""
+
+
+def check_megatron_operators(given: Mapping[str, str], *, megatron: bool) -> None:
+    """Check ``trainer.operators`` for the backend ``megatron``, or for another one. ConfigError for libraries that do
+    not go together with it.
+    """
+    if megatron:
+        check_backend_operators(given, MEGATRON_OPERATORS, "megatron")
+    for operator, library in given.items():
+        if library == MINDSPEED and not megatron:
+            raise ConfigError(
+                f"trainer.operators.{operator}={MINDSPEED}: MindSpeed replaces functions of megatron-core; take "
+                "trainer.backend=megatron, or leave it out"
+            )
+    if MINDSPEED in given.values() and given.get("rms_norm") != MINDSPEED:
+        raise ConfigError(
+            f"trainer.operators={dict(given)}: MindSpeed replaces megatron-core's norms wherever it is imported; add "
+            f"rms_norm: {MINDSPEED}, or take no operator of it"
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,12 +7,14 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
-from siirl_dask.config.megatron import MegatronConfig
+from siirl_dask.config.megatron import MegatronConfig, check_megatron_operators
 from siirl_dask.devices.operators import check_operators
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, did_you_mean
 
 ENGINES_LOGPROBS = "siirl_dask.nodes:rollout_logprobs"
 """Value of ``algorithm.old_logprobs`` that takes those of the engine."""
+LAYOUT_GROUPS = ("trainer.megatron",)
+"""Groups whose options only divide a model among workers: what is learned does not depend on them."""
 _OF_CURRENT_POLICY = "siirl_dask.algorithms:mask_off_policy"  # the one correction that no old log-probs enter
 
 
@@ -71,7 +73,7 @@ class AlgorithmConfig:
 
 
 class Backend(StrEnum):
-    """Distribution of a trained model over its workers; see docs/training.md."""
+    """Shipped backend: distribution of a trained model over its workers; see docs/training.md."""
 
     torch = "torch"
     """The whole model on every worker of the role: the simplest, and the fastest if it fits."""
@@ -185,8 +187,11 @@ class LoraConfig:
 class TrainerConfig:
     """``trainer`` and ``critic``: backend, optimizer and micro-batches of a trained model."""
 
-    backend: Backend = Backend.torch
-    """Backend: ``torch``; ``fsdp`` for a model that does not fit on one device; or ``megatron``."""
+    backend: str = Backend.torch
+    """Backend: ``torch``; ``fsdp`` for a model that does not fit on one device; ``megatron``; or one of your own, as
+    ``module:NAME`` or ``file.py:NAME`` of its TrainerSpec: see docs/training.md."""
+    backend_options: dict[str, Any] = field(default_factory=dict)
+    """Options of a backend of your own, which reads them itself."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -237,6 +242,7 @@ class TrainerConfig:
     many times more."""
 
     def __post_init__(self) -> None:
+        self._check_backend()
         for name, rate in {"lr": self.lr, "visual_lr": self.lr if self.visual_lr is None else self.visual_lr}.items():
             if not 0 < rate < float("inf"):
                 raise ConfigError(f"trainer.{name}={rate!r}: expected more than 0, and finite")
@@ -276,7 +282,8 @@ class TrainerConfig:
             raise ConfigError(
                 "trainer.liger=True with trainer.compile=True: both fuse the same operations; leave one of them out"
             )
-        check_operators(self.operators, liger=self.liger is True, megatron=self.backend == Backend.megatron)
+        check_operators(self.operators, liger=self.liger is True)
+        check_megatron_operators(self.operators, megatron=self.backend == Backend.megatron)
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"trainer.min_lr_ratio={self.min_lr_ratio}: expected 0 to 1")
         if not 0 <= self.ema_decay < 1:
@@ -293,6 +300,21 @@ class TrainerConfig:
         if self.ema_decay > 0:
             return True
         return self.ema_every > 1
+
+    def _check_backend(self) -> None:
+        """Raise ConfigError for a name that is no backend's, and for options that a shipped backend does not read."""
+        shipped = [*map(str, Backend)]
+        if self.backend in shipped:
+            if self.backend_options:
+                raise ConfigError(
+                    f"trainer.backend_options={self.backend_options}: the backend {self.backend} reads none; they are "
+                    "for a backend of your own, trainer.backend=module:NAME"
+                )
+        elif ":" not in self.backend:
+            raise ConfigError(
+                f"trainer.backend={self.backend!r}: expected one of {shipped}, or module:NAME of a TrainerSpec of your "
+                f"own{did_you_mean(self.backend, shipped)}"
+            )
 
     def _check_visual_lr(self) -> None:
         """Raise ConfigError for a rate of the tower where nothing of it learns."""

@@ -55,10 +55,6 @@ OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Libraries that have each operator."""
-IN_MEGATRON: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {**OPERATORS, **dict.fromkeys(("rotary", "rms_norm", "swiglu"), (TORCH, MINDSPEED))}
-)
-"""Libraries that have each operator in megatron-core's layers: its own functions, which are torch's, or MindSpeed's."""
 REFERENCE: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERATORS, TORCH))
 """Every operator by torch."""
 AUTO = "auto"
@@ -66,10 +62,8 @@ AUTO = "auto"
 training/model/liger.py."""
 
 
-def check_operators(given: Mapping[str, str], *, liger: bool, megatron: bool) -> None:
-    """Check ``trainer.operators``. ConfigError for unknown names, for what ``trainer.liger=true`` contradicts, and for
-    libraries that the backend does not have.
-    """
+def check_operators(given: Mapping[str, str], *, liger: bool) -> None:
+    """Check ``trainer.operators``. ConfigError for unknown names, and for what ``trainer.liger=true`` contradicts."""
     for operator, library in given.items():
         if operator not in OPERATORS:
             near = did_you_mean(operator, OPERATORS)
@@ -83,43 +77,40 @@ def check_operators(given: Mapping[str, str], *, liger: bool, megatron: bool) ->
             raise ConfigError(
                 f"trainer.operators.{operator}={library} with trainer.liger=true, which stands for liger: leave one out"
             )
-    _check_backend(given, megatron=megatron)
 
 
-def _check_backend(given: Mapping[str, str], *, megatron: bool) -> None:
+def check_backend_operators(given: Mapping[str, str], libraries: Mapping[str, tuple[str, ...]], backend: str) -> None:
+    """Check that a backend has the libraries of ``trainer.operators`` that are ``given``; ``libraries`` are those that
+    it has, by operator, and torch where it names none. ConfigError if not.
+    """
     for operator, library in given.items():
-        if megatron and library not in IN_MEGATRON[operator]:
+        known = libraries.get(operator, (TORCH,))
+        if library not in known:
             raise ConfigError(
-                f"trainer.operators.{operator}={library} with trainer.backend=megatron: expected one of "
-                f"{', '.join(IN_MEGATRON[operator])}"
+                f"trainer.operators.{operator}={library} with trainer.backend={backend}: expected one of "
+                f"{', '.join(known)}"
             )
-        if library == MINDSPEED and not megatron:
-            raise ConfigError(
-                f"trainer.operators.{operator}={MINDSPEED}: MindSpeed replaces functions of megatron-core; take "
-                "trainer.backend=megatron, or leave it out"
-            )
-    if MINDSPEED in given.values() and given.get("rms_norm") != MINDSPEED:
-        raise ConfigError(
-            f"trainer.operators={dict(given)}: MindSpeed replaces megatron-core's norms wherever it is imported; add "
-            f"rms_norm: {MINDSPEED}, or take no operator of it"
-        )
 
 
 def choose_operators(
-    given: Mapping[str, str], kind: str, *, liger: str | bool, megatron: bool = False
+    given: Mapping[str, str],
+    kind: str,
+    *,
+    liger: str | bool,
+    libraries: Mapping[str, tuple[str, ...]] = OPERATORS,
 ) -> dict[str, str]:
     """Return the library of each operator on a kind of device: those given, or the device's own where the backend has
-    it, or torch. ``liger`` says whether liger has those that it can; ``auto``: on a GPU, where it runs.
+    it, or torch. ``liger`` says whether liger has those that it can; ``auto``: on a GPU, where it runs. ``libraries``
+    are the backend's, by operator.
     """
     own = PLUGIN if kind == DeviceKind.NPU else TORCH
-    chosen = dict.fromkeys(OPERATORS, own)
+    chosen = dict.fromkeys(OPERATORS, TORCH)
+    chosen |= {operator: own for operator, known in libraries.items() if own in known}
     if kind == DeviceKind.CUDA:
         chosen["attention"] = AUTO
-    by_liger = [operator for operator, libraries in OPERATORS.items() if LIGER in libraries]
+    by_liger = [operator for operator, known in libraries.items() if LIGER in known]
     if liger is True:
         chosen |= dict.fromkeys(by_liger, LIGER)
-    if liger == AUTO and kind == DeviceKind.CUDA and not megatron:
+    if liger == AUTO and kind == DeviceKind.CUDA:
         chosen |= dict.fromkeys(by_liger, AUTO)
-    if megatron:
-        chosen |= {operator: TORCH for operator in chosen if chosen[operator] not in (*IN_MEGATRON[operator], AUTO)}
     return {**chosen, **given}

@@ -28,7 +28,7 @@ from siirl_storage import (
 )
 from siirl_storage.digests import FileDigest
 
-from siirl_dask.config import Config
+from siirl_dask.config import LAYOUT_GROUPS, Config
 from siirl_dask.config.file import Interpolated, dump, load_recorded
 from siirl_dask.config.file.layers import config_keys
 from siirl_dask.config.secrets import redacted
@@ -54,7 +54,7 @@ _SUMMARY = "summary.json"
 _FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
-_MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage"} | {
+_MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage", *LAYOUT_GROUPS} | {
     "run.name",
     "run.url",
     "run.steps",
@@ -76,13 +76,6 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "rollout.tensor_parallel_size",
     "trainer.fsdp.tensor_parallel",
     "trainer.fsdp.gather_size",
-    "trainer.megatron.tensor_parallel",
-    "trainer.megatron.pipeline_parallel",
-    "trainer.megatron.virtual_pipeline",
-    "trainer.megatron.context_parallel",
-    "trainer.megatron.expert_parallel",
-    "trainer.megatron.sequence_parallel",
-    "trainer.megatron.distributed_optimizer",
     "trainer.max_skipped_steps",
     "critic.max_skipped_steps",
 }
@@ -119,8 +112,7 @@ class RunIdentity:
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
         old, new = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
-        free = tuple(f".with.{key}" for key in _MAY_CHANGE)  # as options of a role or node
-        changed = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.endswith(free)]
+        changed = [name for name in {**old, **new} if old.get(name) != new.get(name) and not _is_free_option(name)]
         names = [name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)]
         return [f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names]
 
@@ -300,12 +292,19 @@ def _deciding(config: Config) -> dict[str, Any]:
     """Return the configuration's values by key, without those that may change."""
     values = {}
     for key in config_keys():
-        if key not in _MAY_CHANGE and key.split(".")[0] not in _MAY_CHANGE:
+        if not any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE):
             value: Any = config
             for name in key.split("."):
                 value = getattr(value, name)
             values[key] = redacted({key: canonical(value)})[key]
     return values
+
+
+def _is_free_option(name: str) -> bool:
+    """Return whether ``name``, as ``DAG: roles.policy.with.trainer.lr``, is of an option that may change."""
+    if name.endswith(tuple(f".with.{key}" for key in _MAY_CHANGE)):
+        return True
+    return any(f".with.{group}." in name for group in LAYOUT_GROUPS)
 
 
 def _deciding_nodes(dag: _Spec) -> _Spec:

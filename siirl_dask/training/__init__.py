@@ -4,17 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from siirl_dask.config import Backend, ImagesConfig, ModelConfig, RolloutConfig, TrainerConfig
-from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.config import ImagesConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.context import Device, Rank
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
 from siirl_dask.models.routing import needed_routing
 from siirl_dask.planner import builds
-from siirl_dask.training.layouts import check_replay, operators_of
+from siirl_dask.training.layouts import check_replay
 from siirl_dask.training.preflight import (
     check_critic,
     check_encoder,
@@ -22,6 +21,14 @@ from siirl_dask.training.preflight import (
     check_reward_model,
     check_trainer,
     trainer_groups,
+)
+from siirl_dask.training.specs import (
+    Division,
+    RoleRequest,
+    TrainerMemory,
+    TrainerSpec,
+    needed,
+    trainer_spec,
 )
 from siirl_dask.training.trainer import (
     Batch,
@@ -40,24 +47,25 @@ from siirl_dask.training.trainer import (
     ValueBatch,
 )
 
-if TYPE_CHECKING:
-    from siirl_dask.training.megatron.replica import Built
-    from siirl_dask.training.parallel.backend import ModelBackend
-
+T = TypeVar("T")
 __all__ = [
     "Batch",
     "Critic",
+    "Division",
     "EpisodeSpans",
     "NonFinite",
     "ObservedImage",
     "OnNonFinite",
     "PackedRows",
     "RewardModel",
+    "RoleRequest",
     "RowImages",
     "TextEncoder",
     "TokenScores",
     "TrainBatch",
     "Trainer",
+    "TrainerMemory",
+    "TrainerSpec",
     "ValueBatch",
     "build_critic",
     "build_encoder",
@@ -68,6 +76,7 @@ __all__ = [
     "check_reference",
     "check_reward_model",
     "check_trainer",
+    "trainer_spec",
 ]
 
 
@@ -91,44 +100,19 @@ def build_trainer(
     engine's routes.
     """
     check_replay(trainer, rollout)
-    routing = needed_routing(local_model(model, device).path) if rollout.router_replay else None
-    if trainer.backend == Backend.megatron:
-        built = _megatron(device, rank, model, trainer)
-        from siirl_dask.training.megatron.roles import MegatronPolicy
-
-        with device.stage("the loading of weights"):
-            return MegatronPolicy(built, temperature=rollout.temperature, waiting=device.waiting, routing=routing)
-    backend = _backend(device, rank, model, trainer, images)
-    from siirl_dask.training.model.network import PolicyNetwork
-    from siirl_dask.training.model.shared_base import AgentNetwork
-    from siirl_dask.training.policy import Policy  # imports transformers
-
-    def make() -> PolicyNetwork:
-        network = partial(
-            PolicyNetwork,
-            temperature=rollout.temperature,
-            float32_head=model.float32_head,
-            trainer=trainer,
-            agents=base,
-        )
-        return backend.network(network).requires_grad_(False)
-
-    with device.stage("the loading of weights"):
-        own = (
-            AgentNetwork(device.shared(("policy", *base), make), agent, rollout.temperature, trainer) if base else None
-        )
-        return Policy(
-            backend,
-            model,
-            trainer,
-            rank,
-            temperature=rollout.temperature,
-            park=_parks(trainer, device),
-            waiting=device.waiting,
-            cores=_step_cores(trainer, device),
-            network=own,
-            routing=routing,
-        )
+    model = local_model(model, device)
+    request = RoleRequest(
+        device=device,
+        rank=rank,
+        model=model,
+        trainer=trainer,
+        temperature=rollout.temperature,
+        images=images,
+        routing=needed_routing(model.path) if rollout.router_replay else None,
+        agent=agent,
+        base=tuple(base),
+    )
+    return _built(trainer_spec(trainer.backend).build_policy, request, "policy")
 
 
 @builds(preflight=check_reference, groups=trainer_groups)
@@ -142,17 +126,15 @@ def build_reference(
     images: ImagesConfig | None = None,
 ) -> Trainer:
     """Build the policy as it was at the start. A reference scores and never learns: no gradients, no optimizer."""
-    if trainer.backend == Backend.megatron:
-        built = _megatron(device, rank, model, trainer)
-        from siirl_dask.training.megatron.roles import MegatronReference
-
-        with device.stage("the loading of weights"):
-            return MegatronReference(built, temperature=rollout.temperature)
-    backend = _backend(device, rank, model, trainer, images)
-    from siirl_dask.training.policy import Reference
-
-    with device.stage("the loading of weights"):
-        return Reference(backend, model, temperature=rollout.temperature, park=_parks(trainer, device))
+    request = RoleRequest(
+        device=device,
+        rank=rank,
+        model=local_model(model, device),
+        trainer=trainer,
+        temperature=rollout.temperature,
+        images=images,
+    )
+    return _built(trainer_spec(trainer.backend).build_reference, request, "reference")
 
 
 @builds(preflight=check_critic, groups=trainer_groups)
@@ -160,62 +142,16 @@ def build_critic(
     device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None = None
 ) -> Critic:
     """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
-    if trainer.backend == Backend.megatron:
-        built = _megatron(device, rank, model, trainer)
-        from siirl_dask.training.megatron.roles import MegatronCritic
-
-        with device.stage("the loading of weights"):
-            return MegatronCritic(built, waiting=device.waiting)
-    backend = _backend(device, rank, model, trainer, images)
-    from siirl_dask.training.critic import ValueCritic
-
-    with device.stage("the loading of weights"):
-        return ValueCritic(
-            backend,
-            trainer,
-            rank,
-            park=_parks(trainer, device),
-            waiting=device.waiting,
-            cores=_step_cores(trainer, device),
-        )
-
-
-def _parks(trainer: TrainerConfig, device: Device) -> bool:
-    """Return whether the model can wait in the host's memory: on a CPU it is always there."""
-    return trainer.park and device.kind is not DeviceKind.CPU
-
-
-def _step_cores(trainer: TrainerConfig, device: Device) -> int:
-    """Return the cores for an optimizer in the host's memory, whose device waits for it; 0: torch's own threads."""
-    offloads = trainer.backend is Backend.fsdp and trainer.fsdp.offload
-    return device.cores if offloads and device.kind is not DeviceKind.CPU else 0
-
-
-def _megatron(device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig) -> Built:
-    hide()
-    from siirl_dask.training.megatron.core import load
-
-    load(operators_of(trainer, device.kind), device.kind)
-    from siirl_dask.training.megatron.replica import Built
-
     model = local_model(model, device)
-    return Built(model, trainer, device=device.torch_name, rank=rank, progress=device.progress)
+    request = RoleRequest(device=device, rank=rank, model=model, trainer=trainer, images=images)
+    return _built(trainer_spec(trainer.backend).build_critic, request, "critic")
 
 
-def _backend(
-    device: Device, rank: Rank, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None
-) -> ModelBackend:
+def _built(build: Callable[[RoleRequest], T] | None, request: RoleRequest, role: str) -> T:
+    """Return what the backend builds for a ``role``. ConfigError where it builds none."""
     hide()
-    model = local_model(model, device)
-    name = device.torch_name
-    progress = device.progress
-    if trainer.backend == Backend.fsdp:
-        from siirl_dask.training.parallel.fsdp import FsdpBackend
-
-        return FsdpBackend(model, trainer, device=name, rank=rank, images=images, progress=progress)
-    from siirl_dask.training.parallel.backend import ReplicatedBackend
-
-    return ReplicatedBackend(model, trainer, device=name, images=images, progress=progress)
+    with request.device.stage("the loading of weights"):
+        return needed(build, request.trainer, role)(request)
 
 
 @builds(preflight=check_reward_model)

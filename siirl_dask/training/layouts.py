@@ -4,63 +4,37 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from siirl_dask.config import (
-    Backend,
-    Config,
-    DevicePreference,
-    MegatronConfig,
-    ModelConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
+from siirl_dask.config import Config, DevicePreference, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.devices import DeviceKind, traits_of
-from siirl_dask.devices.operators import AUTO, LIBRARIES, MINDSPEED, choose_operators
+from siirl_dask.devices.operators import AUTO, LIBRARIES, check_backend_operators, choose_operators
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.models.slower_families import why_padded
-from siirl_dask.training.megatron.families import check_model
-from siirl_dask.training.megatron.mindspeed import check_installed
+from siirl_dask.training.specs import TRAINER_KEYS, TRAINERS, TrainerSpec, trainer_spec
 
 
 def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
-    """Check that shards, sequence and tensor parallelism fit the role's workers and the model's heads.
+    """Check that the backend reads the options of ``trainer``, and that its layout fits the role's workers and the
+    model.
 
-    ConfigError if they do not. A model that is not on this machine is checked by the workers when they build the role.
+    ConfigError if not. A model that is not on this machine is checked by the workers when they build the role.
     """
-    if trainer.backend is Backend.megatron:
-        check_megatron(trainer, model.path, workers)
-    elif trainer.backend is Backend.fsdp:
-        check_workers(trainer, workers)
-        check_heads(trainer, model.path)
+    spec = trainer_spec(trainer.backend)
+    if trainer.backend not in TRAINERS:  # options of these are checked where the configuration is made
+        _check_read(trainer, spec)
+    spec.check(trainer, model, workers)
 
 
-def check_megatron(trainer: TrainerConfig, path: str, workers: int) -> None:
-    """Check that megatron-core is here, and that replicas fit the role's workers and the model in ``path``.
-
-    ConfigError if not. Shapes of a model that is not on this machine are checked by the workers.
-    """
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError("trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'")
-    check_ranks(trainer.megatron, workers)
-    check_model(trainer, path)
-
-
-def check_ranks(megatron: MegatronConfig, workers: int) -> None:
-    """Check that replicas, and the ranks that share experts, divide a role's workers. ConfigError if they do not."""
-    if workers % megatron.ranks:
-        context = f"context_parallel={megatron.context_parallel}, " if megatron.context_parallel > 1 else ""
-        raise ConfigError(
-            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
-            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, expected a divisor "
-            f"of the role's {counted(workers, 'worker')}"
-        )
-    of_stage = workers // megatron.pipeline_parallel
-    if of_stage % megatron.experts_over:
-        raise ConfigError(
-            f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of the {of_stage} ranks "
-            f"that have the same layers, of the role's {counted(workers, 'worker')}"
-        )
+def _check_read(trainer: TrainerConfig, spec: TrainerSpec) -> None:
+    default = TrainerConfig()
+    for key in sorted(TRAINER_KEYS - spec.reads):
+        value = getattr(trainer, key)
+        if value != getattr(default, key):
+            raise ConfigError(
+                f"trainer.{key}={value!r} with trainer.backend={trainer.backend}: {spec.name} does not read it (it "
+                f"reads: {', '.join(sorted(spec.reads))}); leave it out"
+            )
 
 
 def check_liger(trainer: TrainerConfig, config: Config) -> None:
@@ -89,17 +63,18 @@ def check_liger(trainer: TrainerConfig, config: Config) -> None:
 
 def operators_of(trainer: TrainerConfig, kind: str) -> dict[str, str]:
     """Return the library of each fused operator on a kind of device; ``auto`` where a trial on it chooses."""
-    megatron = trainer.backend is Backend.megatron
     liger = trainer.liger
     if liger == AUTO and (trainer.compile or trainer.fsdp.tensor_parallel > 1):
         liger = False  # the compiler fuses these layers itself, and parts of a layer are DTensors
-    return choose_operators(trainer.operators, kind, liger=liger, megatron=megatron)
+    libraries = trainer_spec(trainer.backend).operators
+    return choose_operators(trainer.operators, kind, liger=liger, libraries=libraries)
 
 
 def check_libraries(trainer: TrainerConfig, config: Config) -> None:
-    """Check that workers can run the libraries of ``trainer.operators``, as far as that is known here. ConfigError if
-    they cannot.
+    """Check that the backend has the libraries of ``trainer.operators``, and that workers can run them, as far as that
+    is known here. ConfigError if not.
     """
+    check_backend_operators(trainer.operators, trainer_spec(trainer.backend).operators, trainer.backend)
     for operator, name in trainer.operators.items():
         library = LIBRARIES[name]
         given = f"trainer.operators.{operator}={name}"
@@ -113,20 +88,15 @@ def check_libraries(trainer: TrainerConfig, config: Config) -> None:
         there = DeviceKind.CPU if cluster.device is DevicePreference.cpu else visible_devices().kind
         if there is not library.kind:
             raise ConfigError(f"{given} runs on {library.kind} alone, and workers here have {there}: leave it out")
-    if MINDSPEED in trainer.operators.values():
-        check_installed()
-
-
-def process_of(trainer: TrainerConfig) -> str:
-    """Return what a role does to the whole process of its workers, where roles of one process must do the same."""
-    if trainer.backend is not Backend.megatron:
-        return ""
-    patched = sorted(name for name, library in trainer.operators.items() if library == MINDSPEED)
-    return f"megatron-core with MindSpeed's {', '.join(patched)}" if patched else "megatron-core as it is"
 
 
 def check_replay(trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     """Check that a policy can replay routes, if ``rollout.router_replay`` asks for it. ConfigError if it cannot."""
+    if rollout.router_replay and not trainer_spec(trainer.backend).replays_routes:
+        raise ConfigError(
+            f"rollout.router_replay=true with trainer.backend={trainer.backend}: it replays no routes; leave one of "
+            "them out"
+        )
     sequence = trainer.fsdp.sequence_parallel
     refused = {
         f"trainer.fsdp.sequence_parallel={sequence}": sequence > 1,

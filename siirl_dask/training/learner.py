@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.algorithms import Aggregation, TokenLoss, Totals, segment_weights
+from siirl_dask.algorithms import Aggregation, LossInputs, TokenLoss, Totals, segment_weights
 from siirl_dask.collectives import all_sum
 from siirl_dask.config import TrainerConfig
 from siirl_dask.context import Rank
@@ -20,7 +20,7 @@ from siirl_dask.errors import TrainingError
 from siirl_dask.training.nonfinite import Examination
 from siirl_dask.training.optimizer import Optimizer, all_reduce
 from siirl_dask.training.packing import MicroBatch, response_offsets
-from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite
+from siirl_dask.training.trainer import Batch, NonFinite, OnNonFinite, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,21 @@ def select_tokens(batch: Batch, part: MicroBatch, device: torch.device) -> Token
         return TokenSelection(part.offsets.to(device), None, part.tokens)
     mask = batch.mask[part.tokens]
     return TokenSelection(_count_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
+
+
+def loss_inputs(batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+    """Return what a loss sees of the selected tokens of a micro-batch, whose scores are [K] each."""
+    reference = batch.reference_logprobs
+    return LossInputs(
+        logprobs=selection.from_micro_batch(logprobs),
+        entropy=selection.from_micro_batch(entropy),
+        old_logprobs=selection.from_batch(batch.old_logprobs),
+        advantages=selection.from_batch(batch.advantages),
+        rollout_logprobs=selection.from_batch(batch.rollout_logprobs),
+        reference_logprobs=None if reference is None else selection.from_batch(reference),
+        offsets=selection.offsets,
+        columns={name: selection.from_batch(values) for name, values in batch.columns.items()},
+    )
 
 
 def _count_before(mask: Tensor) -> Tensor:

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from siirl_dask.config import Backend, Dtype, TrainerConfig, parse_bytes
+from siirl_dask.config import Dtype, TrainerConfig, parse_bytes
 from siirl_dask.models.architecture import Architecture, Tower
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.planner import Footprint
-from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
+from siirl_dask.training.specs import Division, TrainerMemory, division_of, trainer_spec
 
 FLOAT32 = 4
 BFLOAT16 = 2
 GRADIENTS = "gradients"
-_WEIGHTS = " in float32"  # how parts end that weights are made of
-FROZEN = f"frozen weights{_WEIGHTS}"
+IN_FLOAT32 = " in float32"  # how parts end that weights are made of
+FROZEN = f"frozen weights{IN_FLOAT32}"
 _LOGITS = {True: 64 * 2**20, False: 256 * 2**20}  # bytes of a block of float32 logits, on a CPU and elsewhere
 _LEAST_ROWS = 1024  # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
 _PIXELS = 3 * 2 * 16 * 16  # numbers of a patch: three colours, two frames
@@ -58,9 +58,17 @@ class ModelOnWorkers:
     """Whether it scores tokens through the vocabulary, as a critic does not."""
 
     @property
-    def shards(self) -> int:
-        """Workers that share a replica's parameters."""
-        return ranks_of_replica(self.trainer, self.ranks)
+    def division(self) -> Division:
+        """How the model and its rows are divided among the workers of the role."""
+        return division_of(self.trainer, self.ranks)
+
+    @property
+    def memory(self) -> TrainerMemory:
+        """Arithmetic of the backend. ValueError for one that has none."""
+        memory = trainer_spec(self.trainer.backend).memory
+        if memory is None:
+            raise ValueError(f"trainer.backend={self.trainer.backend}: expected a backend whose memory is estimated")
+        return memory
 
     @property
     def image_tokens(self) -> int:
@@ -85,17 +93,6 @@ class ModelOnWorkers:
         return self.learns and self.scores and not self.adapters
 
 
-def ranks_of_replica(trainer: TrainerConfig, workers: int) -> int:
-    """Return how many of a role's workers share the parameters of a replica."""
-    match trainer.backend:
-        case Backend.torch:
-            return 1
-        case Backend.fsdp:
-            return trainer.fsdp.shard_size or workers
-        case Backend.megatron:
-            return trainer.megatron.shards
-
-
 def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> int:
     """Return the rows of the head [V, D] whose logits are computed at once for so many tokens.
 
@@ -106,39 +103,43 @@ def logits_rows(tokens: int, hidden: int, vocabulary: int, *, on_cpu: bool) -> i
 
 def footprint(model: ModelOnWorkers) -> Footprint:
     """Return the memory of the model on one worker with an accelerator, without remedies."""
-    offload = model.trainer.backend is Backend.fsdp and model.trainer.fsdp.offload
     held = held_bytes(model)
     working = working_bytes(model)
-    loading = FLOAT32 * model.size.total if model.trainer.backend is Backend.torch else 0
-    if offload:
+    loading = FLOAT32 * model.size.total if model.memory.replicated else 0
+    if model.trainer.fsdp.offload:
         return Footprint(working=working, host=held)
-    weights = tuple(part for part in held if part.endswith(_WEIGHTS))
-    parks = {part: 0 if part == GRADIENTS else size for part, size in held.items()}
-    if model.trainer.backend is Backend.megatron:
+    weights = tuple(part for part in held if part.endswith(IN_FLOAT32))
+    if "park" not in trainer_spec(model.trainer.backend).reads:
         return Footprint(held=held, working=working, moves=weights, loading=loading)
+    parks = {part: 0 if part == GRADIENTS else size for part, size in held.items()}
     one = Footprint(held=held, working=working, moves=weights, parks=parks, loading=loading)
     return one.parked() if model.trainer.park else one
 
 
 def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
-    """Return the bytes that a worker holds of the model, by part: the sum over the shards is the whole, rounded up."""
-    if model.trainer.backend is Backend.megatron:
-        return _held_with_megatron(model)
-    tensor = model.trainer.fsdp.tensor_parallel if model.trainer.backend is Backend.fsdp else 1
-    whole = model.size.total + 2 * (tensor - 1) * model.size.largest  # each has embeddings and head in full
+    """Return the bytes that a worker holds of the model, by part."""
+    return model.memory.held(model)
+
+
+def held_in_float32(model: ModelOnWorkers) -> dict[str, int]:
+    """Return the bytes that a worker holds of a model in float32 that AdamW or Muon steps, by part: the sum over the
+    shards is the whole, rounded up.
+    """
+    whole = model.memory.parameters(model.size, model.trainer)
+    shards = model.division.shards
 
     def share(parameters: int, each: int) -> int:
-        return -(-each * parameters // model.shards)
+        return -(-each * parameters // shards)
 
     if not model.learns:
-        return {f"weights{_WEIGHTS}": share(whole, FLOAT32)}
+        return {f"weights{IN_FLOAT32}": share(whole, FLOAT32)}
     learned = model.adapters if model.adapters else whole - model.frozen
     parts: dict[str, int] = {}
     if frozen := whole if model.adapters else model.frozen:
         parts[FROZEN] = share(frozen, FLOAT32)
     named = "adapters" if model.adapters else "weights"
     parts |= {
-        f"{named}{_WEIGHTS}": share(learned, FLOAT32),
+        f"{named}{IN_FLOAT32}": share(learned, FLOAT32),
         GRADIENTS: share(learned, FLOAT32),
         "optimizer state": share(2 * learned - model.matrices, FLOAT32),
     }
@@ -147,46 +148,34 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
     return parts
 
 
-def _held_with_megatron(model: ModelOnWorkers) -> dict[str, int]:
-    """In bfloat16 the stage computes with copies of the weights that learn; what only scores has no others."""
-    own = on_one_rank(model.size, model.trainer.megatron)
-    narrow = model.narrow < FLOAT32
-    parts = {"weights in bfloat16": model.narrow * own} if narrow else {}
-    if model.learns or not narrow:
-        parts[f"weights{_WEIGHTS}"] = FLOAT32 * own
-    if model.learns:
-        stepped = stepped_on_one_rank(model.size, model.trainer.megatron, model.ranks)
-        parts |= {GRADIENTS: FLOAT32 * own, "optimizer state": 2 * FLOAT32 * stepped}
-        parts |= {"moving average": FLOAT32 * stepped} if model.trainer.keeps_average else {}
-    return parts
-
-
 def working_bytes(model: ModelOnWorkers) -> dict[str, int]:
     """Return the bytes of the peak of a pass, by part."""
-    return max(_moments(model), key=lambda parts: sum(parts.values()))
+    return max(model.memory.moments(model), key=lambda parts: sum(parts.values()))
 
 
 def passing_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes of the peak of a pass without gathered weights and their gradients."""
     gathered = ("gathered", "gradients of")
-    moments = ({part: each for part, each in one.items() if not part.startswith(gathered)} for one in _moments(model))
-    return max(sum(parts.values()) for parts in moments)
+    moments = model.memory.moments(model)
+    passing = ({part: each for part, each in one.items() if not part.startswith(gathered)} for one in moments)
+    return max(sum(parts.values()) for parts in passing)
 
 
-def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
-    """Return the bytes of the moments that may be the peak: at the head, at the last layer, after the first one."""
-    if model.trainer.backend is Backend.megatron:
-        return _moments_with_megatron(model)
-    activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
-    if model.tower is not None and model.image_tokens:
-        activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(model, model.tower)
-    gathered = _gathered(model)
+def replica_moments(model: ModelOnWorkers) -> list[dict[str, int]]:
+    """Return the bytes of a pass of a model that is whole on each worker, at its peak: at the head."""
+    return [{**_copied(model), **_activations(model), **head_bytes(model)}]
+
+
+def shard_moments(model: ModelOnWorkers) -> list[dict[str, int]]:
+    """Return the bytes of the moments that may be the peak of a pass which gathers layers: at the head, at the last
+    layer, after the first one.
+    """
+    activations = _activations(model)
     unit = _unit(model)
     root = model.root
     narrow = model.narrow
+    gathered = {"gathered embeddings and head": narrow * root, "gathered layers, two groups": 2 * narrow * unit}
     at_head = {**gathered, **activations, **head_bytes(model)}
-    if model.trainer.backend is Backend.torch:
-        return [at_head]
     if not model.learns or model.adapters:
         return [at_head]
     last_layer = {"gradients of two groups of layers": 2 * (narrow + FLOAT32) * unit}
@@ -195,35 +184,20 @@ def _moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     return [at_head, {**gathered, **activations, **pending, **last_layer}, at_end]
 
 
-def _moments_with_megatron(model: ModelOnWorkers) -> list[dict[str, int]]:
-    """The first of p stages keeps the activations of p micro-batches, and of (p - 1) / v more with v runs of layers
-    (arXiv:2205.05198, section 4.2.3); the last one those of one, and has the head.
-    """
-    stages = model.trainer.megatron.pipeline_parallel
-    one = model.architecture
-    runs = model.trainer.megatron.virtual_pipeline
-    most = stages + (-(-(stages - 1) // runs) if runs > 1 else 0)
-    stage = replace(model, architecture=replace(one, layers=-(-one.layers // stages)))
-    each = activation_bytes(stage) * model.tokens
-    label = f"activations of {model.tokens:,} tokens"
-    last = {label: each, **head_bytes(model)}
-    if stages == 1:
-        return [last]
-    return [last, {f"{label}, {most} times": each * (most if model.learns else 1)}]
+def _activations(model: ModelOnWorkers) -> dict[str, int]:
+    activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
+    if model.tower is not None and model.image_tokens:
+        activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(model, model.tower)
+    return activations
 
 
-def _gathered(model: ModelOnWorkers) -> dict[str, int]:
-    """Return what a pass holds of the weights besides the shards: gathered ones, or copies in the narrower type."""
-    if model.trainer.backend is Backend.torch:
-        if model.narrow == FLOAT32:
-            return {}
-        layers = model.size.total - model.root
-        copied = model.size.layer if model.trainer.gradient_checkpointing and model.adapters else layers
-        return {"weights in bfloat16": model.narrow * (copied if model.learns else model.size.layer)}
-    return {
-        "gathered embeddings and head": model.narrow * model.root,
-        "gathered layers, two groups": 2 * model.narrow * _unit(model),
-    }
+def _copied(model: ModelOnWorkers) -> dict[str, int]:
+    """Return what a pass holds of whole weights besides these: copies in the narrower type."""
+    if model.narrow == FLOAT32:
+        return {}
+    layers = model.size.total - model.root
+    copied = model.size.layer if model.trainer.gradient_checkpointing and model.adapters else layers
+    return {"weights in bfloat16": model.narrow * (copied if model.learns else model.size.layer)}
 
 
 def _unit(model: ModelOnWorkers) -> int:
@@ -242,14 +216,14 @@ def activation_bytes(model: ModelOnWorkers) -> int:
     """
     one = model.architecture
     narrow = model.narrow
-    inner = one.inner // _split(model)
+    inner = one.inner // model.division.layer
     if not model.learns:
         return (3 * narrow + FLOAT32) * one.hidden + 3 * narrow * inner
     layer = layer_bytes(model)
     temporary = 3 * narrow * inner + 2 * (narrow + FLOAT32) * one.hidden
     last = (FLOAT32 + 4 * narrow) * one.hidden  # the final norm, and the states that predict
     if model.trainer.gradient_checkpointing:
-        return narrow * one.hidden * one.layers // _token_parts(model) + layer + temporary + last
+        return narrow * one.hidden * one.layers // model.division.norms + layer + temporary + last
     return layer * one.layers + temporary + last
 
 
@@ -269,28 +243,12 @@ def layer_bytes(model: ModelOnWorkers) -> int:
     """
     one = model.architecture
     narrow = model.narrow
-    split = _split(model)
-    norms = 2 * (FLOAT32 + 2 * narrow) * one.hidden // _token_parts(model)
+    division = model.division
+    norms = 2 * (FLOAT32 + 2 * narrow) * one.hidden // division.norms
     attention = narrow * 2 * (one.queries + one.keys) + FLOAT32 * one.heads
     heads = (FLOAT32 + narrow) * (one.queries + one.keys) if one.normed_heads else 0
     feed_forward = narrow * (4 * one.inner + 2 * one.chosen * one.hidden)
-    return norms + (attention + heads + feed_forward) // split
-
-
-def _split(model: ModelOnWorkers) -> int:
-    match model.trainer.backend:
-        case Backend.torch:
-            return 1
-        case Backend.fsdp:
-            return model.trainer.fsdp.tensor_parallel
-        case Backend.megatron:
-            return model.trainer.megatron.tensor_parallel
-
-
-def _token_parts(model: ModelOnWorkers) -> int:
-    """Return the workers that split the tokens of a micro-batch between attention and MLP."""
-    split = model.trainer.backend is Backend.megatron and model.trainer.megatron.sequence_parallel
-    return _split(model) if split else 1
+    return norms + (attention + heads + feed_forward) // division.layer
 
 
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
@@ -302,16 +260,8 @@ def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     one = model.architecture
     narrow = model.narrow % FLOAT32
     tokens = model.tokens
-    if model.trainer.backend is Backend.megatron and (split := _split(model)) > 1:
-        # logits, log-probs, their exponentials and gradient, of this rank's part of the vocabulary at once
-        numbers = tokens * one.vocabulary // split
-        return {
-            "log-probs of a part of the vocabulary": (4 * FLOAT32 + narrow) * numbers
-            if model.learns
-            else 3 * FLOAT32 * numbers
-        }
     rows = logits_rows(tokens, one.hidden, one.vocabulary, on_cpu=False)
-    replica = model.trainer.backend is Backend.torch
+    replica = model.memory.replicated
     block = (_BLOCKS * FLOAT32 + 2 * narrow) * rows * tokens
     if replica:  # the head's rows in the narrower type, and their gradient
         block += 2 * narrow * rows * one.hidden

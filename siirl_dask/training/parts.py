@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from siirl_dask.config import Backend, ImagesConfig, Part, TrainerConfig
+from siirl_dask.config import ImagesConfig, Part, TrainerConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES, Family, family_of
 from siirl_dask.models.architecture import read_config
+from siirl_dask.training.specs import trainer_spec
 
 _WEIGHT = ".weight"
 _INNER = "model."  # begins the name of a tower's parameter in every model, but not in all models' files
@@ -92,9 +93,9 @@ def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -
     """Raise ConfigError for images in rows, or layers, that several ranks share."""
     if images is None or not images.used:
         return
-    if trainer.backend is Backend.megatron:
+    if not trainer_spec(trainer.backend).sees_images:
         raise ConfigError(
-            f"trainer.backend=megatron with images.column={images.column!r}: it sees no images; take "
+            f"trainer.backend={trainer.backend} with images.column={images.column!r}: it sees no images; take "
             "trainer.backend=fsdp"
         )
     for option in ("sequence_parallel", "tensor_parallel"):

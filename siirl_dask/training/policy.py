@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import Aggregation, LossFn, LossInputs, TokenLoss, token_mean
+from siirl_dask.algorithms import Aggregation, LossFn, TokenLoss, token_mean
 from siirl_dask.config import ModelConfig, TrainerConfig
 from siirl_dask.context import HoldsNoGroups, Rank
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.routing import Routing
-from siirl_dask.training.learner import Learner, TokenSelection, in_turn, select_tokens
+from siirl_dask.training.learner import Learner, in_turn, loss_inputs, select_tokens
 from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.model.shared_base import AgentNetwork
@@ -241,18 +241,3 @@ class Policy(Reference):
                 selection.attach(loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs),
                 selection.offsets,
             )
-
-
-def loss_inputs(batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """Return what a loss sees of the selected tokens of a micro-batch, whose scores are [K] each."""
-    reference = batch.reference_logprobs
-    return LossInputs(
-        logprobs=selection.from_micro_batch(logprobs),
-        entropy=selection.from_micro_batch(entropy),
-        old_logprobs=selection.from_batch(batch.old_logprobs),
-        advantages=selection.from_batch(batch.advantages),
-        rollout_logprobs=selection.from_batch(batch.rollout_logprobs),
-        reference_logprobs=None if reference is None else selection.from_batch(reference),
-        offsets=selection.offsets,
-        columns={name: selection.from_batch(values) for name, values in batch.columns.items()},
-    )

@@ -15,16 +15,7 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
-from siirl_dask.config import (
-    Backend,
-    Config,
-    ImagesConfig,
-    ModelConfig,
-    OptimizerName,
-    RolloutConfig,
-    TrainerConfig,
-    parse_bytes,
-)
+from siirl_dask.config import Config, ImagesConfig, ModelConfig, OptimizerName, RolloutConfig, TrainerConfig
 from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
@@ -37,11 +28,11 @@ from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters, parameter_shapes
 from siirl_dask.models.slower_families import rows_note
 from siirl_dask.planner import Footprint, RoleCost
-from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay, process_of
-from siirl_dask.training.megatron.memory import on_one_rank, stepped_on_one_rank
-from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes, ranks_of_replica
+from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay
+from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes
 from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
 from siirl_dask.training.remedies import with_remedies
+from siirl_dask.training.specs import TrainerSpec, division_of, needed, trainer_spec
 
 # Bytes per parameter.
 _LEARNS = 16
@@ -50,7 +41,6 @@ _AVERAGE = 4
 _WEIGHT = 4  # part of _LEARNS
 _GRADIENT = 4  # part of _LEARNS; no checkpoint has the gradient
 _MOMENT = 4  # bytes per parameter: Muon has one moment, AdamW two
-_ENDS = 2 * 4  # bytes per element of the largest parameter: embeddings and head
 _EXPERTS = ".experts."
 _ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
 _ADAPTER_A = ".lora_A.weight"  # of models/adapters.py, which imports torch
@@ -69,19 +59,20 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     cost = _check_learner(options, workers, config, trainer, "trainer")
     agent = options.get("agent", "")
     base = tuple(options.get("base", ()))
+    estimate = trainer_spec(trainer.backend).memory
     if not base:
         return cost
     check_adapters(agent, base, trainer.lora)
     together = f"the weights of {base[0]!r} under adapters of {', '.join(base)}"
     cost = replace(cost, together=together, device=cost.device and cost.device.staying())
-    if agent == base[0] or cost.memory is None:
+    if agent == base[0] or cost.memory is None or estimate is None:
         return cost
     model: ModelConfig = options.get("model", config.model)
     size = count_parameters(model.path)
     assert size is not None
-    frozen = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
+    frozen = _share(_SCORES * estimate.parameters(size, trainer), trainer, len(workers))
     notes = (f"its frozen weights are those of agent {base[0]!r}, which are held once",)
-    memory = cost.memory - frozen - _gathered(size, trainer, learns=True)
+    memory = cost.memory - frozen - estimate.gathered(size, trainer, True)
     return replace(cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes)
 
 
@@ -94,61 +85,46 @@ def _check_replay(options: Mapping[str, Any], config: Config, trainer: TrainerCo
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible adapters."""
-    return _check_learner(options, workers, config, options.get("trainer", config.critic), "critic")
+    """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible adapters, and for a
+    backend without critics.
+    """
+    trainer: TrainerConfig = options.get("trainer", config.critic)
+    needed(trainer_spec(trainer.backend).build_critic, trainer, "critic")
+    return _check_learner(options, workers, config, trainer, "critic")
 
 
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_reference``. ConfigError for an impossible layout."""
-    model = options.get("model", config.model)
-    trainer = options.get("trainer", config.trainer)
+    """Check and size a role of ``build_reference``. ConfigError for an impossible layout, and for a backend without
+    references.
+    """
+    model: ModelConfig = options.get("model", config.model)
+    trainer: TrainerConfig = options.get("trainer", config.trainer)
     images: ImagesConfig | None = options.get("images")
+    spec = trainer_spec(trainer.backend)
+    needed(spec.build_reference, trainer, "reference")
     check_not_packed(model.path)
+    check_libraries(trainer, config)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))
     check_frequencies_are_pinned(model)
     check_liger(trainer, config)
-    check_libraries(trainer, config)
-    process = process_of(trainer)
     check_no_split_images(trainer, images)
     family_seen(model.path, images)
+    cost = RoleCost(reads=(model.path,), process=spec.process(trainer))
     size = count_parameters(model.path)
-    if size is None:
-        return RoleCost(reads=(model.path,), process=process)
-    held = _share(_SCORES * _parameters(size, trainer), trainer, len(workers))
+    if size is None or spec.memory is None:
+        return cost
+    held = _share(_SCORES * spec.memory.parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(
         size, model, trainer=trainer, workers=len(workers), config=config, key="trainer", images=images, learns=False
     )
-    memory = held + _gathered(size, trainer, learns=False)
-    return RoleCost(
-        memory=memory,
-        computing=computing,
-        device=device,
-        reads=(model.path,),
-        process=process,
-        notes=_notes(trainer, model),
-    )
+    memory = held + spec.memory.gathered(size, trainer, False)
+    return replace(cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model))
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
     """Return the sizes of the groups in which the ranks of a trained model speak with each other, by config key."""
-    trainer: TrainerConfig = options["trainer"]
-    if trainer.backend is Backend.megatron:
-        megatron = trainer.megatron
-        linked = {"trainer.megatron.expert_parallel": megatron.ranks * megatron.linked_replicas}
-        return {
-            "trainer.megatron.tensor_parallel": megatron.tensor_parallel,
-            "trainer.megatron.tensor_parallel x context_parallel": megatron.tensor_parallel * megatron.context_parallel,
-            "trainer.megatron.tensor_parallel x context_parallel x pipeline_parallel": megatron.ranks,
-        } | (linked if megatron.linked_replicas > 1 else {})
-    if trainer.backend is not Backend.fsdp:
-        return {}
-    fsdp = trainer.fsdp
-    sharded = {"trainer.fsdp.shard_size": fsdp.shard_size or workers} if fsdp.tensor_parallel == 1 else {}
-    return sharded | {
-        "trainer.fsdp.sequence_parallel": fsdp.sequence_parallel,
-        "trainer.fsdp.tensor_parallel": fsdp.tensor_parallel,
-    }
+    return dict(division_of(options["trainer"], workers).groups)
 
 
 def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
@@ -174,7 +150,9 @@ def _check_learner(
 ) -> RoleCost:
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
+    spec = trainer_spec(trainer.backend)
     check_not_packed(model.path)
+    check_libraries(trainer, config)
     check_layout(trainer, model, len(workers))
     check_longest_row(model, _longest(config))
     check_frequencies_are_pinned(model)
@@ -184,54 +162,45 @@ def _check_learner(
     if trainer.lora.rank and find_spec("peft") is None:
         raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
     check_liger(trainer, config)
-    check_libraries(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     if trainer.lora.path is not None:
         _check_first_adapters(model.path, trainer)
-    provides = _abilities(trainer)
     reads: tuple[str, ...] = (model.path,)
     if trainer.lora.path is not None and not is_remote(trainer.lora.path):  # at a URL each worker reads them itself
         reads = (model.path, trainer.lora.path)
+    cost = RoleCost(provides=_abilities(spec, trainer), reads=reads, process=spec.process(trainer))
     size = count_parameters(model.path)
-    if size is None:
-        return RoleCost(provides=provides, reads=reads, process=process_of(trainer))
+    if size is None or spec.memory is None:
+        return cost
     each = _LEARNS + (_AVERAGE if trainer.keeps_average else 0)
-    whole = _parameters(size, trainer)
+    whole = spec.memory.parameters(size, trainer)
     learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
     fewer = _MOMENT * count_matrices(model.path, trainer, images)
     held = each * learned - fewer + _SCORES * (whole - learned if adapters is None else whole)
-    elsewhere = (each - _WEIGHT - _GRADIENT) * _stepped_elsewhere(size, trainer, len(workers))
+    elsewhere = (each - _WEIGHT - _GRADIENT) * spec.memory.stepped_elsewhere(size, trainer, len(workers))
     copied = 0
     if config.checkpoint.every and config.checkpoint.asynchronous:
         copied = _share((each - _GRADIENT) * learned - fewer, trainer, len(workers)) - elsewhere
-    memory = _share(held, trainer, len(workers)) - elsewhere + _gathered(size, trainer, learns=True)
+    memory = _share(held, trainer, len(workers)) - elsewhere + spec.memory.gathered(size, trainer, True)
     computing, device = _passes(
         size, model, trainer=trainer, workers=len(workers), config=config, key=key, images=images
     )
-    return RoleCost(
-        memory=memory,
-        computing=computing,
-        device=device,
-        checkpoint_copy=copied,
-        provides=provides,
-        process=process_of(trainer),
-        reads=reads,
-        notes=_notes(trainer, model),
-    )
+    cost = replace(cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model))
+    return replace(cost, checkpoint_copy=copied)
 
 
-def _notes(trainer: TrainerConfig, model: ModelConfig) -> tuple[str, ...]:
-    """Return a sentence on rows that are not packed; none for megatron, whose families all pack them."""
-    note = None if trainer.backend is Backend.megatron else rows_note(model.path)
+def _notes(spec: TrainerSpec, model: ModelConfig) -> tuple[str, ...]:
+    """Return a sentence on rows that are not packed, where there are such."""
+    note = rows_note(model.path) if spec.pads_families else None
     return () if note is None else (note,)
 
 
-def _abilities(trainer: TrainerConfig) -> frozenset[str]:
+def _abilities(spec: TrainerSpec, trainer: TrainerConfig) -> frozenset[str]:
     """Return what nodes may require of a policy with this trainer."""
     found = set()
     if trainer.lora.rank:
         found.add("adapters")
-    if trainer.keeps_average and trainer.backend is not Backend.megatron:
+    if trainer.keeps_average and spec.scores_averages:
         found.add("averages")
     return frozenset(found)
 
@@ -266,9 +235,9 @@ def _passes(
     most = -(-rows // workers) * longest
 
     def tokens(trainer: TrainerConfig) -> int:
-        megatron = trainer.megatron
-        row = -(-longest // (trainer.fsdp.sequence_parallel * megatron.context_parallel))  # ranks share a row's tokens
-        rows = max(most * trainer.fsdp.tensor_parallel * megatron.shards, row)  # all compute the rows of each
+        division = division_of(trainer, workers)
+        row = -(-longest // division.row)  # ranks share a row's tokens
+        rows = max(most * division.rows, row)  # all compute the rows of each
         return min(max(trainer.max_tokens_per_micro_batch, row), rows)
 
     def adapters(trainer: TrainerConfig) -> int:
@@ -376,33 +345,6 @@ def _is_matrix(name: str, shape: Sequence[int], of_tower: bool) -> bool:
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
-def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Count the parameters of one replica: each tensor-parallel rank has the embeddings of both ends in full. With
-    megatron as if each rank had as many as the one with most.
-    """
-    if trainer.backend is Backend.megatron:
-        return trainer.megatron.shards * on_one_rank(size, trainer.megatron)
-    return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
-
-
-def _stepped_elsewhere(size: ModelSize, trainer: TrainerConfig, workers: int) -> int:
-    """Count the parameters of a worker whose optimizer state other replicas hold."""
-    if trainer.backend is not Backend.megatron:
-        return 0
-    return on_one_rank(size, trainer.megatron) - stepped_on_one_rank(size, trainer.megatron, workers)
-
-
 def _share(total: int, trainer: TrainerConfig, workers: int) -> int:
     """Return one worker's part of ``total`` bytes: all of them, or its shard."""
-    return -(-total // ranks_of_replica(trainer, workers))
-
-
-def _gathered(size: ModelSize, trainer: TrainerConfig, *, learns: bool) -> int:
-    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, and if
-    the model learns as much for their gradients.
-    """
-    if trainer.backend is not Backend.fsdp:
-        return 0
-    # layers join a group until it has gather_size, so the last one may exceed it
-    unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + 4 * size.layer
-    return (2 if learns else 1) * (_ENDS * size.largest + min(unit, 4 * size.total))
+    return -(-total // division_of(trainer, workers).shards)

@@ -13,11 +13,13 @@ from dataclasses import replace
 from siirl_dask.config import Backend, OptimizerName, TrainerConfig
 from siirl_dask.planner import Footprint, Remedy
 from siirl_dask.training.memory import ModelOnWorkers, footprint
+from siirl_dask.training.specs import trainer_spec
 
 _BUSY_TOKENS = 4096  # of a micro-batch that keeps a device busy
 _PARTS = 8  # of the tokens of a micro-batch; the largest number of them that fits is proposed
 _LEAST_TOKENS = 1024  # of a micro-batch: smaller ones save little, and take longer
 _RANK = 16  # of adapters that are proposed
+_TURNED = frozenset({"gradient_checkpointing", "max_tokens_per_micro_batch"})  # keys that are turned first
 Tokens = Callable[[TrainerConfig], int]
 """Function that returns the tokens of the largest micro-batch."""
 Adapters = Callable[[TrainerConfig], int]
@@ -52,7 +54,11 @@ def _changes(
             model, trainer=trainer, tokens=tokens(trainer), adapters=learned, frozen=frozen, matrices=matrices
         )
 
-    split = model.trainer.fsdp.tensor_parallel > 1 or model.trainer.backend is Backend.megatron
+    reads = trainer_spec(model.trainer.backend).reads
+    if not reads >= _TURNED:
+        return
+    has_offload = "fsdp" in reads or model.memory.shards_with == Backend.fsdp
+    split = model.trainer.fsdp.tensor_parallel > 1
     if model.learns and not model.trainer.gradient_checkpointing:
         part = model.tokens // _PARTS
         for parts in range(_PARTS - 1, 0, -1):
@@ -70,15 +76,15 @@ def _changes(
             break
         model = smaller
         yield f"{key}.max_tokens_per_micro_batch={half}", model
-    if model.trainer.backend is Backend.torch and model.ranks > 1:
-        model = changed(backend=Backend.fsdp)
-        yield f"{key}.backend=fsdp", model
+    if model.memory.shards_with is not None and model.ranks > 1:
+        model = changed(backend=model.memory.shards_with)
+        yield f"{key}.backend={model.trainer.backend}", model
     given = model.trainer.park
-    if not model.trainer.fsdp.offload and not split:
-        alone = f"{key}.backend=fsdp " if model.trainer.backend is Backend.torch else ""
+    if has_offload and not model.trainer.fsdp.offload and not split:
+        alone = "" if model.memory.shards_with is None else f"{key}.backend=fsdp "
         model = changed(backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True))
         yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
-    if model.learns and not model.adapters and not split:
+    if model.learns and not model.adapters and not split and "lora" in reads:
         whole = f"{key}.freeze=[] " if model.trainer.freeze else ""
         if model.trainer.optimizer != OptimizerName.adamw:
             whole += f"{key}.optimizer={OptimizerName.adamw} "  # Muon steps no adapters

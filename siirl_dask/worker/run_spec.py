@@ -21,6 +21,7 @@ from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
 from siirl_dask.pickling import dumps
 from siirl_dask.planner import Footprint, Plan, PlanInputs
+from siirl_dask.planner.spec.names import loaded_specs, receive_specs
 from siirl_dask.worker.data_plane import DataSettings
 from siirl_dask.worker.roles.role_state import ResumeFrom, StateStore
 
@@ -138,7 +139,8 @@ _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
-    """Serialize the inputs of plans, and datasets; modules of the user's own are included by value.
+    """Serialize the inputs of plans, datasets, and specs that options name; modules of the user's own are included by
+    value.
 
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
     cannot be pickled.
@@ -146,7 +148,7 @@ def serialize_phases(phases: Phases) -> bytes:
     inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
     with _by_value(_own_modules()):
         try:
-            return dumps(inputs)
+            return dumps((inputs, loaded_specs()))
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
                 "the nodes and roles cannot be sent to the workers: a function, an option or a module of yours that "
@@ -160,12 +162,14 @@ def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
     RunError when this process lacks a package that nodes or roles use.
     """
     try:
-        inputs: Mapping[str, tuple[PlanInputs, Dataset]] = cloudpickle.loads(data)
+        loaded: tuple[Mapping[str, tuple[PlanInputs, Dataset]], Mapping[str, object]] = cloudpickle.loads(data)
     except Exception as error:  # an imported module may raise anything
         raise RunError(
             f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
             "must be installed on the workers, files of yours must be under the working directory or beside the script"
         ) from error
+    inputs, specs = loaded
+    receive_specs(specs)  # plans ask them which ranks speak with each other
     return {phase: (plan_inputs.compile(workers), dataset) for phase, (plan_inputs, dataset) in inputs.items()}
 
 

@@ -12,13 +12,14 @@ import torch
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config import Backend, TrainerConfig
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.config.megatron import MEGATRON_OPERATORS
 from siirl_dask.context import Device
-from siirl_dask.devices.operators import IN_MEGATRON, OPERATORS, choose_operators
+from siirl_dask.devices.operators import OPERATORS, choose_operators
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.training import layouts
-from siirl_dask.training.megatron import mindspeed
+from siirl_dask.training.megatron import mindspeed, spec
 from tests.fake_mindspeed import mindspeed_checks
 from tests.fake_mindspeed.mindspeed_checks import ALL, OF_MODEL
 from tests.settings import digits_overrides
@@ -59,7 +60,7 @@ def test_in_a_process_of_its_own(check, folder):
 
 
 def operators(given=ALL):
-    return choose_operators(given, "npu", liger=False, megatron=True)
+    return choose_operators(given, "npu", liger=False, libraries=MEGATRON_OPERATORS)
 
 
 class Recorded(SimpleNamespace):
@@ -177,7 +178,7 @@ def test_mindspeed_is_for_megatron_and_megatron_has_a_table_of_its_own():
     assert operators({}) == {
         "rotary": "torch", "rms_norm": "torch", "swiglu": "torch", "attention": "torch_npu", "adamw": "torch_npu",
     }  # fmt: skip
-    for given in ({name: library} for name, libraries in IN_MEGATRON.items() for library in libraries):
+    for given in ({name: library} for name, libraries in MEGATRON_OPERATORS.items() for library in libraries):
         TrainerConfig(backend=Backend.megatron, operators=NORMS | given if "torch" not in given.values() else given)
 
 
@@ -222,8 +223,9 @@ def planned(digits_task, tmp_path, *options):
 
 
 def test_a_plan_refuses_roles_of_one_worker_that_disagree(digits_task, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "find_spec", lambda name: name)
-    monkeypatch.setattr(layouts, "check_installed", lambda: None)
+    for module in (layouts, spec):
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(spec, "check_installed", lambda: None)
     norms = [f"{group}.operators={{rms_norm: mindspeed}}" for group in ("trainer", "critic")]
     apart = "cluster.placement={rollout: [0], reward: [0], policy: [0], critic: [1]}"
     for options in (norms, [norms[0], apart]):

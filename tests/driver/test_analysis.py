@@ -193,6 +193,27 @@ def test_code_that_a_run_s_folder_names_is_not_imported(tmp_path, monkeypatch, c
     assert "names code that is not of siirl_dask: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["trainer", "critic"])
+@pytest.mark.parametrize("name", ["evil:SPEC", "evil.py:SPEC", "evil:SP-EC", "evil:SPEC "])
+def test_a_backend_that_a_run_s_configuration_names_is_not_imported(tmp_path, monkeypatch, capsys, key, name):
+    url = whole_run(tmp_path / "run")
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nSPEC = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run" / "config.yaml"
+    text = file.read_text()
+    group = text.index(f"\n{key}:")
+    file.write_text(text[:group] + text[group:].replace("backend: torch", f"backend: '{name}'", 1))
+    assert name in file.read_text()
+    spec = json.loads((tmp_path / "run" / "dag.json").read_text())
+    del spec["roles"]["policy"]["with"]["trainer"]
+    (tmp_path / "run" / "dag.json").write_text(json.dumps(spec))
+    with pytest.raises(SystemExit):
+        main(["plan", "--analyze", url])
+    assert not ran.exists()
+
+
 def test_code_of_one_s_own_is_imported_where_that_is_said(tmp_path, monkeypatch, capsys):
     url = whole_run(tmp_path / "run")
     ran = tmp_path / "ran"

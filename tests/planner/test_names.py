@@ -104,6 +104,7 @@ REFUSED = [
     ("\ndef f(:", MINE_PY, "importing it fails at {here}/rewards/mine.py:2: SyntaxError: "),
     ("import nowhere_at_all", MINE_PY, "mine.py:1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
     ("", "rewards/mine.py", "'rewards/mine.py' names no function: expected 'module:function' or 'file.py:"),
+    ("raise SystemError", "rewards/mine.py:ne-ar", "'rewards/mine.py:ne-ar' names no function"),
     ("", "rewards.mine:f", "no module 'rewards.mine' on the Python path; for the file, write 'rewards/mine.py'"),
 ]
 

@@ -11,7 +11,7 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import count_parameters
 from siirl_dask.tasks.tiny_model import tiny_model
-from siirl_dask.training import layouts
+from siirl_dask.training.megatron import spec
 from siirl_dask.training.megatron.families import check_model
 from siirl_dask.training.preflight import check_reference, check_trainer, trainer_groups
 from tests.settings import digits_overrides
@@ -31,7 +31,7 @@ OTHERS = {
 @pytest.fixture
 def there(monkeypatch):
     """megatron-core can be found, whether it is installed or not: layouts are checked without it."""
-    monkeypatch.setattr(layouts, "find_spec", lambda name: name)
+    monkeypatch.setattr(spec, "find_spec", lambda name: name)
 
 
 def megatron(tensor=1, pipeline=1, experts=None, context=1, chunks=1, divided=False, **settings):
@@ -55,7 +55,7 @@ def test_other_backends_refuse_its_options(backend):
 
 
 def test_a_missing_package_is_named_with_its_extra(digits_config, monkeypatch):
-    monkeypatch.setattr(layouts, "find_spec", lambda name: None)
+    monkeypatch.setattr(spec, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'siirl_dask\[megatron\]'"):
         check_trainer({"trainer": megatron()}, ["w0"], digits_config)
 

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl_dask.commands.plan import describe_run
 from siirl_dask.config.file import load_config_file, shipped
+from siirl_dask.config.megatron import MEGATRON_OPERATORS
 from siirl_dask.devices.operators import OPERATORS, choose_operators
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
@@ -58,7 +59,10 @@ def test_a_device_has_its_own_library_unless_another_is_given():
         "rms_norm": "auto",
     }
     assert set(choose_operators({}, "cpu", liger="auto").values()) == {"torch"}, "numbers of CPUs stay as they are"
-    assert "auto" not in choose_operators({"attention": "torch"}, "cuda", liger="auto", megatron=True).values()
+    assert (
+        "auto"
+        not in choose_operators({"attention": "torch"}, "cuda", liger="auto", libraries=MEGATRON_OPERATORS).values()
+    )
     assert choose_operators({"adamw": "torch"}, "npu", liger=False)["adamw"] == "torch"
 
 

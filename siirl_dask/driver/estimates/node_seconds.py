@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl_dask.config import Backend, Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
+from siirl_dask.config import Config, LoraConfig, ModelConfig, RolloutConfig, TrainerConfig
 from siirl_dask.driver.estimates.role_moves import (
     Moves,
     NodeWork,
@@ -40,8 +40,8 @@ from siirl_dask.rollout.adapter_choice import takes_layers
 from siirl_dask.rollout.memory import graphs_bytes
 from siirl_dask.rollout.preflight import takes_vllm
 from siirl_dask.schema import MINIBATCH, OLD_LOGPROBS, PARAMETER_DATA, REFERENCE_LOGPROBS, RESPONSE_IDS, VALUES
-from siirl_dask.training.memory import ranks_of_replica
 from siirl_dask.training.preflight import count_adapters
+from siirl_dask.training.specs import division_of, trainer_spec
 
 Placement = Mapping[str, Sequence[str]]
 """The workers of each role."""
@@ -217,7 +217,7 @@ class NodeSeconds:
         model = self._model(model_config, len(placement[role]))
         if model is None:
             return None
-        shards = ranks_of_replica(trainer, model.workers)
+        shards = division_of(trainer, model.workers).shards
         trained = model.size.total
         if trainer.lora.rank:
             adapters = count_adapters(model_config.path, trainer)
@@ -364,7 +364,7 @@ def _tokens(
     rows = epochs * config.data.batch_size * config.rollout.n / model.workers
     length = lengths.prompt + lengths.response
     sharing = max(1.0, config.rollout.n / model.workers / parts)  # rows that share a prompt
-    if trainer.backend is Backend.fsdp and trainer.fsdp.sequence_parallel > 1:
+    if not division_of(trainer, model.workers).prompts_once:
         sharing = 1.0
     computed = rows * (lengths.prompt / sharing + lengths.response)
     return _Tokens(rows * length, computed, rows * lengths.response, length)
@@ -377,7 +377,7 @@ def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed
     seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
     if speed.cores:
         seconds += _pass_bytes(model, tokens) / speed.memory_rate
-    gathered = model.itemsize * model.size.total if trainer.backend is Backend.fsdp else 0
+    gathered = model.itemsize * model.size.total if trainer_spec(trainer.backend).gathers else 0
     return _with_collectives(seconds, passes * gathered, model, speed)
 
 
@@ -394,14 +394,15 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     if speed.cores:
         seconds += times * _pass_bytes(model, tokens) / speed.memory_rate
     learned = model.size.total if not trainer.lora.rank else 0
-    shards = ranks_of_replica(trainer, model.workers)
+    shards = division_of(trainer, model.workers).shards
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
-    if trainer.backend is Backend.fsdp:
+    gathers = trainer_spec(trainer.backend).gathers
+    if gathers:
         moved = passes * ((times - 1) * model.itemsize * model.size.total + 4 * learned)  # gathers, and the scatter
     else:
-        # with megatron the sums over replicas; those within one are not counted
+        # the sums over replicas; those within one are not counted
         moved = steps * 2 * 4 * learned / shards
-    return _with_collectives(seconds, moved, model, speed, hidden=trainer.backend is Backend.fsdp)
+    return _with_collectives(seconds, moved, model, speed, hidden=gathers)
 
 
 def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed, *, hidden: bool = True) -> float:

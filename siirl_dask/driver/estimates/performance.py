@@ -17,6 +17,7 @@ from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Plan
 from siirl_dask.schema import RESPONSE_IDS
+from siirl_dask.training.specs import division_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +109,7 @@ def splits_by(
 
 
 def _shards_fit(trainer: TrainerConfig, workers: int) -> bool:
-    sizes = (
-        trainer.fsdp.shard_size or 1,
-        trainer.fsdp.sequence_parallel,
-        trainer.fsdp.tensor_parallel,
-        trainer.megatron.ranks * trainer.megatron.linked_replicas,
-    )
-    return not any(workers % size for size in sizes)
+    return not any(workers % size for size in division_of(trainer, workers).groups.values())
 
 
 def _role_that(plan: Plan, column: str) -> str | None:

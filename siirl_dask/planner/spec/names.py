@@ -1,4 +1,6 @@
-"""Functions by name: ``module:function``, or ``folder/file.py:function`` for a file that is on no Python path."""
+"""Functions and specs by name: ``module:function``, or ``folder/file.py:function`` for a file that is on no Python
+path.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,9 +17,14 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from siirl_dask.errors import PlanError, did_you_mean
+from siirl_dask.errors import ConfigError, PlanError, did_you_mean
+
+T = TypeVar("T")
+_PACKAGE = re.compile(r"siirl_dask[.:]")  # begins the name of what every worker has
+_loaded: dict[str, object] = {}
+_received: dict[str, object] = {}
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -26,17 +34,54 @@ def resolve(name: str) -> Callable[..., Any]:
     is named by its path, so that ``function_name`` spells the function as it was given. PlanError, with the nearest
     spelling, if there is no such function, or if importing it fails.
     """
-    origin, _, function = str(name).rpartition(":")
-    if not origin or not function:
-        raise PlanError(f"{name!r} names no function: expected 'module:function' or 'file.py:function'")
+    found: Callable[..., Any] = _find(name, "function", callable)
+    return found
+
+
+def load_named_spec(key: str, text: str, kind: type[T]) -> T:
+    """Return the object of class ``kind`` that ``text``, the value of ``key``, names as ``module:NAME`` or
+    ``file.py:NAME``, found as ``resolve`` finds a function; in a worker, the one that the run has sent.
+
+    ConfigError, with the nearest spelling, if there is none, or if importing it fails.
+    """
+    found = _received.get(text)
+    if not isinstance(found, kind):
+        try:
+            found = _find(text, kind.__name__, lambda one: isinstance(one, kind))
+        except PlanError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        assert isinstance(found, kind)
+    if not _PACKAGE.match(text):
+        _loaded[text] = found
+    return found
+
+
+def loaded_specs() -> dict[str, object]:
+    """Return the objects outside of this package that ``load_named_spec`` has found here, by the texts that name them:
+    workers, which may be unable to import them, get them with the plan.
+    """
+    return dict(_loaded)
+
+
+def receive_specs(specs: Mapping[str, object]) -> None:
+    """Let ``load_named_spec`` find ``specs``, which ``loaded_specs`` gave in another process, by their texts."""
+    _received.update(specs)
+
+
+def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
+    """Return the object that ``name`` names. PlanError unless it is there, and ``fits`` what is looked for."""
+    origin, _, attribute = str(name).rpartition(":")
+    if not origin or not attribute.isidentifier():
+        shown = "function" if what == "function" else "NAME"
+        raise PlanError(f"{name!r} names no {what}: expected 'module:{shown}' or 'file.py:{shown}'")
     is_file = origin.endswith(".py")
     module = _load(name, Path(origin)) if is_file else _import(name, origin)
-    fn = getattr(module, function, None)
-    if not callable(fn):
+    found = getattr(module, attribute, None)
+    if not fits(found):
         kind = "file" if is_file else "module"
-        hint = did_you_mean(function, dir(module))
-        raise PlanError(f"{name!r}: {kind} {origin!r} has no function {function!r}{hint}")
-    return fn  # type: ignore[no-any-return]
+        hint = did_you_mean(attribute, (known for known in dir(module) if known != attribute))
+        raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{hint}")
+    return found
 
 
 def _import(name: str, origin: str) -> ModuleType:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import MegatronConfig, TrainerConfig
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -152,6 +152,23 @@ def _check_experts(megatron: MegatronConfig, mixture: Mixture | None, path: str)
         raise ConfigError(
             f"trainer.megatron.{option}={megatron.experts_over}: expected a divisor of the {mixture.experts} experts "
             f"of each layer of {path!r}, which are spread over as many ranks"
+        )
+
+
+def check_ranks(megatron: MegatronConfig, workers: int) -> None:
+    """Check that replicas, and the ranks that share experts, divide a role's workers. ConfigError if they do not."""
+    if workers % megatron.ranks:
+        context = f"context_parallel={megatron.context_parallel}, " if megatron.context_parallel > 1 else ""
+        raise ConfigError(
+            f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
+            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, expected a divisor "
+            f"of the role's {counted(workers, 'worker')}"
+        )
+    of_stage = workers // megatron.pipeline_parallel
+    if of_stage % megatron.experts_over:
+        raise ConfigError(
+            f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of the {of_stage} ranks "
+            f"that have the same layers, of the role's {counted(workers, 'worker')}"
         )
 
 

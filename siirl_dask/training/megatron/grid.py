@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from siirl_dask.collectives import all_gather_bytes, new_subgroup
 from siirl_dask.config import MegatronConfig
 from siirl_dask.context import Rank
-from siirl_dask.training.layouts import check_ranks
+from siirl_dask.training.megatron.families import check_ranks
 from siirl_dask.training.parallel.mesh import even_out, group_of_one, one_axis
 
 T = TypeVar("T")

@@ -14,13 +14,12 @@ from siirl_dask.algorithms import Aggregation, LossFn, TokenLoss, ValueLossFn, t
 from siirl_dask.context import HoldsNoGroups
 from siirl_dask.models.routing import Routing
 from siirl_dask.training.critic import value_inputs
-from siirl_dask.training.learner import select_tokens
+from siirl_dask.training.learner import loss_inputs, select_tokens
 from siirl_dask.training.megatron.learner import MegatronLearner
 from siirl_dask.training.megatron.replica import Built, Replica
 from siirl_dask.training.model.replay import with_routes
 from siirl_dask.training.packing import MicroBatch
 from siirl_dask.training.parallel.dtensor import copy_state
-from siirl_dask.training.policy import loss_inputs
 from siirl_dask.training.trainer import OnNonFinite, PackedRows, TokenScores, TrainBatch, ValueBatch
 
 Waiting = Callable[[], AbstractContextManager[object]]
