@@ -50,14 +50,15 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     if form == "svg":
         raise ConfigError("--format svg: expected text or json with --analyze; siirl-dask report draws a run's DAG")
     run = open_run(url)
-    if not trust and (named := sorted(_foreign(run.dag))):
+    config = run.config
+    rollouts = [config.rollout, *(agent.rollout for agent in config.agents.values())]
+    if not trust and (named := sorted(_foreign([run.dag, [rollout.engine for rollout in rollouts]]))):
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         raise ConfigError(
             f"the DAG of run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
             "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
             "trace show what was measured without it"
         )
-    config = run.config
     measured = _measured(url)
     notes = [_of_steps(measured)]
     if len(measured.workers) != config.cluster.workers:

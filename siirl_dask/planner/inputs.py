@@ -10,6 +10,7 @@ from siirl_dask.planner.chain import Plan
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.hosts import host_of
+from siirl_dask.planner.role_contract import with_loaded_options
 from siirl_dask.schema import Schema
 
 
@@ -45,6 +46,11 @@ class PlanInputs:
             whole=plan.whole,
             overlap=plan.overlap,
         )
+
+    def with_loaded_options(self) -> PlanInputs:
+        """Return the same with what roles' builders load here for the workers (``@builds(loads=...)``)."""
+        roles = tuple(replace(role, build=with_loaded_options(role.build)) for role in self.dag.roles)
+        return replace(self, dag=replace(self.dag, roles=roles))
 
     def compile(self, workers: Sequence[str]) -> Plan:
         """Return the plan on ``workers``, in the order in which it was planned for them before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from siirl_dask.planner.contract import bare, options_of
@@ -60,6 +61,13 @@ Only then does a node of the role gain by beginning with finished rows (``@colum
 """
 
 
+Loads = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""``(options) -> {option: value}``: further options of a builder, which are loaded where the run is started.
+
+They come from code that the other options name and that the workers may not have: so the values travel with the role.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """The declaration that ``@builds`` puts on a builder."""
@@ -68,6 +76,7 @@ class Declared:
     provides: frozenset[str]
     groups: Groups | None
     beside: Beside | None
+    loads: Loads | None
 
 
 def builds(
@@ -76,14 +85,16 @@ def builds(
     provides: Iterable[str] = (),
     groups: Groups | None = None,
     beside: Beside | None = None,
+    loads: Loads | None = None,
 ) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
     ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
     ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself. ``beside`` tells whether
-    it works on rows while its worker does something else; None: it does not.
+    it works on rows while its worker does something else; None: it does not. ``loads`` gives options that travel to the
+    workers; None: there are none.
     """
-    declared = Declared(preflight, frozenset(provides), groups, beside)
+    declared = Declared(preflight, frozenset(provides), groups, beside, loads)
 
     def attach(fn: _F) -> _F:
         fn.__builds__ = declared  # type: ignore[attr-defined]
@@ -116,3 +127,12 @@ def works_beside(build: Callable[..., Any]) -> bool:
     """Return whether the role of this builder works on rows while its worker does something else."""
     declared: Declared | None = getattr(bare(build), "__builds__", None)
     return declared is not None and declared.beside is not None and declared.beside(options_of(build))
+
+
+def with_loaded_options(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the builder with the options that it loads here for the workers; the same object where it loads none."""
+    declared: Declared | None = getattr(bare(build), "__builds__", None)
+    if declared is None or declared.loads is None:
+        return build
+    loaded = declared.loads(options_of(build))
+    return partial(build, **loaded) if loaded else build

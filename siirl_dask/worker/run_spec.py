@@ -141,9 +141,9 @@ def serialize_phases(phases: Phases) -> bytes:
     """Serialize the inputs of plans, and datasets; modules of the user's own are included by value.
 
     This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
-    cannot be pickled.
+    cannot be pickled; errors of what roles' builders load here (``@builds(loads=...)``) pass.
     """
-    inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
+    inputs = {phase: (PlanInputs.of(plan).with_loaded_options(), dataset) for phase, (plan, dataset) in phases.items()}
     with _by_value(_own_modules()):
         try:
             return dumps(inputs)

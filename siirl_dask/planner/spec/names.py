@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,9 +15,12 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from siirl_dask.errors import PlanError, did_you_mean
+
+_T = TypeVar("_T")
+_NAME = re.compile(r"\w+")  # anything else is no name, and must not have a module imported: see commands/analyze.py
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -27,16 +31,46 @@ def resolve(name: str) -> Callable[..., Any]:
     spelling, if there is no such function, or if importing it fails.
     """
     origin, _, function = str(name).rpartition(":")
-    if not origin or not function:
+    if not origin or not _NAME.fullmatch(function):
         raise PlanError(f"{name!r} names no function: expected 'module:function' or 'file.py:function'")
-    is_file = origin.endswith(".py")
-    module = _load(name, Path(origin)) if is_file else _import(name, origin)
+    module = _module(name, origin)
     fn = getattr(module, function, None)
     if not callable(fn):
-        kind = "file" if is_file else "module"
         hint = did_you_mean(function, dir(module))
-        raise PlanError(f"{name!r}: {kind} {origin!r} has no function {function!r}{hint}")
+        raise PlanError(f"{name!r}: {_place(origin)} has no function {function!r}{hint}")
     return fn  # type: ignore[no-any-return]
+
+
+def resolve_object(name: str, kind: type[_T]) -> _T:
+    """Return the object of class ``kind`` that ``module:NAME`` or ``folder/file.py:NAME`` names, loaded as ``resolve``
+    loads a function.
+
+    PlanError, with the nearest spelling, if there is no such object, or if importing its module fails.
+    """
+    origin, _, attribute = str(name).rpartition(":")
+    if not origin or not _NAME.fullmatch(attribute):
+        raise PlanError(f"{name!r} names no {kind.__name__}: expected 'module:NAME' or 'file.py:NAME'")
+    module = _module(name, origin)
+    found = getattr(module, attribute, None)
+    if isinstance(found, kind):
+        return found
+    near = [own for own, value in vars(module).items() if isinstance(value, kind)]
+    hint = did_you_mean(attribute, near)
+    if found is not None:
+        raise PlanError(f"{name!r} is of type {type(found).__name__}: expected an object of {kind.__name__}{hint}")
+    raise PlanError(f"{name!r}: {_place(origin)} has no {kind.__name__} {attribute!r} (it has: {near}){hint}")
+
+
+def _module(name: str, origin: str) -> ModuleType:
+    """Return the module that ``name`` begins with, or that of the file."""
+    if origin.endswith(".py"):
+        return _load(name, Path(origin))
+    return _import(name, origin)
+
+
+def _place(origin: str) -> str:
+    kind = "file" if origin.endswith(".py") else "module"
+    return f"{kind} {origin!r}"
 
 
 def _import(name: str, origin: str) -> ModuleType:
@@ -47,7 +81,9 @@ def _import(name: str, origin: str) -> ModuleType:
         if missing is None or not (origin == missing or origin.startswith(f"{missing}.")):
             raise _failed(name, error) from error
         file = f"{origin.replace('.', '/')}.py"
-        hint = f"; for the file, write {file!r}" if Path(file).is_file() else ""
+        hint = did_you_mean(origin, [path.stem for path in Path.cwd().glob("*.py")])
+        if Path(file).is_file():
+            hint = f"; for the file, write {file!r}"
         raise PlanError(f"{name!r}: there is no module {origin!r} on the Python path{hint}") from error
 
 
