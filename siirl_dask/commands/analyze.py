@@ -50,14 +50,14 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     if form == "svg":
         raise ConfigError("--format svg: expected text or json with --analyze; siirl-dask report draws a run's DAG")
     run = open_run(url)
-    if not trust and (named := sorted(_foreign(run.dag) | _foreign(_backends(run.config)))):
+    config = run.config
+    if not trust and (named := sorted(_foreign([run.dag, _engines_and_backends(config)]))):
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         raise ConfigError(
             f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
             "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
             "trace show what was measured without it"
         )
-    config = run.config
     measured = _measured(url)
     notes = [_of_steps(measured)]
     if len(measured.workers) != config.cluster.workers:
@@ -91,10 +91,12 @@ def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> 
     return _text(config, found, redacted(notes), None if speed is None else speed.name)
 
 
-def _backends(config: Config) -> list[object]:
-    """Return what a configuration names as backends of its trainers, for roles whose options do not."""
-    trainers = [config.trainer, config.critic, *(agent.trainer for agent in config.agents.values())]
-    return [trainer.backend for trainer in trainers]
+def _engines_and_backends(config: Config) -> list[object]:
+    """Return what a configuration names as engines and as backends of trainers, for roles whose options do not."""
+    agents = config.agents.values()
+    engines = [rollout.engine for rollout in (config.rollout, *(agent.rollout for agent in agents))]
+    trainers = [config.trainer, config.critic, *(agent.trainer for agent in agents)]
+    return [*engines, *(trainer.backend for trainer in trainers)]
 
 
 def _foreign(spec: object) -> set[str]:

@@ -11,7 +11,7 @@ from siirl_dask.errors import ConfigError
 
 
 class Engine(StrEnum):
-    """Engine that generates; see docs/engines.md."""
+    """Shipped engines that generate; see docs/engines.md."""
 
     transformers = "transformers"
     vllm = "vllm"

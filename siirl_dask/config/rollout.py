@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
 from siirl_dask.config.checks import above, absolute, at_least, parse_bytes
 from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig, changed_options
-from siirl_dask.errors import ConfigError
+from siirl_dask.errors import ConfigError, did_you_mean
 
 _OF_RENDERING = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -91,7 +92,11 @@ class ModelConfig:
 class RolloutConfig:
     """``rollout``: sampling of responses, and the engine that generates them."""
 
-    engine: Engine = Engine.auto
+    engine: str = "auto"
+    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``auto``, which is vLLM if it is installed, else
+    transformers; or ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
     """Samples per prompt, which form the group that an advantage compares."""
     temperature: float = 1.0
@@ -185,6 +190,16 @@ class RolloutConfig:
             self._check_replay()
 
     def _check_engine(self) -> None:
+        self.engine = str(self.engine)
+        if self.engine in list(Engine):
+            if self.engine_options:
+                raise ConfigError(
+                    f"rollout.engine_options={self.engine_options}: they are for an engine of your own, and "
+                    f"rollout.engine is {self.engine}, which reads rollout.vllm or rollout.sglang; leave them out, or "
+                    "give rollout.engine=module:NAME"
+                )
+        else:
+            self._check_own_engine()
         size = self.tensor_parallel_size
         if size > 1 and self.work_stealing:
             raise ConfigError(
@@ -192,7 +207,7 @@ class RolloutConfig:
                 "all rows together, so that there are none to take over; leave work_stealing out, or give false"
             )
         self._check_sglang()
-        if self.engine is not Engine.transformers:
+        if self.engine != Engine.transformers:
             return
         if size > 1:
             raise ConfigError(
@@ -210,9 +225,29 @@ class RolloutConfig:
                 "transformers; leave them out or take rollout.engine=vllm"
             )
 
+    def _check_own_engine(self) -> None:
+        """Raise ConfigError for a name that is no engine's, and for options of vLLM with an engine of the user's."""
+        if not re.fullmatch(r".+:\w+", self.engine):
+            shipped = [str(engine) for engine in Engine]
+            raise ConfigError(
+                f"rollout.engine={self.engine!r}: expected one of {shipped}, or module:NAME of an engine of your own"
+                f"{did_you_mean(self.engine, shipped)}"
+            )
+        if self.sampler is Sampler.vllm:
+            raise ConfigError(
+                f"rollout.sampler=vllm: it is part of vLLM, and rollout.engine is {self.engine}; take "
+                "rollout.sampler=exact or rollout.engine=vllm"
+            )
+        if others := changed_options("rollout.vllm", self.vllm):
+            shown = ", ".join(f"{name}={value}" for name, value in others.items())
+            raise ConfigError(
+                f"{shown}: only vLLM reads this, and rollout.engine is {self.engine}; leave it out or take "
+                "rollout.engine=vllm"
+            )
+
     def _check_sglang(self) -> None:
         """Raise ConfigError for SGLang's options with another engine, and for what its engine cannot do."""
-        used = self.engine is Engine.sglang
+        used = self.engine == Engine.sglang
         if not used and self.sampler is Sampler.sglang:
             raise ConfigError(
                 f"rollout.sampler=sglang: it is part of SGLang, and rollout.engine is {self.engine}; take "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, Protocol, TypeVar
 
+from siirl_dask.context.abilities import Sleeps, memory_of
 from siirl_dask.context.device import Device, Rank
 from siirl_dask.context.metrics import Metric, Reduce
 
@@ -148,14 +149,18 @@ class Context:
     def free_device(self) -> None:
         """Put the other resources of this worker to sleep, so that this node's has the memory of the device.
 
-        A resource that has a ``sleep()``, such as an engine or a trainer, wakes by itself when it is used. One that
-        gets new weights before it is used again is told so (``weights_follow=True``): it need not keep those it has.
-        Resources with the same ``shared`` object stay awake together.
+        A resource that ``Sleeps``, such as an engine or a trainer, wakes by itself when it is used. One that gets new
+        weights before it is used again is called with ``weights_follow=True``: it need not keep those it has. Resources
+        with the same ``shared`` object (``SharesMemory``) stay awake together.
         """
-        own = _memory_of(self.resource)
+        own = memory_of(self.resource)
         for role, resource in self.resources.items():
-            if _memory_of(resource) is not own and (sleep := getattr(resource, "sleep", None)):
-                sleep(**{"weights_follow": True} if role in self.reloaded else {})
+            if memory_of(resource) is own or not isinstance(resource, Sleeps):
+                continue
+            if role in self.reloaded:
+                resource.sleep(weights_follow=True)
+            else:
+                resource.sleep()
 
     def log(
         self, name: str, values: float | Iterable[float], reduce: Reduce = Reduce.MEAN, weight: float = 1.0
@@ -176,11 +181,6 @@ class Context:
             raise ValueError(f"metric {name!r} was logged with reducer {metric.reduce} and now with {reduce}")
         for value in values:
             metric.add(float(value), weight)
-
-
-def _memory_of(resource: Any) -> Any:
-    """Return the object whose memory a resource takes: itself, or what it holds with others."""
-    return getattr(resource, "shared", resource)
 
 
 @dataclass(frozen=True, slots=True)

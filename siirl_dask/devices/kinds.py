@@ -107,7 +107,10 @@ NO_ACCELERATORS: Mapping[str, str] = MappingProxyType(dict.fromkeys(VISIBLE, "")
 """Environment in which a process sees no accelerator."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF")
 """Environment variables of torch's allocators."""
-VLLM_PACKAGES = tuple(sorted(traits.vllm for traits in _TRAITS.values()))
+ENGINE_PACKAGES = tuple(sorted(traits.vllm for traits in _TRAITS.values()))
+"""Packages of vLLM, for any kind of device."""
+ENGINE_VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT")
+"""Environment variables of engines' libraries that change numbers."""
 BACKEND_PREFIXES = tuple(f"{traits.backend.upper()}_" for traits in _TRAITS.values() if traits.interface is not None)
 """Beginnings of the environment variables of backends that are told there how processes reach each other."""
 

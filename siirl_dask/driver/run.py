@@ -36,7 +36,7 @@ from siirl_dask.errors import Fenced, Interrupted, SchedulerLost, SiirlError, co
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.observe import Progress, Status, Summary
 from siirl_dask.planner import DAG, Phase
-from siirl_dask.rollout import choose_engine
+from siirl_dask.rollout import engine_spec
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.folder import check_writable
 
@@ -181,8 +181,8 @@ def _note_start(log: RunLog) -> None:
     cluster = log.config.cluster
     how = f" as {cluster.spec} says" if cluster.spec else ""
     log.progress.note(f"starting {counted(cluster.workers, 'worker')}{how}")
-    if log.config.rollout.engine is Engine.auto:
-        log.progress.note(f"rollout.engine=auto takes {choose_engine(Engine.auto)}")
+    if log.config.rollout.engine == Engine.auto:
+        log.progress.note(f"rollout.engine=auto takes {engine_spec(Engine.auto).name}")
 
 
 def _launch_until_done(job: Job, log: RunLog) -> None:

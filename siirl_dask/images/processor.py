@@ -2,7 +2,7 @@
 that they see the same pixels and count the same tokens.
 
 A picture is resized here, once, to a size that the model's own processor leaves alone: its two backends resize
-differently, and vLLM takes one where transformers may take the other.
+differently, and an engine may take one where transformers takes the other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ImageProcessor:
         self._max_bytes = parse_bytes("images.max_bytes", settings.max_bytes)
         self._processor = processor
         self.pixel_limits = _limits(self._processor.size, settings)
-        """Fewest and most pixels of an image as the model sees it: vLLM's own processor must get the same ones."""
+        """Fewest and most pixels of an image as the model sees it: an engine's own processor must get the same ones."""
         self._patch = int(self._processor.patch_size)
         self._merge = int(self._processor.merge_size)
         described = json.dumps([self._processor.to_dict(), self.pixel_limits], sort_keys=True, default=str)

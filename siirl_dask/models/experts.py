@@ -2,7 +2,7 @@
 
 transformers 5 keeps gate and up projections of all experts as ``experts.gate_up_proj`` [experts, 2 x width, hidden] and
 the down projections as ``experts.down_proj`` [experts, hidden, width]; files have ``experts.7.gate_proj.weight`` and so
-on, as vLLM reads them. The names are those of Qwen's mixtures, and of the families that took them over.
+on, as engines read them. The names are those of Qwen's mixtures, and of the families that took them over.
 """
 
 from __future__ import annotations

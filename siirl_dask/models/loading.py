@@ -98,7 +98,7 @@ def correct_modules(model: nn.Module) -> None:
     """Set a state-space layer's limits of time steps to those of its config.
 
     Nemotron-H's layers take ``time_step_min`` for the least, and only where they compute a whole row: one token after
-    the other, as when sampling, transformers applies no limit, and neither does vLLM. Its ``time_step_limit`` is
+    the other, as when sampling, transformers applies no limit, and neither do engines. Its ``time_step_limit`` is
     0 to infinity.
     """
     for module in model.modules():

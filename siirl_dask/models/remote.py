@@ -179,7 +179,7 @@ def _base(path: str) -> str:
 
 
 def _chosen(files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Return the files that transformers and vLLM read, by name: where there are safetensors, no weights but these."""
+    """Return the files that trainers and engines read, by name: where there are safetensors, no weights but these."""
     seen = sorted((file for file in files if file.name and not file.name.startswith(".")), key=lambda file: file.name)
     if any(file.name.endswith(_WEIGHTS) for file in seen):
         seen = [file for file in seen if not file.name.endswith(_OTHER_WEIGHTS)]

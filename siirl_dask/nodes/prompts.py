@@ -20,7 +20,7 @@ from siirl_dask.errors import ConfigError, DataError, ImageError, Origin, SiirlE
 from siirl_dask.images import Image, images_of, normalised
 from siirl_dask.images.prompts import marked
 from siirl_dask.planner import Changes, columns
-from siirl_dask.rollout import RolloutEngine
+from siirl_dask.rollout import RolloutEngine, processor_of
 from siirl_dask.schema import (
     DATA_PART,
     DATA_ROW,
@@ -212,12 +212,13 @@ def _images_at_urls(value: Sequence[dict[str, object] | None] | None) -> Iterato
 
 def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
     """Return the processor that the engine generates with. ConfigError for an engine without one."""
-    if engine.processor is None:
+    processor = processor_of(engine)
+    if processor is None:
         raise ConfigError(
             f"images.column={images.column!r}, and the engine takes texts alone: give its role's builder the images as "
             "well, as in with: {images: ${images}, ...}"
         )
-    return engine.processor
+    return processor
 
 
 def _check_images(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:

@@ -14,6 +14,7 @@ from siirl_dask.errors import ConfigError, DataError, PeerError, counted
 from siirl_dask.models.routing import Routing
 from siirl_dask.nodes.packed_table import packed
 from siirl_dask.rollout import RolloutEngine
+from siirl_dask.rollout.engine import routing_of
 from siirl_dask.rollout.requests import Sampled
 from siirl_dask.schema import PROMPT_IDS, RESPONSE_IDS, ROUTED_EXPERTS, ROW_ID, TYPES, DataType, fields
 
@@ -27,7 +28,7 @@ def add_routes(engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled]
     """Add the samples' routes. PeerError for those of a peer that do not fit their row, ConfigError for an engine
     that records none.
     """
-    routing: Routing | None = getattr(engine, "routing", None)
+    routing = routing_of(engine)
     if routing is None:
         raise ConfigError(
             "rollout.router_replay=true, and the engine records no routes: give build_engine the same rollout"

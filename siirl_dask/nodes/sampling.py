@@ -16,7 +16,15 @@ from siirl_dask.context import Codec, Context, Device, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.images import Image, images_of
 from siirl_dask.nodes.prompts import token_limits
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
+from siirl_dask.rollout import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    LocalQueue,
+    RolloutEngine,
+    Sampling,
+    processor_of,
+)
 from siirl_dask.rollout.requests import RequestMessage, Sampled, pack_sampled, read_sampled
 from siirl_dask.schema import (
     FINISH_REASON,
@@ -92,7 +100,7 @@ def _with_limit(sampling: Sampling, limit: int | None) -> Sampling:
 
 def prompt_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
     """Return the images of each row's prompt, none for an engine of texts; rows of a group have the same objects."""
-    if IMAGES not in rows.column_names or getattr(engine, "processor", None) is None:
+    if IMAGES not in rows.column_names or processor_of(engine) is None:
         return [()] * rows.num_rows
     images_of_group: dict[int, tuple[Image, ...]] = {}
     groups = rows[GROUP_ID].to_pylist()

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.config import LoraConfig
-from siirl_dask.context import Context, RowStream
+from siirl_dask.context import Context, RowStream, behind
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import WeightSink, WeightSource, columns
-from siirl_dask.rollout import RolloutEngine, WeightStream
+from siirl_dask.rollout import RolloutEngine, TakesAdapters, WeightStream
 from siirl_dask.schema import (
     GROUP_ID,
     PARAMETER,
@@ -202,11 +202,11 @@ def load_weights_from_tensors(ctx: Context, parts: RowStream, *, lora: LoraConfi
 
 def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None) -> None:
     """Give the engine weights, or with ``lora`` adapters; their version is the number of steps trained."""
-    engine: RolloutEngine = ctx.resource
+    engine: RolloutEngine = behind(ctx.resource)
     if lora is None or not lora.rank:
         engine.load_weights(tensors, ctx.step)
         return
-    if not hasattr(engine, "load_adapters"):
+    if not isinstance(engine, TakesAdapters):
         raise TypeError(
             f"{type(engine).__name__} has no load_adapters: leave lora out of the options of publish_weights and "
             "load_weights, so that it gets weights with the adapters merged in"

@@ -16,7 +16,7 @@ PROCESS = 10**9
 SPARE = 0.03
 """Share of an accelerator that is kept free: allocators round up, and leave gaps."""
 MOST_SHARE = 0.9
-"""Largest share of an accelerator for a role that takes what is left; vLLM's own default."""
+"""Largest share of an accelerator for a role that takes what is left; also an engine's own default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,8 @@ class Footprint:
     """Least bytes of that part, for one row of the greatest length."""
     share: float | None = None
     """Share of the accelerator that the held parts of a role that fills take in any case; None: what is left."""
+    share_key: str = ""
+    """Config key of that share; empty where there is none."""
     remedies: tuple[Remedy, ...] = ()
     """Settings that need less memory, the mildest first."""
 

@@ -3,46 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from siirl_dask.config import Engine, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
+from siirl_dask.config import ImagesConfig, LoraConfig, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
 from siirl_dask.images import load_processor
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.models.cache import local_model
-from siirl_dask.models.routing import needed_routing
 from siirl_dask.models.shapes import read_widths
 from siirl_dask.planner import builds
 from siirl_dask.rollout.engine import (
+    AdaptableEngine,
     FinishReason,
     Generation,
     GenerationRequest,
     LocalQueue,
+    RecordsRoutes,
     RequestQueue,
     RolloutEngine,
     Sampling,
+    SeesImages,
+    TakesAdapters,
     Tokenizer,
     WeightStream,
+    processor_of,
 )
-from siirl_dask.rollout.preflight import check_engine, check_no_images_of_sglang, choose_engine, engine_groups
-
-if TYPE_CHECKING:
-    from siirl_dask.rollout.shared_engine import AdaptableEngine
+from siirl_dask.rollout.preflight import check_engine, engine_groups
+from siirl_dask.rollout.specs import (
+    Abilities,
+    EngineFacts,
+    EngineInputs,
+    EngineMemory,
+    EngineRole,
+    EngineSpec,
+    Installation,
+    check_passed_over,
+    engine_spec,
+)
 
 __all__ = [
+    "Abilities",
+    "EngineFacts",
+    "EngineInputs",
+    "EngineMemory",
+    "EngineRole",
+    "EngineSpec",
     "FinishReason",
     "Generation",
     "GenerationRequest",
+    "Installation",
     "LocalQueue",
+    "RecordsRoutes",
     "RequestQueue",
     "RolloutEngine",
     "Sampling",
+    "SeesImages",
+    "TakesAdapters",
     "Tokenizer",
     "WeightStream",
     "build_engine",
     "check_engine",
-    "choose_engine",
+    "engine_spec",
+    "processor_of",
 ]
 
 
@@ -65,62 +88,36 @@ def build_engine(
 
     ConfigError when ``model.path`` is missing or cannot be loaded, or sees no images where there are some.
     """
+    spec = engine_spec(rollout.engine)
+    inputs = EngineInputs(
+        model=model, rollout=rollout, device=device, rank=rank, lora=lora, images=images, agents=tuple(base)
+    )
     if not base:
-        return _build(device, rank, model=model, rollout=rollout, lora=lora, images=images)
+        return _build(spec, inputs)
     from siirl_dask.rollout.shared_engine import AgentEngine, SharedEngine
 
     def make() -> SharedEngine:
-        return SharedEngine(_build(device, rank, model=model, rollout=rollout, lora=lora, images=images, agents=base))
+        built = _build(spec, inputs)
+        if not isinstance(built, AdaptableEngine):
+            raise ConfigError(
+                f"rollout.engine={rollout.engine}: the agents {list(base)} are over one base, and this engine has no "
+                "fit_adapters and use_adapters (AdaptableEngine); take another engine, or leave out base"
+            )
+        return SharedEngine(built)
 
     return AgentEngine(device.shared(("engine", *base), make), agent)
 
 
-def _build(
-    device: Device,
-    rank: Rank,
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    lora: LoraConfig | None,
-    images: ImagesConfig | None,
-    agents: Sequence[str] = (),
-) -> AdaptableEngine:
+def _build(spec: EngineSpec, inputs: EngineInputs) -> RolloutEngine:
     hide()
-    model = local_model(model, device)
+    rollout = inputs.rollout
+    model = local_model(inputs.model, inputs.device)
     _check_stop_tokens(model, rollout)
-    processor = load_processor(model.path, images)
-    chosen = choose_engine(rollout.engine)
-    if chosen is Engine.sglang:
-        check_no_images_of_sglang(images)
-        from siirl_dask.rollout.sglang_engine.engine import SglangEngine  # imports torch and transformers
-
-        return SglangEngine(model, rollout, device)
-    if chosen is Engine.vllm:
-        try:
-            from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"rollout.engine={rollout.engine}: vLLM is installed and cannot be imported: {error}; install it anew, "
-                "as docs/engines.md says, or take rollout.engine=transformers"
-            ) from error
-        return VllmEngine(model, rollout, device=device, rank=rank, lora=lora, processor=processor, agents=agents)
-    if rollout.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: transformers generates on one device, and "
-            "vLLM is not installed (rollout.engine=auto); install the extra cpu or gpu, or leave it at 1"
-        )
-    from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
-
-    routing = needed_routing(model.path) if rollout.router_replay else None
-
-    with device.stage("the loading of weights"):
-        return TransformersEngine(
-            model,
-            device=device.torch_name,
-            max_rows=rollout.max_rows,
-            progress=device.progress,
-            processor=processor,
-            routing=routing,
-        )
+    processor = load_processor(model.path, inputs.images)
+    spec.installation.check()
+    if rollout.tensor_parallel_size > 1 and not spec.abilities.tensor_parallel:
+        check_passed_over(rollout)
+    return spec.build(replace(inputs, model=model, processor=processor))
 
 
 def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from siirl_dask.context import Closes, KeepsGroups, behind
 from siirl_dask.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
     from siirl_dask.images import Image
     from siirl_dask.images.processor import ImageProcessor
+    from siirl_dask.models.routing import Routing
+    from siirl_dask.rollout.base_weights import Adapters
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
-CPU_CACHE = "1GiB"
-"""Default size of the KV cache on a CPU: left to itself, vLLM takes 92 % of the memory."""
 
 
 class FinishReason(StrEnum):
@@ -188,18 +189,16 @@ class WeightStream:
         return iter(self.tensors)
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(Closes, Protocol):
     """Generates responses. A sample depends on its prompt and what that shows, its seed and the weights, never on the
     rows beside it.
+
+    What else an engine can do has protocols of its own: ``SeesImages``, ``TakesAdapters``, ``RecordsRoutes``, and, as
+    any role's object, ``Sleeps`` and ``KeepsGroups`` (``siirl_dask.context``).
     """
 
     @property
     def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def processor(self) -> ImageProcessor | None:
-        """Processor of the images that prompts show; None for an engine that takes texts alone."""
-        ...
 
     @property
     def context_length(self) -> int | None:
@@ -230,24 +229,72 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free the weights; the engine cannot be used any more."""
+        ...
+
+
+@runtime_checkable
+class SeesImages(Protocol):
+    """An engine whose prompts may show images."""
+
+    @property
+    def processor(self) -> ImageProcessor | None:
+        """Processor of the images that prompts show; None where it was built for texts alone."""
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that takes adapters in place of weights."""
+
     def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
         """Generate from now on as with ``W + scaling * B A`` in place of each weight W of ``model.path`` that has an
         adapter (see ``siirl_dask.models.adapters``). ValueError, before anything changes, for those that do not fit.
 
-        An engine that has this method keeps the folder's weights for it, or reads them again.
+        The engine keeps the folder's weights for it, or reads them again.
         """
         ...
 
-    def sleep(self, *, weights_follow: bool = False) -> None:
-        """Free device memory while others compute there. ``serve`` and ``load_weights`` wake the engine.
 
-        With ``weights_follow`` the next call loads weights or adapters: nothing but what that needs must be kept.
-        """
+@runtime_checkable
+class RecordsRoutes(Protocol):
+    """An engine that can record which experts each token goes to."""
+
+    @property
+    def routing(self) -> Routing | None:
+        """Routers and experts of the model whose samples have their routes; None where none are recorded."""
         ...
 
-    def close(self) -> None:
-        """Free the weights; the engine cannot be used any more."""
+
+@runtime_checkable
+class FitsAdapters(Protocol):
+    """An engine whose adapters several agents can take turns with."""
+
+    def fit_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
+        """Return a copy of adapters, for ``use_adapters``. ValueError for those that do not fit."""
         ...
+
+    def use_adapters(self, given: Adapters, agent: str = "") -> None:
+        """Generate from now on with ``given``, which are those of ``agent``, and report their version."""
+        ...
+
+
+@runtime_checkable
+class AdaptableEngine(RolloutEngine, FitsAdapters, KeepsGroups, Protocol):
+    """A RolloutEngine that several agents can have in common."""
+
+
+def processor_of(engine: RolloutEngine) -> ImageProcessor | None:
+    """Return the processor of the images that an engine's prompts show; None for an engine that takes texts alone."""
+    own = behind(engine)
+    return own.processor if isinstance(own, SeesImages) else None
+
+
+def routing_of(engine: RolloutEngine) -> Routing | None:
+    """Return the routers whose choices an engine records; None where it records none."""
+    own = behind(engine)
+    return own.routing if isinstance(own, RecordsRoutes) else None
 
 
 def serve_all(

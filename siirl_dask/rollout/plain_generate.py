@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from siirl_dask.config import Sampler
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.rotary import has_pinned_frequencies
 from siirl_dask.rollout.decoding import Choose, padded, rounding, trial_rows
+from siirl_dask.rollout.specs import alternatives
 
 
 @torch.inference_mode()
@@ -71,7 +73,8 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
     if error > rounding(expected, model.dtype):
         raise ConfigError(
             f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs that are off by "
-            f"{error:.2g} in a batch of prompts of unequal lengths; take rollout.engine=vllm, or another model"
+            f"{error:.2g} in a batch of prompts of unequal lengths; take "
+            f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or another model"
         )
 
 

@@ -8,36 +8,24 @@ folder's weights when its turn comes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from siirl_dask.context import Rank
+from siirl_dask.context import Rank, Sleeps
 from siirl_dask.rollout.base_weights import Adapters
-from siirl_dask.rollout.engine import Generation, RequestQueue, RolloutEngine, Sampling, Tokenizer, serve_all
+from siirl_dask.rollout.engine import (
+    AdaptableEngine,
+    Generation,
+    RequestQueue,
+    Sampling,
+    Tokenizer,
+    processor_of,
+    serve_all,
+)
 
 if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
-
-
-class AdaptableEngine(RolloutEngine, Protocol):
-    """A RolloutEngine that several agents can have in common."""
-
-    def fit_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
-        """Return a copy of adapters, for ``use_adapters``. ValueError for those that do not fit."""
-        ...
-
-    def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Generate from now on with ``given``, which are those of ``agent``, and report their version."""
-        ...
-
-    def leave_groups(self) -> bool:
-        """See ``HoldsNoGroups``."""
-        ...
-
-    def join_groups(self, rank: Rank) -> None:
-        """See ``HoldsNoGroups``."""
-        ...
 
 
 class SharedEngine:
@@ -72,7 +60,8 @@ class SharedEngine:
 
     def sleep(self, *, weights_follow: bool) -> None:
         """Put the engine to sleep. What it computes with is put there anew where it may forget its weights."""
-        self.engine.sleep(weights_follow=weights_follow)
+        if isinstance(self.engine, Sleeps):
+            self.engine.sleep(weights_follow=weights_follow)
         if weights_follow:
             self._in_use = None
 
@@ -100,7 +89,7 @@ class AgentEngine:
     @property
     def processor(self) -> ImageProcessor | None:
         """The engine's processor of images."""
-        return self.shared.engine.processor
+        return processor_of(self.shared.engine)
 
     @property
     def context_length(self) -> int | None:

@@ -40,6 +40,7 @@ from siirl_dask.rollout.engine import (
 from siirl_dask.rollout.image_prompts import PromptImageReader
 from siirl_dask.rollout.plain_generate import check_generate, generate
 from siirl_dask.rollout.route_recording import RouteRecorder
+from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.rollout.weight_loading import WeightLoader
@@ -79,8 +80,8 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         if (processor is not None or routing is not None) and not self._decodes:
             raise ConfigError(
                 f"model.path={model.path!r}: a {type(self._model).__name__} generates with transformers' own loop "
-                "alone, which is not given images here and records no routes; take rollout.engine=vllm, or another "
-                "model"
+                "alone, which is not given images here and records no routes; take "
+                f"{alternatives('transformers', lambda able: able.images and able.routes)}, or another model"
             )
         self.routing = routing
         self._recorder = None if routing is None else RouteRecorder(self._model, routing)

@@ -73,7 +73,7 @@ def tiny_model(
     chat_template: str | None = None,
     pieces: Sequence[str] = (),
 ) -> Path:
-    """Write a random model and its tokenizer; same seed, same weights. vLLM takes no ``head_dim`` below 32.
+    """Write a random model and its tokenizer; same seed, same weights. Some engines take no ``head_dim`` below 32.
 
     ``pieces`` are texts of one token each, at most 6 in the default vocabulary. With a larger ``vocabulary`` it is as
     large as a real one, and most of what it samples is no text.

@@ -64,8 +64,8 @@ def tiny_vlm(
 ) -> Path:
     """Write a random model of half a million parameters with tokenizer and processors; same seed, same weights.
 
-    A token of an image is 8 x 8 pixels. Heads are ``hidden // heads`` wide; vLLM takes none below 32. Images get from
-    ``least_pixels`` to ``most_pixels`` pixels.
+    A token of an image is 8 x 8 pixels. Heads are ``hidden // heads`` wide; some engines take none below 32. Images
+    get from ``least_pixels`` to ``most_pixels`` pixels.
     """
     tokenizer = tiny_tokenizer(chat_template=VLM_TEMPLATE)
     special = [AddedToken(text, normalized=False, special=True) for text in (_START, _END, _IMAGE, _VIDEO)]

@@ -22,9 +22,18 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
+from siirl_dask.context import Sleeps
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import WEIGHT, A, B
-from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling
+from siirl_dask.rollout import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    LocalQueue,
+    RolloutEngine,
+    Sampling,
+    TakesAdapters,
+)
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
 from siirl_dask.testing.weight_streams import WeightStreamTests
@@ -210,6 +219,8 @@ class EngineTests(WeightStreamTests):
     def test_a_sleeping_engine_wakes_to_generate_and_to_load_weights(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
+        if not isinstance(engine, Sleeps):
+            pytest.skip("it never sleeps")
         prompts = _prompts(6)
         sampling = Sampling(max_tokens=6)
         before = engine.generate(prompts, list(range(6)), sampling)
@@ -225,7 +236,7 @@ class EngineTests(WeightStreamTests):
     def test_adapters_change_the_folders_weights_and_not_those_of_now(
         self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel
     ) -> None:
-        if not hasattr(engine, "load_adapters"):
+        if not isinstance(engine, TakesAdapters):
             pytest.skip("it takes whole weights alone")
         prompts = _prompts(6)
         sampling = Sampling(max_tokens=6)
@@ -240,7 +251,8 @@ class EngineTests(WeightStreamTests):
                 weight.data += 0.5 * adapters[layer + B] @ adapters[name]
         engine.load_weights(other_model.named_parameters(), 1)
         for version in (2, 3):
-            engine.sleep(weights_follow=True)
+            if isinstance(engine, Sleeps):
+                engine.sleep(weights_follow=True)
             engine.load_adapters(adapters.items(), 0.5, version)
             assert engine.version == version
             self._assert_logprobs(adapted, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)

@@ -1,8 +1,10 @@
 """Estimates beside measurements: what deviates is marked, what is unknown stays so, splits begin from what was seen."""
 
 import json
+from contextlib import suppress
 
 import pytest
+import yaml
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
@@ -212,6 +214,25 @@ def test_a_backend_that_a_run_s_configuration_names_is_not_imported(tmp_path, mo
     with pytest.raises(SystemExit):
         main(["plan", "--analyze", url])
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("form", ["{file}:SPEC", "evil:SPEC", "siirl_dask./../{file}:SPEC"])
+def test_an_engine_that_a_run_s_configuration_names_is_not_imported(tmp_path, monkeypatch, capsys, form):
+    url = whole_run(tmp_path / "run")
+    ran = tmp_path / "ran"
+    (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    (tmp_path / "siirl_dask.").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["rollout"]["engine"] = form.format(file="evil.py")
+    file.write_text(yaml.safe_dump(config))
+    for command in (["plan", "--analyze", url], ["report", url, "--output", "report.html"], ["check", url]):
+        with suppress(SystemExit):
+            main(command)
+        assert not ran.exists(), command
+    assert "names code that is not of siirl_dask: " in capsys.readouterr().err
 
 
 def test_code_of_one_s_own_is_imported_where_that_is_said(tmp_path, monkeypatch, capsys):

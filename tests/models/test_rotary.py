@@ -12,15 +12,12 @@ from siirl_dask.config import Backend, Config, DataConfig, ModelConfig, RolloutC
 from siirl_dask.config.file import shipped
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.longest_row import (
-    check_frequencies_are_pinned,
-    check_frequencies_of_sglang,
-    check_longest_row,
-    engine_length,
-)
+from siirl_dask.models.longest_row import check_frequencies_are_pinned, check_longest_row
 from siirl_dask.models.rotary import pin_frequencies
 from siirl_dask.rollout import Sampling
+from siirl_dask.rollout.sglang_engine.frequencies import check_frequencies_of_sglang
 from siirl_dask.rollout.transformers_engine import TransformersEngine
+from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length, engine_length
 from siirl_dask.runs.folder import RunIdentity
 from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import pack_samples, plain_scores
@@ -84,7 +81,8 @@ def test_frequencies_that_nothing_pins_are_refused_beyond_the_original_context(c
 @pytest.mark.parametrize("config", ALIKE, ids=json.dumps)
 def test_frequencies_that_are_the_same_for_all_rows_are_no_limit(config, tmp_path):
     for path in (written(tmp_path, config), str(tmp_path / "nothing")):
-        check_longest_row(ModelConfig(path=path, longest_row=1), 10**6, engine_length=10)
+        check_longest_row(ModelConfig(path=path, longest_row=1), 10**6)
+        check_engine_length(ModelConfig(path=path, longest_row=1), 10)
         model = ModelConfig(path=path, longest_row=10**6)
         check_frequencies_are_pinned(model)
         check_frequencies_of_sglang(model)
@@ -102,9 +100,9 @@ def test_vllm_is_given_the_longest_row_by_which_it_takes_the_trainers_factors(tm
 @pytest.mark.parametrize(("longest", "length"), [(48, 32), (32, 48)])
 def test_a_length_of_vllm_on_the_other_side_of_the_original_context_is_refused(longest, length, tmp_path):
     model = ModelConfig(path=written(tmp_path, LONGROPE["phi3 of transformers 5"]), longest_row=longest)
-    check_longest_row(model, 20, engine_length=longest)
+    check_engine_length(model, longest)
     with pytest.raises(ConfigError, match=f"max_model_len={length}: .* on the other side of 32"):
-        check_longest_row(model, 20, engine_length=length)
+        check_engine_length(model, length)
 
 
 def test_sglang_which_looks_at_each_pass_gets_no_rows_beyond_the_original_context(tmp_path):

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from siirl_dask.errors import PlanError
+from siirl_dask.errors import ConfigError, PlanError
 from siirl_dask.nodes import score
 from siirl_dask.planner import dag_from_spec, dag_to_spec, resolve
-from siirl_dask.planner.spec.names import function_name
+from siirl_dask.planner.spec.names import function_name, load_named_spec
 from siirl_dask.runs.reader import is_run
 
 MINE = """
@@ -137,3 +137,23 @@ def test_a_function_has_one_name_by_its_module_and_by_its_package():
     by_package, by_module = (dag_from_spec(roles, [{"name": "a", "run": name, "role": "r"}]) for name in names)
     assert by_package == by_module
     assert dag_to_spec(by_module)["nodes"][0]["run"] == names[0]
+
+
+class Options:
+    """A class of which the module has no object."""
+
+
+@pytest.mark.parametrize("attribute", ["near.more", "near ", "near-by", "a\u00b7b", ""])
+def test_a_module_is_not_imported_for_what_cannot_be_a_name_in_it(folder, attribute):
+    for find in (resolve, lambda name: load_named_spec("key", name, Options)):
+        with pytest.raises((PlanError, ConfigError), match=r"names no (function|Options): expected 'module:"):
+            find(f"rewards/mine.py:{attribute}")
+    assert not [name for name in sys.modules if name.endswith("mine.py")]
+
+
+def test_an_object_is_found_by_its_class(folder):
+    assert load_named_spec("key", "rewards/mine.py:LOADED", list) == [1]
+    with pytest.raises(ConfigError, match=r"key: .*has no list 'LOADD'.*did you mean 'LOADED'"):
+        load_named_spec("key", "rewards/mine.py:LOADD", list)
+    with pytest.raises(ConfigError, match=r"'rewards/mine.py:near' is of type function: expected a list"):
+        load_named_spec("key", "rewards/mine.py:near", list)

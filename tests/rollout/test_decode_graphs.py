@@ -20,7 +20,7 @@ from transformers import (
 from siirl_dask.config import Dtype, Engine, ModelConfig
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
-from siirl_dask.rollout import Sampling, memory
+from siirl_dask.rollout import Sampling, engine_spec, memory
 from siirl_dask.rollout.decode_graphs import DecodeGraphs, decode_graphs
 from siirl_dask.rollout.decoding import decode, use_decoding
 from siirl_dask.rollout.transformers_engine import TransformersEngine
@@ -230,7 +230,8 @@ def test_the_plan_counts_the_whole_cache_of_fixed_shape(monkeypatch):
     longest = max(map(len, rows)) + max(LIMITS)
     sampled(by_graphs(graphs), model, rows, LIMITS)
     taken = sum(part.nbytes for pair in graphs._memory.values() for part in pair)
-    counted = memory.engine_footprint(
+    engine_memory = engine_spec(Engine.transformers).memory
+    counted = engine_memory.footprint(
         memory.EngineOnWorkers(
             size=ModelSize(0, 0, 0),
             architecture=Architecture(
@@ -239,7 +240,6 @@ def test_the_plan_counts_the_whole_cache_of_fixed_shape(monkeypatch):
             rollout=rollout_config(engine=Engine.transformers, max_rows=len(rows)),
             dtype=Dtype.float32,
             longest=longest,
-            vllm=False,
         )
     ).working["keys and values"]
     assert counted == taken

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from siirl_dask.config import Dtype, Engine
 from siirl_dask.models.architecture import Architecture
 from siirl_dask.models.shapes import ModelSize
-from siirl_dask.rollout import memory
+from siirl_dask.rollout import engine_spec, memory
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.token_sampling import _DIGIT_PARTS, TokenSampler, _lowest_by_digits
 from tests.settings import rollout_config
@@ -49,13 +49,16 @@ def engine(**vllm):
         rollout=rollout_config(engine=Engine.vllm, **vllm),
         dtype=Dtype.bfloat16,
         longest=100,
-        vllm=True,
     )
+
+
+def footprint(engine):
+    return engine_spec(engine.rollout.engine).memory.on_accelerator(engine)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_graphs_wait_in_the_hosts_memory_while_an_engine_sleeps_and_come_back_with_its_weights(level):
-    one = memory.engine_footprint(engine(sleep_level=level))
+    one = footprint(engine(sleep_level=level))
     graphs = one.held["graphs"]
     assert one.resting == 0
     assert one.host["sleeping graphs"] == graphs
@@ -63,10 +66,10 @@ def test_graphs_wait_in_the_hosts_memory_while_an_engine_sleeps_and_come_back_wi
 
 
 def test_graphs_stay_where_an_engine_never_sleeps_and_are_nowhere_without():
-    awake = memory.engine_footprint(engine(sleep_level=0))
+    awake = footprint(engine(sleep_level=0))
     assert awake.resting == sum(awake.held.values())
     assert awake.host == {}
-    eager = memory.engine_footprint(engine(enforce_eager=True))
+    eager = footprint(engine(enforce_eager=True))
     assert "graphs" not in eager.held
     assert "sleeping graphs" not in eager.host
 

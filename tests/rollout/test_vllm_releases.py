@@ -8,7 +8,8 @@ from siirl_dask.config import Engine
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError
-from siirl_dask.rollout import preflight
+from siirl_dask.rollout import engine_spec
+from siirl_dask.rollout.vllm_engine import installation
 from tests.settings import rollout_config
 
 NPU = Device("w", DeviceKind.NPU, 0, "card")
@@ -97,16 +98,17 @@ def test_ranks_meet_by_the_backend_of_their_devices_and_not_by_what_vllms_platfo
 def test_a_plugin_of_vllm_of_another_release_is_refused(monkeypatch, installed, said):
     def version(package):
         if package not in installed:
-            raise preflight.PackageNotFoundError(package)
+            raise installation.PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(preflight, "version", version)
-    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(installation, "find_spec", lambda name: name)
     assert traits_of(DeviceKind.NPU).vllm == "vllm-ascend"
     if said is None:
-        assert preflight.choose_engine(Engine.auto) is Engine.vllm
+        assert engine_spec(Engine.auto).name == Engine.vllm
         return
-    for engine in (Engine.auto, Engine.vllm):
-        with pytest.raises(ConfigError, match=said):
-            preflight.choose_engine(engine)
-    assert preflight.choose_engine(Engine.transformers) is Engine.transformers
+    with pytest.raises(ConfigError, match=said):
+        engine_spec(Engine.auto)
+    with pytest.raises(ConfigError, match=said):
+        engine_spec(Engine.vllm).installation.check()
+    engine_spec(Engine.transformers).installation.check()

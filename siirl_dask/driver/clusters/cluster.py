@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 import dask
 from distributed import Client, LocalCluster, Nanny, Status
 
-from siirl_dask.config import ClusterConfig, Config, DevicePreference, Engine
+from siirl_dask.config import ClusterConfig, Config, DevicePreference
 from siirl_dask.devices.kinds import NO_ACCELERATORS
 from siirl_dask.driver.clusters.deployment import deployed
 from siirl_dask.driver.clusters.nanny import NamelessNanny, main_not_imported
@@ -24,7 +24,7 @@ from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.models.remote import HUB
 from siirl_dask.observe import Progress
-from siirl_dask.rollout.vllm_engine.process import ENVIRONMENT
+from siirl_dask.rollout.specs import process_environment
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
 logger = logging.getLogger("siirl_dask.driver")
@@ -130,8 +130,8 @@ async def _prepare_processes() -> None:
 def _common_settings(config: Config) -> dict[str, object]:
     """Return Dask's settings for any cluster that a run starts."""
     environment: dict[str, object] = dict(dask.config.get("distributed.nanny.pre-spawn-environ"))
-    if config.rollout.engine in (Engine.auto, Engine.vllm):
-        environment |= {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    for name, value in process_environment(config.rollout.engine).items():
+        environment[name] = os.environ.get(name, value)
     is_offline = not config.model.path.startswith(HUB)
     environment["OMP_NUM_THREADS"] = config.cluster.threads
     environment["TOKENIZERS_PARALLELISM"] = "false"

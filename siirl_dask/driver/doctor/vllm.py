@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from siirl_dask.config import Engine
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import traits_of
-from siirl_dask.devices.kinds import VLLM_PACKAGES
+from siirl_dask.devices.kinds import ENGINE_PACKAGES
 from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
 from siirl_dask.driver.doctor.packages import version
 
@@ -35,15 +35,15 @@ def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
             process.kill()
 
 
-def judge_vllm(process: subprocess.Popen[str] | None, engine: Engine, kind: DeviceKind) -> Finding:
+def judge_vllm(process: subprocess.Popen[str] | None, engine: str, kind: DeviceKind) -> Finding:
     """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
     extra = traits_of(kind).vllm_cure
-    if process is None and engine is Engine.vllm:
+    if process is None and engine == Engine.vllm:
         text = "it is not installed, and rollout.engine is vllm"
         return fault(_PART, text, f"{extra}, or rollout.engine=transformers")
     if process is None:
         return note(_PART, "it is not installed: rollout.engine=auto takes transformers, which is slower", extra)
-    versions = {name: version(name) for name in VLLM_PACKAGES}
+    versions = {name: version(name) for name in ENGINE_PACKAGES}
     installed = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
     try:
         out, err = process.communicate(timeout=_PATIENCE)

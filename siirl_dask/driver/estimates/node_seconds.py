@@ -36,9 +36,7 @@ from siirl_dask.models.architecture import Architecture, read_architecture
 from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
-from siirl_dask.rollout.adapter_choice import takes_layers
-from siirl_dask.rollout.memory import graphs_bytes
-from siirl_dask.rollout.preflight import takes_vllm
+from siirl_dask.rollout import engine_spec
 from siirl_dask.schema import MINIBATCH, OLD_LOGPROBS, PARAMETER_DATA, REFERENCE_LOGPROBS, RESPONSE_IDS, VALUES
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.specs import division_of, trainer_spec
@@ -186,24 +184,27 @@ class NodeSeconds:
         )
 
     def _engine(self, node: Node, placement: Placement, works: Sequence[NodeWork]) -> SleepingEngine | None:
-        """Return the engine with which a node generates; None unless it is vLLM's."""
+        """Return the engine with which a node generates; None where nothing is known of what it moves."""
         options = options_of(self.plan.dag.role(node.role).build)
         rollout: RolloutConfig = options.get("rollout", self.config.rollout)
-        if not takes_vllm(rollout.engine):
+        moves = engine_spec(rollout.engine).facts.moves(rollout)
+        if moves is None:
             return None
         model = self._model(options.get("model", self.config.model), len(placement[node.role]))
         if model is None:
             return None
-        level = rollout.vllm.sleep_level if len(_owners(works)) > 1 else 0
+        sleeps = len(_owners(works)) > 1
+        if not moves.sleeps:
+            sleeps = False
         weights = model.itemsize * model.size.total / rollout.tensor_parallel_size
         loads = [work.node for work in works if PARAMETER_DATA in work.node.contract.reads]
         whole = any(self._weight_bytes(load, model, options) == model.itemsize * model.size.total for load in loads)
         return SleepingEngine(
             role=node.role,
-            weights=weights if level else 0.0,
-            cache=max(0.0, _ENGINE_SHARE * self.speed.memory - weights) if level else 0.0,
-            graphs=float(graphs_bytes(rollout)) if level else 0.0,
-            forgets=level == 2 and whole,
+            weights=weights if sleeps else 0.0,
+            cache=max(0.0, _ENGINE_SHARE * self.speed.memory - weights) if sleeps else 0.0,
+            graphs=float(moves.graphs) if sleeps else 0.0,
+            forgets=sleeps and moves.forgets and whole,
             tensors=model.size.tensors if whole else 0,
         )
 
@@ -266,8 +267,8 @@ class NodeSeconds:
         model_config: ModelConfig = options.get("model", self.config.model)
         if PARAMETER_DATA in node.contract.reads:
             rollout: RolloutConfig = options.get("rollout", self.config.rollout)
-            is_vllm = takes_vllm(rollout.engine)
-            if not is_vllm or not takes_layers(model_config.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
+            has_layers = engine_spec(rollout.engine).facts.adapter_layers
+            if not has_layers(model_config.dtype, rollout, lora, on_cpu=self.speed.cores > 0):
                 return everything
         adapters = count_adapters(model_config.path, TrainerConfig(lora=lora))
         return everything if adapters is None else _FLOAT32 * adapters.total
@@ -416,11 +417,11 @@ def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed
 
 def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
     """Return the seconds of the slowest engine, in which a waiting row replaces each row that has ended."""
-    is_vllm = takes_vllm(rollout.engine)
+    facts = engine_spec(rollout.engine).facts
     ranks = rollout.tensor_parallel_size
     rows = config.data.batch_size * config.rollout.n / (model.workers / ranks)
-    slots = min(rows, _slots(model, rollout, speed, lengths))
-    prompts = rows / rollout.n if rollout.vllm.enable_prefix_caching or not is_vllm else rows
+    slots = min(rows, _slots(model, rollout, float(facts.rows(rollout)), speed=speed, lengths=lengths))
+    prompts = rows / rollout.n if facts.reads_prompts_once(rollout) else rows
     flops = ranks * _flops(model, speed)
     rate = ranks * speed.memory_rate * speed.decoding
     read = prompts * lengths.prompt
@@ -436,10 +437,9 @@ def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Sp
     return prefill + steps * (token + _operations(model, speed, "step"))
 
 
-def _slots(model: _Model, rollout: RolloutConfig, speed: Speed, lengths: Lengths) -> float:
-    """Return the rows that an engine generates at once."""
+def _slots(model: _Model, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: Lengths) -> float:
+    """Return the rows that an engine generates at once: at most ``most``, and as many as have room."""
     ranks = rollout.tensor_parallel_size
-    most = float(rollout.vllm.max_num_seqs or rollout.max_rows * ranks)
     if speed.cores:
         return most
     room = ranks * _ENGINE_SHARE * speed.memory - model.itemsize * model.size.total

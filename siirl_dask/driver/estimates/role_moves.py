@@ -3,12 +3,12 @@
 The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or learns puts the other
 roles to sleep (``Context.free_device``), and a role wakes when it is used.
 
-    sleeps    vLLM gives its memory back; graphs, and weights unless new ones follow, go to the host's memory
+    sleeps    an engine gives its memory back; graphs, and weights unless new ones follow, go to the host's memory
     wakes     the same memory is taken again, and what the host has comes back
     parks     with trainer.park: weights after an update, moments and averages after an update, to the host's memory
     returns   the same back, before a pass or an update
     gathers   messages of 16 MiB in which the weights of a sharded model are gathered
-    reloads   each tensor that vLLM's loader takes
+    reloads   each tensor that an engine's loader takes
 
 Bytes go at the rate of the device's link to its host, of which all devices of a host together have no more than the
 host's memory gives. Where the workers of a host are not known, they are eight, as in the systems of the data sheets.
@@ -25,7 +25,7 @@ from siirl_dask.schema import PARAMETER_DATA
 
 _CARDS = 8  # of a host
 _MAPPED = 200e9  # bytes a second that the driver gives or takes back in pieces of 2 MiB; by habit, not measured
-_TENSOR = 3e-3  # seconds of Python and small kernels for each tensor that vLLM reloads, with its layer's processing
+_TENSOR = 3e-3  # seconds of Python and small kernels for each tensor that an engine reloads, with its layer
 _MESSAGE = 0.5e-3  # seconds of Python and launching for each message of a gather
 _BUCKET = 16 * 2**20  # bytes of a message
 Moves = dict[str, dict[str, float]]
@@ -34,7 +34,7 @@ Moves = dict[str, dict[str, float]]
 
 @dataclass(kw_only=True, slots=True)
 class SleepingEngine:
-    """A vLLM engine on a worker: its bytes there, and which of them are awake."""
+    """An engine on a worker: its bytes there, and which of them are awake."""
 
     role: str
     weights: float

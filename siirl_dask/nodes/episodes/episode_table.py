@@ -13,7 +13,7 @@ from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.nodes.episodes.episode import Rules
 from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedEpisode, PlayedRow
 from siirl_dask.nodes.sampling import SAMPLED
-from siirl_dask.rollout import FinishReason, RolloutEngine
+from siirl_dask.rollout import FinishReason, RolloutEngine, processor_of
 from siirl_dask.schema import (
     AGENT,
     EPISODE_ID,
@@ -74,7 +74,7 @@ def rows_of_episodes(
     flat = [row for episode in rows for row in episode]
     index_in_episode = np.array([index for count in counts for index in range(count)], dtype=np.int64)
     decode = engine.tokenizer.decode
-    processor = getattr(engine, "processor", None)
+    processor = processor_of(engine)
     shown_prompts = [row.prompt if processor is None else processor.shortened(row.prompt) for row in flat]
     columns: dict[str, Sequence[object]] = {
         ROW_ID: episode_ids * most_rows + index_in_episode,

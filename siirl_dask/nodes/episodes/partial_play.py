@@ -39,7 +39,7 @@ from siirl_dask.nodes.episodes.play_common import (
     rows_of_new_episodes,
 )
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
-from siirl_dask.rollout import LocalQueue, RolloutEngine
+from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, SAMPLE_NUMBER, SAMPLING_SEED, TOKENS, TYPES
 
 _UNFINISHED = "unfinished"  # in the node's state
@@ -178,7 +178,7 @@ def _continue_episodes(
             seed_of=lambda row_id: sampling_seed,  # an episode that is played in parts has one row
             version=engine.version,
             budget=budget,
-            processor=engine.processor,
+            processor=processor_of(engine),
         )
         return episode, setup.row_of(item), item[_ENVIRONMENT_SEED]
 

@@ -41,7 +41,7 @@ from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import EARLY_COLUMNS
 from siirl_dask.planner import Changes, Groups, KeptRows, columns
-from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling
+from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
 from siirl_dask.schema import AGENT, GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT, PROMPT_IDS, TOKENS, fields
 
 
@@ -285,7 +285,7 @@ def _serve(ctx: Context, source: Any, own_count: int, setup: PlaySetup) -> Episo
             tokenizer=engine.tokenizer,
             seed_of=ctx.seed,
             version=engine.version,
-            processor=engine.processor,
+            processor=processor_of(engine),
         )
         return episode, setup.row_of(item), environment_seed(ctx, item[GROUP_ID])
 

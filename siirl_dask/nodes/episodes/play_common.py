@@ -22,7 +22,7 @@ from siirl_dask.nodes.episodes.episode_rows import PROMPT_IMAGES, Item, PlayedEp
 from siirl_dask.nodes.failures import check_failures, failed_episodes
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
 from siirl_dask.nodes.sampling import prompt_images
-from siirl_dask.rollout import RolloutEngine
+from siirl_dask.rollout import RolloutEngine, processor_of
 from siirl_dask.schema import GROUP_ID, IMAGES, PROMPT, PROMPT_IDS, ROW_ID, TYPES
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class PlaySetup:
         needed = [ROW_ID, GROUP_ID, PROMPT, PROMPT_IDS, MAX_TOKENS, *self.environments.columns, *more_columns]
         images = prompt_images(engine, episodes)
         names = [name for name in dict.fromkeys(needed) if name in episodes.column_names]
-        if engine.processor is not None and IMAGES in names:
+        if processor_of(engine) is not None and IMAGES in names:
             names.remove(IMAGES)  # to_pylist would copy the images for each episode
         table = episodes.select(names)
         items: list[Item] = [{**row, PROMPT_IMAGES: own} for row, own in zip(table.to_pylist(), images, strict=True)]

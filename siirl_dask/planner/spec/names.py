@@ -77,11 +77,13 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     is_file = origin.endswith(".py")
     module = _load(name, Path(origin)) if is_file else _import(name, origin)
     found = getattr(module, attribute, None)
-    if not fits(found):
-        kind = "file" if is_file else "module"
-        hint = did_you_mean(attribute, (known for known in dir(module) if known != attribute))
-        raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{hint}")
-    return found
+    if fits(found):
+        return found
+    hint = did_you_mean(attribute, (known for known, value in vars(module).items() if fits(value)))
+    if found is not None:
+        raise PlanError(f"{name!r} is of type {type(found).__name__}: expected a {what}{hint}")
+    kind = "file" if is_file else "module"
+    raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{hint}")
 
 
 def _import(name: str, origin: str) -> ModuleType:
@@ -92,7 +94,9 @@ def _import(name: str, origin: str) -> ModuleType:
         if missing is None or not (origin == missing or origin.startswith(f"{missing}.")):
             raise _failed(name, error) from error
         file = f"{origin.replace('.', '/')}.py"
-        hint = f"; for the file, write {file!r}" if Path(file).is_file() else ""
+        hint = did_you_mean(origin, [path.stem for path in Path.cwd().glob("*.py")])
+        if Path(file).is_file():
+            hint = f"; for the file, write {file!r}"
         raise PlanError(f"{name!r}: there is no module {origin!r} on the Python path{hint}") from error
 
 

@@ -32,6 +32,7 @@ from siirl_dask.rollout.sglang_engine.process import Ending, as_parent, load_sgl
 from siirl_dask.rollout.sglang_engine.requests import read_generation, sampling_params
 from siirl_dask.rollout.sglang_engine.settings import given_options, server_arguments
 from siirl_dask.rollout.sglang_engine.sleeping import Sleep
+from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.weight_loading import Replacement
 
 _LAYER = re.compile(r".*?\.\d+\.")
@@ -50,7 +51,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         if folder.sees_images:
             raise ConfigError(
                 f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang does not take here; "
-                "take rollout.engine=vllm or transformers"
+                f"take {alternatives('sglang', lambda able: able.images)}"
             )
         self.tokenizer: Tokenizer = folder.tokenizer
         self._parameters = folder.parameters

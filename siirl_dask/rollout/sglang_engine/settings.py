@@ -11,6 +11,7 @@ from siirl_dask.context import Device, DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.number_type import dtype_on
 from siirl_dask.rollout.sglang_engine.process import WRITTEN_FOR, release
+from siirl_dask.rollout.specs import alternatives
 
 TOKENS_PER_REPORT = 16
 """SGLang tells of a response each time that it has this many more tokens."""
@@ -90,7 +91,7 @@ def _attention(dtype: Dtype, own: SglangConfig, deterministic: Collection[str], 
         return found
     raise ConfigError(
         f"rollout.engine=sglang: SGLang {release()} has no deterministic attention for a CPU (nor had {WRITTEN_FOR}), "
-        "without which rows have no seeds; take rollout.engine=vllm or transformers there"
+        f"without which rows have no seeds; take {alternatives('sglang')} there"
     )
 
 

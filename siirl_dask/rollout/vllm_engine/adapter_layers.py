@@ -18,8 +18,8 @@ from vllm.lora.request import LoRARequest
 from siirl_dask.config import LoraConfig
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.adapters import WEIGHT, A, Adapter, B
-from siirl_dask.rollout.adapter_choice import MOST, layer_rank
 from siirl_dask.rollout.base_weights import Adapters
+from siirl_dask.rollout.vllm_engine.adapter_choice import MOST, layer_rank
 from siirl_dask.rollout.vllm_engine.releases import renames_of
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,15 +16,8 @@ import torch
 
 from siirl_dask.collectives import LOOPBACK, listening_at
 from siirl_dask.models.broken_imports import any_changed
+from siirl_dask.rollout.vllm_engine.installation import ENVIRONMENT
 
-ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a Dask worker is a daemon, which may have no processes of its own
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one does not take vllm_sampler's kind of processor
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about NUMA nodes from each worker; read when torch is imported
-}
-"""Environment variables, best set before the process starts; a value that is set stays, but for the first two."""
 _REQUIRED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
 
 

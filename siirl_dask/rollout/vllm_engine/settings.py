@@ -14,11 +14,11 @@ from siirl_dask.config import Dtype, LoraConfig, ModelConfig, RolloutConfig, Sam
 from siirl_dask.context import Device, DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.errors import ConfigError, did_you_mean
-from siirl_dask.models.longest_row import engine_length
 from siirl_dask.models.number_type import dtype_on
-from siirl_dask.rollout.adapter_choice import takes_layers
-from siirl_dask.rollout.engine import CPU_CACHE
+from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
 from siirl_dask.rollout.vllm_engine.adapter_layers import layer_arguments
+from siirl_dask.rollout.vllm_engine.frequencies import engine_length
+from siirl_dask.rollout.vllm_engine.memory import CPU_CACHE
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, logprobs_mode
 

@@ -26,7 +26,7 @@ from siirl_dask.config import RolloutConfig, Sampler
 from siirl_dask.devices import accelerator
 from siirl_dask.rollout.engine import Sampling
 from siirl_dask.rollout.token_sampling import TokenSampler, as_seed, random_bits
-from siirl_dask.rollout.vllm_sampler import check_vllm_sampling, vllm_logprobs_mode
+from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
 
 EXACT = "processed_logits"
 """vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that ``VllmTokenSampler.apply`` leaves."""

@@ -15,11 +15,6 @@ from siirl_dask.planner import Footprint
 from siirl_dask.planner.explain.device_memory import refusal
 from siirl_dask.planner.footprint import Roles, fill
 
-_LARGER = (
-    "A larger cluster.device_memory lets it begin in any case; rollout.vllm.gpu_memory_utilization then says what an "
-    "engine takes"
-)
-
 
 def share_devices(
     devices: Mapping[str, Device],
@@ -42,7 +37,7 @@ def share_devices(
         label = f"workers {workers} on {devices[workers[0]].card}"
         reason = refusal(label, card_memory, roles)
         if reason is not None:
-            raise PlanError(f"{reason}\n{_LARGER}")
+            raise PlanError(f"{reason}\n{_way_out(roles)}")
         if found:
             card_memory = min(card_memory, found)
         card = fill(card_memory, roles)
@@ -68,3 +63,12 @@ def _workers_by_card(devices: Mapping[str, Device]) -> list[list[str]]:
 
 def _roles(worker: str, placement: Mapping[str, Sequence[str]], footprints: Mapping[str, Footprint]) -> Roles:
     return {role: footprint for role, footprint in footprints.items() if worker in placement.get(role, ())}
+
+
+def _way_out(roles_of_workers: Mapping[str, Roles]) -> str:
+    """Return what lets a run begin whose roles do not fit, by the arithmetic that may be wrong."""
+    text = "A larger cluster.device_memory lets it begin in any case"
+    keys = {own.share_key for roles in roles_of_workers.values() for own in roles.values() if own.share_key}
+    if keys:
+        text += f"; {' or '.join(sorted(keys))} then says what an engine takes"
+    return text

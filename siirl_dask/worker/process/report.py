@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TypedDict
 
 from siirl_dask import __version__
-from siirl_dask.devices.kinds import ALLOCATOR_VARIABLES, BACKEND_PREFIXES, VISIBLE, VLLM_PACKAGES
+from siirl_dask.devices.kinds import ALLOCATOR_VARIABLES, BACKEND_PREFIXES, ENGINE_PACKAGES, ENGINE_VARIABLES, VISIBLE
 
 ALIKE = ("dask", "distributed", "cloudpickle", "pyarrow", "torch")
 """Packages whose messages or numbers go from process to process: all must have the same version of them."""
-SIMILAR = ("transformers", *VLLM_PACKAGES, "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
+SIMILAR = ("transformers", *ENGINE_PACKAGES, "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
 """Packages of which another version is worth a warning."""
 _VARIABLES = (
     "OMP_NUM_THREADS",  # also the order in which sums are taken
@@ -30,8 +30,7 @@ _VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     *ALLOCATOR_VARIABLES,
-    "VLLM_ATTENTION_BACKEND",
-    "VLLM_BATCH_INVARIANT",
+    *ENGINE_VARIABLES,
 )
 _PREFIXES = BACKEND_PREFIXES  # with other settings than its peers a worker may never answer
 _HOST_SUFFIXES = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # of names whose values may differ from host to host

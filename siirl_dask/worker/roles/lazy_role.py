@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from siirl_dask.context import Device, Rank
+from siirl_dask.context import Device, Rank, Sleeps, StandIn, memory_of
 from siirl_dask.planner import Role, RoleCost, builds
 from siirl_dask.planner.role_contract import provides_of
 from siirl_dask.worker.roles.role_state import ResumeFrom, RoleStates, StateStore, close_roles, has_state
@@ -66,7 +66,7 @@ def models_used(resources: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, objects in built.items() if any(map(has_state, objects)))
 
 
-class _LazyResource:
+class _LazyResource(StandIn):
     """Stands for an object until one of its attributes is used."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -76,14 +76,18 @@ class _LazyResource:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the object, which is built now if it is not yet."""
+        return getattr(self.built(), name)
+
+    def built(self) -> Any:
+        """Return the object, which is built now if it is not yet."""
         if not self._built:
             self._built.append(self._make())
-        return getattr(self._built[0], name)
+        return self._built[0]
 
     @property
     def shared(self) -> Any:
         """The object whose memory this one takes, if it was built: see ``Context.free_device``."""
-        return getattr(self._built[0], "shared", self) if self._built else self
+        return memory_of(self._built[0]) if self._built else self
 
     def close(self) -> None:
         """Close the object, if it was built."""
@@ -92,6 +96,6 @@ class _LazyResource:
 
     def sleep(self, **options: bool) -> None:
         """Put the object to sleep, if it was built and has ``sleep``."""
-        sleep = getattr(self._built[0], "sleep", None) if self._built else None
-        if sleep is not None:
-            sleep(**options)
+        for built in self._built:
+            if isinstance(built, Sleeps):
+                built.sleep(**options)

@@ -1,6 +1,6 @@
 """Passes a worker's built roles from a run that has lost a worker to the next launch, which loads only their states.
 
-An object is reused if it has ``leave_groups()`` and ``join_groups(rank)`` (see ``HoldsNoGroups``), and its role is
+An object is reused if it is a ``KeepsGroups`` (as a ``HoldsNoGroups`` is), and its role is
 placed on the same worker and device. In an elastic run its rank may be another one, or among more or fewer. The DAG,
 and so builders and options, are the same: both runs are launches of one start.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from siirl_dask.context import Device
+from siirl_dask.context import Device, KeepsGroups
 from siirl_dask.worker.roles.role_state import close_roles, has_state
 
 
@@ -30,7 +30,7 @@ class BuiltRoles:
         """
         reused = {}
         for name, resource in self.resources.items():
-            if worker not in placement.get(name, ()) or not hasattr(resource, "leave_groups"):
+            if worker not in placement.get(name, ()) or not isinstance(resource, KeepsGroups):
                 continue
             if not resumes and has_state(resource):
                 continue

@@ -19,7 +19,7 @@ import torch
 from siirl_storage import join
 from siirl_storage.digests import FileDigest
 
-from siirl_dask.context import Device, DeviceKind, Rank
+from siirl_dask.context import Closes, Device, DeviceKind, Rank, Sleeps
 from siirl_dask.errors import CheckpointError, RunError
 from siirl_dask.planner import Role
 from siirl_dask.trace import Lane
@@ -205,11 +205,8 @@ def build_roles(
 
 
 def _sleep(resource: Any, device: Device) -> None:
-    if device.kind is DeviceKind.CPU:
-        return
-    sleep = getattr(resource, "sleep", None)
-    if sleep is not None:
-        sleep()
+    if device.kind is not DeviceKind.CPU and isinstance(resource, Sleeps):
+        resource.sleep()
 
 
 def close_roles(resources: Mapping[str, Any]) -> None:
@@ -219,6 +216,5 @@ def close_roles(resources: Mapping[str, Any]) -> None:
     """
     with ExitStack() as closing:
         for resource in reversed(list(resources.values())):
-            close = getattr(resource, "close", None)
-            if close is not None:
-                closing.callback(close)
+            if isinstance(resource, Closes):
+                closing.callback(resource.close)

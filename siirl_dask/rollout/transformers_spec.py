@@ -1,0 +1,68 @@
+"""The spec of the engine over models of transformers, which needs no further install."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from siirl_dask.models.longest_row import check_frequencies_are_pinned
+from siirl_dask.models.routing import needed_routing
+from siirl_dask.models.slower_families import loop_note
+from siirl_dask.planner import Footprint
+from siirl_dask.rollout.engine import RolloutEngine
+from siirl_dask.rollout.memory import (
+    Change,
+    EngineOnWorkers,
+    cache_columns,
+    cache_rows,
+    common_changes,
+    rows_of_all_ranks,
+    sampler_bytes,
+)
+from siirl_dask.rollout.specs import Abilities, EngineInputs, EngineMemory, EngineRole, EngineSpec, Installation
+
+
+def _check(role: EngineRole) -> Sequence[str]:
+    """Return a note on a model that is sampled with transformers' own loop. ConfigError for rotary frequencies that
+    nothing pins.
+    """
+    check_frequencies_are_pinned(role.model)
+    note = loop_note(role.model.path)
+    return () if note is None else (note,)
+
+
+def _build(inputs: EngineInputs) -> RolloutEngine:
+    from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
+
+    routing = needed_routing(inputs.model.path) if inputs.rollout.router_replay else None
+    with inputs.device.stage("the loading of weights"):
+        return TransformersEngine(
+            inputs.model,
+            device=inputs.device.torch_name,
+            max_rows=inputs.rollout.max_rows,
+            progress=inputs.device.progress,
+            processor=inputs.processor,
+            routing=routing,
+        )
+
+
+def _footprint(engine: EngineOnWorkers) -> Footprint:
+    """Return the memory of an engine that keeps all weights on the device, and a cache of a batch's largest shape."""
+    size = engine.dtype.itemsize * engine.size.total
+    rows = rows_of_all_ranks(engine.rollout)
+    tokens = cache_rows(rows) * cache_columns(engine.longest)
+    working = {"keys and values": tokens * engine.token_bytes, **sampler_bytes(engine, rows)}
+    return Footprint(held={"weights": size}, working=working, loading=size)
+
+
+def _changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
+    return common_changes(engine)
+
+
+SPEC = EngineSpec(
+    name="transformers",
+    build=_build,
+    check=_check,
+    installation=Installation(library="transformers", by_auto=True),
+    abilities=Abilities(images=True, adapters=True, routes=True),
+    memory=EngineMemory(footprint=_footprint, changes=_changes),
+)

@@ -1,0 +1,137 @@
+"""The spec of vLLM's engine: what must be known of it before it is built. Importing it imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from siirl_dask.config import ModelConfig, RolloutConfig, Sampler, ValidationConfig
+from siirl_dask.errors import ConfigError
+from siirl_dask.models.shapes import read_widths
+from siirl_dask.rollout.engine import RolloutEngine, Sampling
+from siirl_dask.rollout.specs import (
+    Abilities,
+    EngineFacts,
+    EngineInputs,
+    EngineMemory,
+    EngineMoves,
+    EngineRole,
+    EngineSpec,
+    Installation,
+)
+from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
+from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length
+from siirl_dask.rollout.vllm_engine.installation import ENVIRONMENT, check_installed, check_passed_over, is_installed
+from siirl_dask.rollout.vllm_engine.memory import changes, footprint, graphs_bytes, host_cache, rows_in_batch
+from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
+from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
+
+_VOCABULARY_MULTIPLE = 64  # vLLM pads a vocabulary to a multiple of this
+_FORGETS = 2  # ``rollout.vllm.sleep_level``
+
+
+def _check(role: EngineRole) -> Sequence[str]:
+    """Raise ConfigError for a model of which vLLM computes something else than the trainer, for one that
+    ``tensor_parallel_size`` does not divide, and for sampling whose log-probs its own sampler does not report.
+    """
+    rollout = role.rollout
+    length = rollout.vllm.engine_kwargs.get("max_model_len")
+    if isinstance(length, int) and length > 0:
+        check_engine_length(role.model, length)
+    check_logprobs_of_vllm(role.model.path, role.longest)
+    if rollout.sampler is Sampler.vllm:
+        _check_samplings(rollout, role.config.validation)
+    if rollout.tensor_parallel_size > 1:
+        _check_divides(rollout.tensor_parallel_size, role.model)
+    return ()
+
+
+def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> None:
+    """Raise ConfigError for sampling whose log-probs vLLM's own sampler does not report."""
+    mode = vllm_logprobs_mode(rollout)
+    way = Sampling(
+        max_tokens=1,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+    )
+    check_vllm_sampling(mode, way, "rollout")
+    temperature = validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
+    check_vllm_sampling(mode, way, "validation")
+
+
+def _check_divides(size: int, model: ModelConfig) -> None:
+    """Raise ConfigError when ``size`` does not divide the model; one that is elsewhere passes."""
+    if (widths := read_widths(model.path)) is None:
+        return
+    heads = widths.heads
+    intermediate = widths.intermediate
+    vocabulary = widths.vocabulary
+    kv_heads = widths.kv_heads or heads
+    padded = None if vocabulary is None else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    indivisible = {
+        "attention heads": heads if heads and heads % size else None,
+        # each rank has some of them, or some ranks have the same one
+        "key and value heads": kv_heads if kv_heads and max(kv_heads, size) % min(kv_heads, size) else None,
+        "numbers between the layers of its MLPs": intermediate if intermediate and intermediate % size else None,
+        "tokens of its vocabulary": vocabulary if padded and padded % size else None,
+    }
+    if parts := [f"{number} {part}" for part, number in indivisible.items() if number is not None]:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={size}: the model in model.path={model.path!r} has {', '.join(parts)}, "
+            f"which {size} workers cannot share evenly; take a divisor of its {heads} attention heads"
+        )
+
+
+def _build(inputs: EngineInputs) -> RolloutEngine:
+    try:
+        from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"rollout.engine={inputs.rollout.engine}: vLLM is installed and cannot be imported: {error}; install it "
+            "anew, as docs/engines.md says, or take rollout.engine=transformers"
+        ) from error
+    return VllmEngine(
+        inputs.model,
+        inputs.rollout,
+        device=inputs.device,
+        rank=inputs.rank,
+        lora=inputs.lora,
+        processor=inputs.processor,
+        agents=inputs.agents,
+    )
+
+
+def _reads_prompts_once(rollout: RolloutConfig) -> bool:
+    return rollout.vllm.enable_prefix_caching
+
+
+def _moves(rollout: RolloutConfig) -> EngineMoves:
+    level = rollout.vllm.sleep_level
+    return EngineMoves(sleeps=level > 0, forgets=level == _FORGETS, graphs=graphs_bytes(rollout))
+
+
+SPEC = EngineSpec(
+    name="vllm",
+    build=_build,
+    check=_check,
+    installation=Installation(
+        library="vLLM",
+        found=is_installed,
+        check=check_installed,
+        by_auto=True,
+        check_passed_over=check_passed_over,
+    ),
+    abilities=Abilities(
+        samplers=(Sampler.exact, Sampler.vllm), images=True, adapters=True, routes=True, tensor_parallel=True
+    ),
+    memory=EngineMemory(host_cache=host_cache, footprint=footprint, changes=changes),
+    facts=EngineFacts(
+        rows=rows_in_batch,
+        reads_prompts_once=_reads_prompts_once,
+        adapter_layers=takes_layers,
+        moves=_moves,
+    ),
+    environment=ENVIRONMENT,
+)
