@@ -18,7 +18,7 @@ LAYERS = (
     {"algorithms", "rewards", "images"},
     {"coordinator", "rollout", "training", "observe", "environments"},
     {"nodes", "worker", "runs", "tasks", "datasets"},
-    {"recipes", "observe/dashboard", "scheduler"},
+    {"recipes", "scheduler", "views"},
     {"driver"},
     {"commands", "testing"},
     {"cli"},
@@ -29,13 +29,11 @@ each other, but for the second line, which is the ground that all stand on."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUND = LAYERS[1]
 WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
-APART = {"observe/dashboard": "it reads run folders, serves a page from Dask's scheduler, and is nothing a run needs"}
-"""Folders within a room that are rooms of their own in the table of layers, and why."""
-DASK = ("coordinator/transport/dask_streams.py", "worker/", "scheduler/", "driver/", "observe/dashboard/")
+DASK = ("coordinator/transport/dask_streams.py", "worker/", "scheduler/", "driver/", "views/dashboard/")
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
-    "bokeh": ("observe/dashboard/",),
+    "bokeh": ("views/dashboard/",),
     "tokenizers": ("runs/", "tasks/"),
     "PIL": ("images/", "tasks/", "testing/"),
     "transformers": ("models/", "images/", "rollout/", "environments/", "training/", "tasks/", "testing/"),
@@ -86,9 +84,7 @@ def part_of(path: Path) -> str:
     """The room of a file, or the file itself where it lies on the ground floor."""
     if "siirl_storage" in path.parts:
         return "siirl_storage"
-    own = within(path)
-    apart = next((room for room in APART if own.startswith(f"{room}/")), None)
-    return apart or own.split("/")[0].removesuffix(".py")
+    return within(path).split("/")[0].removesuffix(".py")
 
 
 def walk(tree: ast.AST, skipped: set[str]) -> Iterator[ast.AST]:
@@ -129,8 +125,6 @@ def target_part(name: str) -> str | None:
         return "siirl_storage"
     if parts[0] != "siirl_dask" or len(parts) == 1:
         return None
-    if (apart := "/".join(parts[1:3])) in APART:
-        return apart
     exists = (ROOT / "siirl_dask" / parts[1]).is_dir() or (ROOT / "siirl_dask" / f"{parts[1]}.py").is_file()
     return parts[1] if exists else None
 

@@ -32,7 +32,6 @@ from siirl_dask.observe import (
     Slowest,
     Status,
     Summary,
-    plot_run,
     read_metrics,
     values,
     write_summary,
@@ -41,6 +40,7 @@ from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
+from siirl_dask.views.charts.plot import plot_run
 
 logger = logging.getLogger("siirl_dask.driver")
 

@@ -1,4 +1,4 @@
-"""Shows and records a run: metrics, TensorBoard, progress, a summary, the end of a run and a plot.
+"""Shows and records a run while it goes on: metrics and their backends, progress, a summary, the end of a run.
 
 Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
@@ -19,7 +19,6 @@ from siirl_dask.observe.metrics import (
     unpack,
     values,
 )
-from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.summary import (
     Accuracy,
@@ -55,7 +54,6 @@ __all__ = [
     "eval_result_table",
     "merge",
     "pack",
-    "plot_run",
     "print_eval_result",
     "printable",
     "read_metrics",
