@@ -32,6 +32,7 @@ from siirl_dask.observe import (
     Slowest,
     Status,
     Summary,
+    announce,
     read_metrics,
     values,
     write_summary,
@@ -182,7 +183,7 @@ class RunLog:
     def announce(self, error: SiirlError) -> None:
         """Print a failure now; ``end`` may follow only after seconds."""
         self.progress.close()
-        error.announce()
+        announce(error)
 
     def fail(self, error: BaseException) -> None:
         """End a run that has failed: print the error, write the summary, and print how to go on."""

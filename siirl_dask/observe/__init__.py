@@ -3,7 +3,7 @@
 Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
-from siirl_dask.observe.console import PipeConsole, printable
+from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, render_end_of_run
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
@@ -50,6 +50,7 @@ __all__ = [
     "Slowest",
     "Status",
     "Summary",
+    "announce",
     "damaged_lines",
     "eval_result_table",
     "merge",

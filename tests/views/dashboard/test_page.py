@@ -13,7 +13,6 @@ from bokeh.document import Document
 from distributed import Client, LocalCluster, Scheduler
 from distributed.dashboard.scheduler import template_variables
 from siirl_storage import stage_part
-from tests.views.dashboard.test_store import about, step
 
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
@@ -24,6 +23,7 @@ from tests.commands.test_pictures import written
 from tests.images.pictures import png
 from tests.runs.test_questions import NASTY, row, save
 from tests.runs.test_trace import put
+from tests.views.dashboard.test_store import about, step
 
 
 class Viewer:
