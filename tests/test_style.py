@@ -42,7 +42,7 @@ LIMITS = {
     "tasks": (1, 0, 0, 0, 0, 0),
     "testing": (0, 0, 0, 3, 13, 7),
     "training": (0, 0, 0, 45, 20, 7),
-    "views": (0, 0, 1, 17, 7, 0),
+    "views": (0, 0, 1, 16, 7, 0),
     "worker": (0, 0, 0, 0, 0, 0),
 }
 """Counts of each habit, by room: as many as there are. The modules outside rooms are the room ``siirl_dask``."""

@@ -35,7 +35,7 @@ class ObserveConfig:
     dashboard: bool = True
     """Show the run on a page of its own on the Dask dashboard, ``/siirl``, where the scheduler has a dashboard."""
     plot: bool = True
-    """Draw ``plot.png`` at the end, which takes a second."""
+    """Draw ``plot.svg`` at the end."""
     backends: list[MetricsBackend] = field(default_factory=list)
     """Backends that get the metrics as well, each of which needs the extra of its name but for ``parquet``."""
     project: str = "siirl_dask"

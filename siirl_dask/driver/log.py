@@ -41,7 +41,7 @@ from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
-from siirl_dask.views.charts.plot import plot_run
+from siirl_dask.views.charts.run_plot import plot_run
 
 logger = logging.getLogger("siirl_dask.driver")
 
@@ -234,7 +234,7 @@ class RunLog:
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps and self.config.observe.plot:
-                plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
+                plot_run(self.config.run.url, join(self.config.run.url, "plot.svg"), self.config.run.name)
             self._tracker.end(status)
         return summary
 

@@ -1,14 +1,14 @@
-"""Turns a run's records into curves over steps, for pages and reports: plain lists, whatever draws them."""
+"""Panels of curves that a run is judged by, for the page and the plot, whatever draws them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
+from siirl_dask.views.charts.series import Curve, series_of, thin
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,15 @@ class Panel:
     lines: tuple[Line, ...]
 
 
+REWARD = Panel("reward", (Line("reward/mean", "mean", spread="reward/std"),))
+VALIDATION = Panel(
+    "validation", (Line("reward/mean", "validation", Phase.VALIDATION), Line("reward/mean", "test", Phase.TEST))
+)
+ENTROPY = Panel("entropy, nats a token", (Line("policy/entropy", "policy"),))
 PANELS = (
-    Panel("reward", (Line("reward/mean", "mean", spread="reward/std"),)),
-    Panel(
-        "validation",
-        (Line("reward/mean", "validation", Phase.VALIDATION), Line("reward/mean", "test", Phase.TEST)),
-    ),
-    Panel("entropy, nats a token", (Line("policy/entropy", "policy"),)),
+    REWARD,
+    VALIDATION,
+    ENTROPY,
     Panel(
         "KL divergence",
         (
@@ -53,39 +55,21 @@ PANELS = (
 """The metrics that a run is judged by. A panel shows those of its lines that were logged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Values over steps."""
+def curve(records: Sequence[Record], line: Line, most: int | None = None) -> Curve:
+    """Return the line's values where it has one that is finite, in at most ``most`` points; None: in one a step.
 
-    label: str
-    steps: list[int]
-    values: list[float]
-    low: list[float]
-    """Values less their standard deviation; the values themselves where none was logged."""
-    high: list[float]
-
-
-def curve(records: Sequence[Record], line: Line) -> Curve:
-    """Return the line's values where it has one that is finite; an empty curve where there is none."""
-    points = []
-    for record in records:
-        value = record["metrics"].get(line.metric)
-        if record["phase"] == line.phase and value is not None and math.isfinite(value):
-            std = record["metrics"].get(line.spread) if line.spread else None
-            points.append((record["step"], value, std if std is not None and math.isfinite(std) else 0.0))
-    return Curve(
-        label=line.label or line.metric,
-        steps=[step for step, _, _ in points],
-        values=[value for _, value, _ in points],
-        low=[value - std for _, value, std in points],
-        high=[value + std for _, value, std in points],
-    )
+    A curve without points where there is no value.
+    """
+    series = series_of(records, line.phase, line.metric)
+    spread = dict(series_of(records, line.phase, line.spread)) if line.spread else {}
+    points = thin(series, len(series) if most is None else most, spread)
+    return Curve(line.label or line.metric, points, newest=series[-1][1] if series else 0.0)
 
 
-def curves(records: Sequence[Record], panel: Panel) -> list[Curve]:
-    """Return the panel's curves that have a point."""
-    drawn = (curve(records, line) for line in _lines(records, panel))
-    return [one for one in drawn if one.steps]
+def curves(records: Sequence[Record], panel: Panel, most: int | None = None) -> list[Curve]:
+    """Return the panel's curves that have a point, numbered."""
+    drawn = (curve(records, line, most) for line in _lines(records, panel))
+    return [replace(one, number=number) for number, one in enumerate(one for one in drawn if one.points)]
 
 
 def _lines(records: Sequence[Record], panel: Panel) -> list[Line]:
@@ -107,40 +91,3 @@ def other_metrics(records: Sequence[Record]) -> list[str]:
     spreads = {line.spread for line in drawn}
     names = {name for record in records if record["phase"] == Phase.TRAIN for name in record["metrics"]}
     return sorted(names - shown - spreads)
-
-
-def thinned(records: Sequence[Record], most: int) -> list[Record]:
-    """Return at most ``most`` records, ascending: all if they are as few, else the newest half of that and an even
-    choice of those before. Validations and tests go last.
-    """
-    if len(records) <= most:
-        return list(records)
-    newest = list(records[-(most // 2) :])
-    older = records[: -(most // 2)]
-    rare = [record for record in older if record["phase"] != Phase.TRAIN]
-    often = [record for record in older if record["phase"] == Phase.TRAIN]
-    room = most - len(newest)
-    rare = _evenly(rare, max(room // 2, room - len(often)))
-    kept = [*rare, *_evenly(often, room - len(rare))]
-    return [*sorted(kept, key=lambda record: record["step"]), *newest]
-
-
-def _evenly(records: Sequence[Record], most: int) -> list[Record]:
-    if len(records) <= most:
-        return list(records)
-    return [records[index * len(records) // most] for index in range(most)]
-
-
-def merged(earlier: Sequence[Record], later: Sequence[Record]) -> list[Record]:
-    """Return the records of both by step; of two of one step and phase, that of ``later``."""
-    found = {(record["step"], record["phase"]): record for record in (*earlier, *later)}
-    return sorted(found.values(), key=lambda record: (record["step"], _order(record["phase"])))
-
-
-def _order(phase: Phase) -> int:
-    return (Phase.TRAIN, Phase.VALIDATION, Phase.TEST).index(phase)
-
-
-def latest(records: Sequence[Record]) -> Mapping[str, float | None]:
-    """Return the metrics of the newest training step; none before the first."""
-    return next((record["metrics"] for record in reversed(records) if record["phase"] == Phase.TRAIN), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from siirl_dask.observe.agents import agents_with
 from siirl_dask.observe.metrics import Record
@@ -40,5 +40,12 @@ def headlines_of(records: Sequence[Record]) -> dict[tuple[Phase, str], str]:
     return found
 
 
-ALWAYS = ("reward/mean",)
+_ALWAYS = ("reward/mean",)
 """Metrics that are shown also where they are always 0."""
+
+
+def is_shown(metric: str, values: Iterable[float]) -> bool:
+    """Return whether a metric says something: one that is always 0 does not, but for the reward."""
+    if metric in _ALWAYS:
+        return True
+    return any(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from siirl_dask.views.charts.thinning import thin
+from siirl_dask.views.charts.series import thin
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

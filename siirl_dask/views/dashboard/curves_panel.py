@@ -13,7 +13,8 @@ from bokeh.models.widgets import Div, Select
 from bokeh.plotting import figure
 
 from siirl_dask.observe.metrics import Record
-from siirl_dask.views.charts.curves import PANELS, Curve, Line, Panel, curves, other_metrics
+from siirl_dask.views.charts.curves import PANELS, Line, Panel, curves, other_metrics
+from siirl_dask.views.charts.series import Curve
 from siirl_dask.views.dashboard.style import LINES, TEXTS, WIDGETS, hover_over, plot
 
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
@@ -110,7 +111,7 @@ class _Drawn:
                 lines["colour"].append(colour)
                 lines["dash"].append(_DASHES[index % len(_DASHES)] if several else "solid")
                 lines["label"].append(label)
-                if number == 0 and curve.low != curve.values:
+                if number == 0 and curve.has_band:
                     bands["xs"].append([*curve.steps, *reversed(curve.steps)])
                     bands["ys"].append([*curve.high, *reversed(curve.low)])
                     bands["colour"].append(colour)

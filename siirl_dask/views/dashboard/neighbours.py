@@ -7,7 +7,7 @@ from siirl_storage.files import parent
 
 from siirl_dask.errors import DataError
 from siirl_dask.observe.metrics import FILE, Record, parse_attempts
-from siirl_dask.views.charts.curves import thinned
+from siirl_dask.views.dashboard.records import thinned
 
 _MOST_RUNS = 200
 _MOST_BYTES = 2**24

@@ -23,13 +23,13 @@ from siirl_dask.runs.samples.sample_rows import SampleRow, newest_samples, whole
 from siirl_dask.runs.samples.token_texts import pieces
 from siirl_dask.runs.trace import Parts, read_newest
 from siirl_dask.trace import START, Lane
-from siirl_dask.views.charts.curves import merged
 from siirl_dask.views.dashboard.curves_panel import CurvesPanel
 from siirl_dask.views.dashboard.neighbours import metrics_tail, runs_beside
 from siirl_dask.views.dashboard.reader import Held
+from siirl_dask.views.dashboard.records import merged
 from siirl_dask.views.dashboard.samples_panel import SamplesPanel, Seen
 from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, Store
-from siirl_dask.views.dashboard.style import TEMPLATE, colours
+from siirl_dask.views.dashboard.style import TEMPLATE, themes
 from siirl_dask.views.dashboard.timeline import Timeline, timeline
 from siirl_dask.views.dashboard.timeline_panel import MOST_LANES, TimelinePanel
 from siirl_dask.views.dashboard.top_panel import TopPanel
@@ -99,7 +99,7 @@ class Page:
         self._beat_at = time.monotonic()
         self._pulses_at = 0.0
         figures = [*self._curves.figures, *self._timeline.figures, *self._workers.figures]
-        self.recolour, switch = colours(figures, self._top.button)
+        self.recolour, switch = themes(figures, self._top.button)
         self._top.button.js_on_event(ButtonClick, switch)
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 
 from siirl_dask.observe.metrics import MEASURED, Record
 from siirl_dask.planner import Phase
-from siirl_dask.views.charts.curves import thinned
 from siirl_dask.views.dashboard.live import Live
 from siirl_dask.views.dashboard.reader import Reader
+from siirl_dask.views.dashboard.records import thinned
 
 MOST_RECORDS = 1000
 """Records of a run that are kept: of a longer one an even choice of the older half."""

@@ -11,12 +11,14 @@ from bokeh.models.annotations import Title
 from bokeh.models.widgets import DataTable
 from bokeh.plotting import figure
 
-LINES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#d9534f", "#8c8c40", "#20a8b0", "#c7649a")
-"""Colours of lines, distinct on white and on black."""
-NODES = ("#3f8fd2", "#e0823d", "#34a56f", "#b472c8", "#c9a227", "#20a8b0", "#d96c8a", "#7f8fe0", "#8fb339", "#b07a4f")
-TRANSFER = "#1f9e9e"
-STORAGE = "#8a7f72"
-WAIT = "#9aa3ad"
+from siirl_dask.views.charts import colours
+
+LINES = tuple(colour.either for colour in colours.COLOURS)
+"""Colours of lines: a plot does not know whether the page is light or dark."""
+_NODES = (*LINES, "#8fb339", "#b07a4f")
+TRANSFER = colours.TRANSFER.either
+STORAGE = colours.STORAGE.either
+WAIT = colours.WAIT.either
 OWN = "#5d6670"
 CRITICAL = "#e5484d"
 # Readable on both backgrounds, until the page has found out which it is.
@@ -117,7 +119,7 @@ try { localStorage.setItem("siirl-theme", root.dataset.theme); } catch (error) {
 """
 
 
-def colours(plots: Sequence[figure], button: Any) -> tuple[CustomJS, CustomJS]:
+def themes(plots: Sequence[figure], button: Any) -> tuple[CustomJS, CustomJS]:
     """Return what gives all plots the colours of the page's theme, and what goes to the other theme first."""
     arguments = {"plots": list(plots), "button": button}
     return CustomJS(args=arguments, code=_RECOLOUR), CustomJS(args=arguments, code=_SWITCH + _RECOLOUR)
@@ -164,4 +166,4 @@ def redraw_rows(table: DataTable) -> None:
 def colour_of(node: str, nodes: Sequence[str]) -> str:
     """Return a node's colour: by its place among ``nodes``, or for another one by its name."""
     number = nodes.index(node) if node in nodes else zlib.crc32(node.encode())
-    return NODES[number % len(NODES)]
+    return _NODES[number % len(_NODES)]

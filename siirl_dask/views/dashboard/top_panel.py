@@ -11,7 +11,8 @@ from bokeh.models.widgets import Button, Div, MultiChoice, Select
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.trace.bottleneck import Bottleneck
-from siirl_dask.views.charts.curves import latest
+from siirl_dask.views.charts.figures import duration, number
+from siirl_dask.views.dashboard.records import latest
 from siirl_dask.views.dashboard.store import LiveRun
 from siirl_dask.views.dashboard.style import TEXTS, WIDGETS
 
@@ -82,12 +83,12 @@ def _state(run: LiveRun, status: str, silent: float) -> str:
     train = [record for record in run.records[-50:] if record["phase"] == "train"]
     facts = [html.escape(status), f"step {run.step} of {run.steps}"]
     if (reward := metrics.get("reward/mean")) is not None:
-        facts.append(f"reward {reward:.3f}")
+        facts.append(f"reward {number(reward)}")
     if train:
         seconds = sum(record["seconds"] for record in train) / len(train)
-        facts.append(f"{seconds:.2f} s a step")
+        facts.append(f"{duration(seconds)} a step")
     if (speed := metrics.get("tokens_per_second")) is not None:
-        facts.append(f"{speed:,.0f} tokens/s")
+        facts.append(f"{number(speed)} tokens/s")
     quiet = f' <span class="bad">nothing got done for {silent:.0f} s</span>' if silent > 10 else ""
     name = html.escape(run.name)
     return f'<span class="big">{name}</span> &nbsp;{" &middot; ".join(facts)}{quiet}'
@@ -100,7 +101,7 @@ def _slowest(found: Bottleneck) -> list[str]:
         worker = html.escape(slowest.worker)
         lines.append(
             f"<span class='soft'>slowest</span> node <b>{node}</b> on worker <b>{worker}</b>: "
-            f"{slowest.seconds:.2f} s a step, <b>{slowest.share:.0%}</b> of the time"
+            f"{duration(slowest.seconds)} a step, <b>{slowest.share:.0%}</b> of the time"
         )
     if (uneven := found.uneven) is not None and uneven.times_others and uneven.times_others > _EVEN:
         node = html.escape(uneven.node)

@@ -14,6 +14,7 @@ from bokeh.plotting import figure
 from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
 from siirl_dask.observe.trace.transfers import Transfers
 from siirl_dask.trace import Lane
+from siirl_dask.views.charts.figures import size
 from siirl_dask.views.dashboard.columns import Columns, numbers, show_columns
 from siirl_dask.views.dashboard.style import LINES, STORAGE, TABLE, hover_over, plot, redraw_rows
 from siirl_dask.worker.monitoring.work import Work
@@ -152,7 +153,7 @@ class WorkersPanel:
             "nbytes": [ways.total() for ways in pairs.values()],
             "told": [f"{ways.total():,} bytes" for ways in pairs.values()],
             "way": [", ".join(f"{way} {count:,}" for way, count in ways.items()) for ways in pairs.values()],
-            "text": [_short(ways.total()) if len(shown) <= _CELLS else "" for ways in pairs.values()],
+            "text": [size(ways.total()) if len(shown) <= _CELLS else "" for ways in pairs.values()],
             "text_colour": ["#ffffff" if ways.total() > most / 10 else "#10202f" for ways in pairs.values()],
         }
         workers = in_order(requests)[:_MOST]
@@ -201,13 +202,6 @@ def _engine(load: Work) -> str:
     """Return the queue of an engine, and the use of its cache where it has a bounded one."""
     cache = f", {load.cache:.0%}" if load.cache else ""
     return f"{load.requests}, {load.waiting} waiting{cache}" if load.requests or cache else ""
-
-
-def _short(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return str(nbytes)
 
 
 def engine_requests(spans: Sequence[TraceSpan], first: int) -> dict[str, list[tuple[float, int]]]:

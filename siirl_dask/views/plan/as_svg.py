@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from xml.sax.saxutils import escape
 
 from siirl_dask.planner.chain import Edge, Plan
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
 from siirl_dask.schema import IDENTITY
+from siirl_dask.views.charts.colours import COLOURS, tint
+from siirl_dask.views.charts.layers import Spacing, lay_out
+from siirl_dask.views.safe_text import safe
 
-_BOX = 220  # a node's width, in px as all lengths here
-_HIGH = 58  # a node's height
-_BEND = 40  # width left to an edge that passes by
-_APART = 60  # between neighbours of a layer, and between layers
+_DOWN = 60  # between layers, in px as all lengths here
+_SPACING = Spacing(box=220, high=58, bend=40, apart=60)
 _MARGIN = 24
 _LINE = 14  # height of a line of text
 _LETTER = 6.3  # width of a letter, at 11 px
 _LONGEST = 44  # letters of a label
-_COLOURS = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#d0e0e3", "#fce5cd", "#ead1dc")
+_TINTS = [tint(colour.light, 0.22) for colour in COLOURS]
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.title{font:bold 15px sans-serif}.name{font-weight:bold;font-size:12px}"
     ".edge{fill:none;stroke:#999;stroke-width:1.2}.moved{stroke:#333;stroke-width:3}.box{stroke:#555}"
@@ -74,25 +73,29 @@ def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
     labels = {ends: _label(plan, ends, moving.get(ends), size) for ends, size in estimates.items()}
     legend = _legend(plan)
     widest_label = max((label.width for label in labels.values()), default=0)
-    width = max(_MARGIN * 2 + max(map(_wide, layout.layers)), widest_label + 48)
-    x = _across(layout, width)
+    width = max(_MARGIN * 2 + max(map(_SPACING.width_of, layout.layers)), widest_label + 48)
+    x = _SPACING.middles(layout.layers, width)
     top = _MARGIN + _LINE * (len(plan.dag.roles) + 3)
-    parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 4}">{escape(phase)}</text>', *legend]
+    parts = [f'<text class="title" x="{_MARGIN}" y="{_MARGIN + 4}">{safe(phase)}</text>', *legend]
     lines: list[str] = []
     texts: list[str] = []
     down: list[int] = []
     for layer in layout.layers:
         down.append(top)
         leaving = [ends for ends in labels if ends[0] in layer]
-        top += _HIGH + _APART + sum(labels[ends].height + 4 for ends in leaving)
+        top += _SPACING.high + _DOWN + sum(labels[ends].height + 4 for ends in leaving)
     for ends, path in layout.paths.items():
-        lines.append(_line(path, x, down, layout, moves=ends in moving, label=labels[ends]))
+        route = layout.route(path, x, down, _SPACING.high)
+        style = "edge moved" if ends in moving else "edge"
+        title = f"<title>{safe(labels[ends].full)}</title>"
+        lines.append(f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>')
     for index, layer in enumerate(layout.layers[:-1]):
-        at = down[index] + _HIGH + _APART // 2
+        at = down[index] + _SPACING.high + _DOWN // 2
         for ends in sorted((ends for ends in labels if ends[0] in layer), key=lambda ends: x[ends[0]]):
             first, second = layout.paths[ends][:2]
             middle = labels[ends].height // 2
-            share = (at + middle - down[index] - _HIGH) / (down[index + 1] - down[index] - _HIGH)
+            bottom = down[index] + _SPACING.high
+            share = (at + middle - bottom) / (down[index + 1] - bottom)
             texts.append(_text(labels[ends], x[first] + share * (x[second] - x[first]), at, width))
             at += labels[ends].height + 4
     boxes = []
@@ -100,23 +103,7 @@ def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
         for place in layer:
             if isinstance(place, str):
                 boxes.append(_box(plan, place, x[place], down[depth]))
-    return _Drawing(width, top - _APART + _MARGIN, [*parts, *lines, *boxes, *texts])
-
-
-def _wide(layer: Sequence[Place]) -> int:
-    return sum(_BOX if isinstance(place, str) else _BEND for place in layer) + _APART * (len(layer) - 1)
-
-
-def _across(layout: Layout, width: int) -> dict[Place, float]:
-    """Return the middle of each place; every layer is centred."""
-    middles: dict[Place, float] = {}
-    for layer in layout.layers:
-        left = (width - _wide(layer)) / 2
-        for place in layer:
-            room = _BOX if isinstance(place, str) else _BEND
-            middles[place] = left + room / 2
-            left += room + _APART
-    return middles
+    return _Drawing(width, top - _DOWN + _MARGIN, [*parts, *lines, *boxes, *texts])
 
 
 def _legend(plan: Plan) -> list[str]:
@@ -126,12 +113,12 @@ def _legend(plan: Plan) -> list[str]:
         y = _MARGIN + _LINE * (index + 1) + 2
         text = f"{role.name}: {short_name(role.build)} on {worker_ranges(plan.placement[role.name], workers)}"
         parts.append(f'<circle cx="{_MARGIN + 5}" cy="{y + 6}" r="5" fill="{_colour(plan, role.name)}" stroke="#555"/>')
-        parts.append(f'<text x="{_MARGIN + 16}" y="{y + 10}">{escape(text)}</text>')
+        parts.append(f'<text x="{_MARGIN + 16}" y="{y + 10}">{safe(text)}</text>')
     return parts
 
 
 def _colour(plan: Plan, role: str) -> str:
-    return _COLOURS[[role.name for role in plan.dag.roles].index(role) % len(_COLOURS)]
+    return _TINTS[[role.name for role in plan.dag.roles].index(role) % len(_TINTS)]
 
 
 def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> _Label:
@@ -155,21 +142,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
 
 
-def _line(
-    path: Sequence[Place], x: Mapping[Place, float], down: Sequence[int], layout: Layout, *, moves: bool, label: _Label
-) -> str:
-    """Draw an edge from the bottom of its source through its bends, straight past each layer, to its target's top."""
-    first = next(depth for depth, layer in enumerate(layout.layers) if path[0] in layer)
-    points = [(x[path[0]], down[first] + _HIGH)]
-    for depth, place in enumerate(path[1:-1], first + 1):
-        points += [(x[place], down[depth]), (x[place], down[depth] + _HIGH)]
-    points.append((x[path[-1]], down[first + len(path) - 1]))
-    route = " ".join(f"{across:.0f},{at}" for across, at in points)
-    style = "edge moved" if moves else "edge"
-    title = f"<title>{escape(label.full)}</title>"
-    return f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>'
-
-
 def _text(label: _Label, middle: float, top: int, width: int) -> str:
     left = min(max(middle - label.width / 2, 4), width - label.width - 4)
     back = f'<rect class="label" x="{left:.0f}" y="{top}" width="{label.width}" height="{label.height}"/>'
@@ -178,92 +150,26 @@ def _text(label: _Label, middle: float, top: int, width: int) -> str:
 
 def _lines(lines: Iterable[str], middle: float, first: float) -> str:
     return "".join(
-        f'<text x="{middle:.0f}" y="{first + at * _LINE:.0f}" text-anchor="middle">{escape(line)}</text>'
+        f'<text x="{middle:.0f}" y="{first + at * _LINE:.0f}" text-anchor="middle">{safe(line)}</text>'
         for at, line in enumerate(lines)
     )
 
 
 def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     node = plan.stages[name].node
-    left = middle - _BOX / 2
+    left = middle - _SPACING.box / 2
     colour = _colour(plan, node.role)
     saved = ""
     if node.save_as:
         saved = f", saves {node.save_as}"
     elif node.stage:
         saved = ", stage"
-    letters = int(_BOX / _LETTER)
+    letters = int(_SPACING.box / _LETTER)
     function = short_name(node.fn)
     shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]
     return (
-        f'<rect class="box" x="{left:.0f}" y="{top}" width="{_BOX}" height="{_HIGH}" rx="6" fill="{colour}"/>'
-        f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{escape(name)}</text>'
+        f'<rect class="box" x="{left:.0f}" y="{top}" width="{_SPACING.box}" height="{_SPACING.high}" rx="6" '
+        f'fill="{colour}"/>'
+        f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{safe(name)}</text>'
         + _lines([shown, f"{node.role}{saved}"[:letters]], middle, top + 18 + _LINE)
     )
-
-
-_SWEEPS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Bend:
-    """Point at which an edge passes a layer."""
-
-    ends: tuple[str, ...]
-    layer: int
-
-
-Place = str | Bend
-"""A node's name, or a bend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Nodes and bends in layers, parents above their children."""
-
-    layers: tuple[tuple[Place, ...], ...]
-    """Places of each layer, from left to right."""
-    paths: Mapping[tuple[str, ...], tuple[Place, ...]]
-    """Places of each edge, from its source to its target, one in each layer."""
-
-
-def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> Layout:
-    """Lay out ``nodes``, which come parents first. An edge begins with its source and target."""
-    edges = list(edges)
-    depth = dict.fromkeys(nodes, 0)
-    for node in nodes:
-        depth[node] = max((depth[ends[0]] + 1 for ends in edges if ends[1] == node), default=0)
-    layers: list[list[Place]] = [[] for _ in range(max(depth.values()) + 1)]
-    for node in nodes:
-        layers[depth[node]].append(node)
-    paths: dict[tuple[str, ...], tuple[Place, ...]] = {}
-    for ends in edges:
-        source, target = ends[:2]
-        bends = [Bend(ends, layer) for layer in range(depth[source] + 1, depth[target])]
-        paths[ends] = (source, *bends, target)
-        for bend in bends:
-            layers[bend.layer].append(bend)
-    _untangle(layers, paths.values())
-    return Layout(tuple(map(tuple, layers)), paths)
-
-
-def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> None:
-    """Sort each layer by the mean position of its neighbours, down and up by turns, so that fewer edges cross."""
-    above: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
-    below: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
-    for path in paths:
-        for upper, lower in pairwise(path):
-            above[lower].append(upper)
-            below[upper].append(lower)
-    for sweep in range(_SWEEPS):
-        downwards = sweep % 2 == 0
-        order = range(1, len(layers)) if downwards else range(len(layers) - 2, -1, -1)
-        for index in order:
-            fixed = {place: at for at, place in enumerate(layers[index - 1 if downwards else index + 1])}
-            neighbours = above if downwards else below
-            here = {place: at for at, place in enumerate(layers[index])}
-            layers[index].sort(key=lambda place: _mean([fixed[n] for n in neighbours[place]], here[place]))
-
-
-def _mean(values: Sequence[int], otherwise: int) -> float:
-    return sum(values) / len(values) if values else otherwise

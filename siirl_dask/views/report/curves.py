@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from siirl_dask.planner import Phase
-from siirl_dask.views.charts.headlines import ALWAYS, SECONDS, headlines_of
-from siirl_dask.views.charts.thinning import series_of
-from siirl_dask.views.report.chart import Curve, chart
+from siirl_dask.views.charts.colours import class_of
+from siirl_dask.views.charts.figures import number
+from siirl_dask.views.charts.headlines import SECONDS, headlines_of, is_shown
+from siirl_dask.views.charts.line_chart import HEIGHT, MOST_POINTS, WIDTH, line_chart
+from siirl_dask.views.charts.series import Curve, series_of, thin
 from siirl_dask.views.report.gather import RunFacts
+from siirl_dask.views.safe_text import safe
 
 _Metric = tuple[Phase, str]
 _MOST = 150  # charts of other metrics
@@ -16,20 +19,30 @@ _MOST = 150  # charts of other metrics
 
 def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
     """Return the charts of the headlines."""
-    headlines = _headlines(runs)
-    curves = {metric: _curves(runs, metric) for metric in headlines}
-    drawn = [chart(title, curves[metric]) for metric, title in headlines.items() if _is_told(metric, curves[metric])]
-    return [figure for figure in drawn if figure]
+    curves = {(metric, title): _curves(runs, metric) for metric, title in _headlines(runs).items()}
+    return [
+        _figure(title, drawn)
+        for ((_, name), title), drawn in curves.items()
+        if drawn and is_shown(name, (value for curve in drawn for value in (*curve.low, *curve.high)))
+    ]
 
 
 def other_charts(runs: Sequence[RunFacts]) -> tuple[list[str], int]:
     """Return the charts of the other metrics, and the number of metrics that are too many."""
     metrics = sorted(_logged(runs) - _headlines(runs).keys(), key=lambda metric: (metric[0] != Phase.TRAIN, *metric))
-    drawn = [
-        chart(name if phase == Phase.TRAIN else f"{phase}: {name}", _curves(runs, (phase, name)), tooltips=False)
+    figures = [
+        _figure(name if phase == Phase.TRAIN else f"{phase}: {name}", drawn, tooltips=False)
         for phase, name in metrics[:_MOST]
+        if (drawn := _curves(runs, (phase, name)))
     ]
-    return [figure for figure in drawn if figure], max(0, len(metrics) - _MOST)
+    return figures, max(0, len(metrics) - _MOST)
+
+
+def _figure(title: str, curves: Sequence[Curve], *, tooltips: bool = True) -> str:
+    last = " ".join(f'<b class="{class_of(curve.number)}">{number(curve.newest)}</b>' for curve in curves)
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}">'
+    chart = line_chart(curves, tooltips=tooltips)
+    return f"<figure><figcaption><span>{safe(title)}</span><span>{last}</span></figcaption>{svg}{chart}</svg></figure>"
 
 
 def _headlines(runs: Sequence[RunFacts]) -> dict[_Metric, str]:
@@ -37,12 +50,13 @@ def _headlines(runs: Sequence[RunFacts]) -> dict[_Metric, str]:
 
 
 def _curves(runs: Sequence[RunFacts], metric: _Metric) -> list[Curve]:
-    return [Curve(number, run.label, series_of(run.records, *metric)) for number, run in enumerate(runs)]
-
-
-def _is_told(metric: _Metric, curves: Sequence[Curve]) -> bool:
-    """Return whether a metric says something: one that is always 0 does not, but for the reward."""
-    return metric[1] in ALWAYS or any(value for curve in curves for _, value in curve.series)
+    """Return a curve of each run that logged the metric, in the run's colour."""
+    logged = {number: series_of(run.records, *metric) for number, run in enumerate(runs)}
+    return [
+        Curve(runs[number].label, thin(series, MOST_POINTS), newest=series[-1][1], number=number)
+        for number, series in logged.items()
+        if series
+    ]
 
 
 def _logged(runs: Sequence[RunFacts]) -> set[_Metric]:

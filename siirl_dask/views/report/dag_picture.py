@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.observe.trace.measured import Measured
+from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, size
-from siirl_dask.views.plan.as_svg import Bend, Layout, Place, lay_out
-from siirl_dask.views.report.text import safe
+from siirl_dask.views.charts.layers import Layout, Place, Spacing, lay_out
+from siirl_dask.views.safe_text import safe
 
-_BOX = 190
-_HIGH = 56
-_BEND = 24
-_ACROSS = 50
-_DOWN = 46
+_SPACING = Spacing(box=190, high=56, bend=24, apart=50)
+_DOWN = 46  # between layers
 _MARGIN = 16
 _LETTERS = 27  # of a line in a box
 _MOST = 200  # nodes
-_COLOURS = 8
 _BY_GROUP = " by group"  # at the end of an edge's name
 
 
@@ -57,21 +54,23 @@ class Drawable:
 def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     """Return the picture as SVG. Numbers are those of an average step; none where nothing was measured."""
     layout = lay_out(list(dag.nodes), dag.edges)
-    width = max(sum(_room(place) for place in layer) + _ACROSS * (len(layer) - 1) for layer in layout.layers)
-    width += 2 * _MARGIN
-    x = _across(layout, width)
-    height = 2 * _MARGIN + len(layout.layers) * (_HIGH + _DOWN) - _DOWN
+    width = max(map(_SPACING.width_of, layout.layers)) + 2 * _MARGIN
+    x = _SPACING.middles(layout.layers, width)
+    tops = [_top(depth) for depth in range(len(layout.layers))]
+    height = _top(len(tops)) - _DOWN + _MARGIN
     lines = []
     labels = []
     for (source, target), path in layout.paths.items():
         names = (f"{source}->{target}", f"{source}->{target}{_BY_GROUP}")
         found = [measured.edges[name] for name in names if name in measured.edges] if measured else []
         received = sum(edge.received for edge in found)
-        lines.append(_line(layout, path, x, moves=received > 0))
+        moved = " moved" if received > 0 else ""
+        route = layout.route(path, x, tops, _SPACING.high)
+        lines.append(f'<polyline class="edge{moved}" points="{route}" marker-end="url(#tip)"/>')
         if received > 0:
             labels.append(_label(layout, path, x, size(received)))
     boxes = [
-        _box(dag, name, x[name], _top(depth), measured)
+        _box(dag, name, x[name], tops[depth], measured)
         for depth, layer in enumerate(layout.layers)
         for name in layer
         if isinstance(name, str)
@@ -83,42 +82,13 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     )
 
 
-def _room(place: Place) -> int:
-    return _BEND if isinstance(place, Bend) else _BOX
-
-
 def _top(depth: int) -> int:
-    return _MARGIN + depth * (_HIGH + _DOWN)
-
-
-def _across(layout: Layout, width: int) -> dict[Place, float]:
-    middles: dict[Place, float] = {}
-    for layer in layout.layers:
-        left = (width - sum(map(_room, layer)) - _ACROSS * (len(layer) - 1)) / 2
-        for place in layer:
-            middles[place] = left + _room(place) / 2
-            left += _room(place) + _ACROSS
-    return middles
-
-
-def _depth(layout: Layout, path: Sequence[Place]) -> int:
-    return next(depth for depth, layer in enumerate(layout.layers) if path[0] in layer)
-
-
-def _line(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], *, moves: bool) -> str:
-    first = _depth(layout, path)
-    points = [(x[path[0]], _top(first) + _HIGH)]
-    for depth, place in enumerate(path[1:-1], first + 1):
-        points += [(x[place], _top(depth)), (x[place], _top(depth) + _HIGH)]
-    points.append((x[path[-1]], _top(first + len(path) - 1)))
-    route = " ".join(f"{across:.0f},{at}" for across, at in points)
-    return f'<polyline class="edge{" moved" if moves else ""}" points="{route}" marker-end="url(#tip)"/>'
+    return _MARGIN + depth * (_SPACING.high + _DOWN)
 
 
 def _label(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], text: str) -> str:
-    first = _depth(layout, path)
     middle = (x[path[0]] + x[path[1]]) / 2
-    at = _top(first) + _HIGH + _DOWN / 2 + 4
+    at = _top(layout.depth_of(path[0]) + 1) - _DOWN / 2 + 4
     wide = 6.4 * len(text) + 8
     back = f'<rect class="paper" x="{middle - wide / 2:.0f}" y="{at - 12:.0f}" width="{wide:.0f}" height="16"/>'
     return f'{back}<text x="{middle:.0f}" y="{at:.0f}" text-anchor="middle">{safe(text)}</text>'
@@ -126,7 +96,7 @@ def _label(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], text
 
 def _box(dag: Drawable, name: str, middle: float, top: int, measured: Measured | None) -> str:
     role, function = dag.nodes[name]
-    colour = dag.roles.index(role) % _COLOURS if role in dag.roles else 0
+    colour = dag.roles.index(role) % len(COLOURS) if role in dag.roles else 0
     took = measured.nodes.get(name) if measured else None
     share = f" ({took.seconds / measured.seconds:.0%})" if took and measured and measured.seconds else ""
     lines = [role]
@@ -134,7 +104,8 @@ def _box(dag: Drawable, name: str, middle: float, top: int, measured: Measured |
         lines.append(f"{duration(took.seconds)}{share}")
     else:
         lines.append("not measured" if measured else function)
-    rect = f'<rect class="c{colour}" x="{middle - _BOX / 2:.0f}" y="{top}" width="{_BOX}" height="{_HIGH}" rx="6"/>'
+    size_of_box = f'width="{_SPACING.box}" height="{_SPACING.high}"'
+    rect = f'<rect class="c{colour}" x="{middle - _SPACING.box / 2:.0f}" y="{top}" {size_of_box} rx="6"/>'
     texts = [f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{safe(name[:_LETTERS])}</text>']
     texts += [
         f'<text x="{middle:.0f}" y="{top + 33 + 14 * at}" text-anchor="middle">{safe(line[:_LETTERS])}</text>'

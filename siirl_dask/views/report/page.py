@@ -7,16 +7,17 @@ from datetime import UTC, datetime
 
 from siirl_dask import __version__
 from siirl_dask.config.secrets import redacted
+from siirl_dask.views.charts.colours import class_of
 from siirl_dask.views.charts.figures import duration, number
+from siirl_dask.views.charts.line_chart import MOST_POINTS
 from siirl_dask.views.report.configuration import dag_differences, differences, settings
 from siirl_dask.views.report.curves import headline_charts, other_charts
 from siirl_dask.views.report.gather import RunFacts
 from siirl_dask.views.report.run_parts import failures, movement, picture, samples, timing
 from siirl_dask.views.report.style import POLICY, STYLE
 from siirl_dask.views.report.tables import table
-from siirl_dask.views.report.text import safe
+from siirl_dask.views.safe_text import safe
 
-_COLOURS = 8
 _CHANGES = 40  # of a DAG
 
 
@@ -86,7 +87,7 @@ def _card(at: int, run: RunFacts) -> str:
         told["model"] = safe("/".join(redacted(run.config.model.path).rstrip("/").split("/")[-2:]))
     rows = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in told.items())
     return (
-        f'<div class="run r{at % _COLOURS}"><h3>{safe(run.label)}{status}</h3>'
+        f'<div class="run {class_of(at)}"><h3>{safe(run.label)}{status}</h3>'
         f'<p class="url">{safe(redacted(run.url))}</p><dl>{rows}</dl></div>'
     )
 
@@ -99,8 +100,8 @@ def _curves(runs: Sequence[RunFacts]) -> str:
 
 def _key(runs: Sequence[RunFacts]) -> str:
     """Return the runs' colours, and how to read a band, where there is something to explain."""
-    parts = [f'<span><i class="r{at % _COLOURS}"></i>{safe(run.label)}</span>' for at, run in enumerate(runs)]
-    thinned = any(run.steps > 240 for run in runs)
+    parts = [f'<span><i class="{class_of(at)}"></i>{safe(run.label)}</span>' for at, run in enumerate(runs)]
+    thinned = any(run.steps > MOST_POINTS for run in runs)
     words = "Lines are means of neighbouring steps, bands their extremes." if thinned else ""
     return f'<p class="key">{"".join(parts) if len(runs) > 1 else ""} {words}</p>'
 
@@ -154,7 +155,7 @@ def _run(at: int, run: RunFacts, *, alone: bool) -> str:
     body = "".join(f'<h{level} id="{name}-{at}">{words}</h{level}>{text}' for name, (words, text) in parts.items())
     if alone:
         return body
-    heading = f'<h2 id="run-{at}"><span class="r{at % _COLOURS}">&#9632;</span> {safe(run.label)}</h2>'
+    heading = f'<h2 id="run-{at}"><span class="{class_of(at)}">&#9632;</span> {safe(run.label)}</h2>'
     return (
         f"{heading}<details{' open' * (at == 0)}><summary>samples, time, data, DAG, failures</summary>{body}</details>"
     )

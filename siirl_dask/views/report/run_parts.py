@@ -9,13 +9,14 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.trace.bottleneck import Bottleneck, WorkerTime, longest_wait, moving_share
 from siirl_dask.planner import Phase
 from siirl_dask.trace import Lane
+from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, number, size
-from siirl_dask.views.charts.thinning import series_of
+from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.report.dag_picture import Drawable, draw_dag
 from siirl_dask.views.report.gather import RunFacts, Samples
 from siirl_dask.views.report.tables import bar, table
-from siirl_dask.views.report.text import safe, shortened
 from siirl_dask.views.report.timeline import draw_timeline
+from siirl_dask.views.safe_text import safe, shortened
 from siirl_dask.views.samples.answer import conversation, headings, lineage, reward_parts, speaker
 from siirl_dask.views.samples.pictures import pictures_as_html
 
@@ -185,7 +186,7 @@ def picture(run: RunFacts) -> str:
         else "Nothing was measured of it: the run has no trace."
     )
     roles = "".join(
-        f'<span><i class="c{at % 8}"></i>role {safe(role)}{_placed(run, role)}</span> '
+        f'<span><i class="c{at % len(COLOURS)}"></i>role {safe(role)}{_placed(run, role)}</span> '
         for at, role in enumerate(dag.roles)
     )
     return f'<p class="note">{told}</p><p class="key">{roles}</p><div class="scroll">{draw_dag(dag, measured)}</div>'

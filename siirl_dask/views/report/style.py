@@ -1,21 +1,29 @@
 """The look of a report: colours for light and dark, apart for the colour-blind; a browser may load nothing."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from siirl_dask.views.charts import colours, line_chart
 from siirl_dask.views.samples.pictures import IMAGES_ALLOWED
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; {IMAGES_ALLOWED}"
 """Content-Security-Policy of the page: whatever a text says, nothing is loaded and no script runs."""
 
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1f2328; --dim: #656d76; --line: #d9dee3; --faint: #f4f6f8;
-  --good: #1a7f37; --bad: #c0362c; --warn: #9a6700;
-  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #9a4f96; --c4: #b58a00; --c5: #3f9fd4;
-  --c6: #c2557a; --c7: #5b6770;
-  --wait: #e6eaee; --transfer: #8a93a0; --storage: #b9a07a; --other: #a9c1b4; --tint: 22% }
-@media (prefers-color-scheme: dark) { :root { --paper: #101418; --ink: #dfe5ea; --dim: #8d99a5; --line: #2b333b;
-  --faint: #181e24; --good: #4cc06a; --bad: #ff7b72; --warn: #d9a62e;
-  --c0: #58b4ee; --c1: #ff9352; --c2: #3ecf9f; --c3: #cf8fce; --c4: #e3bd3e; --c5: #8bc7ef;
-  --c6: #ee8fb0; --c7: #9fabb5;
-  --wait: #20272e; --transfer: #6c7784; --storage: #86734f; --other: #4d6a5b; --tint: 30% } }
+_COLOURS = {f"c{number}": colour for number, colour in enumerate(colours.COLOURS)} | {
+    "wait": colours.WAIT,
+    "transfer": colours.TRANSFER,
+    "storage": colours.STORAGE,
+}
+_LIGHT = {name: colour.light for name, colour in _COLOURS.items()} | {
+    "paper": "#fff", "ink": "#1f2328", "dim": "#656d76", "line": "#d9dee3", "faint": "#f4f6f8",
+    "good": "#1a7f37", "bad": "#c0362c", "warn": "#9a6700", "other": "#a9c1b4", "tint": "22%",
+}  # fmt: skip
+_DARK = {name: colour.dark for name, colour in _COLOURS.items()} | {
+    "paper": "#101418", "ink": "#dfe5ea", "dim": "#8d99a5", "line": "#2b333b", "faint": "#181e24",
+    "good": "#4cc06a", "bad": "#ff7b72", "warn": "#d9a62e", "other": "#4d6a5b", "tint": "30%",
+}  # fmt: skip
+_PAGE = """
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; margin: 0 auto; max-width: 1180px;
   padding: 1.5rem 1.2rem 4rem; color: var(--ink); background: var(--paper) }
@@ -43,12 +51,7 @@ figure { margin: 0 } figcaption { font-size: .85rem; color: var(--dim); display:
 .several figcaption { flex-direction: column; line-height: 1.3 } .several b:first-child { margin-left: 0 }
 figcaption span { white-space: nowrap; overflow: hidden; text-overflow: ellipsis }
 figcaption b { margin-left: .6rem; font-variant-numeric: tabular-nums }
-svg { display: block; width: 100%; height: auto } svg text { font: 10.5px system-ui, sans-serif; fill: var(--dim) }
-svg .g { stroke: var(--line); stroke-width: 1 } svg .tip { fill: transparent } svg .tip:hover { fill: var(--line);
-  fill-opacity: .45 }
-svg polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round }
-svg polygon.band { fill: currentColor; fill-opacity: .18 } svg circle { fill: currentColor }
-svg .dash { stroke-dasharray: 5 3 }
+svg { display: block; width: 100%; height: auto }
 .scroll { overflow-x: auto } .scroll svg.wide { min-width: 760px }
 svg.dag text { font-size: 12px } svg.dag .name { font-weight: 600; font-size: 13px; fill: var(--ink) }
 svg.dag rect { stroke: currentColor; stroke-width: 1.4;
@@ -71,9 +74,22 @@ article { border: 1px solid var(--line); border-radius: 6px; margin: .8rem 0; pa
 @media (max-width: 640px) { .pair { grid-template-columns: 1fr } }
 .error { border-left: 3px solid var(--bad); padding: .3rem .8rem; background: var(--faint) }
 details > summary { cursor: pointer; color: var(--dim); margin: 1rem 0 }
-.c0, .r0 { color: var(--c0) } .c1, .r1 { color: var(--c1) } .c2, .r2 { color: var(--c2) } .c3, .r3 { color: var(--c3) }
-.c4, .r4 { color: var(--c4) } .c5, .r5 { color: var(--c5) } .c6, .r6 { color: var(--c6) } .c7, .r7 { color: var(--c7) }
 .wait { color: var(--wait) } .transfer { color: var(--transfer) } .storage { color: var(--storage) }
 .other { color: var(--other) } .compute { color: var(--c0) } .rest { color: var(--line) }
 @media print { body { max-width: none } details > * { display: block } }
 """.strip()
+
+
+def _variables(tones: Mapping[str, str]) -> str:
+    return "; ".join(f"--{name}: {tone}" for name, tone in tones.items())
+
+
+STYLE = "\n".join(
+    [
+        f":root {{ color-scheme: light dark; {_variables(_LIGHT)} }}",
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}",
+        line_chart.rules("var(--dim)", "var(--line)"),
+        _PAGE,
+        colours.rules([f"var(--c{number})" for number in range(len(colours.COLOURS))]),
+    ]
+)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
+from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration
-from siirl_dask.views.report.text import safe
+from siirl_dask.views.safe_text import safe
 
 _WIDTH = 1100
 _LEFT = 90
@@ -17,8 +18,7 @@ _TOP = 4
 _WORKERS = 32
 _SPANS = 3000
 _LEAST = 0.4  # pixels: what is narrower is left out
-_COLOURS = 8
-_NODES = 8  # with a colour of their own
+_NODES = len(COLOURS)  # with a colour of their own
 _WORDS = {
     Lane.COMPUTE: "other nodes",
     Lane.TRANSFER: "moves rows or weights",
@@ -63,7 +63,7 @@ def draw_timeline(spans: Sequence[TraceSpan]) -> str:
 
 
 def _colours(spans: Sequence[TraceSpan]) -> dict[str, str]:
-    """Return a class for each node, by the time it takes; nodes beyond the eighth share one."""
+    """Return a class for each node, by the time it takes; nodes beyond the last colour share one."""
     times: dict[str, int] = {}
     for span in spans:
         if span.lane is Lane.COMPUTE:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import pyarrow as pa
 from siirl_storage import StorageError, open_fs, write_atomic
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.observe import printable
+from siirl_dask.views.safe_text import safe
 from siirl_dask.views.samples.answer import (
     Answer,
     Layout,
@@ -56,15 +55,15 @@ def page(title: str, answers: Sequence[Answer]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style></head><body>\n"
-        f"<h1>{_text(title)}</h1>\n{sections}\n</body></html>\n"
+        f"<title>{safe(title)}</title>\n<style>{_STYLE}</style></head><body>\n"
+        f"<h1>{safe(title)}</h1>\n{sections}\n</body></html>\n"
     )
 
 
 def _section(answer: Answer) -> Iterator[str]:
-    yield f"<section><h2>{_text(answer.title)}</h2>"
+    yield f"<section><h2>{safe(answer.title)}</h2>"
     if answer.note:
-        yield f'<p class="note">{_text(answer.note)}</p>'
+        yield f'<p class="note">{safe(answer.note)}</p>'
     rows = answer.table.slice(0, _ROWS).to_pylist()
     match answer.layout:
         case Layout.TABLE | Layout.HISTOGRAM:
@@ -75,7 +74,7 @@ def _section(answer: Answer) -> Iterator[str]:
                 texts |= {"parts": reward_parts(sample), "from": lineage(sample)}
                 yield _article(headings(sample), texts, conversation(sample), pictures_as_html(sample))
         case Layout.CHANGES:
-            yield f"<p>{_text(summary(answer.table.to_pylist()))}</p>"
+            yield f"<p>{safe(summary(answer.table.to_pylist()))}</p>"
             for row in rows:
                 said = f"{cell('reward', row['then'])} then, {cell('reward', row['now'])} now"
                 texts = {"prompt": row["prompt"], "answer": row["answer"]}
@@ -87,11 +86,11 @@ def _section(answer: Answer) -> Iterator[str]:
 
 
 def _table(schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, bars: bool) -> Iterator[str]:
-    heads = "".join(f"<th>{_text(name)}</th>" for name in schema.names)
+    heads = "".join(f"<th>{safe(name)}</th>" for name in schema.names)
     most = max((row["samples"] for row in rows), default=0) if bars else 0
     yield f"<table><tr>{heads}</tr>"
     for row in rows:
-        cells = "".join(f"<td>{escape(cell(name, value))}</td>" for name, value in row.items())
+        cells = "".join(f"<td>{safe(cell(name, value))}</td>" for name, value in row.items())
         bar = f'<td><span class="bar" style="width: {15 * row["samples"] / most:.2f}rem"></span></td>' if bars else ""
         yield f"<tr>{cells}{bar}</tr>"
     yield "</table>"
@@ -107,12 +106,8 @@ def _article(
             parts += [f'<section class="{one["kind"]}">{_part(speaker(one), one["text"])}</section>' for one in said]
         elif text not in (None, ""):
             parts.append(_part(name, text))
-    return f"<article><h3>{_text(heading)}</h3>{pictures}{''.join(parts)}</article>"
+    return f"<article><h3>{safe(heading)}</h3>{pictures}{''.join(parts)}</article>"
 
 
 def _part(name: str, text: object) -> str:
-    return f"<h4>{_text(name)}</h4><pre>{_text(text)}</pre>"
-
-
-def _text(value: object) -> str:
-    return escape(printable(str(value)))
+    return f"<h4>{safe(name)}</h4><pre>{safe(text)}</pre>"

@@ -24,7 +24,7 @@ from siirl_dask.runs.glance import glance
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_step, slowest_in
 from siirl_dask.views.charts.headlines import SECONDS
-from siirl_dask.views.charts.thinning import series_of
+from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.watch.metrics_tail import MetricsTail
 
 _TRACE_BYTES = 2**22

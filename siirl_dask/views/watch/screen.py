@@ -17,9 +17,9 @@ from siirl_dask.observe.progress import time_left
 from siirl_dask.runs.samples.utterances import FAILED
 from siirl_dask.schema import FINISH_REASON, TURNS
 from siirl_dask.views.charts.figures import duration, number
-from siirl_dask.views.charts.headlines import ALWAYS, headlines_of
+from siirl_dask.views.charts.headlines import headlines_of, is_shown
+from siirl_dask.views.charts.series import series_of
 from siirl_dask.views.charts.sparkline import sparkline
-from siirl_dask.views.charts.thinning import series_of
 from siirl_dask.views.watch.look import Life, Look
 
 _BESIDE = 60  # characters of a line of the table beside its curve
@@ -99,9 +99,9 @@ def _curves(look: Look, width: int) -> Table:
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for (phase, name), title in headlines_of(look.records).items():
         series = series_of(look.records, phase, name)
-        if not series or not (name in ALWAYS or any(value for _, value in series)):
-            continue
         values = [value for _, value in series]
+        if not values or not is_shown(name, values):
+            continue
         ends = number(min(values)), number(max(values))
         table.add_row(title.partition(" (")[0], number(values[-1]), sparkline(series, width), *ends)
     return table

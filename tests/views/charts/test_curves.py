@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
-from siirl_dask.views.charts.curves import PANELS, Line, curve, curves, merged, other_metrics, thinned
+from siirl_dask.views.charts.curves import PANELS, Line, curve, curves, other_metrics
+from siirl_dask.views.dashboard.records import merged, thinned
 
 PHASES = st.sampled_from([Phase.TRAIN, Phase.TRAIN, Phase.TRAIN, Phase.VALIDATION, Phase.TEST])
 

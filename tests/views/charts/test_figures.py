@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl_dask.views.charts.figures import duration, number, size
+from siirl_dask.views.charts.figures import duration, number, numbers, size
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,15 @@ def test_bytes_have_a_unit(nbytes, text):
 )  # fmt: skip
 def test_times_are_those_that_people_read(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.1, 0.2], ["0.1", "0.2"]), ([10.9, 10.95, 11.0], ["10.9", "10.95", "11"]),
+        ([2_715_100, 2_715_200], ["2.7151M", "2.7152M"]), ([1000.5, 1001.0, 1001.5], ["1,000.5", "1,001.0", "1,001.5"]),
+        ([3.0, 3.0], ["3", "3"]),
+    ],
+)  # fmt: skip
+def test_numbers_of_an_axis_can_be_told_apart(values, texts):
+    assert numbers(values) == texts

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from siirl_dask.planner import Sizes, compile_chains, estimate
+from siirl_dask.views.charts.layers import Bend, lay_out
 from siirl_dask.views.plan import draw
-from siirl_dask.views.plan.as_svg import Bend, lay_out
 from tests.planner.random_dags import QUICKLY, plans
 
 SIZES = Sizes(prompts=32, prompt_tokens=100, response_tokens=50)

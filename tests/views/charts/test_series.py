@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from siirl_dask.observe import Record
 from siirl_dask.planner import Phase
 from siirl_dask.views.charts.headlines import SECONDS
+from siirl_dask.views.charts.series import series_of, thin
 from siirl_dask.views.charts.sparkline import sparkline
-from siirl_dask.views.charts.thinning import series_of, thin
 
 series = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=300).map(
     lambda values: list(enumerate(values, 1))
