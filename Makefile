@@ -117,7 +117,7 @@ $(OLDEST)/installed: $(STAMP) tests/layered_environment.py
 # versions have differed: split layers, checkpoints, images, memory of Arrow's, views of lists, tables on a terminal.
 DIFFERED := $(addprefix tests/training/test_,checkpoint.py collective_types.py images.py ulysses.py) tests/images \
   tests/rollout/test_transformers_images.py tests/nodes/test_weights.py tests/coordinator/test_dataloader.py tests/datasets \
-  $(addprefix tests/commands/test_,data.py watch.py plan.py) tests/observe/test_plot.py
+  $(addprefix tests/commands/test_,data.py watch.py plan.py) tests/views/charts/test_run_plot.py
 # Two at a time, and what each says when it has ended. BESIDE: one more target.
 BESIDE ?=
 .PHONY: oldest-runs oldest-tests oldest-devices

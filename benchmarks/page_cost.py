@@ -22,10 +22,10 @@ from bokeh.document.events import DocumentPatchedEvent
 from bokeh.protocol import Protocol
 from siirl_storage import stage_part
 
-from siirl_dask.observe.dashboard.page import show_page
-from siirl_dask.observe.dashboard.store import Store
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
+from siirl_dask.views.dashboard.page import show_page
+from siirl_dask.views.dashboard.store import Store
 
 _EVERY = 0.5  # seconds between two looks of a viewer
 _SECOND = 10**9

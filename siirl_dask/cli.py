@@ -201,8 +201,7 @@ def _dispatch(chosen: argparse.Namespace) -> None:
             given = {name: value for name, value in vars(chosen).items() if name not in ("command", "run")}
             print(clean(chosen.run, **given))
         case "replay":
-            from siirl_dask.commands.replay import ReplayRequest, replay
-            from siirl_dask.commands.replay_text import render
+            from siirl_dask.commands.replay import ReplayRequest, render, replay
             from siirl_dask.runs.past_weights import checkpoint_choice
 
             given = {name: value for name, value in vars(chosen).items() if name != "command"}

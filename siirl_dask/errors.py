@@ -7,7 +7,6 @@ are raised before anything starts if possible, and their text names the value, w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,16 +33,6 @@ class SiirlError(Exception):
     """Lines about what was found when it happened, such as who waited for whom; shown also where the run goes on."""
     announced = False
     """The user has read it already: it was printed before what followed from it was tidied up."""
-
-    def announce(self) -> None:
-        """Print it on stderr, with its notes and without secrets, unless that was done before."""
-        from siirl_dask.config.secrets import redacted  # config imports this module
-
-        if not self.announced:
-            notes = "".join(f"\n  {note}" for note in getattr(self, "__notes__", ()))
-            report = "".join(f"\n  {line}" for line in self.report.splitlines())
-            print(redacted(f"error: {self}{notes}{report}"), file=sys.stderr, flush=True)
-            self.announced = True
 
 
 class UserError(SiirlError):

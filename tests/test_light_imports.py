@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CLUSTER = ("antlr4", "bokeh", "dask", "distributed", "duckdb", "omegaconf", "tornado")
 """Packages of a whole run, which an image made for GPUs does not have."""
-UNUSED = ("PIL", "matplotlib", "msgpack", "rich")
+UNUSED = ("PIL", "msgpack", "rich")
 """Dependencies that docs/status.md does not ask for on such a machine."""
 HIDE = """
 import sys

@@ -89,9 +89,9 @@ def data(chosen: argparse.Namespace) -> None:
 
 
 def _import(chosen: argparse.Namespace) -> None:
-    from siirl_dask.commands.data_tables import print_import
     from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
     from siirl_dask.datasets.mapping import ColumnMapping, parse_type
+    from siirl_dask.views.dataset_tables import print_import
 
     _check_separator(chosen.separator)
     *sources, to = chosen.paths
@@ -145,9 +145,9 @@ def _import(chosen: argparse.Namespace) -> None:
 
 
 def _show(chosen: argparse.Namespace) -> None:
-    from siirl_dask.commands.data_tables import print_summary
     from siirl_dask.datasets.lengths import characters
     from siirl_dask.datasets.summary import summarise
+    from siirl_dask.views.dataset_tables import print_summary
 
     _check_separator(chosen.separator)
     for option in ("rows", "samples"):

@@ -23,10 +23,11 @@ from siirl_dask.driver.estimates.worker_devices import (
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.planner import DAG, Phase, Plan, Sizes, as_data, describe, draw
+from siirl_dask.planner import DAG, Phase, Plan, Sizes
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
+from siirl_dask.views.plan import as_data, describe, draw
 
 
 def describe_run(

@@ -48,7 +48,7 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         before = _validation_rows(url, 0)
         after = _validation_rows(url, steps)
     if config.observe.plot:
-        files["plot"] = join(url, "plot.png")
+        files["plot"] = join(url, "plot.svg")
     command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # typed as it was here
     next_lines = (
         f"{command} rollouts {url}",

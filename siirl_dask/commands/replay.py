@@ -9,6 +9,7 @@ by default those that it had at each step, as far as there are checkpoints.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from siirl_dask.commands.steps import EVERY
 from siirl_dask.config import Config
 from siirl_dask.coordinator.stored_rows import step_folder
 from siirl_dask.driver.single_pass import StoredPass, stored_passes
-from siirl_dask.errors import ConfigError, did_you_mean
+from siirl_dask.errors import ConfigError, counted, did_you_mean
+from siirl_dask.observe import printable
 from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
 from siirl_dask.planner.spec.names import canonical
 from siirl_dask.runs.past_weights import StepsWithWeights, Weights, past_weights
@@ -36,6 +38,7 @@ _FUNCTIONS = {
     "algorithm.advantage_options": "advantage",
 }
 """Keys that name a function, or give its options, and the option of a role or node that holds it."""
+_WIDTH = 100  # letters of a prompt or a response that are printed
 _PLACE: tuple[str, ...] = (
     *("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null"),
     *("cluster.placement={}", "cluster.workers=1", "rollout.expected_length_column=null"),
@@ -168,3 +171,36 @@ def _free_name(run_url: str) -> str:
     names = (name.rpartition("/")[2] for name in listed(fs, path))
     taken = [int(found[1]) for name in names if (found := REPLAY.fullmatch(name))]
     return f"replay-{max(taken, default=0) + 1}"
+
+
+def render(replayed: Replayed) -> str:
+    """Return which rows were run again with which weights, and what that changed."""
+    changes = replayed.changes
+    first, last = changes.steps
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [f"{counted(changes.rows, 'row')} of {steps}, in table {changes.table!r}", *replayed.weights, ""]
+    lines.append(
+        f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} {'corr.':>7}"
+    )
+    for column in changes.columns:
+        correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
+        lines.append(
+            f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} {column.before:>10.4g} "
+            f"{column.after:>10.4g} {correlation:>7}"
+        )
+    for sample in changes.samples:
+        lines += [
+            "",
+            f"step {sample.step}, row {sample.row}: reward {_reward(sample.before)} -> {_reward(sample.after)}",
+        ]
+        lines += [f"  prompt    {_one_line(sample.prompt)}", f"  response  {_one_line(sample.response)}"]
+    return "\n".join(lines)
+
+
+def _reward(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _one_line(text: str) -> str:
+    """Return a text on one line, cut to what a terminal shows."""
+    return textwrap.shorten(printable(text), _WIDTH, placeholder=" ...") or "(nothing)"

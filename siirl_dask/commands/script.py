@@ -21,6 +21,7 @@ from siirl_dask.config.file import load
 from siirl_dask.devices import check_plugins
 from siirl_dask.errors import Interrupted, SiirlError, UserError
 from siirl_dask.models.broken_imports import hide
+from siirl_dask.observe import announce
 from siirl_dask.planner import DAG
 from siirl_dask.runs.reader import Run, open_run
 
@@ -102,7 +103,7 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     except BrokenPipeError:
         _end_for_closed_pipe()
     except SiirlError as error:
-        error.announce()
+        announce(error)
         if isinstance(error, Interrupted):
             sys.exit(130)
         sys.exit(2 if isinstance(error, UserError) else 1)

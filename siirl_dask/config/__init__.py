@@ -13,7 +13,7 @@ from siirl_dask.config.engines import Engine, Sampler, SglangConfig, VllmConfig,
 from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
-from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig, ProfileLevel
+from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig
 from siirl_dask.config.rollout import Dtype, ModelConfig, PromptPlacement, RewardsConfig, RolloutConfig, WeightSync
 from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
@@ -28,6 +28,7 @@ from siirl_dask.config.training import (
     Schedule,
     TrainerConfig,
 )
+from siirl_dask.devices.profile_level import ProfileLevel
 from siirl_dask.errors import ConfigError
 
 __all__ = [

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from siirl_dask.config.checks import at_least
+from siirl_dask.devices.profile_level import ProfileLevel
 from siirl_dask.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ class ObserveConfig:
     dashboard: bool = True
     """Show the run on a page of its own on the Dask dashboard, ``/siirl``, where the scheduler has a dashboard."""
     plot: bool = True
-    """Draw ``plot.png`` at the end, which takes a second."""
+    """Draw ``plot.svg`` at the end."""
     backends: list[MetricsBackend] = field(default_factory=list)
     """Backends that get the metrics as well, each of which needs the extra of its name but for ``parquet``."""
     project: str = "siirl_dask"
@@ -49,17 +50,6 @@ class ObserveConfig:
             raise ConfigError(f"observe.backends has {twice[0]!r} more than once: expected each name once")
         if not self.project.strip():
             raise ConfigError(f"observe.project={self.project!r}: expected the name of a project")
-
-
-class ProfileLevel(StrEnum):
-    """Details of a profile."""
-
-    time = "time"
-    """Operators and kernels, with their times."""
-    memory = "memory"
-    """Shapes and memory as well."""
-    stacks = "stacks"
-    """The Python lines that called them as well."""
 
 
 @dataclass(kw_only=True, slots=True)

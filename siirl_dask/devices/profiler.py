@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from siirl_dask.config import ProfileLevel
 from siirl_dask.devices.kinds import DeviceKind, traits_of
+from siirl_dask.devices.profile_level import ProfileLevel
 
 _LEVELS = {ProfileLevel.time: "Level0", ProfileLevel.memory: "Level1", ProfileLevel.stacks: "Level2"}
 """How much of an NPU torch_npu's profiler looks at."""

@@ -32,7 +32,7 @@ from siirl_dask.observe import (
     Slowest,
     Status,
     Summary,
-    plot_run,
+    announce,
     read_metrics,
     values,
     write_summary,
@@ -41,6 +41,7 @@ from siirl_dask.observe.backends import TrackedRun, Tracker, tracked_id
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import Attempt
 from siirl_dask.runs.trace import slowest_of
+from siirl_dask.views.charts.run_plot import plot_run
 
 logger = logging.getLogger("siirl_dask.driver")
 
@@ -182,7 +183,7 @@ class RunLog:
     def announce(self, error: SiirlError) -> None:
         """Print a failure now; ``end`` may follow only after seconds."""
         self.progress.close()
-        error.announce()
+        announce(error)
 
     def fail(self, error: BaseException) -> None:
         """End a run that has failed: print the error, write the summary, and print how to go on."""
@@ -233,7 +234,7 @@ class RunLog:
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps and self.config.observe.plot:
-                plot_run(self.config.run.url, join(self.config.run.url, "plot.png"), self.config.run.name)
+                plot_run(self.config.run.url, join(self.config.run.url, "plot.svg"), self.config.run.name)
             self._tracker.end(status)
         return summary
 

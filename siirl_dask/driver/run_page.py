@@ -15,8 +15,8 @@ from distributed import Client
 from siirl_dask.config import Config
 from siirl_dask.driver.clusters.calls import complete
 from siirl_dask.observe import Record
-from siirl_dask.observe.dashboard.plugin import NAME, PATH, PagePlugin
 from siirl_dask.runs.samples.token_texts import tokenizer_file
+from siirl_dask.views.dashboard.plugin import NAME, PATH, PagePlugin
 
 logger = logging.getLogger("siirl_dask.driver")
 _TIMEOUT = 10.0  # seconds for the scheduler to add the page

@@ -24,9 +24,9 @@ from siirl_dask.driver.iterations import CompletedIteration
 from siirl_dask.driver.models import fetch_here, fetch_on_workers, find_models, forgotten
 from siirl_dask.driver.phases import Phases
 from siirl_dask.driver.who_waits import node_timeout
-from siirl_dask.errors import Interrupted, SiirlError, counted
+from siirl_dask.errors import Interrupted, counted
 from siirl_dask.models.broken_imports import hide
-from siirl_dask.observe import Progress, values
+from siirl_dask.observe import Progress, announce, values
 from siirl_dask.planner import DAG, NO_DATA, Hosts, Iteration, Phase, Role, compile_chains
 from siirl_dask.runs.checkpoints import Checkpoint
 from siirl_dask.runs.folder import check_writable
@@ -177,7 +177,7 @@ def _run_steps(
         folder=_no_checkpoint,
         node_timeout=node_timeout(config),
     )
-    with driver.session(config.cluster, SiirlError.announce):
+    with driver.session(config.cluster, announce):
         iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
         completed = [event for event in driver.run(iterations) if isinstance(event, CompletedIteration)]
         answers = complete(client, lambda: client.run(models_of, spec.plugin, workers=list(spec.members.values())))

@@ -1,9 +1,9 @@
-"""Shows and records a run: metrics, TensorBoard, progress, a summary, the end of a run and a plot.
+"""Shows and records a run while it goes on: metrics and their backends, progress, a summary, the end of a run.
 
 Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
 """
 
-from siirl_dask.observe.console import PipeConsole, printable
+from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, render_end_of_run
 from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
@@ -19,7 +19,6 @@ from siirl_dask.observe.metrics import (
     unpack,
     values,
 )
-from siirl_dask.observe.plot import plot_run
 from siirl_dask.observe.progress import Progress
 from siirl_dask.observe.summary import (
     Accuracy,
@@ -51,11 +50,11 @@ __all__ = [
     "Slowest",
     "Status",
     "Summary",
+    "announce",
     "damaged_lines",
     "eval_result_table",
     "merge",
     "pack",
-    "plot_run",
     "print_eval_result",
     "printable",
     "read_metrics",

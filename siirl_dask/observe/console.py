@@ -1,8 +1,13 @@
-"""The console that every command prints to."""
+"""The console that every command prints to, and what is printed of an error."""
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
+
+from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import SiirlError
 
 
 class PipeConsole(Console):
@@ -11,6 +16,16 @@ class PipeConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True  # later prints, while the error propagates, must not raise again
         raise BrokenPipeError("whoever read the output has closed it")
+
+
+def announce(error: SiirlError) -> None:
+    """Print an error on stderr, with its notes and without secrets, unless that was done before."""
+    if error.announced:
+        return
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    report = "".join(f"\n  {line}" for line in error.report.splitlines())
+    print(redacted(f"error: {error}{notes}{report}"), file=sys.stderr, flush=True)
+    error.announced = True
 
 
 def printable(text: str) -> str:

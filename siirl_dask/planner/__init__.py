@@ -32,9 +32,6 @@ from siirl_dask.planner.contract import (
     reads_option,
 )
 from siirl_dask.planner.dag import DAG
-from siirl_dask.planner.explain.as_json import as_data
-from siirl_dask.planner.explain.as_svg import draw
-from siirl_dask.planner.explain.as_text import describe
 from siirl_dask.planner.explain.memory import Usage, usage
 from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
@@ -91,15 +88,12 @@ __all__ = [
     "Usage",
     "WeightSink",
     "WeightSource",
-    "as_data",
     "builds",
     "columns",
     "compile_chains",
     "cuts_at_stored",
     "dag_from_spec",
     "dag_to_spec",
-    "describe",
-    "draw",
     "estimate",
     "frontiers",
     "phase_of",

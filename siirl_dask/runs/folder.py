@@ -51,7 +51,8 @@ from siirl_dask.runs.tables import REPLAY, listed, remove_steps
 CONFIG_FILE = "config.yaml"
 DAG_FILE = "dag.json"
 _SUMMARY = "summary.json"
-_FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", "plot.png", "tracking.json")
+_PLOTS = ("plot.svg", "plot.png")  # a PNG in runs of version 0.1
+_FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", *_PLOTS, "tracking.json")
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
 _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage", *LAYOUT_GROUPS} | {

@@ -12,7 +12,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import DataError, RunError
-from siirl_dask.observe import MetricsLog, Progress, Record, Restart, Status, Summary, write_summary
+from siirl_dask.observe import MetricsLog, Progress, Record, Restart, Status, Summary, announce, write_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.folder import write_identity
 from tests.conftest import digits_overrides
@@ -72,7 +72,7 @@ def test_an_error_is_printed_and_recorded_without_secrets(run, capsys):
     error = DataError(f"dataset {MODEL!r} is gone")
     error.report = f"worker 1 reads {MODEL}"
     error.add_note(f"export HF_TOKEN={SECRET}")
-    error.announce()
+    announce(error)
     assert SECRET not in capsys.readouterr().err
     failure = failure_of(error, f"siirl-dask run c.yaml model.path={MODEL}")
     assert SECRET not in f"{failure}"

@@ -11,10 +11,10 @@ from siirl_storage.counting import count_reads
 
 from siirl_dask.cli import main
 from siirl_dask.commands.watch import watch
-from siirl_dask.commands.watch.look import Life, Watcher
-from siirl_dask.commands.watch.screen import screen
 from siirl_dask.observe import MetricsLog, Restart, Status
 from siirl_dask.runs.folder import remove_summary
+from siirl_dask.views.watch.look import Life, Watcher
+from siirl_dask.views.watch.screen import screen
 from tests.written_runs import (
     begin_run,
     end_run,

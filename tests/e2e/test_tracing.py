@@ -54,5 +54,5 @@ def test_without_a_trace_and_a_plot_a_run_leaves_neither(train):
     without = ["observe.trace=false", "observe.plot=false"]
     done = train("plain", "cluster.workers=1", "cluster.placement={}", "run.steps=1", *without)
     assert not (done.url / "trace").exists()
-    assert not (done.url / "plot.png").exists()
+    assert not (done.url / "plot.svg").exists()
     assert done.summary.slowest is None

@@ -1,10 +1,10 @@
 """Metrics of single agents have their places in charts, headlines and warnings; those of a run with one stay."""
 
-from siirl_dask.observe.curves import PANELS, curves, other_metrics
 from siirl_dask.observe.drift import Drift
-from siirl_dask.observe.headlines import HEADLINES, headlines_of
 from siirl_dask.observe.metrics import Record
 from siirl_dask.planner import Phase
+from siirl_dask.views.charts.curves import PANELS, curves, other_metrics
+from siirl_dask.views.charts.headlines import HEADLINES, headlines_of
 
 
 def record(step, **metrics):

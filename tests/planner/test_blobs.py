@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, Sizes, columns, compile_chains, describe, estimate
+from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, Sizes, columns, compile_chains, estimate
 from siirl_dask.planner import column_flow as flow
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill
+from siirl_dask.views.plan import describe
 
 ROLES = (Role("a", build_nothing), Role("b", build_nothing), Role("c", build_nothing))
 WORKERS = ("w0", "w1", "w2", "w3")

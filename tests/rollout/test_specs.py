@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from siirl_dask.rollout import (
     EngineInputs,
     EngineSpec,
     RolloutEngine,
+    build_engine,
     check_engine,
     engine_spec,
     processor_of,

@@ -9,10 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.cli import main
-from siirl_dask.commands.report.gather import gather
-from siirl_dask.commands.watch.screen import _outcome
-from siirl_dask.observe.dashboard.page import _read_whole
-from siirl_dask.observe.dashboard.samples_panel import _detail
 from siirl_dask.runs.glance import glance
 from siirl_dask.runs.reader import decoder_of_run
 from siirl_dask.runs.samples import questions
@@ -21,6 +17,10 @@ from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.runs.samples.sample_rows import Choice, newest_samples
 from siirl_dask.runs.samples.token_texts import tokenizer_file
 from siirl_dask.runs.samples.utterances import Kind, answered, said, spans_of
+from siirl_dask.views.dashboard.page import _read_whole
+from siirl_dask.views.dashboard.samples_panel import _detail
+from siirl_dask.views.report.gather import gather
+from siirl_dask.views.watch.screen import _outcome
 from tests.runs.episodes import CALL, NASTY, conversations
 from tests.runs.test_questions import TAGS, Tags
 

@@ -10,12 +10,12 @@ from siirl_storage.files import at, list_files
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.beside import metrics_tail, runs_beside
 from siirl_dask.runs.checkpoint_state import State
 from siirl_dask.runs.checkpoints import Checkpoints, committed
 from siirl_dask.runs.folder import remove_run
 from siirl_dask.runs.samples.rollouts import open_newest, open_rollouts, query
 from siirl_dask.runs.tables import remove_step, remove_steps, stored_steps
+from siirl_dask.views.dashboard.neighbours import metrics_tail, runs_beside
 from tests.names import NEIGHBOURS
 from tests.written_runs import train_record, write_metrics
 

@@ -4,9 +4,9 @@ import pytest
 from siirl_storage import open_fs
 
 from siirl_dask.errors import DataError
-from siirl_dask.runs.beside import metrics_tail, runs_beside
 from siirl_dask.runs.samples.sample_rows import Choice, newest_samples, whole_sample
 from siirl_dask.runs.trace import read_newest
+from siirl_dask.views.dashboard.neighbours import metrics_tail, runs_beside
 from tests.runs.test_questions import NASTY, row, save
 from tests.runs.test_trace import put
 

@@ -1,1 +1,1 @@
-"""Plans for readers: as text, JSON or SVG, with estimated bytes and memory."""
+"""Bounds of the rows, bytes and memory that a plan takes, and the words for them; ``views/plan`` shows them."""

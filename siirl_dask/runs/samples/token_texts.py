@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from siirl_dask.observe.sample_html import token_pieces
 from siirl_dask.runs.samples.utterances import Decode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _MOST_BYTES = 2**26
+_JOINED = 8  # tokens that may be one character's bytes
 
 
 def tokenizer_file(model: str | None) -> str:
@@ -50,3 +50,21 @@ def _tokenizer(path: str) -> Tokenizer | None:
         return Tokenizer.from_file(path) if Path(path).stat().st_size <= _MOST_BYTES else None
     except Exception:  # it raises plain Exceptions for files that it does not understand
         return None
+
+
+def token_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[tuple[str, int]]:
+    """Return texts of tokens, each with its number of tokens: bytes that are one character together stay together."""
+    pieces: list[tuple[str, int]] = []
+    at = 0
+    while at < len(ids):
+        count = 1
+        text = decode(ids[at : at + 1])
+        while "\ufffd" in text and count < _JOINED and at + count < len(ids):
+            count += 1
+            text = decode(ids[at : at + count])
+        if "\ufffd" in text:  # no text, however many are joined
+            count = 1
+            text = decode(ids[at : at + 1])
+        pieces.append((text, count))
+        at += count
+    return pieces

@@ -1,0 +1,1 @@
+"""Curves of a run's metrics and how they are drawn: series, scales, colours, figures, layers of a graph."""

@@ -1,0 +1,107 @@
+"""Puts the page on a scheduler that runs, and takes what drivers and workers tell.
+
+Dask has no public way to add a page to a dashboard that is up: ``add_page`` uses internal names of distributed's, which
+``tests/views/dashboard/test_page.py`` holds it to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import dask
+from distributed import SchedulerPlugin
+from tornado.httputil import HTTPServerRequest
+from tornado.ioloop import IOLoop
+from tornado.web import ErrorHandler
+
+from siirl_dask.views.dashboard.origins import ANY, is_of_another_site
+from siirl_dask.views.dashboard.store import Store
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+logger = logging.getLogger("siirl_dask.observe")
+NAME = "run-page"  # not siirl-*: those are runs
+PATH = "siirl"
+"""Path of the page on the dashboard."""
+
+
+class PagePlugin(SchedulerPlugin):
+    """Serves the page, and keeps what it shows. The scheduler's handlers ``run-page-*`` take the drivers' calls."""
+
+    name = NAME
+    idempotent = True
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self.store = Store()
+        self.shown = False
+        scheduler.handlers |= {f"{NAME}-begin": self.begin, f"{NAME}-record": self.record}
+        try:
+            self.shown = add_page(scheduler, self.store)
+        except Exception as error:  # another version of Dask's internals: a run needs no page
+            logger.warning("the dashboard has no page /%s: %s: %s", PATH, type(error).__name__, error)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.store.reader.close)
+
+    def begin(self, about: Mapping[str, Any]) -> bool:
+        """Note that a run begins; return whether there is a page."""
+        if self.shown:
+            self.store.begin(about)
+        return self.shown
+
+    def record(self, url: str, record: Mapping[str, Any]) -> None:
+        """Note a step of a run."""
+        self.store.record(url, record)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        if isinstance(msg, dict) and msg.get("kind") == "done":
+            self.store.event(topic, msg)
+
+
+def _refuse_other_sites(app: Any) -> None:
+    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among it."""
+    own = app.find_handler
+    named = dask.config.get("distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin")
+    allowed = [str(host).lower() for host in named if host != ANY]
+
+    def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
+        if is_of_another_site(request, allowed):
+            return app.get_handler_delegate(request, ErrorHandler, {"status_code": 403})
+        return own(request, **kwargs)
+
+    app.find_handler = find_handler
+
+
+def add_page(scheduler: Scheduler, store: Store) -> bool:
+    """Add the page, and a link to it in the menu of Dask's own pages; return False for a scheduler without a dashboard.
+
+    Whatever Dask's internals raise, if they have changed.
+    """
+    try:
+        from bokeh.server.tornado import BokehTornado
+        from distributed.dashboard.core import BokehApplication
+        from distributed.dashboard.scheduler import template_variables
+    except ImportError:  # no Bokeh, or one that Dask does not take
+        return False
+    dashboards = [app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)]
+    if not dashboards:
+        return False
+
+    def document(scheduler: Scheduler, extra: Mapping[str, Any], doc: Any) -> None:
+        from siirl_dask.views.dashboard.page import show_page  # here: a second of imports that few schedulers need
+
+        show_page(scheduler, store, extra, doc)
+
+    variables = template_variables(scheduler)
+    if PATH not in variables["pages"]:
+        variables["pages"].insert(0, PATH)
+    app = BokehApplication({f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables)
+    _refuse_other_sites(app)
+    scheduler.http_application.add_application(app)
+    app.initialize(IOLoop.current())
+    app.start()
+    return True

@@ -1,0 +1,1 @@
+"""``siirl-dask report``: one HTML page on a run, or on several that are compared."""

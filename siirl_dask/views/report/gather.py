@@ -1,0 +1,171 @@
+"""Collects what a report tells of a run, from its URL alone.
+
+A part that cannot be read is named with the reason, and the rest is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from siirl_storage import StorageError
+
+from siirl_dask.config import Config
+from siirl_dask.config.secrets import redacted
+from siirl_dask.errors import ConfigError, DataError, SiirlError
+from siirl_dask.observe.metrics import Record, read_attempts
+from siirl_dask.observe.summary import Summary
+from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
+from siirl_dask.observe.trace.measured import Measured, measure, usual_step
+from siirl_dask.observe.trace.trace_table import TraceSpan
+from siirl_dask.planner import Phase
+from siirl_dask.runs.attempt import Start, starts_of
+from siirl_dask.runs.reader import Run, decoder_of_run, open_run
+from siirl_dask.runs.samples import questions
+from siirl_dask.runs.samples.conversations import spoken_columns
+from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.rollouts import open_rollouts
+from siirl_dask.runs.trace import read_trace
+from siirl_dask.views.samples.answer import summary as changes_in_words
+
+_TRACE_BYTES = 2**22
+_TRACE_PARTS = 128
+_STARTS = 100
+_PAIRS = 6  # validation prompts
+_EACH = 2  # best and worst samples of each
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Timing of a run's newest steps, by its trace."""
+
+    steps: Sequence[int]
+    bottleneck: Bottleneck
+    measured: Measured | None
+    """None where the steps were no training."""
+    step: Sequence[TraceSpan]
+    """Spans of the chains in a training step of median length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Validation prompts before and after, or samples of the last step where there is no validation."""
+
+    then: int
+    now: int
+    words: str = ""
+    """How many prompts' rewards rose and fell."""
+    pairs: Sequence[Mapping[str, Any]] = ()
+    """Rows of ``questions.diff``."""
+    best: Sequence[Mapping[str, Any]] = ()
+    worst: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run, as far as it can be read."""
+
+    url: str
+    label: str
+    """Name of the run; unlike those of the other runs."""
+    config: Config | None = None
+    dag: Mapping[str, Any] = field(default_factory=lambda: {"roles": {}, "nodes": []})
+    attempts: Sequence[tuple[Record, int]] = ()
+    """Records by step, each with the number of the start that wrote it."""
+    summary: Summary | None = None
+    starts: Sequence[Start] = ()
+    timing: Timing | None = None
+    samples: Samples | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Why a part is not there, by the part: configuration, DAG, metrics, summary, trace, samples, starts."""
+
+    @property
+    def records(self) -> list[Record]:
+        """Records by step."""
+        return [record for record, _ in self.attempts]
+
+    @property
+    def steps(self) -> int:
+        """Steps trained."""
+        return max((record["step"] for record, _ in self.attempts if record["phase"] == Phase.TRAIN), default=0)
+
+
+def gather(urls: Sequence[str]) -> list[RunFacts]:
+    """Return the facts of each run. ConfigError where there is no run, before anything else is read."""
+    if len(set(urls)) < len(urls):
+        twice = next(url for url in urls if urls.count(url) > 1)
+        raise ConfigError(f"{twice!r} is given twice: expected different runs")
+    found = [_facts(run) for run in [open_run(url) for url in urls]]
+    names = [run.label for run in found]
+    return [run if names.count(run.label) == 1 else _with_url(run) for run in found]
+
+
+def _with_url(run: RunFacts) -> RunFacts:
+    return replace(run, label=f"{run.label} ({redacted(run.url)})")
+
+
+def _facts(run: Run) -> RunFacts:
+    missing: dict[str, str] = {}
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SiirlError, StorageError, OSError) as error:
+            missing[name] = redacted(str(error))
+
+    found: dict[str, Any] = {}
+    read: dict[str, tuple[str, Callable[[], Any]]] = {
+        "config": ("configuration", lambda: run.config),
+        "dag": ("DAG", lambda: run.dag),
+        "attempts": ("metrics", lambda: read_attempts(run.url)),
+        "summary": ("summary", lambda: run.summary),
+        "starts": ("starts", lambda: starts_of(run.url, _STARTS)),
+        "timing": ("trace", lambda: _timing(run.url)),
+        "samples": ("samples", lambda: _samples(run.url)),
+    }
+    for field_name, (words, reading) in read.items():
+        with part(words):
+            found[field_name] = reading()
+    config = found.get("config")
+    label = config.run.name if config else run.url.rstrip("/").rpartition("/")[2]
+    return RunFacts(run.url, label, missing=missing, **found)
+
+
+def _timing(url: str) -> Timing:
+    trace = read_trace(url, most_bytes=_TRACE_BYTES, most_parts=_TRACE_PARTS)
+    return Timing(trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans))
+
+
+def _samples(url: str) -> Samples:
+    try:
+        return _validated(url)
+    except DataError:
+        return _trained(url)
+
+
+def _validated(url: str) -> Samples:
+    """Return the validation prompts whose rewards changed most. DataError with fewer than two validations."""
+    with open_rollouts(url, table="validation") as rollouts:
+        then = min(rollouts.files)
+        now = max(rollouts.files)
+        if then == now:
+            raise DataError("there is one validation")
+        changes = questions.diff(rollouts, then, now)
+        words = changes_in_words(changes.select(["then", "now", "change"]).to_pylist())
+        pairs = PromptImages(url, "validation", thumbnails=True).added_to(changes.slice(0, _PAIRS))
+        return Samples(then, now, words, pairs.to_pylist())
+
+
+def _trained(url: str) -> Samples:
+    """Return the best and the worst samples of the last step that is saved."""
+    with open_rollouts(url) as rollouts:
+        last = max(rollouts.files)
+    with open_rollouts(url, steps=range(last, last + 1)) as rollouts:
+        decode = decoder_of_run(url) if spoken_columns(rollouts) else None
+        images = PromptImages(url, thumbnails=True)
+        asked = (ask(rollouts, _EACH, decode) for ask in (questions.best, questions.worst))
+        best, worst = (images.added_to(samples).to_pylist() for samples in asked)
+    return Samples(last, last, best=best, worst=worst)

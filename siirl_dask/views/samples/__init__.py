@@ -1,0 +1,1 @@
+"""Samples of a run, as HTML and in a terminal."""

@@ -1,0 +1,1 @@
+"""``siirl-dask watch``: a run at one moment, read from its URL alone, in a terminal."""
