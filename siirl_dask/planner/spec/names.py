@@ -23,6 +23,7 @@ from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 
 T = TypeVar("T")
 _PACKAGE = re.compile(r"siirl_dask[.:]")  # begins the name of what every worker has
+_NAME = re.compile(r"\w+")  # for anything else no module is imported: commands/analyze.py looks for such names
 _loaded: dict[str, object] = {}
 _received: dict[str, object] = {}
 
@@ -71,7 +72,7 @@ def receive_specs(specs: Mapping[str, object]) -> None:
 def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     """Return the object that ``name`` names. PlanError unless it is there, and ``fits`` what is looked for."""
     origin, _, attribute = str(name).rpartition(":")
-    if not origin or not attribute.isidentifier():
+    if not origin or not _NAME.fullmatch(attribute):
         shown = "function" if what == "function" else "NAME"
         raise PlanError(f"{name!r} names no {what}: expected 'module:{shown}' or 'file.py:{shown}'")
     is_file = origin.endswith(".py")
@@ -80,7 +81,7 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     if fits(found):
         return found
     hint = did_you_mean(attribute, (known for known, value in vars(module).items() if fits(value)))
-    if found is not None:
+    if found is not None and what != "function":
         raise PlanError(f"{name!r} is of type {type(found).__name__}: expected a {what}{hint}")
     kind = "file" if is_file else "module"
     raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{hint}")
