@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 
 from siirl_dask.config import Config, DevicePreference, ModelConfig, RolloutConfig, TrainerConfig
@@ -29,12 +31,22 @@ def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> No
 def _check_read(trainer: TrainerConfig, spec: TrainerSpec) -> None:
     default = TrainerConfig()
     for key in sorted(TRAINER_KEYS - spec.reads):
-        value = getattr(trainer, key)
-        if value != getattr(default, key):
+        for option, value in _changed(f"trainer.{key}", getattr(trainer, key), getattr(default, key)):
             raise ConfigError(
-                f"trainer.{key}={value!r} with trainer.backend={trainer.backend}: {spec.name} does not read it (it "
-                f"reads: {', '.join(sorted(spec.reads))}); leave it out"
+                f"{option}={value!r} with trainer.backend={trainer.backend}: {spec.name} does not read it (it reads: "
+                f"{', '.join(sorted(spec.reads))}); leave it out"
             )
+
+
+def _changed(key: str, value: object, default: object) -> Iterator[tuple[str, object]]:
+    """Yield ``key``, or the keys in its group, whose value is not the default one, with their values."""
+    if value == default:
+        return
+    if is_dataclass(value):
+        for one in fields(value):
+            yield from _changed(f"{key}.{one.name}", getattr(value, one.name), getattr(default, one.name))
+    else:
+        yield key, value
 
 
 def check_liger(trainer: TrainerConfig, config: Config) -> None:

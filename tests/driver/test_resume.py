@@ -143,6 +143,7 @@ OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.eve
             "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
     ("trainer.lr=1", ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"]),
+    ("trainer.backend=mine:SPEC", ['trainer.backend: "torch" -> "mine:SPEC"']),
     ("rollout.n=2", ["rollout.n: 8 -> 2", "DAG: nodes.rollout.with.rollout.n: 8 -> 2"]),
     ("data.batch_size=16", ["data.batch_size: 32 -> 16"]),
     ("model.path=other", ["model.path: "]),
@@ -154,6 +155,20 @@ DECIDES = [
 def test_what_observes_or_extends_a_run_may_change(url):
     write_identity(*config_and_dag(url), replace=False)
     assert begin(url, *OBSERVES).exists
+
+
+@pytest.mark.parametrize("change", ["tensor_parallel=2", "pipeline_parallel=2", "distributed_optimizer=true"])
+def test_how_a_model_is_divided_among_workers_may_change(tmp_path, change):
+    url = str(tmp_path)
+    write_identity(*config_and_dag(url, "trainer.backend=megatron"), replace=False)
+    assert begin(url, "trainer.backend=megatron", f"trainer.megatron.{change}").exists
+
+
+def test_options_of_a_backend_may_not_change(tmp_path):
+    url = str(tmp_path)
+    write_identity(*config_and_dag(url, "trainer.backend=mine:SPEC"), replace=False)
+    with pytest.raises(ConfigError, match=r"trainer\.backend_options: \{\} -> "):
+        begin(url, "trainer.backend=mine:SPEC", "trainer.backend_options={depth: 2}")
 
 
 @pytest.mark.parametrize(("override", "said"), DECIDES)

@@ -80,7 +80,7 @@ def test_a_plan_estimates_its_memory(capsys, digits_task, written):
             [OWN, "trainer.compile=true"],
             "trainer.compile=True with trainer.backend=my_trainer:SPEC: plain transformers",
         ),
-        ([OWN, "trainer.lora.rank=4"], "plain transformers does not read it"),
+        ([OWN, "trainer.lora.rank=4"], "trainer.lora.rank=4 with trainer.backend=my_trainer:SPEC: plain tra"),
         ([OWN, "trainer.fsdp.offload=true"], "the backend my_trainer:SPEC does not have it; take trainer.backend=fsdp"),
         ([OWN, "trainer.operators={rms_norm: mindspeed}"], "MindSpeed replaces functions of megatron-core"),
         ([OWN, "trainer.operators={rms_norm: liger}"], "trainer.backend=my_trainer:SPEC: expected one of torch"),
