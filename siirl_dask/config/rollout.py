@@ -166,6 +166,12 @@ class RolloutConfig:
         """Most steps over which one response is generated."""
         return -(-self.max_response_length // self.max_tokens_per_step) if self.max_tokens_per_step else 1
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the engine's cache of keys and values, as ``vllm.kv_cache_memory`` gives them; 0: not given."""
+        size = self.vllm.kv_cache_memory
+        return parse_bytes("rollout.vllm.kv_cache_memory", size) if size else 0
+
     def __post_init__(self) -> None:
         at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
         at_least("rollout", 1, tensor_parallel_size=self.tensor_parallel_size)

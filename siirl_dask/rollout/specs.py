@@ -135,8 +135,9 @@ class Abilities:
     """Whether several workers can form one engine (``rollout.tensor_parallel_size``)."""
 
 
-def _no_cache(rollout: RolloutConfig) -> int:
-    return 0
+def _given_cache(rollout: RolloutConfig) -> int:
+    """Return what the configuration gives: it is counted with any engine."""
+    return rollout.cache_bytes
 
 
 def _unknown_footprint(engine: EngineOnWorkers) -> Footprint | None:
@@ -151,7 +152,7 @@ def _no_changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
 class EngineMemory:
     """The memory of an engine on each of its workers, besides its weights."""
 
-    host_cache: Callable[[RolloutConfig], int] = _no_cache
+    host_cache: Callable[[RolloutConfig], int] = _given_cache
     """Returns the bytes of the cache of keys and values in the host's memory, beside the weights, on a CPU."""
     footprint: Callable[[EngineOnWorkers], Footprint | None] = _unknown_footprint
     """Returns the memory on an accelerator, without remedies; None where it is not known."""

@@ -44,8 +44,9 @@ def rows_in_batch(rollout: RolloutConfig) -> int:
 
 def host_cache(rollout: RolloutConfig) -> int:
     """Return the bytes of the cache on a CPU."""
-    size = rollout.vllm.kv_cache_memory
-    return parse_bytes("rollout.vllm.kv_cache_memory", CPU_CACHE if size is None else size)
+    if rollout.cache_bytes:
+        return rollout.cache_bytes
+    return parse_bytes("rollout.vllm.kv_cache_memory", CPU_CACHE)
 
 
 def graphs_bytes(rollout: RolloutConfig) -> int:
@@ -57,16 +58,14 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
     """Return the engine's memory on an accelerator, without remedies."""
     rollout = engine.rollout
     least = -(-engine.longest // _BLOCK) * _BLOCK * engine.token_bytes
-    cache = least
-    if rollout.vllm.kv_cache_memory:
-        cache = parse_bytes("rollout.vllm.kv_cache_memory", rollout.vllm.kv_cache_memory)
+    given = rollout.cache_bytes
     copies = _COPIES if rollout.sampler is Sampler.vllm else None
     adapters = _adapters(engine)
     graphs = graphs_bytes(rollout)
     stays_whole = {"weights": engine.weights}  # what an engine that sleeps must have somewhere
     if adapters:
         stays_whole["adapters"] = adapters
-    held = {"weights": engine.weights, CACHE: cache, "workspace": _workspace(engine), **stays_whole}
+    held = {"weights": engine.weights, CACHE: given if given else least, "workspace": _workspace(engine), **stays_whole}
     if graphs:
         held[GRAPHS] = graphs
     level = rollout.vllm.sleep_level
@@ -83,9 +82,9 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
         moves=with_weights if level else (),
         host={**sleeping, **pool} if always else pool,
         spared=sleeping if level and not always else {},
-        fills=None if rollout.vllm.kv_cache_memory else CACHE,
+        fills=None if given else CACHE,
         least=least,
-        share=None if rollout.vllm.kv_cache_memory else rollout.vllm.gpu_memory_utilization,
+        share=None if given else rollout.vllm.gpu_memory_utilization,
         share_key="rollout.vllm.gpu_memory_utilization",
     )
 
