@@ -155,5 +155,5 @@ def test_an_object_is_found_by_its_class(folder):
     assert load_named_spec("key", "rewards/mine.py:LOADED", list) == [1]
     with pytest.raises(ConfigError, match=r"key: .*has no list 'LOADD'.*did you mean 'LOADED'"):
         load_named_spec("key", "rewards/mine.py:LOADD", list)
-    with pytest.raises(ConfigError, match=r"'rewards/mine.py:near' is of type function: expected a list"):
+    with pytest.raises(ConfigError, match=r"has no list 'near', which is of type function"):
         load_named_spec("key", "rewards/mine.py:near", list)

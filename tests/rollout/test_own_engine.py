@@ -71,10 +71,10 @@ def refusal(capsys, task, url, *overrides):
     [
         ([OWN, "rollout.engine_options={row: 3}"], "engine_options.row: expected rows"),
         ([OWN, "rollout.engine_options={rows: 0}"], "engine_options.rows=0: expected at least 1"),
-        (["rollout.engine=my_engine:SPEK"], "'my_engine:SPEK': module 'my_engine' has no EngineSpec 'SPEK' "),
-        (["rollout.engine=my_engine.py:SPEK"], "file 'my_engine.py' has no EngineSpec 'SPEK' "),
+        (["rollout.engine=my_engine:SPEK"], "'my_engine:SPEK': module 'my_engine' has no EngineSpec 'SPEK'"),
+        (["rollout.engine=my_engine.py:SPEK"], "file 'my_engine.py' has no EngineSpec 'SPEK'"),
         (["rollout.engine=my_engin:SPEC"], "'my_engin:SPEC': there is no module 'my_engin' on the Python path"),
-        (["rollout.engine=my_engine:OTHER"], "'my_engine:OTHER' is of type dict: expected an object of EngineSpec"),
+        (["rollout.engine=my_engine:OTHER"], "has no EngineSpec 'OTHER', which is of type dict"),
         (["rollout.engine=tranformers"], "did you mean 'transformers'"),
         ([OWN, "rollout.vllm.max_num_seqs=3"], "rollout.vllm.max_num_seqs=3: only vLLM reads this"),
         ([OWN, "rollout.sampler=vllm"], "rollout.sampler=vllm: it is part of vLLM"),

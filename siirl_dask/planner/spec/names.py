@@ -81,10 +81,11 @@ def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
     if fits(found):
         return found
     hint = did_you_mean(attribute, (known for known, value in vars(module).items() if fits(value)))
-    if found is not None and what != "function":
-        raise PlanError(f"{name!r} is of type {type(found).__name__}: expected a {what}{hint}")
     kind = "file" if is_file else "module"
-    raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{hint}")
+    instead = ""
+    if found is not None and what != "function":
+        instead = f", which is of type {type(found).__name__}"
+    raise PlanError(f"{name!r}: {kind} {origin!r} has no {what} {attribute!r}{instead}{hint}")
 
 
 def _import(name: str, origin: str) -> ModuleType:
