@@ -14,17 +14,15 @@ from siirl_dask.planner import (
     Rows,
     RunNode,
     Sizes,
-    as_data,
     columns,
     compile_chains,
     cuts_at_stored,
-    describe,
-    draw,
     estimate,
     run_again,
     usage,
 )
 from siirl_dask.testing.local_pool import LocalPool
+from siirl_dask.views.plan import as_data, describe, draw
 from tests.e2e.blob_dag import (
     SIZE,
     blob_dag,

@@ -25,10 +25,10 @@ from siirl_dask.planner import (
     Sizes,
     Stream,
     compile_chains,
-    describe,
     usage,
 )
 from siirl_dask.planner.inputs import PlanInputs, alike
+from siirl_dask.views.plan import describe
 from siirl_dask.worker.past_iterations import PastIterations
 from tests.planner.random_dags import QUICKLY, ROLES, SOURCE, build, gives, placements, same_rows, takes
 

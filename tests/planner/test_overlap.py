@@ -15,13 +15,12 @@ from siirl_dask.planner import (
     RoleCost,
     RunNode,
     Sizes,
-    as_data,
     builds,
     columns,
     compile_chains,
-    describe,
 )
 from siirl_dask.schema import fields, make_schema
+from siirl_dask.views.plan import as_data, describe
 
 SOURCE = make_schema({"prompt": pa.string(), "answer": pa.string(), "level": pa.int64()})
 WORKERS = ("a", "b", "c")

@@ -21,11 +21,10 @@ from siirl_dask.planner import (
     WeightSource,
     columns,
     compile_chains,
-    describe,
-    draw,
     usage,
 )
 from siirl_dask.planner.deadlock import check_order
+from siirl_dask.views.plan import describe, draw
 from tests.planner.random_dags import SOURCE, build, from_parts, gives, in_parts, same_rows, takes
 
 WORKERS = ("w0", "w1", "w2")

@@ -11,7 +11,7 @@ from itertools import pairwise
 from siirl_dask.views.charts.colours import class_of
 from siirl_dask.views.charts.figures import number, numbers
 from siirl_dask.views.charts.series import Curve, Point, merged
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import safe
 
 WIDTH = 360
 HEIGHT = 190

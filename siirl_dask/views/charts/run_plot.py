@@ -14,7 +14,7 @@ from siirl_dask.views.charts.curves import ENTROPY, REWARD, VALIDATION, Panel, c
 from siirl_dask.views.charts.figures import number
 from siirl_dask.views.charts.line_chart import HEIGHT, LEFT, MOST_POINTS, WIDTH, line_chart, rules
 from siirl_dask.views.charts.series import Curve
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import safe
 
 _PANELS = (REWARD, VALIDATION, ENTROPY)
 _APART = 24

@@ -11,7 +11,7 @@ from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker
 from siirl_dask.schema import IDENTITY
 from siirl_dask.views.charts.colours import COLOURS, tint
 from siirl_dask.views.charts.layers import Spacing, lay_out
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import safe
 
 _DOWN = 60  # between layers, in px as all lengths here
 _SPACING = Spacing(box=220, high=58, bend=40, apart=60)

@@ -10,8 +10,8 @@ from siirl_dask.views.charts.figures import number
 from siirl_dask.views.charts.headlines import SECONDS, headlines_of, is_shown
 from siirl_dask.views.charts.line_chart import HEIGHT, MOST_POINTS, WIDTH, line_chart
 from siirl_dask.views.charts.series import Curve, series_of, thin
+from siirl_dask.views.html_page import safe
 from siirl_dask.views.report.gather import RunFacts
-from siirl_dask.views.safe_text import safe
 
 _Metric = tuple[Phase, str]
 _MOST = 150  # charts of other metrics

@@ -10,7 +10,7 @@ from siirl_dask.observe.trace.measured import Measured
 from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, size
 from siirl_dask.views.charts.layers import Layout, Place, Spacing, lay_out
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import safe
 
 _SPACING = Spacing(box=190, high=56, bend=24, apart=50)
 _DOWN = 46  # between layers

@@ -10,13 +10,12 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.views.charts.colours import class_of
 from siirl_dask.views.charts.figures import duration, number
 from siirl_dask.views.charts.line_chart import MOST_POINTS
+from siirl_dask.views.html_page import html_page, safe, table
 from siirl_dask.views.report.configuration import dag_differences, differences, settings
 from siirl_dask.views.report.curves import headline_charts, other_charts
 from siirl_dask.views.report.gather import RunFacts
 from siirl_dask.views.report.run_parts import failures, movement, picture, samples, timing
-from siirl_dask.views.report.style import POLICY, STYLE
-from siirl_dask.views.report.tables import table
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.report.style import STYLE
 
 _CHANGES = 40  # of a DAG
 
@@ -38,12 +37,7 @@ def page(runs: Sequence[RunFacts]) -> str:
             "this file needs no other, and loads nothing.</p></footer>",
         ]
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{safe(title)}</title>\n<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    return html_page(title, STYLE, body)
 
 
 def _contents(runs: Sequence[RunFacts]) -> str:

@@ -12,13 +12,12 @@ from siirl_dask.trace import Lane
 from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, number, size
 from siirl_dask.views.charts.series import series_of
+from siirl_dask.views.html_page import bar, safe, shortened, table
 from siirl_dask.views.report.dag_picture import Drawable, draw_dag
 from siirl_dask.views.report.gather import RunFacts, Samples
-from siirl_dask.views.report.tables import bar, table
 from siirl_dask.views.report.timeline import draw_timeline
-from siirl_dask.views.safe_text import safe, shortened
 from siirl_dask.views.samples.answer import conversation, headings, lineage, reward_parts, speaker
-from siirl_dask.views.samples.pictures import pictures_as_html
+from siirl_dask.views.samples.sample_html import pictures_as_html
 
 _WORKERS = 32
 _NODES = 20

@@ -1,14 +1,10 @@
-"""The look of a report: colours for light and dark, apart for the colour-blind; a browser may load nothing."""
+"""The look of a report: colours for light and dark, apart for the colour-blind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from siirl_dask.views.charts import colours, line_chart
-from siirl_dask.views.samples.pictures import IMAGES_ALLOWED
-
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; {IMAGES_ALLOWED}"
-"""Content-Security-Policy of the page: whatever a text says, nothing is loaded and no script runs."""
 
 _COLOURS = {f"c{number}": colour for number, colour in enumerate(colours.COLOURS)} | {
     "wait": colours.WAIT,

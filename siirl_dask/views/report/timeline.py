@@ -8,7 +8,7 @@ from siirl_dask.observe.trace.trace_table import TraceSpan, in_order
 from siirl_dask.trace import Lane
 from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import safe
 
 _WIDTH = 1100
 _LEFT = 90

@@ -9,7 +9,7 @@ import pyarrow as pa
 from siirl_storage import StorageError, open_fs, write_atomic
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.views.safe_text import safe
+from siirl_dask.views.html_page import html_page, safe
 from siirl_dask.views.samples.answer import (
     Answer,
     Layout,
@@ -21,11 +21,9 @@ from siirl_dask.views.samples.answer import (
     speaker,
     summary,
 )
-from siirl_dask.views.samples.pictures import IMAGES_ALLOWED, pictures_as_html
+from siirl_dask.views.samples.sample_html import pictures_as_html
 
 _ROWS = 1000  # of a table, and of prompts that two steps share
-# Nothing is loaded or run, whatever a text says.
-_POLICY = f"default-src 'none'; style-src 'unsafe-inline'; {IMAGES_ALLOWED}"
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.3rem } h2 { font-size: 1.1rem; margin-top: 2.5rem } .note { color: #666 }
@@ -52,12 +50,7 @@ def write_page(url: str, title: str, answers: Sequence[Answer]) -> None:
 def page(title: str, answers: Sequence[Answer]) -> str:
     """Return the page."""
     sections = "\n".join(part for answer in answers for part in _section(answer))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{safe(title)}</title>\n<style>{_STYLE}</style></head><body>\n"
-        f"<h1>{safe(title)}</h1>\n{sections}\n</body></html>\n"
-    )
+    return html_page(title, _STYLE, f"<h1>{safe(title)}</h1>\n{sections}")
 
 
 def _section(answer: Answer) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from siirl_dask.observe.console import printable
+from siirl_dask.runs.samples.prompt_images import PICTURES
 
 _FULL = 0.5  # difference of log-probs that has the full colour: a ratio of 1.65
 _UNLIKELY = 5.0  # nats at which an unlikely token has the full colour
@@ -37,6 +39,12 @@ def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
         if one["problem"] is not None
     ]
     return "".join([*([f"<p>{' '.join(shown)}</p>"] if shown else []), *problems])
+
+
+def pictures_as_html(sample: Mapping[str, Any]) -> str:
+    """Return the thumbnails, and what cannot be shown; empty without images."""
+    pictures = sample.get(PICTURES) or ()
+    return f"<h4>images</h4>{thumbnails(pictures)}" if pictures else ""
 
 
 def by_ratio(pieces: Sequence[tuple[str, int]], sampled: Sequence[float], trained: Sequence[float]) -> str:

@@ -12,7 +12,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from siirl_dask.errors import counted
 from siirl_dask.observe import printable
+from siirl_dask.runs.samples.prompt_images import PICTURES
 from siirl_dask.runs.samples.utterances import Kind
 from siirl_dask.views.samples.answer import (
     Answer,
@@ -25,7 +27,6 @@ from siirl_dask.views.samples.answer import (
     speaker,
     summary,
 )
-from siirl_dask.views.samples.pictures import pictures_in_words
 
 _ROWS = 40  # of a table; the rest is left out in its middle
 _CHANGES = 3  # prompts shown of those that two steps share
@@ -159,3 +160,12 @@ def _cut(console: Console, value: object, most: int) -> Text:
     last = list(tail[len(tail) - most // 3 :])
     left_out = max(0, len(text) - sum(len(line.plain) for line in (*first, *last)))
     return Text("\n").join([*first, Text(f"... {left_out:,} characters left out ...", style="dim"), *last])
+
+
+def pictures_in_words(sample: Mapping[str, Any]) -> str:
+    """Return ``[2 images: 640x480 JPEG, 16x24 PNG]``, and in a line each what cannot be shown; empty without images."""
+    pictures = sample.get(PICTURES) or ()
+    kinds = [one["kind"] for one in pictures if one["problem"] is None]
+    problems = [" ".join(printable(one["problem"]).split()) for one in pictures if one["problem"] is not None]
+    shown = [f"{counted(len(kinds), 'image')}: {', '.join(kinds)}"] if kinds else []
+    return "\n".join(f"[{line}]" for line in (*shown, *problems))
