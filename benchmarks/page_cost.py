@@ -25,7 +25,7 @@ from siirl_storage import stage_part
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 from siirl_dask.views.dashboard.page import show_page
-from siirl_dask.views.dashboard.store import Store
+from siirl_dask.views.dashboard.store import RunStore
 
 _EVERY = 0.5  # seconds between two looks of a viewer
 _SECOND = 10**9
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=40, help="timed, between two steps")
     given = parser.parse_args()
     with TemporaryDirectory() as folder:
-        scheduler, store = _scheduler(given.workers), Store()
+        scheduler, store = _scheduler(given.workers), RunStore()
         _begin(store, folder, given.workers)
         alone = min(_step(store, folder, given.workers, at) for at in range(1, given.steps + 1))
         viewer = Document()
@@ -81,13 +81,13 @@ def _scheduler(workers: int) -> Any:
     return SimpleNamespace(workers=states, plugins={"siirl-a": None})
 
 
-def _begin(store: Store, folder: str, workers: int) -> None:
+def _begin(store: RunStore, folder: str, workers: int) -> None:
     members = {str(at): f"tcp://w:{at}" for at in range(workers)}
     about = {"url": folder, "name": "a", "plugin": "siirl-a", "members": members, "done": 0, "steps": 1000}
     store.begin(about)
 
 
-def _step(store: Store, folder: str, workers: int, at: int) -> float:
+def _step(store: RunStore, folder: str, workers: int, at: int) -> float:
     """Write the trace of a step and tell the store of it; return the processor time of the latter."""
     for worker in range(workers):
         spans = list(_spans(at, worker, workers))

@@ -242,9 +242,9 @@ def _dispatch(chosen: argparse.Namespace) -> None:
 
 
 def _plan(chosen: argparse.Namespace) -> None:
-    from siirl_dask.commands.step_time import Timing
+    from siirl_dask.commands.step_time import TimingOptions
 
-    timing = Timing(chosen.on, chosen.tokens, tuple(chosen.figure))
+    timing = TimingOptions(chosen.on, chosen.tokens, tuple(chosen.figure))
     if chosen.analyze is not None:
         from siirl_dask.commands.analyze import analyze_run
 

@@ -9,7 +9,7 @@ from siirl_storage import commit_parts, join, open_fs, stage_part, write_atomic
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.observe import Accuracy, BytesPerStep, Slowest, Status, Summary, write_summary
-from siirl_dask.observe.metrics import FILE, Record, encode
+from siirl_dask.observe.metrics import METRICS_FILE, Record, encode
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER
@@ -55,7 +55,7 @@ def validation_record(step, reward):
 
 def write_metrics(url, records, attempts=()):
     """Write all of metrics.jsonl at once; ``MetricsLog`` makes sure of every line on a disk."""
-    fs, path = open_fs(join(str(url), FILE))
+    fs, path = open_fs(join(str(url), METRICS_FILE))
     numbered = zip(records, attempts or [1] * len(records), strict=True)
     write_atomic(fs, path, b"".join(encode(record, attempt) for record, attempt in numbered))
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from textwrap import fill
 from typing import Any
 
-from siirl_dask.commands.step_time import Timing
+from siirl_dask.commands.step_time import TimingOptions
 from siirl_dask.config import Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.preflight import check
@@ -40,7 +40,7 @@ _MARKED = (
 )
 
 
-def analyze_run(url: str, form: str, timing: Timing, *, trust: bool = False) -> str:
+def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = False) -> str:
     """Return the text, or the JSON, of a run's plan and measurements.
 
     To plan a DAG its functions are imported: those of other packages and files only with ``trust``.

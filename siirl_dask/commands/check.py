@@ -11,10 +11,10 @@ from rich.text import Text
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.observe import PipeConsole, printable
-from siirl_dask.runs.check import Finding, State, check_run
+from siirl_dask.runs.check import PartState, RunFinding, check_run
 
 CHECK_EXIT_CODES = "exit codes: 0 nothing is damaged, 1 something is, 2 there is no run"
-_STYLES = {State.WHOLE: "green", State.UNFINISHED: "yellow", State.DAMAGED: "bold red"}
+_STYLES = {PartState.WHOLE: "green", PartState.UNFINISHED: "yellow", PartState.DAMAGED: "bold red"}
 
 
 def check(url: str) -> int:
@@ -25,13 +25,13 @@ def check(url: str) -> int:
         findings = check_run(url, bar.begin, bar.read)
     for finding in findings:
         _print(console, finding)
-    damaged = sum(finding.state is State.DAMAGED for finding in findings)
+    damaged = sum(finding.state is PartState.DAMAGED for finding in findings)
     said = f"{damaged} damaged" if damaged else "nothing is damaged"
     console.print(Text(f"{said}; {bar.done:,} bytes read in {time.monotonic() - begun:.1f} s"), soft_wrap=True)
     return 1 if damaged else 0
 
 
-def _print(console: Console, finding: Finding) -> None:
+def _print(console: Console, finding: RunFinding) -> None:
     text = Text(f"{finding.state:<10}  ", style=_STYLES[finding.state])
     text.append(printable(finding.part), style="default")
     if finding.text:

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from siirl_dask.config.file import load_config_file
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.doctor import Finding, State, examine
+from siirl_dask.driver.doctor import DoctorFinding, DoctorState, examine
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.observe import PipeConsole, printable
 
-_STYLES = {State.OK: "green", State.NOTE: "yellow", State.FAULT: "bold red"}
+_STYLES = {DoctorState.OK: "green", DoctorState.NOTE: "yellow", DoctorState.FAULT: "bold red"}
 
 
 def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -24,7 +24,7 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
         raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
     found = examine(None if config is None else load_config_file(config, overrides).config)
     findings = [replace(finding, text=redacted(finding.text), cure=redacted(finding.cure)) for finding in found]
-    faults = sum(finding.state is State.FAULT for finding in findings)
+    faults = sum(finding.state is DoctorState.FAULT for finding in findings)
     if as_json:
         print(json.dumps({"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]}, indent=1))
     else:
@@ -32,7 +32,7 @@ def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> in
     return 1 if faults else 0
 
 
-def _print(findings: Sequence[Finding], faults: int) -> None:
+def _print(findings: Sequence[DoctorFinding], faults: int) -> None:
     console = PipeConsole()
     width = max(len(finding.part) for finding in findings)
     for finding in findings:

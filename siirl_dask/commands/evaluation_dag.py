@@ -29,7 +29,7 @@ from siirl_dask.recipes.common import measure_options, play_options, prompt_opti
 from siirl_dask.recipes.turns import environments_role
 from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import build_engine
-from siirl_dask.runs.reader import Run, Scoring
+from siirl_dask.runs.reader import Run, RunReward
 from siirl_dask.schema import ANSWER, PROMPT, Schema
 
 TABLE = "generations"
@@ -72,7 +72,7 @@ def answering_of(run: Run | None, config: Config, overrides: Sequence[str], worl
     if named:
         return _playing(config, environments_role(config), "environments")
     if run is None or spec is None:
-        scored = Scoring(resolve(config.rewards.function)) if run is None or own_reward else run.scoring()
+        scored = RunReward(resolve(config.rewards.function)) if run is None or own_reward else run.scoring()
         return _scored(config, scored)
     if spec["run"] is run_agents:
         return _living(run, config, spec)
@@ -102,7 +102,7 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
     return DAG((rollout, *answering.roles), nodes)
 
 
-def _scored(config: Config, scoring: Scoring) -> Answering:
+def _scored(config: Config, scoring: RunReward) -> Answering:
     reward = Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward))
     rewarded = Node("reward", partial(score, columns=scoring.columns), role="reward", after="rollout")
     name = function_name(getattr(scoring.reward, "func", scoring.reward))

@@ -8,7 +8,7 @@ from typing import Any
 
 from siirl_dask.driver.estimates.links import EdgeLinks, Links, links_of, total_of
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.planner import Plan, Sizes
+from siirl_dask.planner import Plan, TableSizes
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.planner.hosts import Hosts, by_host
 
@@ -43,7 +43,7 @@ def place_workers(workers: Sequence[str], counts: Sequence[int]) -> Hosts:
     return dict(zip(workers, hosts, strict=True))
 
 
-def describe_hosts(plan: Plan, sizes: Sizes) -> str:
+def describe_hosts(plan: Plan, sizes: TableSizes) -> str:
     """Describe the hosts' roles, and what each edge moves between hosts in a step, rows at their longest."""
     links = links_of(plan, sizes)
     total = total_of(links)
@@ -53,7 +53,7 @@ def describe_hosts(plan: Plan, sizes: Sizes) -> str:
     return "\n\n".join([*texts, _sum(total, links)])
 
 
-def links_as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
+def links_as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
     """Return the hosts' workers and the bytes of each edge on each link; nothing where all workers are on one host."""
     if not plan.hosts:
         return {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_workers
-from siirl_dask.commands.step_time import Timing
+from siirl_dask.commands.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.config.secrets import redacted
 from siirl_dask.driver.checks.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
@@ -23,7 +23,7 @@ from siirl_dask.driver.estimates.worker_devices import (
 from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
-from siirl_dask.planner import DAG, Phase, Plan, Sizes
+from siirl_dask.planner import DAG, Phase, Plan, TableSizes
 from siirl_dask.planner.explain.device_memory import card_as_data, describe_card, summary
 from siirl_dask.planner.explain.tables import readable_bytes, table, worker_ranges
 from siirl_dask.runs.folder import check_writable
@@ -37,7 +37,7 @@ def describe_run(
     form: str = "text",
     hosts: Sequence[int] | None = None,
     devices: int | None = None,
-    timing: Timing | None = None,
+    timing: TimingOptions | None = None,
 ) -> str:
     """Describe a run's training and validation plans, and the memory of a worker and of its accelerator.
 
@@ -108,7 +108,7 @@ def describe_run(
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 
-def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, Sizes]]:
+def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, TableSizes]]:
     """Return the plans to show, with their sizes; the test phase is the validation's plan on other data."""
     chosen = {phase: pair for phase, pair in phases.items() if phase is not Phase.TEST}
     return {phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in chosen.items()}

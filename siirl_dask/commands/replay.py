@@ -28,7 +28,7 @@ from siirl_dask.planner import DAG, dag_from_spec, run_again, saved_after
 from siirl_dask.planner.spec.names import canonical
 from siirl_dask.runs.past_weights import StepsWithWeights, Weights, past_weights
 from siirl_dask.runs.reader import open_run
-from siirl_dask.runs.replays import Changes, compare
+from siirl_dask.runs.replays import ReplayChanges, compare
 from siirl_dask.runs.samples.rollouts import in_words, saved_steps
 from siirl_dask.runs.tables import REPLAY, listed
 
@@ -72,7 +72,7 @@ class ReplayRequest:
 class Replayed:
     """Tells the outcome of a replay."""
 
-    changes: Changes
+    changes: ReplayChanges
     weights: tuple[str, ...]
     """A sentence for each group of steps for which models were built, about their weights."""
 

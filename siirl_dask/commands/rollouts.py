@@ -14,10 +14,10 @@ from siirl_dask.runs.reader import decoder_of_run
 from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.conversations import spoken_columns
 from siirl_dask.runs.samples.mismatch import can_mismatch, mismatch
-from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.prompt_images import StoredPromptImages
 from siirl_dask.runs.samples.rollouts import TABLE, Rollouts, open_rollouts
 from siirl_dask.schema import TURNS
-from siirl_dask.views.samples.answer import Answer, Layout
+from siirl_dask.views.samples.answer import AnswerLayout, QueryResult
 from siirl_dask.views.samples.page import write_page
 from siirl_dask.views.samples.terminal import print_answer
 
@@ -89,33 +89,33 @@ def show_rollouts(asked: Namespace) -> None:
             print(rollouts.remark, file=sys.stderr)
 
 
-def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[Answer]:
+def _answers(rollouts: Rollouts, asked: Namespace) -> Iterator[QueryResult]:
     if asked.sql is not None:
-        yield Answer(asked.sql, rollouts.table(asked.sql))
+        yield QueryResult(asked.sql, rollouts.table(asked.sql))
     elif asked.html is not None:
-        yield Answer("Samples and mean reward of each step", questions.overview(rollouts))
-    images = PromptImages(asked.run, asked.table, thumbnails=asked.html is not None)
+        yield QueryResult("Samples and mean reward of each step", questions.overview(rollouts))
+    images = StoredPromptImages(asked.run, asked.table, thumbnails=asked.html is not None)
     for column in asked.by:
-        yield Answer(f"By {column}", questions.by(rollouts, column))
+        yield QueryResult(f"By {column}", questions.by(rollouts, column))
     if asked.zero_variance:
         note = "Such a group has no advantage, and teaches nothing; reward is the mean of theirs."
-        yield Answer("Groups whose rewards are all equal", questions.zero_variance(rollouts), note=note)
+        yield QueryResult("Groups whose rewards are all equal", questions.zero_variance(rollouts), note=note)
     if asked.turns:
-        yield Answer("By number of turns", questions.by_turns(rollouts))
+        yield QueryResult("By number of turns", questions.by_turns(rollouts))
     if asked.lengths:
-        yield Answer("Lengths of the responses, in tokens", questions.lengths(rollouts), Layout.HISTOGRAM)
+        yield QueryResult("Lengths of the responses, in tokens", questions.lengths(rollouts), AnswerLayout.HISTOGRAM)
     if asked.mismatch:
         note = (
             "Absolute difference of a token's two log-probs, and shares of tokens by the ratio of the trainer's "
             "probability before the update to the sampler's. What the policy learned in between is in it."
         )
-        yield Answer("The sampler's log-probs against the trainer's", mismatch(rollouts), note=note)
+        yield QueryResult("The sampler's log-probs against the trainer's", mismatch(rollouts), note=note)
     if asked.diff:
         then, now = asked.diff
         title = f"The same prompts in step {then} and in step {now}"
-        yield Answer(title, images.added_to(questions.diff(rollouts, then, now)), Layout.CHANGES)
+        yield QueryResult(title, images.added_to(questions.diff(rollouts, then, now)), AnswerLayout.CHANGES)
     wanted = {name: count for name in _ORDER if (count := getattr(asked, name)) is not None}
     decode = decoder_of_run(asked.run) if wanted and spoken_columns(rollouts) else None
     for name, count in wanted.items():
         samples = images.added_to(_ORDER[name](rollouts, count, decode))
-        yield Answer(f"{name.capitalize()} samples", samples, Layout.SAMPLES)
+        yield QueryResult(f"{name.capitalize()} samples", samples, AnswerLayout.SAMPLES)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl_dask.config import Config
-from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.node_seconds import StepTokens
 from siirl_dask.driver.estimates.performance import Split, StepTime, lengths_of, splits, step_time
 from siirl_dask.driver.estimates.speeds import Speed, speed_of
 from siirl_dask.errors import ConfigError
@@ -18,7 +18,7 @@ _SHOWN = 3  # splits
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimingOptions:
     """Options of ``plan`` that ask for the seconds of a step."""
 
     device: str | None = None
@@ -41,7 +41,7 @@ class ResolvedTiming:
     """A device and lengths for which seconds are estimated."""
 
     speed: Speed
-    lengths: Lengths
+    lengths: StepTokens
 
     def estimate(self, config: Config, plan: Plan) -> Estimated:
         """Return the seconds of a step of ``plan``, and the fastest splits of its workers."""

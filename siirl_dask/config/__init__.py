@@ -24,9 +24,9 @@ from siirl_dask.config.training import (
     FsdpConfig,
     LoraConfig,
     OptimizerName,
-    Part,
     Schedule,
     TrainerConfig,
+    VisionPart,
 )
 from siirl_dask.devices.profile_level import ProfileLevel
 from siirl_dask.errors import ConfigError
@@ -59,7 +59,6 @@ __all__ = [
     "OnNan",
     "OnToolError",
     "OptimizerName",
-    "Part",
     "ProfileConfig",
     "ProfileLevel",
     "PromptPlacement",
@@ -73,6 +72,7 @@ __all__ = [
     "TrainerConfig",
     "TransportMode",
     "ValidationConfig",
+    "VisionPart",
     "VllmConfig",
     "WeightSync",
     "changed_options",

@@ -100,7 +100,7 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
-class Part(StrEnum):
+class VisionPart(StrEnum):
     """Part of a model that sees images."""
 
     visual = "visual"
@@ -195,7 +195,7 @@ class TrainerConfig:
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    freeze: list[Part] = field(default_factory=list)
+    freeze: list[VisionPart] = field(default_factory=list)
     """Parts of a model that sees images which do not learn, such as ``[visual]``."""
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping their activations."""
@@ -320,9 +320,9 @@ class TrainerConfig:
         """Raise ConfigError for a rate of the tower where nothing of it learns."""
         if self.visual_lr is None:
             return
-        if Part.visual in self.freeze or {Part.encoder, Part.projector} <= {*self.freeze}:
+        if VisionPart.visual in self.freeze or {VisionPart.encoder, VisionPart.projector} <= {*self.freeze}:
             raise ConfigError(f"trainer.visual_lr={self.visual_lr}: trainer.freeze has the tower; leave one out")
-        if self.lora.rank and not any(target.partition(".")[0] == Part.visual for target in self.lora.targets):
+        if self.lora.rank and not any(target.partition(".")[0] == VisionPart.visual for target in self.lora.targets):
             raise ConfigError(
                 f"trainer.visual_lr={self.visual_lr} with trainer.lora.targets={self.lora.targets}: no adapters are in "
                 "the tower; add 'visual' to the targets, or leave the rate out"

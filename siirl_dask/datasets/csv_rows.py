@@ -27,7 +27,7 @@ def read_csv_columns(fs: AbstractFileSystem, path: str, separator: str) -> Itera
     The first row has the names. A line with nothing in it is no row, but in a file of one column. DataError names the
     line that is no row of as many fields as the first.
     """
-    reader = _Reader(full_name(fs, path), separator)
+    reader = _CsvReader(full_name(fs, path), separator)
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     with open_text(fs, path) as file:
         try:
@@ -38,7 +38,7 @@ def read_csv_columns(fs: AbstractFileSystem, path: str, separator: str) -> Itera
             raise reader.wrong(f"{error}") from error
 
 
-class _Reader:
+class _CsvReader:
     def __init__(self, file: str, separator: str) -> None:
         self._file = file
         mark = re.escape(separator)

@@ -12,8 +12,8 @@ from siirl_storage import Conflict, Snapshot, StorageError, TableNotFound, open_
 
 from siirl_dask.config.secrets import redacted
 from siirl_dask.datasets.column_paths import extract, steps_of
-from siirl_dask.datasets.inputs import Input, open_inputs, readable, total_rows
-from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
+from siirl_dask.datasets.inputs import InputRows, open_inputs, readable, total_rows
+from siirl_dask.datasets.lengths import LengthDistribution, Measure, measure_column
 from siirl_dask.datasets.mapping import ColumnMapping, unify
 from siirl_dask.datasets.table_writer import TableWriter
 from siirl_dask.datasets.text_files import TypesChanged
@@ -37,7 +37,7 @@ class PromptLengths:
     """Column that is written with each prompt's length; None writes none."""
     tokenizer: str | None = None
     """Identity of the tokenizer whose tokens ``measure`` counts; None where it counts something else."""
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: LengthDistribution = field(default_factory=LengthDistribution)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +83,12 @@ def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes
         return _write(request, mapped, schema, there, progress)
     except TypesChanged:
         if request.prompts is not None:
-            request.prompts.lengths = Lengths()
+            request.prompts.lengths = LengthDistribution()
         mapped, schema = _mapped(request, [one.settled() for one in inputs])
         return _write(request, mapped, schema, there, progress)
 
 
-def _mapped(request: ImportRequest, inputs: Sequence[Input]) -> tuple[list[_Mapped], pa.Schema]:
+def _mapped(request: ImportRequest, inputs: Sequence[InputRows]) -> tuple[list[_Mapped], pa.Schema]:
     """Return the inputs as columns of the table, and its schema."""
     mapped = [_Mapped(request, one) for one in inputs]
     schema = _with_own_columns(request, unify([(one.input.name, one.schema) for one in mapped]))
@@ -126,7 +126,7 @@ def _write(
 class _Mapped:
     """An input, as columns of the table."""
 
-    def __init__(self, request: ImportRequest, source: Input) -> None:
+    def __init__(self, request: ImportRequest, source: InputRows) -> None:
         self._request = request
         self.input = source
         given = source.schema.remove_metadata()

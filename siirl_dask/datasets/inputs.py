@@ -1,6 +1,6 @@
 """Finds and opens what a dataset is imported from: files, globs, folders, saved Hugging Face datasets, on any URL.
 
-What comes out are ``Input``s: a schema, and a function that reads the rows some megabytes at a time. Nothing that is
+What comes out are ``InputRows``s: a schema, and a function that reads the rows some megabytes at a time. Nothing that is
 read is trusted: there is no pickle, lists' offsets and texts are validated, and a batch has a bound.
 """
 
@@ -34,7 +34,7 @@ _RECORDS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; its streams have none
 
 
-class Kind(StrEnum):
+class InputKind(StrEnum):
     """Kind of a file, by the ending of its name."""
 
     PARQUET = "Parquet"
@@ -44,20 +44,20 @@ class Kind(StrEnum):
 
 
 _ENDINGS = {
-    ".parquet": Kind.PARQUET,
-    ".arrow": Kind.ARROW,
-    ".feather": Kind.ARROW,
-    ".jsonl": Kind.JSON,
-    ".ndjson": Kind.JSON,
-    ".json": Kind.JSON,
-    ".csv": Kind.CSV,
-    ".tsv": Kind.CSV,
+    ".parquet": InputKind.PARQUET,
+    ".arrow": InputKind.ARROW,
+    ".feather": InputKind.ARROW,
+    ".jsonl": InputKind.JSON,
+    ".ndjson": InputKind.JSON,
+    ".json": InputKind.JSON,
+    ".csv": InputKind.CSV,
+    ".tsv": InputKind.CSV,
 }
 _COMPRESSED = (".gz", ".zst")  # of text files
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class InputRows:
     """Rows that can be read once, in order."""
 
     name: str
@@ -74,7 +74,7 @@ class Input:
     """Yields the rows; TypesChanged if some do not have the types of the first, as JSON's may not."""
     json: JsonFiles | None = None
 
-    def settled(self) -> Input:
+    def settled(self) -> InputRows:
         """Return it with the schema that all rows have."""
         if self.json is None:
             return self
@@ -86,7 +86,7 @@ class Input:
         return () if self.json is None else self.json.remarks
 
 
-def open_inputs(source: str, separator: str | None = None) -> list[Input]:
+def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
     """Open all that ``source`` names: a file, a glob, a folder of files, a table, or a dataset saved on disk.
 
     ``separator`` is what CSV files have between columns; None: a comma, or a tab where they are called .tsv. DataError
@@ -129,13 +129,13 @@ def exists(url: str) -> bool:
     return True
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> InputKind | None:
     """Return the kind of file that ``name`` ends for; None for none."""
     stem = name.lower()
     end = name.lower().rpartition(".")[2]
     if f".{end}" in _COMPRESSED:
         kind = next((kind for ending, kind in _ENDINGS.items() if stem.removesuffix(f".{end}").endswith(ending)), None)
-        return kind if kind in (Kind.JSON, Kind.CSV) else None
+        return kind if kind in (InputKind.JSON, InputKind.CSV) else None
     return next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), None)
 
 
@@ -165,7 +165,7 @@ def _nearest(fs: AbstractFileSystem, path: str) -> str:
     return did_you_mean(name, names)
 
 
-def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str | None) -> list[Input]:
+def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str | None) -> list[InputRows]:
     files = list_files(fs, path)
     if any(re.fullmatch(r"_snapshots/\d{6,}\.json", name) for name in files):
         return [_open_table(source, source)]
@@ -175,7 +175,7 @@ def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str 
         raise DataError(f"{source!r} holds the splits of a dataset: name one of {names}")
     if "state.json" in files and "dataset_info.json" in files:
         listed = _saved_files(source, _record(fs, f"{path}/state.json"))
-        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": Kind.ARROW for name in listed}, separator)
+        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": InputKind.ARROW for name in listed}, separator)
     kinds = {name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))}
     if len(set(kinds.values())) > 1:
         kinds = {name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS}
@@ -185,7 +185,7 @@ def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str 
             f"{source!r} holds files of several splits ({', '.join(splits)}): name one, as in "
             f"{join(source, re.sub(r'[^/]*$', '', next(iter(kinds)).lstrip('/')) + splits[-1] + '*')}"
         )
-    if set(kinds.values()) == {Kind.PARQUET}:
+    if set(kinds.values()) == {InputKind.PARQUET}:
         return [_open_table(source, source)]  # with columns from the names of folders
     return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator)
 
@@ -215,7 +215,9 @@ def _saved_files(source: str, state: dict[str, object]) -> list[str]:
     return names
 
 
-def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], separator: str | None) -> list[Input]:
+def _open_files(
+    source: str, fs: AbstractFileSystem, kinds: dict[str, InputKind], separator: str | None
+) -> list[InputRows]:
     """Open files of one kind, given their paths on ``fs``."""
     present = sorted(set(kinds.values()))
     if not present:
@@ -224,12 +226,14 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], sep
         raise DataError(f"{source!r} names files of several kinds ({', '.join(present)}): give them one by one")
     names = list(kinds)
     match present[0]:
-        case Kind.JSON:
+        case InputKind.JSON:
             found = JsonFiles(fs, names)
             return [
-                Input(source, source, schema=found.schema, rows=None, snapshot=None, batches=found.batches, json=found)
+                InputRows(
+                    source, source, schema=found.schema, rows=None, snapshot=None, batches=found.batches, json=found
+                )
             ]
-        case Kind.CSV:
+        case InputKind.CSV:
             one = partial(_open_csv, source, fs, separator)
         case _:
             one = partial(_open_file, source, fs)
@@ -237,29 +241,29 @@ def _open_files(source: str, fs: AbstractFileSystem, kinds: dict[str, Kind], sep
         return list(pool.map(one, names))
 
 
-def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> Input:
+def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> InputRows:
     schema, batches = open_csv(fs, path, separator)
-    return Input(full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches)
+    return InputRows(full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches)
 
 
-def _open_file(source: str, fs: AbstractFileSystem, path: str) -> Input:
+def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
     """Open one Parquet or Arrow file."""
     url = path if isinstance(fs, LocalFileSystem) else str(fs.unstrip_protocol(path))
-    if kind_of(path) is Kind.ARROW:
+    if kind_of(path) is InputKind.ARROW:
         with open_input(fs, path) as file:
             if file.read(len(_ARROW_FILE)) != _ARROW_FILE:
                 file.seek(0)
                 schema = pa.ipc.open_stream(file).schema
-                return Input(
+                return InputRows(
                     url, source, schema=schema, rows=None, snapshot=None, batches=partial(_stream_batches, fs, path)
                 )
     return _open_table(source, url)
 
 
-def _open_table(source: str, url: str) -> Input:
+def _open_table(source: str, url: str) -> InputRows:
     snapshot = open_table(url)
     batches = partial(snapshot.batches, max_bytes=MAX_BATCH_BYTES)
-    return Input(url, source, schema=snapshot.schema, rows=snapshot.num_rows, snapshot=snapshot, batches=batches)
+    return InputRows(url, source, schema=snapshot.schema, rows=snapshot.num_rows, snapshot=snapshot, batches=batches)
 
 
 def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatch]:
@@ -272,7 +276,7 @@ def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatc
             yield batch
 
 
-def total_rows(inputs: Sequence[Input]) -> int | None:
+def total_rows(inputs: Sequence[InputRows]) -> int | None:
     """Return the number of rows in all, or None where one does not know its own."""
     known = [one.rows for one in inputs if one.rows is not None]
     return sum(known) if len(known) == len(inputs) else None

@@ -61,7 +61,7 @@ def read_blocks(
     lists; keys that a row does not have are null.
     """
     for path in files:
-        yield from _Objects(fs, path, exact_schema).blocks()
+        yield from _JsonObjects(fs, path, exact_schema).blocks()
 
 
 def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
@@ -84,7 +84,7 @@ def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
             yield pa.CompressedInputStream(file, compression)
 
 
-class _Objects:
+class _JsonObjects:
     """Finds the objects in one file's text."""
 
     def __init__(self, fs: AbstractFileSystem, path: str, exact_schema: Callable[[], pa.Schema | None]) -> None:

@@ -34,15 +34,15 @@ _ORDER = list(_KINDS)
 Values = Sequence[Any]
 
 
-class Shape:
+class JsonShape:
     """Kinds of the values at one place of all rows."""
 
     def __init__(self, depth: int = 0, places: Iterator[int] | None = None) -> None:
         self._depth = depth
         self._places = count() if places is None else places  # of all shapes below the first
         self._kinds: dict[type, None] = {}  # in the order in which they were seen
-        self._fields: dict[str, Shape] = {}
-        self._item: Shape | None = None
+        self._fields: dict[str, JsonShape] = {}
+        self._item: JsonShape | None = None
         self._inexact: str | None = None  # the first number that would not come back as it is written
 
     def look(self, values: Values) -> None:
@@ -69,17 +69,17 @@ class Shape:
                 self._fields[name] = self._deeper()
             self._fields[name].look(_items_there(values, name))
 
-    def _below(self) -> Shape:
+    def _below(self) -> JsonShape:
         if self._item is None:
             self._item = self._deeper()
         return self._item
 
-    def _deeper(self) -> Shape:
+    def _deeper(self) -> JsonShape:
         if self._depth == _DEEPEST:
             raise ValueError(f"its values are nested more than {_DEEPEST} deep")
         if next(self._places) >= _MOST_PLACES:
             raise ValueError(f"all rows up to it have more than {_MOST_PLACES} different keys: these are data")
-        return Shape(self._depth + 1, self._places)
+        return JsonShape(self._depth + 1, self._places)
 
     @property
     def _has_data_as_keys(self) -> bool:

@@ -16,7 +16,7 @@ _STEPS = (1, 2, 5, 10)
 _BINS = 10  # about, beside the one for what is longer than nearly all
 
 
-class Lengths:
+class LengthDistribution:
     """The distribution of lengths: how many values have each."""
 
     def __init__(self) -> None:

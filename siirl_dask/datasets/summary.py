@@ -16,8 +16,8 @@ from siirl_storage import Part
 from siirl_dask.coordinator.decoding import plain
 from siirl_dask.datasets.column_paths import extract
 from siirl_dask.datasets.importing import check_prompts
-from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, Input, open_inputs, readable, total_rows
-from siirl_dask.datasets.lengths import Lengths, Measure, measure_column
+from siirl_dask.datasets.inputs import MAX_BATCH_BYTES, InputRows, open_inputs, readable, total_rows
+from siirl_dask.datasets.lengths import LengthDistribution, Measure, measure_column
 from siirl_dask.datasets.mapping import unify
 from siirl_dask.errors import DataError
 from siirl_dask.images import normalised
@@ -52,7 +52,7 @@ class DatasetSummary:
     columns: dict[str, ColumnSummary]
     prompt: str | None
     """Column whose lengths are counted; None where there is none of texts."""
-    lengths: Lengths = field(default_factory=Lengths)
+    lengths: LengthDistribution = field(default_factory=LengthDistribution)
     read: int = 0
     """Rows that columns and lengths are taken from."""
     pieces: int = 0
@@ -173,7 +173,7 @@ def _prompt_of(schema: pa.Schema) -> str | None:
 _Piece = tuple[str, Callable[[], Iterator[pa.RecordBatch]]]
 
 
-def _pieces(inputs: Sequence[Input]) -> list[_Piece]:
+def _pieces(inputs: Sequence[InputRows]) -> list[_Piece]:
     """Return what can be read by itself: each part with rows, and each input of another kind."""
     pieces: list[_Piece] = []
     for one in inputs:

@@ -15,7 +15,7 @@ from siirl_storage.files import full_name
 
 from siirl_dask.datasets.csv_rows import read_csv_columns
 from siirl_dask.datasets.json_rows import Block, read_blocks
-from siirl_dask.datasets.json_types import Shape, array_of
+from siirl_dask.datasets.json_types import JsonShape, array_of
 from siirl_dask.errors import DataError
 
 Batches = Callable[[], Iterator[pa.RecordBatch]]
@@ -39,7 +39,7 @@ class JsonFiles:
     def __init__(self, fs: AbstractFileSystem, files: Sequence[str]) -> None:
         self._fs = fs
         self._files = files
-        self._shape = Shape()
+        self._shape = JsonShape()
         self._unseen = self._blocks()
         self._first = next(self._unseen, None)
         if self._first is not None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.config.secrets import redacted
 from siirl_dask.errors import Fenced, FolderGone, Interrupted, SiirlError
-from siirl_dask.observe import Failure
+from siirl_dask.observe import RunFailure
 from siirl_dask.runs.checkpoints import committed
 
 
-def failure_of(error: BaseException, command: str | None) -> Failure:
+def failure_of(error: BaseException, command: str | None) -> RunFailure:
     """Return the error by its parts, without secrets, for ``summary.json``.
 
     ``command`` is the shell command that resumes the run, where it is known.
     """
     origin = error.origin if isinstance(error, SiirlError) else SiirlError.origin
-    return Failure(
+    return RunFailure(
         kind=type(error).__name__,
         message=redacted(str(error)),
         worker=origin.worker,

@@ -24,11 +24,11 @@ from siirl_dask.observe import (
     Accuracy,
     BytesPerStep,
     Drift,
-    Failure,
     MetricsLog,
     Progress,
     Record,
     Restart,
+    RunFailure,
     Slowest,
     Status,
     Summary,
@@ -198,7 +198,7 @@ class RunLog:
             for line in failure_text(self.config, error, self.steps, self.command):
                 print(f"  {line}", file=sys.stderr, flush=True)
 
-    def end(self, status: Status, error: str | None, failure: Failure | None = None) -> Summary:
+    def end(self, status: Status, error: str | None, failure: RunFailure | None = None) -> Summary:
         """Close the logs; write summary and plot, unless the run never began or another start has taken it over.
 
         Fenced if a run that is complete has its folder no more.

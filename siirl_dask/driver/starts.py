@@ -50,7 +50,7 @@ _NOT_POLICIES = (build_reward_model, build_encoder)
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WarmStart:
     """A model that begins as the policy of another run, or adapters that begin as those of its policy."""
 
     path: str
@@ -81,7 +81,7 @@ class Start:
 class Starts:
     """All models of a run that begin as policies of other runs; there may be none."""
 
-    starts: tuple[Start, ...]
+    starts: tuple[WarmStart, ...]
 
     @property
     def are_written(self) -> bool:
@@ -136,8 +136,8 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
     """
     existing = [dag for dag in dags if dag is not None]
     written = [] if fresh else _written_folders(config.run.url)
-    models: dict[str, Start] = {}
-    adapters: dict[str, Start] = {}
+    models: dict[str, WarmStart] = {}
+    adapters: dict[str, WarmStart] = {}
     for path, is_of_adapters in _paths(config, existing):
         start = _find(path, config.run.url, written, adapters=is_of_adapters)
         if start is not None and is_of_adapters:
@@ -161,7 +161,7 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
     return Starts((*models.values(), *adapters.values()))
 
 
-def _check_adapters(start: Start, trainer: TrainerConfig, base: str) -> None:
+def _check_adapters(start: WarmStart, trainer: TrainerConfig, base: str) -> None:
     """Raise ConfigError unless adapters of another run are those that a policy of the model ``base`` has.
 
     Adapters that are written were checked before.
@@ -189,7 +189,7 @@ def _check_adapters(start: Start, trainer: TrainerConfig, base: str) -> None:
         check_same_base(start.base, base, subject)
 
 
-def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) -> Start | None:
+def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) -> WarmStart | None:
     """Return how a model, or its adapters, begin; None unless the path is that of a run."""
     if path.startswith(HUB):
         return None
@@ -201,7 +201,7 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
         for folder in written:
             step_written = _step_in(folder, run, run_url, adapters=adapters)
             if step_written is not None and step in (None, step_written):
-                return Start(path=path, run=run, step=step_written, folder=folder, base=folder, adapters=adapters)
+                return WarmStart(path=path, run=run, step=step_written, folder=folder, base=folder, adapters=adapters)
     key = _key_of(path, adapters=adapters)
     with reached(path):
         if _has_config(path, adapters=adapters):
@@ -222,7 +222,7 @@ def _key_of(path: str, *, adapters: bool) -> str:
     return f"trainer.lora.path={path!r}" if adapters else f"model.path={path!r}"
 
 
-def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: bool) -> Start:
+def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: bool) -> WarmStart:
     """Return the start from a run's checkpoint. ConfigError where it has none, or no policy."""
     subject = _key_of(path, adapters=adapters)
     if absolute(run) == absolute(run_url):
@@ -244,10 +244,10 @@ def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: boo
             f"{subject}: the run was trained from {base!r}, which is not there, and has the config and the tokenizer"
         )
     folder = _folder(run, step, run_url, adapters=adapters)
-    return Start(path=path, run=run, step=step, folder=folder, base=base, adapters=adapters)
+    return WarmStart(path=path, run=run, step=step, folder=folder, base=base, adapters=adapters)
 
 
-def _write(start: Start, checkpoint: Checkpoint) -> None:
+def _write(start: WarmStart, checkpoint: Checkpoint) -> None:
     config = Run(start.run).config
     with TemporaryDirectory() as folder:
         local = Path(folder)

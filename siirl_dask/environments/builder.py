@@ -11,11 +11,11 @@ from siirl_dask.config import EnvironmentsConfig, ModelConfig, OnToolError, pars
 from siirl_dask.context import Device, HoldsNoGroups, Rank
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.mcp_servers import McpServers, check_installed
-from siirl_dask.environments.places import InWorker, Place
+from siirl_dask.environments.places import EnvironmentHost, InWorker
 from siirl_dask.environments.processes import InProcesses
 from siirl_dask.environments.protocol import OnAnswer, Session, ToolCalls
 from siirl_dask.environments.room import ONLY, World, refuse_blocking
-from siirl_dask.environments.session import Rules, WorkerSession
+from siirl_dask.environments.session import SessionRules, WorkerSession
 from siirl_dask.environments.shapes import UnknownShape, is_async, shape_of
 from siirl_dask.environments.tools import CallParser, Schema, schema_of, schemas_by_name
 from siirl_dask.errors import ConfigError
@@ -34,14 +34,14 @@ class WorkerEnvironments(HoldsNoGroups):
         own: list[Schema] = [schema_of(tool) for tool in world.tools.values()]
         self._loop = EventLoop("siirl-environments", device.bind)
         self._servers: McpServers | None = None
-        self._place: Place | None = None
+        self._place: EnvironmentHost | None = None
         self._lasting: Session | None = None
         try:
             self._place = _place(world, config, self._loop)
             if config.mcp_servers:
                 self._servers = McpServers(config.mcp_servers, self._loop, timeout=config.timeout, most=world.most)
             remote = self._servers
-            self._rules = Rules(
+            self._rules = SessionRules(
                 place=self._place,
                 names=list(world.environments),
                 name_column=config.name_column,
@@ -104,7 +104,7 @@ class WorkerEnvironments(HoldsNoGroups):
             self._leave_lasting()
 
 
-def _place(world: World, config: EnvironmentsConfig, loop: EventLoop) -> Place:
+def _place(world: World, config: EnvironmentsConfig, loop: EventLoop) -> EnvironmentHost:
     if config.processes:
         return InProcesses(world, processes=config.processes, timeout=config.timeout)
     return InWorker(world, timeout=config.timeout, concurrency=config.concurrency)

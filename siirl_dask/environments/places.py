@@ -24,7 +24,7 @@ class CallFailed(UserError):
     """A call gave nothing; the text is the reason of the episode's failure."""
 
 
-class Place(Protocol):
+class EnvironmentHost(Protocol):
     """Where environments live and tools are called. All methods are called on one event loop; none raises."""
 
     async def open(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened | Failure: ...

@@ -35,7 +35,7 @@ class InProcesses:
             raise ConfigError(f"the environments cannot be sent to other processes: {error}") from error
         self._most = world.most
         self._slots = [_Slot(payload, timeout, f"siirl-environment-{index}") for index in range(processes)]
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldEpisodes] = {}
         try:
             # One starts now, so that what cannot be loaded is known before the run; the others meanwhile.
             self._slots[0].thread.submit(self._slots[0].start).result()
@@ -85,7 +85,7 @@ class InProcesses:
     async def _open(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened:
         slot = min(self._slots, key=lambda slot: slot.held)
         slot.held += 1
-        held = self._held[episode] = _Held(slot)
+        held = self._held[episode] = _HeldEpisodes(slot)
         plain = await slot.begin(("reset", episode, name, dict(row), seed), held)
         if not isinstance(plain, dict) or not isinstance(plain.get("tools"), list):
             raise WrongAnswer(f"the process gave {plain!r:.200}: expected an opening")
@@ -120,7 +120,7 @@ class InProcesses:
 
 
 @dataclass(slots=True)
-class _Held:
+class _HeldEpisodes:
     """The place of an episode's environment."""
 
     slot: _Slot
@@ -151,7 +151,7 @@ class _Slot:
         """Whether there is a child that was not killed."""
         return self._child is not None and self._child.alive
 
-    async def begin(self, request: tuple[Any, ...], held: _Held | None = None) -> Any:
+    async def begin(self, request: tuple[Any, ...], held: _HeldEpisodes | None = None) -> Any:
         """Return the result of a request that any child may have; ``held`` is told the number of the one that has."""
         return await self._run(self._begin, request, held)
 
@@ -190,7 +190,7 @@ class _Slot:
             raise CallFailed(failure)
         return result
 
-    def _begin(self, request: tuple[Any, ...], held: _Held | None) -> Outcome:
+    def _begin(self, request: tuple[Any, ...], held: _HeldEpisodes | None) -> Outcome:
         if not self.alive:
             try:
                 self.start()

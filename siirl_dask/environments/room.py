@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from siirl_dask.environments.answers import WrongAnswer, cut, opening_of, step_of, text_of
 from siirl_dask.environments.protocol import Opening, Step
-from siirl_dask.environments.shapes import Shape, UnknownShape, is_async, make, shape_of
+from siirl_dask.environments.shapes import EnvironmentFunctions, UnknownShape, is_async, make, shape_of
 from siirl_dask.environments.tools import Schema, schema_of
 
 ONLY = ""
@@ -57,7 +57,7 @@ class Room:
     call: Caller
     async_only: bool = False
     """Whether only async functions may be called, because others could not be stopped."""
-    _open: dict[int, Shape] = field(default_factory=dict)
+    _open: dict[int, EnvironmentFunctions] = field(default_factory=dict)
     _schemas: dict[type, Sequence[Schema]] = field(default_factory=dict)
 
     async def reset(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened:
@@ -118,7 +118,7 @@ class Room:
             await self.call(shape.close)
 
 
-def refuse_blocking(name: str, shape: Shape) -> None:
+def refuse_blocking(name: str, shape: EnvironmentFunctions) -> None:
     """Raise UnknownShape for an environment with a function that is not async, which nothing could stop."""
     if blocking := [function for function, call in shape.calls.items() if not is_async(call)]:
         raise UnknownShape(

@@ -15,7 +15,7 @@ from typing import Any
 
 from siirl_dask.environments.answers import cut, reason_of
 from siirl_dask.environments.event_loop import EventLoop
-from siirl_dask.environments.places import Place
+from siirl_dask.environments.places import EnvironmentHost
 from siirl_dask.environments.protocol import Action, Answer, Failure, Lost, OnAnswer, Opening, Step, ToolCalls
 from siirl_dask.environments.room import ONLY, Opened
 from siirl_dask.environments.tools import Call, CallParser, Schema, observation_of, schemas_by_name
@@ -53,10 +53,10 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SessionRules:
     """The part of a session that is the same in every step."""
 
-    place: Place
+    place: EnvironmentHost
     names: Sequence[str]
     """Names of the environments: ``ONLY`` alone where there is one, none where there are tools alone."""
     name_column: str
@@ -99,7 +99,7 @@ class _Episode:
 class WorkerSession:
     """A Session whose calls are made on ``loop``. All but the methods of the protocol belongs to the loop's thread."""
 
-    def __init__(self, rules: Rules, loop: EventLoop, on_answer: OnAnswer) -> None:
+    def __init__(self, rules: SessionRules, loop: EventLoop, on_answer: OnAnswer) -> None:
         self._rules = rules
         self._loop = loop
         self._on_answer = on_answer

@@ -31,7 +31,7 @@ class UnknownShape(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EnvironmentFunctions:
     """The functions of one environment, each sync or async; what they return is read by ``answers``."""
 
     reset: Callable[[Mapping[str, Any], int], Any]
@@ -56,7 +56,7 @@ def is_async(function: Callable[..., Any] | None) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def shape_of(thing: object) -> Shape:
+def shape_of(thing: object) -> EnvironmentFunctions:
     """Return the shape of an environment, or of a class of environments, whose methods then want a ``self``.
 
     UnknownShape for anything else, with what is missing.
@@ -68,21 +68,25 @@ def shape_of(thing: object) -> Shape:
         begin = getattr(thing, "init", None)
         if not (callable(begin) and callable(step)):
             raise UnknownShape(f"{_name(thing)} has no reset: expected reset(row, seed) and step(text), or tools")
-        return Shape(_bound(_init, begin), step, _listed_tools(thing), **common)
+        return EnvironmentFunctions(_bound(_init, begin), step, _listed_tools(thing), **common)
     names = _parameters(reset)
     if [name.lstrip("_") for name in names][:2] == ["row", "seed"]:
         tools = _listed_tools(thing) if step or hasattr(thing, "tools") else _documented(thing)
-        return _checked(thing, Shape(reset, step, tools, **common))
+        return _checked(thing, EnvironmentFunctions(reset, step, tools, **common))
     if getattr(thing, "action_space", None) is not None or (names and set(names) <= {"seed", "options"}):
         numbered = _gym_step(thing, step) if callable(step) else None
-        return _checked(thing, Shape(_bound(_gym_reset, reset), numbered, _listed_tools(thing), **common))
+        return _checked(
+            thing, EnvironmentFunctions(_bound(_gym_reset, reset), numbered, _listed_tools(thing), **common)
+        )
     if callable(step) and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
         raise UnknownShape(f"{_name(thing)}.reset takes ({', '.join(names)}): expected reset(row, seed)")
     tools = _documented(thing)
-    return _checked(thing, Shape(_bound(_reset_by_name, reset), None if "step" in tools else step, tools, **common))
+    return _checked(
+        thing, EnvironmentFunctions(_bound(_reset_by_name, reset), None if "step" in tools else step, tools, **common)
+    )
 
 
-def _checked(thing: object, shape: Shape) -> Shape:
+def _checked(thing: object, shape: EnvironmentFunctions) -> EnvironmentFunctions:
     if not callable(shape.step) and not shape.tools:
         raise UnknownShape(f"{_name(thing)} has neither a step nor a documented method: expected one of them")
     return shape

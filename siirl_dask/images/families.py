@@ -13,7 +13,7 @@ VlmFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ImageFamily:
     """One kind of model, by the names that transformers gives its parts."""
 
     placeholder: str
@@ -28,8 +28,8 @@ class Family:
     """Modules of the tower, within it, that map what it sees to the width of the text."""
 
 
-FAMILIES: Mapping[str, Family] = {
-    kind: Family(
+FAMILIES: Mapping[str, ImageFamily] = {
+    kind: ImageFamily(
         placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         tower="model.visual",
         positions="get_rope_index",
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
 """Families by the ``model_type`` of config.json."""
 
 
-def family_of(config: Mapping[str, Any], path: str) -> Family:
+def family_of(config: Mapping[str, Any], path: str) -> ImageFamily:
     """Return the family of a model by its config.json. ConfigError where it has no images, or is of another one."""
     kind = str(config.get("model_type"))
     if kind in FAMILIES:

@@ -26,7 +26,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from siirl_dask.config import ImagesConfig, parse_bytes
 from siirl_dask.errors import ConfigError, ImageError
 from siirl_dask.images.cache import BoundedCache
-from siirl_dask.images.families import Family, family_of
+from siirl_dask.images.families import ImageFamily, family_of
 from siirl_dask.images.image import Image
 from siirl_dask.images.reading import check_bytes, decode, fetch, located, size_of
 from siirl_dask.models.architecture import read_config
@@ -57,7 +57,7 @@ class ImageProcessor:
     Any thread may use it. What it has made last is kept, by content and settings, up to ``images.cache`` bytes.
     """
 
-    def __init__(self, processor: Any, settings: ImagesConfig, family: Family, image_token: int) -> None:
+    def __init__(self, processor: Any, settings: ImagesConfig, family: ImageFamily, image_token: int) -> None:
         """Use ``load``, which checks the folder. ``processor`` is the model's own, of transformers."""
         self.family = family
         self.image_token = image_token

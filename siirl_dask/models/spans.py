@@ -32,7 +32,7 @@ def trial_length(config: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionSpan:
     """Stands for a mask: a token sees itself and those before it in its row, no further back than a window."""
 
     window: int | None
@@ -56,7 +56,7 @@ def register_with_probe(name: str, attend: Callable[..., tuple[Tensor, None]]) -
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None and not isinstance(attention_mask, Span):
+        if attention_mask is not None and not isinstance(attention_mask, AttentionSpan):
             raise NotImplementedError(f"{type(module).__name__} makes a mask of its own")
         if sliding_window is None and attention_mask is not None:
             vars(module)[_WINDOW] = attention_mask.window
@@ -77,10 +77,10 @@ def window_of(module: nn.Module, sliding_window: int | None) -> int | None:
     return window
 
 
-def _span(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> Span:
+def _span(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> AttentionSpan:
     """Return the span of a mask that transformers asks for."""
     if use_vmap:
         raise NotImplementedError("it makes a mask of its own")
     if local_size is not None and local_size != getattr(config, "sliding_window", None):
         raise NotImplementedError("it attends in chunks")
-    return Span(local_size)
+    return AttentionSpan(local_size)

@@ -23,7 +23,7 @@ from siirl_dask.nodes.prompts import MAX_TOKENS, encode_prompts, prompt_columns
 from siirl_dask.nodes.reward import begin_scores, score
 from siirl_dask.nodes.routes import route_columns
 from siirl_dask.nodes.sampling import SAMPLED
-from siirl_dask.planner import Changes
+from siirl_dask.planner import ContractChanges
 from siirl_dask.planner import columns as declares
 from siirl_dask.rewards import Scorer
 from siirl_dask.schema import (
@@ -49,7 +49,7 @@ def _changes(
     columns: Sequence[str],
     images: ImagesConfig | None = None,
     **options: object,
-) -> Changes:
+) -> ContractChanges:
     changes = prompt_columns(rollout=rollout, images=images)
     return replace(
         changes,

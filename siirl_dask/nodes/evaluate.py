@@ -26,7 +26,7 @@ from siirl_dask.context import Context
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.advantages.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
-from siirl_dask.planner import Changes, columns, reads_option
+from siirl_dask.planner import ContractChanges, columns, reads_option
 from siirl_dask.schema import (
     AGENT,
     ANSWER,
@@ -83,7 +83,7 @@ NO_COLUMN = ColumnPath()
 
 
 @dataclass(slots=True)
-class _Tally:
+class _MetricSums:
     """The sum of each metric over prompts, and the number of prompts in it."""
 
     sums: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def measure_answers(
         return table
     own = _tally(table, n, k, source, extract)
     own.check(source)  # before it is sent to all workers: a column of prompts would be large
-    tally = _Tally()
+    tally = _MetricSums()
     for packed in ctx.all_gather(own.pack()):
         tally.merge(packed)
     tally.check(source)
@@ -175,9 +175,9 @@ def measure_answers(
 
 def _tally(
     table: pa.Table, n: int, k: Sequence[int], source: ColumnPath, extract: Callable[[str], str | None] | None
-) -> _Tally:
+) -> _MetricSums:
     """Return the metrics of this worker's prompts. DataError for a source that cannot be printed."""
-    tally = _Tally()
+    tally = _MetricSums()
     prompts: dict[int, _Prompt] = {}
     for group, reward, response, name in _samples(table, source):
         if name is not None and not (name and name.isprintable()):
@@ -260,10 +260,12 @@ def eval_table_schema(prompt: DataType, answer: DataType, *, episodes: bool = Fa
     return make_schema(types)
 
 
-def _reads_of_eval_table(*, source: ColumnPath = NO_COLUMN, episodes: bool = False, **options: object) -> Changes:
+def _reads_of_eval_table(
+    *, source: ColumnPath = NO_COLUMN, episodes: bool = False, **options: object
+) -> ContractChanges:
     if episodes:
-        return Changes(reads=[*source, *_EPISODE_COLUMNS], optional=[AGENT])
-    return Changes(reads=[*source])
+        return ContractChanges(reads=[*source, *_EPISODE_COLUMNS], optional=[AGENT])
+    return ContractChanges(reads=[*source])
 
 
 @columns(reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS], depends_on_options=_reads_of_eval_table, passes=False)

@@ -14,7 +14,7 @@ from siirl_dask.nodes.partial_rollout import generate_partial, pack_unfinished, 
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.routes import add_routes, route_columns
 from siirl_dask.nodes.sampling import EARLY_COLUMNS, SAMPLED, add_samples, generate_all, make_requests
-from siirl_dask.planner import Changes, Groups, KeptRows, columns
+from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, IMAGES, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
 
@@ -27,19 +27,19 @@ def _unpack(ctx: Context, table: pa.Table, *, rollout: RolloutConfig, **options:
     unpack_unfinished(ctx, table, [rollout_sampling(rollout)] * rollout.n)
 
 
-def _generate_changes(*, rollout: RolloutConfig, **options: object) -> Changes:
+def _generate_changes(*, rollout: RolloutConfig, **options: object) -> ContractChanges:
     if not rollout.partial:
         return _route_changes(rollout=rollout)
     unfinished_rows = KeptRows(_pack, _unpack)
-    return Changes(
+    return ContractChanges(
         writes=fields(TOKEN_VERSIONS),
         carries=unfinished_rows,
         groups=Groups.NEW,  # some are of earlier steps
     )
 
 
-def _route_changes(*, rollout: RolloutConfig, **options: object) -> Changes:
-    return Changes(writes=route_columns(rollout))
+def _route_changes(*, rollout: RolloutConfig, **options: object) -> ContractChanges:
+    return ContractChanges(writes=route_columns(rollout))
 
 
 @columns(

@@ -11,7 +11,7 @@ from siirl_dask.context import Context
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import PackedTable, pack_rows
 from siirl_dask.nodes.routes import packed_routes
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.schema import (
     COLLISION_PROBS,
     ENTROPIES,
@@ -30,13 +30,13 @@ from siirl_dask.schema import (
 from siirl_dask.training import Critic, TokenScores, Trainer
 
 
-def _writes_scores(*, entropies: bool, collision_probs: bool) -> Changes:
+def _writes_scores(*, entropies: bool, collision_probs: bool) -> ContractChanges:
     writes: dict[str, pa.DataType] = {}
     if entropies:
         writes |= fields(ENTROPIES)
     if collision_probs:
         writes |= fields(COLLISION_PROBS)
-    return Changes(writes=writes)
+    return ContractChanges(writes=writes)
 
 
 @columns(

@@ -94,7 +94,7 @@ class _PartialSample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unfinished:
+class _UnfinishedResponse:
     """Rows and samples that continue in the next step."""
 
     rows: pa.Table
@@ -106,7 +106,7 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     engine: RolloutEngine = ctx.resource
     rows, requests = make_requests(ctx, table, samplings)
     samples = [_PartialSample(request) for request in requests]
-    earlier: _Unfinished | None = ctx.state.pop(_UNFINISHED, None)
+    earlier: _UnfinishedResponse | None = ctx.state.pop(_UNFINISHED, None)
     if earlier is not None:
         earlier_rows = with_older_ids(earlier.rows).select(rows.column_names).cast(rows.schema)
         rows = pa.concat_tables([rows, earlier_rows])
@@ -121,14 +121,14 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
     complete = _complete_groups(rows, samples)
     unfinished = list(compress(samples, ~complete))
     if unfinished:
-        ctx.state[_UNFINISHED] = _Unfinished(rows_where(rows, ~complete), unfinished)
+        ctx.state[_UNFINISHED] = _UnfinishedResponse(rows_where(rows, ~complete), unfinished)
     ctx.log("rollout/kept_for_next_step", len(unfinished), Reduce.SUM)
     return _finished_rows(ctx, rows_where(rows, complete), list(compress(samples, complete)))
 
 
 def pack_unfinished(ctx: Context) -> pa.Table:
     """Return the rows that continue in the next step with their partial samples; an empty table where none do."""
-    unfinished: _Unfinished | None = ctx.state.get(_UNFINISHED)
+    unfinished: _UnfinishedResponse | None = ctx.state.get(_UNFINISHED)
     if unfinished is None:
         identity = {name: TYPES[name] for name in IDENTITY}
         return pa.schema(identity | _PARTIAL_COLUMNS).empty_table()
@@ -170,7 +170,7 @@ def unpack_unfinished(ctx: Context, table: pa.Table, samplings: Sequence[Samplin
             worker=row[WORKER],
         )
         samples.append(sample)
-    ctx.state[_UNFINISHED] = _Unfinished(rows, samples)
+    ctx.state[_UNFINISHED] = _UnfinishedResponse(rows, samples)
 
 
 def blob_columns(rows: pa.Table) -> list[str]:

@@ -12,7 +12,7 @@ from siirl_dask.context import Context
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import pack_rows, packed, response_mask, values
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.schema import (
     AGENT,
     EPISODE_ID,
@@ -29,8 +29,8 @@ from siirl_dask.schema import (
 from siirl_dask.training import Trainer
 
 
-def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> Changes:
-    return Changes(reads=(old, AGENT, EPISODE_ID) if agents else (old,))
+def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> ContractChanges:
+    return ContractChanges(reads=(old, AGENT, EPISODE_ID) if agents else (old,))
 
 
 @columns(

@@ -19,7 +19,7 @@ from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.errors import ConfigError, DataError, ImageError, Origin, SiirlError
 from siirl_dask.images import Image, images_of, normalised
 from siirl_dask.images.prompts import marked
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.rollout import RolloutEngine, processor_of
 from siirl_dask.schema import (
     DATA_PART,
@@ -50,12 +50,12 @@ def prompt_columns(
     column: str = PROMPT,
     images: ImagesConfig | None = None,
     **options: object,
-) -> Changes:
+) -> ContractChanges:
     """Declare, for ``depends_on_options``, the columns of the prompt and of its images, and that
     ``rollout.expected_length_column`` is read where a dataset has it.
     """
     expected = None if rollout is None else rollout.expected_length_column
-    changes = Changes(reads=(column,), optional=() if expected is None else (expected,))
+    changes = ContractChanges(reads=(column,), optional=() if expected is None else (expected,))
     if images is None or images.column is None:
         return changes
     image_column = _image_column(images, column)

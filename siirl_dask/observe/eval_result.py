@@ -16,7 +16,7 @@ from siirl_dask import __version__
 from siirl_dask.config.secrets import redacted
 from siirl_dask.observe.console import PipeConsole
 
-FILE = "metrics.json"
+EVAL_FILE = "metrics.json"
 _ALL = "all"
 _WIDEST = 1000  # characters
 _NAME = re.compile(r"(mean|pass|best|maj)@(\d+)(?:/(.+))?", re.DOTALL)
@@ -70,7 +70,7 @@ class EvalResult:
 
 def write_eval_result(url: str, result: EvalResult) -> None:
     """Write ``<url>/metrics.json``, atomically."""
-    fs, path = open_fs(join(url, FILE))
+    fs, path = open_fs(join(url, EVAL_FILE))
     write_atomic(fs, path, result.to_json().encode())
 
 
@@ -81,7 +81,7 @@ def print_eval_result(result: EvalResult, url: str) -> None:
     needed = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
     console.width = max(console.width, needed)  # rich would cut numbers
     console.print(table)
-    console.print(Text(f"every sample and {FILE}: {redacted(url)}"), soft_wrap=True)
+    console.print(Text(f"every sample and {EVAL_FILE}: {redacted(url)}"), soft_wrap=True)
 
 
 def eval_result_table(result: EvalResult) -> Table:

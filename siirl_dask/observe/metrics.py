@@ -25,7 +25,7 @@ from siirl_dask.planner import Phase
 Message = dict[str, list[Any]]
 """Packed metrics, as they travel from a worker to the driver."""
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 MEASURED = (Phase.TRAIN, Phase.VALIDATION, Phase.TEST)
 """Phases whose iterations are recorded."""
 
@@ -114,12 +114,12 @@ class MetricsLog:
         ``attempt`` numbers the start of the run: of two records of one step, that of the later start counts.
         """
         self._attempt = attempt
-        self._fs, self._path = open_fs(join(url, FILE))
+        self._fs, self._path = open_fs(join(url, METRICS_FILE))
         self._appends = isinstance(self._fs, LocalFileSystem)
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
         whole = whole_lines(written)
         if until is not None:
-            records = [(line, decode(line, join(url, FILE))) for line in whole.splitlines(keepends=True)]
+            records = [(line, decode(line, join(url, METRICS_FILE))) for line in whole.splitlines(keepends=True)]
             whole = b"".join(line for line, (record, _) in records if record["step"] <= until)
         if whole != written or not written:  # the last start was killed while writing; or this run is new
             write_atomic(self._fs, self._path, whole)
@@ -151,7 +151,7 @@ def read_attempts(url: str) -> list[tuple[Record, int]]:
 
     It is 0 where an earlier version did.
     """
-    name = join(url, FILE)
+    name = join(url, METRICS_FILE)
     fs, path = open_fs(name)
     try:
         text = fs.cat_file(path)
@@ -183,7 +183,7 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
     A line that is one, and not as it was written, has another digest than it says; readers do not compare that.
     FileNotFoundError without a file.
     """
-    name = join(url, FILE)
+    name = join(url, METRICS_FILE)
     fs, path = open_fs(name)
     text = fs.cat_file(path)
     whole = whole_lines(text)

@@ -15,7 +15,7 @@ from siirl_dask import __version__
 from siirl_dask.errors import DataError
 from siirl_dask.observe.own_digest import KEY, is_as_written, own_digest
 
-FILE = "summary.json"
+SUMMARY_FILE = "summary.json"
 
 
 class Status(StrEnum):
@@ -81,7 +81,7 @@ class Slowest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RunFailure:
     """The error that ended a run, by its parts; null where one is not known."""
 
     kind: str
@@ -107,7 +107,7 @@ class Summary:
     status: Status
     error: str | None = None
     """Error that stopped the run; None when it is complete."""
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     """The same error by its parts."""
     steps: int
     """Steps trained."""
@@ -136,13 +136,13 @@ class Summary:
 
 def write_summary(url: str, summary: Summary) -> None:
     """Write or replace ``<url>/summary.json``, atomically."""
-    fs, path = open_fs(join(url, FILE))
+    fs, path = open_fs(join(url, SUMMARY_FILE))
     write_atomic(fs, path, summary.to_json().encode())
 
 
 def read_summary(url: str) -> Summary:
     """Return the summary of the run at ``url``, without unknown fields. DataError if it is absent or damaged."""
-    name = join(url, FILE)
+    name = join(url, SUMMARY_FILE)
     fs, path = open_fs(name)
     try:
         known = _known(Summary, json.loads(fs.cat_file(path)))
@@ -153,7 +153,7 @@ def read_summary(url: str) -> Summary:
         if known.get("slowest") is not None:
             known["slowest"] = Slowest(**_known(Slowest, known["slowest"]))
         if known.get("failure") is not None:
-            known["failure"] = Failure(**_known(Failure, known["failure"]))
+            known["failure"] = RunFailure(**_known(RunFailure, known["failure"]))
             known["failure"] = replace(known["failure"], rows=tuple(known["failure"].rows))
         known["warnings"] = tuple(known.get("warnings", ()))
         return Summary(**known)
@@ -169,7 +169,7 @@ def summary_altered(url: str) -> bool:
     DataError as in ``read_summary``.
     """
     read_summary(url)
-    fs, path = open_fs(join(url, FILE))
+    fs, path = open_fs(join(url, SUMMARY_FILE))
     return not is_as_written(json.loads(fs.cat_file(path)))
 
 

@@ -22,8 +22,8 @@ from siirl_dask.planner.chain import (
 from siirl_dask.planner.column_flow import DATA, NodeColumns, trace_columns
 from siirl_dask.planner.compile import compile_chains
 from siirl_dask.planner.contract import (
-    Changes,
     Contract,
+    ContractChanges,
     Groups,
     KeptRows,
     WeightSink,
@@ -32,8 +32,8 @@ from siirl_dask.planner.contract import (
     reads_option,
 )
 from siirl_dask.planner.dag import DAG
-from siirl_dask.planner.explain.memory import Usage, usage
-from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.explain.memory import TableUsage, usage
+from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.footprint import Card, Footprint, Remedy
 from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
@@ -50,8 +50,8 @@ __all__ = [
     "NO_DATA",
     "Card",
     "Chain",
-    "Changes",
     "Contract",
+    "ContractChanges",
     "Cut",
     "Drop",
     "EarlyColumns",
@@ -83,9 +83,9 @@ __all__ = [
     "Save",
     "SaveState",
     "Send",
-    "Sizes",
     "Stream",
-    "Usage",
+    "TableSizes",
+    "TableUsage",
     "WeightSink",
     "WeightSource",
     "builds",

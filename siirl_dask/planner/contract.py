@@ -65,7 +65,7 @@ class Groups(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class ContractChanges:
     """Additions to a node's contract that depend on its options."""
 
     reads: Sequence[str] = ()
@@ -136,7 +136,7 @@ class Contract:
     learns_alone: Callable[..., bool] | None = None
     """Function of the node's options: whether what it computes tells a good sample from a bad one where each prompt has
     one sample alone; asked before a run starts. None: it does."""
-    depends_on_options: Callable[..., Changes] | None = None
+    depends_on_options: Callable[..., ContractChanges] | None = None
     """Function of the node's options, defaults included, that returns what they add to this contract."""
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def columns(
     trial: Callable[..., None] | None = None,
     learns_alone: Callable[..., bool] | None = None,
     stream: WeightSource | WeightSink | None = None,
-    depends_on_options: Callable[..., Changes] | None = None,
+    depends_on_options: Callable[..., ContractChanges] | None = None,
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract where its code is; see Contract for each argument.
 
@@ -205,11 +205,11 @@ def columns(
     return attach
 
 
-def reads_option(name: str) -> Callable[..., Changes]:
+def reads_option(name: str) -> Callable[..., ContractChanges]:
     """Return a value of ``depends_on_options`` that adds the columns listed by the option ``name`` to the reads."""
 
-    def changes(**options: Any) -> Changes:
-        return Changes(reads=tuple(options.get(name) or ()))
+    def changes(**options: Any) -> ContractChanges:
+        return ContractChanges(reads=tuple(options.get(name) or ()))
 
     return changes
 

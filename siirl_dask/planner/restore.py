@@ -15,7 +15,7 @@ from typing import Any
 
 from siirl_dask.errors import PlanError
 from siirl_dask.planner.column_flow import Column, NodeColumns, trace_columns
-from siirl_dask.planner.contract import Changes, bare, columns
+from siirl_dask.planner.contract import ContractChanges, bare, columns
 from siirl_dask.planner.dag import DAG
 from siirl_dask.planner.node import Node
 from siirl_dask.schema import IDENTITY, IMAGES, TYPES, Schema, is_blob, make_schema
@@ -28,8 +28,8 @@ STORED = "stored"
 """Name of the node that stands for stored rows, where nodes are run again."""
 
 
-def _of_groups(*, of_groups: Sequence[str] = (), **options: object) -> Changes:
-    return Changes(of_groups=tuple(of_groups))
+def _of_groups(*, of_groups: Sequence[str] = (), **options: object) -> ContractChanges:
+    return ContractChanges(of_groups=tuple(of_groups))
 
 
 @columns(new_rows=True, passes=False, depends_on_options=_of_groups)

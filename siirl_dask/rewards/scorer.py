@@ -85,7 +85,7 @@ class Scorer(HoldsNoGroups):
                 scoring.add(index, partial(_itself, row))
             scores = scoring.finish()
         else:
-            tally = _Tally(self.max_failures, self._progress)
+            tally = _ScoreCollector(self.max_failures, self._progress)
             for index, row in enumerate(rows):
                 if not tally.take(index, call_reward(self._reward, row)):
                     break
@@ -100,7 +100,7 @@ class Scorer(HoldsNoGroups):
     def begin(self) -> Scoring:
         """Begin to score rows that come one after the other; only for a scorer that ``works_beside``."""
         assert self.works_beside
-        tally = _Tally(self.max_failures, self._progress)
+        tally = _ScoreCollector(self.max_failures, self._progress)
         timeout = self._config.timeout
         if self._pool is not None:
             return Scoring(tally, PoolCalls(self._pool, timeout, tally.take))
@@ -121,7 +121,7 @@ def _itself(row: Row) -> Row:
 class Scoring:
     """Scores rows as they come, beside the thread that brings them."""
 
-    _tally: _Tally
+    _tally: _ScoreCollector
     _calls: PoolCalls | LoopCalls
 
     def add(self, key: Hashable, row: Callable[[], Row]) -> None:
@@ -143,7 +143,7 @@ class Scoring:
         self._calls.cancel()
 
 
-class _Tally:
+class _ScoreCollector:
     """Collects the scores of some rows and counts the failures among them."""
 
     def __init__(self, max_failures: int, progress: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class GraphRows:
     """Rows whose prompts were computed, P different ones."""
 
     prompts: Tensor
@@ -174,7 +174,7 @@ class DecodeGraphs:
         self._inputs: Inputs | None = None
         self._addresses: list[int] = []
 
-    def begin(self, layers: dict[nn.Module, tuple[Tensor, Tensor]], rows: Rows, columns: int) -> GraphDecoder:
+    def begin(self, layers: dict[nn.Module, tuple[Tensor, Tensor]], rows: GraphRows, columns: int) -> GraphDecoder:
         """Go on with rows whose prompts were computed, to as many ``columns``. [P, H, C, D].
 
         ``layers`` are emptied one after the other, so that keys and values take no memory twice.

@@ -22,7 +22,7 @@ from siirl_dask.devices import accelerator
 from siirl_dask.models.head import head_output
 from siirl_dask.models.score_attention import attend_by_scores
 from siirl_dask.models.spans import EAGER, register_with_probe, trial_length, window_of
-from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, Rows
+from siirl_dask.rollout.decode_graphs import DecodeGraphs, FixedCache, GraphDecoder, GraphRows
 from siirl_dask.rollout.image_prompts import PromptImages, inputs_with_images
 from siirl_dask.rollout.route_recording import RouteRecorder
 from siirl_dask.rollout.row_states import row_states, state_arguments
@@ -91,7 +91,7 @@ class KeyValueCache:
 
         ``prompts`` [B] says which row of this cache each of its rows is.
         """
-        rows = Rows(prompts, self._width - self._lengths[prompts], logits)
+        rows = GraphRows(prompts, self._width - self._lengths[prompts], logits)
         return graphs.begin(self._stored, rows, self.columns + longest)
 
     def mask(self, query: Tensor, window: int | None) -> Tensor | None:

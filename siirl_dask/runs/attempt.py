@@ -224,7 +224,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class RunStart:
     """A start of a run as others see it."""
 
     number: int
@@ -238,7 +238,7 @@ class Start:
         return self.beat == _ENDED or self.holder.is_gone()
 
 
-def starts_of(url: str, most: int) -> list[Start]:
+def starts_of(url: str, most: int) -> list[RunStart]:
     """Return the newest ``most`` starts of the run at ``url``, ascending, without their signs of life.
 
     ConfigError for a damaged file.
@@ -248,16 +248,16 @@ def starts_of(url: str, most: int) -> list[Start]:
     found = []
     for number in numbers[-most:]:
         with suppress(FileNotFoundError):  # it had written nothing, and has left
-            found.append(Start(number, _read(fs, folder, number)))
+            found.append(RunStart(number, _read(fs, folder, number)))
     return found
 
 
-def newest_start(url: str) -> Start | None:
+def newest_start(url: str) -> RunStart | None:
     """Return the newest start of the run at ``url``; None where no file tells of one. ConfigError for a damaged one."""
     fs, folder = _folder(url)
     newest = _newest(fs, folder)
     try:
-        return Start(newest, _read(fs, folder, newest), _beat(fs, folder, newest)) if newest else None
+        return RunStart(newest, _read(fs, folder, newest), _beat(fs, folder, newest)) if newest else None
     except FileNotFoundError:
         return None
 

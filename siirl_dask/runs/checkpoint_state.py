@@ -14,7 +14,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class CheckpointState:
     """``state.json`` holds everything in a checkpoint that is no tensor."""
 
     step: int
@@ -33,7 +33,7 @@ class State:
     version: int = _VERSION
 
     @staticmethod
-    def of(step: int, saved: Sequence[Mapping[str, Any]], **others: Any) -> State:
+    def of(step: int, saved: Sequence[Mapping[str, Any]], **others: Any) -> CheckpointState:
         """Combine the workers' reports: each has ``roles``, ``states`` as JSON texts, and ``positions``.
 
         CheckpointError when two workers hold different states of one role.
@@ -48,7 +48,9 @@ class State:
                 positions[phase] = max(position, positions.get(phase, 0))  # a worker that reads nothing stays behind
         roles = sorted({role for part in saved for role in part["roles"]})
         decoded = {role: json.loads(text) for role, text in states.items()}
-        return State(step=step, roles=roles, states=decoded, positions=positions, workers=len(saved), **others)
+        return CheckpointState(
+            step=step, roles=roles, states=decoded, positions=positions, workers=len(saved), **others
+        )
 
     def to_json(self) -> bytes:
         """Return the text of ``state.json``, without metrics that are not finite."""
@@ -56,15 +58,15 @@ class State:
         return (json.dumps({**asdict(self), "metrics": finite}, indent=1) + "\n").encode()
 
     @staticmethod
-    def from_json(data: bytes, step: int) -> State:
+    def from_json(data: bytes, step: int) -> CheckpointState:
         """Return the state of ``step`` in ``data``. ValueError, TypeError, KeyError or AttributeError otherwise."""
         fields = json.loads(data)
         if fields["version"] != _VERSION:
             raise ValueError(f"version {fields['version']!r}, expected {_VERSION}: written by another siirl_dask")
-        return _checked(State(**fields), step)
+        return _checked(CheckpointState(**fields), step)
 
 
-def _checked(state: State, step: int) -> State:
+def _checked(state: CheckpointState, step: int) -> CheckpointState:
     """Return ``state``. ValueError unless each field has its type: the file may come from anywhere."""
     names = [*state.roles, *state.states, *state.positions, *state.metrics, state.digest]
     numbers = [state.step, state.workers, *state.positions.values()]

@@ -29,7 +29,7 @@ from siirl_storage.files import list_files
 
 from siirl_dask.errors import CheckpointError, DamagedCheckpoint, Fenced
 from siirl_dask.runs.attempt import Attempt
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.commit_record import NAME, CommitRecord
 
 logger = logging.getLogger("siirl_dask.runs")
@@ -59,7 +59,7 @@ class Checkpoint:
         listed = self.record.files if self.record else {}
         return {name: one for name, one in listed.items() if roles is None or PurePosixPath(name).parts[0] in roles}
 
-    def state(self) -> State:
+    def state(self) -> CheckpointState:
         """Return ``state.json``. DamagedCheckpoint if it is not what was written, CheckpointError if it is unusable."""
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
@@ -69,7 +69,7 @@ class Checkpoint:
             data = fs.cat_file(path)
             if (written := self.record.files.get(STATE)) and FileDigest.of(data) != written:
                 raise DamagedCheckpoint(_differs(url, FileDigest.of(data), written))
-            return State.from_json(data, self.step)
+            return CheckpointState.from_json(data, self.step)
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{url} is gone") from error
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -144,7 +144,7 @@ def checkpoint_url(run_url: str, step: int) -> str:
     return find_checkpoint(run_url, step).url
 
 
-def read_state(run_url: str, step: int) -> State:
+def read_state(run_url: str, step: int) -> CheckpointState:
     """Return ``state.json`` of the checkpoint of ``step``. CheckpointError when it is absent or unreadable."""
     return find_checkpoint(run_url, step).state()
 
@@ -173,7 +173,7 @@ class Checkpoints:
             write_atomic(fs, f"{path}/{_BEGUN}", b"")
         return url
 
-    def commit(self, url: str, state: State, files: Mapping[str, FileDigest]) -> None:
+    def commit(self, url: str, state: CheckpointState, files: Mapping[str, FileDigest]) -> None:
         """Complete the checkpoint at ``url``, of which all roles' ``files`` are written, and delete those not kept.
 
         Fenced if another start has taken the run over, CheckpointError if a file is not there as it was written.

@@ -12,7 +12,7 @@ from siirl_storage import StorageError, join, open_fs
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError, PlanError, SiirlError
-from siirl_dask.observe.eval_result import FILE as RESULT_FILE
+from siirl_dask.observe.eval_result import EVAL_FILE as RESULT_FILE
 from siirl_dask.observe.metrics import Record, read_metrics
 from siirl_dask.observe.summary import Summary, read_summary
 from siirl_dask.planner import resolve
@@ -28,7 +28,7 @@ from siirl_dask.schema import REWARD
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class RunReward:
     """The reward function of a run, and its columns."""
 
     reward: Callable[..., Any]
@@ -117,7 +117,7 @@ class Run:
             raise ConfigError(f"run {self.url!r} has no checkpoint of step {step} (there are: {steps})")
         return steps[-1] if step is None else step
 
-    def scoring(self) -> Scoring:
+    def scoring(self) -> RunReward:
         """Return how the run's DAG scores responses. ConfigError when its reward function cannot be imported."""
         spec = self.dag
         name = next((name for name, role in spec["roles"].items() if "scorer" in _provided(role["build"])), None)
@@ -132,7 +132,7 @@ class Run:
             raise ConfigError(
                 f"the reward function of run {self.url!r} cannot be imported: {error}; name one with --reward"
             ) from error
-        return Scoring(options_of(scorer)["reward"], next(_scored_columns(spec, name), ()))
+        return RunReward(options_of(scorer)["reward"], next(_scored_columns(spec, name), ()))
 
     def _records(self) -> Iterator[Record]:
         yield from read_metrics(self.url)

@@ -46,7 +46,7 @@ class SampleChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ReplayChanges:
     """The differences between a replay's rows and the stored ones."""
 
     table: str
@@ -57,7 +57,7 @@ class Changes:
     samples: tuple[SampleChange, ...]
 
 
-def compare(run_url: str, table: str, replay: str, columns: Sequence[str]) -> Changes:
+def compare(run_url: str, table: str, replay: str, columns: Sequence[str]) -> ReplayChanges:
     """Compare ``columns`` of the table ``replay`` with those of ``table``, on the rows that ``replay`` has.
 
     Columns that are not numbers, or lists of numbers, are left out. DataError when rows of one are not in the other.
@@ -72,7 +72,7 @@ def compare(run_url: str, table: str, replay: str, columns: Sequence[str]) -> Ch
     shown = tuple(change for change in found if change is not None)
     bounds = pc.min_max(steps).as_py()
     samples = _samples(before, after) if REWARD in columns and REWARD in before.column_names else ()
-    return Changes(replay, after.num_rows, (bounds["min"], bounds["max"]), shown, samples)
+    return ReplayChanges(replay, after.num_rows, (bounds["min"], bounds["max"]), shown, samples)
 
 
 def _sorted(run_url: str, table: str, steps: pa.Array | None) -> pa.Table:

@@ -49,7 +49,7 @@ _FEATURES = {"info": {"features": {"images": {"feature": {"_type": "Image"}, "_t
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CellPicture:
     """A picture, and the question about it."""
 
     picture: bytes
@@ -93,7 +93,7 @@ def prepare(config: Config, *, family: VlmFamily = "qwen2_5_vl") -> None:
     prepare_task(config, partial(write_cells_task, family=family), "counts {:.0%}")
 
 
-def draw_grid(random: np.random.Generator) -> Grid:
+def draw_grid(random: np.random.Generator) -> CellPicture:
     """Return a picture of random cells, with a random colour to count."""
     names = ["black", *COLOURS]
     colour = names[random.integers(1, len(names))]
@@ -104,7 +104,7 @@ def draw_grid(random: np.random.Generator) -> Grid:
             break
     shades = np.array([_BLACK, *COLOURS.values()])[cells].repeat(_CELL, 0).repeat(_CELL, 1)
     noise = random.integers(-_NOISE, _NOISE + 1, shades.shape)
-    return Grid(_png(pil.fromarray((shades + noise).clip(0, 255).astype(np.uint8))), colour, count)
+    return CellPicture(_png(pil.fromarray((shades + noise).clip(0, 255).astype(np.uint8))), colour, count)
 
 
 def write_blanked(data: Path, path: Path) -> Path:
@@ -122,7 +122,7 @@ def write_blanked(data: Path, path: Path) -> Path:
     return path
 
 
-def question(grid: Grid) -> list[dict[str, str]]:
+def question(grid: CellPicture) -> list[dict[str, str]]:
     """Return the chat that asks for the number of cells."""
     return [{"role": "user", "content": f"<image>{grid.colour}?"}]
 
@@ -133,7 +133,7 @@ def _png(picture: pil.Image) -> bytes:
     return file.getvalue()
 
 
-def _write(path: Path, grids: Sequence[Grid]) -> None:
+def _write(path: Path, grids: Sequence[CellPicture]) -> None:
     table = pa.table(
         {
             "prompt": pa.array([question(grid) for grid in grids], _MESSAGES),
@@ -171,7 +171,9 @@ def _warm_start(folder: Path, random: np.random.Generator, accuracy: float, prog
     )
 
 
-def encoded(tokenizer: Any, processor: ImageProcessor, grids: Sequence[Grid]) -> tuple[dict[str, Tensor], Tensor]:
+def encoded(
+    tokenizer: Any, processor: ImageProcessor, grids: Sequence[CellPicture]
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the model's arguments and the labels, [B, T], of pictures with their answers, which alone are learned."""
     import torch
 

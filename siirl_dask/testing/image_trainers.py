@@ -21,7 +21,7 @@ import torch
 from torch.testing import assert_close
 
 from siirl_dask.algorithms import policy_gradient
-from siirl_dask.config import Part, TrainerConfig
+from siirl_dask.config import TrainerConfig, VisionPart
 from siirl_dask.context import Rank
 from siirl_dask.errors import DataError
 from siirl_dask.images.families import VlmFamily
@@ -98,7 +98,10 @@ class ImageTrainerTests:
 
     def test_a_frozen_part_stays_as_it_is_and_the_rest_learns(self, folder: Path) -> None:
         rows = pack(image_rows(folder))
-        for part, stays in {Part.visual: "model.visual.", Part.language_model: "model.language_model."}.items():
+        for part, stays in {
+            VisionPart.visual: "model.visual.",
+            VisionPart.language_model: "model.language_model.",
+        }.items():
             trainer = self.build(folder, freeze=[part], weight_decay=0.1)
             before = copied_weights(trainer)
             trainer.update([_batch(trainer, rows)], policy_gradient)

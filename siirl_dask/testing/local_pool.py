@@ -27,7 +27,7 @@ from siirl_dask.collectives import LOOPBACK, new_gloo_group
 from siirl_dask.config import ProfileConfig, RolloutConfig, parse_bytes
 from siirl_dask.context import Device, Metric, Rank
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.source import Dataset
@@ -81,7 +81,7 @@ class LocalPool:
     """Weight streams that can use a broadcast do, over gloo."""
     prefetch: bool | None = None
     """See ``data.prefetch``."""
-    limits: Limits = field(default_factory=Limits)
+    limits: BufferLimits = field(default_factory=BufferLimits)
     trace: bool = False
     """Record what each worker does in ``traces``."""
     handlers: dict[str, Handler] = field(default_factory=dict, init=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from siirl_dask.config import ImagesConfig, Part, TrainerConfig
+from siirl_dask.config import ImagesConfig, TrainerConfig, VisionPart
 from siirl_dask.errors import ConfigError
-from siirl_dask.images.families import FAMILIES, Family, family_of
+from siirl_dask.images.families import FAMILIES, ImageFamily, family_of
 from siirl_dask.models.architecture import read_config
 from siirl_dask.training.specs import trainer_spec
 
@@ -14,7 +14,7 @@ _WEIGHT = ".weight"
 _INNER = "model."  # begins the name of a tower's parameter in every model, but not in all models' files
 
 
-def is_of(part: Part, name: str, family: Family) -> bool:
+def is_of(part: VisionPart, name: str, family: ImageFamily) -> bool:
     """Return whether a parameter, by its name in the model or in the model's files, belongs to ``part``."""
     tower = family.tower.removeprefix(_INNER) + "."
     in_model = name.removeprefix(_INNER)
@@ -23,22 +23,22 @@ def is_of(part: Part, name: str, family: Family) -> bool:
     if in_tower:
         projects = in_model.removeprefix(tower).split(".")[0] in family.projector
     match part:
-        case Part.visual:
+        case VisionPart.visual:
             return in_tower
-        case Part.encoder:
+        case VisionPart.encoder:
             return in_tower and not projects
-        case Part.projector:
+        case VisionPart.projector:
             return projects
-        case Part.language_model:
+        case VisionPart.language_model:
             return not in_tower
 
 
-def stays(name: str, parts: Collection[Part], family: Family | None) -> bool:
+def stays(name: str, parts: Collection[VisionPart], family: ImageFamily | None) -> bool:
     """Return whether a parameter belongs to any of ``parts``, which do not learn."""
     return family is not None and any(is_of(part, name, family) for part in parts)
 
 
-def in_tower(name: str, family: Family | None) -> str | None:
+def in_tower(name: str, family: ImageFamily | None) -> str | None:
     """Return the last name of the layer that a weight belongs to, ``qkv`` of ``visual.blocks.0.attn.qkv.weight``; None
     unless it is one of the tower's own layers.
     """
@@ -50,13 +50,13 @@ def in_tower(name: str, family: Family | None) -> str | None:
     return inside.removesuffix(_WEIGHT).rpartition(".")[2] if within else None
 
 
-def frozen_parts(trainer: TrainerConfig, family: Family | None, *, sees_images: bool) -> list[Part]:
+def frozen_parts(trainer: TrainerConfig, family: ImageFamily | None, *, sees_images: bool) -> list[VisionPart]:
     """Return the parts of a model that do not learn: those of ``trainer.freeze``, and a tower that nothing runs."""
     unused = family is not None and not sees_images
-    return [*trainer.freeze, *([Part.visual] if unused and Part.visual not in trainer.freeze else [])]
+    return [*trainer.freeze, *([VisionPart.visual] if unused and VisionPart.visual not in trainer.freeze else [])]
 
 
-def check_parts(trainer: TrainerConfig, family: Family | None, path: str, *, sees_images: bool) -> None:
+def check_parts(trainer: TrainerConfig, family: ImageFamily | None, path: str, *, sees_images: bool) -> None:
     """Raise ConfigError for options of parts that the model in ``path`` lacks, or that leave nothing to learn."""
     if family is None and (trainer.freeze or trainer.visual_lr is not None):
         option = f"freeze={[*map(str, trainer.freeze)]}" if trainer.freeze else f"visual_lr={trainer.visual_lr}"
@@ -66,9 +66,9 @@ def check_parts(trainer: TrainerConfig, family: Family | None, path: str, *, see
             f"trainer.visual_lr={trainer.visual_lr}: no images are read (images.column, images.observations), so "
             "nothing of the tower learns"
         )
-    learns = {Part.encoder, Part.projector, Part.language_model}
+    learns = {VisionPart.encoder, VisionPart.projector, VisionPart.language_model}
     for part in frozen_parts(trainer, family, sees_images=sees_images):
-        learns -= {Part.encoder, Part.projector} if part is Part.visual else {part}
+        learns -= {VisionPart.encoder, VisionPart.projector} if part is VisionPart.visual else {part}
     if not learns:
         unseen = "" if sees_images else ", and the tower sees no images (images.column)"
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_parts(trainer: TrainerConfig, family: Family | None, path: str, *, see
         )
 
 
-def family_seen(path: str, images: ImagesConfig | None) -> tuple[Family | None, bool]:
+def family_seen(path: str, images: ImagesConfig | None) -> tuple[ImageFamily | None, bool]:
     """Return the family of the model in ``path``, None for one that sees no images, and whether it is to see any.
 
     ConfigError where images are read, and the model sees none or is of an unknown family. A model that is not on this

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from siirl_storage import Part, Snapshot
 
-from siirl_dask.datasets.lengths import Lengths
+from siirl_dask.datasets.lengths import LengthDistribution
 from siirl_dask.datasets.summary import DatasetSummary
 from siirl_dask.errors import ImageError, counted
 from siirl_dask.images.reading import size_of
@@ -25,7 +25,7 @@ _IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"RIFF": 
 _ANY_SIZE = 2**62  # pixels: headers alone are read
 
 
-def print_import(console: PipeConsole, table: Snapshot, lengths: Lengths | None, limit: int | None) -> None:
+def print_import(console: PipeConsole, table: Snapshot, lengths: LengthDistribution | None, limit: int | None) -> None:
     """Print what an import has written, and the prompts' lengths in tokens if they were counted."""
     nbytes = sum(part.nbytes for part in table.parts)
     groups = sum(len(part.groups) for part in table.parts)
@@ -59,7 +59,7 @@ def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit:
             console.print(Text.assemble((f"{_clean(name)}: ", "cyan"), _readable(value)))
 
 
-def print_lengths(console: PipeConsole, lengths: Lengths, unit: str, limit: int | None) -> None:
+def print_lengths(console: PipeConsole, lengths: LengthDistribution, unit: str, limit: int | None) -> None:
     """Print a histogram, and how many are longer than ``limit``."""
     if lengths.nulls:
         rows = "1 row has" if lengths.nulls == 1 else f"{lengths.nulls:,} rows have"

@@ -15,7 +15,7 @@ from distributed.comm.addressing import get_address_host
 
 from siirl_dask.config import Config, TransportMode, WeightSync, parse_bytes
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.slots import Window
 from siirl_dask.coordinator.transport.dask_streams import DaskStreams
 from siirl_dask.coordinator.transport.messages import Handler, Op, Reply, Request
@@ -42,7 +42,7 @@ class DataSettings:
 
     transport: TransportMode = TransportMode.auto
     """``data.transport``."""
-    limits: Limits = field(default_factory=Limits)
+    limits: BufferLimits = field(default_factory=BufferLimits)
     prefetch: bool | None = None
     """``data.prefetch``."""
     quadratic_from: int = 0
@@ -72,7 +72,7 @@ class DataSettings:
             stealing = False
         return DataSettings(
             transport=data.transport,
-            limits=Limits(
+            limits=BufferLimits(
                 memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
             ),
             prefetch=data.prefetch,

@@ -76,9 +76,9 @@ class CountingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return data
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> AbstractBufferedFile:
-        return _File(self, path, mode, block_size or self.default_block_size, **kwargs)
+        return _CountingFile(self, path, mode, block_size or self.default_block_size, **kwargs)
 
 
-class _File(AbstractBufferedFile):  # type: ignore[misc]
+class _CountingFile(AbstractBufferedFile):  # type: ignore[misc]
     def _fetch_range(self, start: int, end: int) -> Any:
         return self.fs.cat_file(self.path, start=start, end=end)

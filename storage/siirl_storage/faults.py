@@ -48,7 +48,7 @@ class How(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FaultPlan:
     """Says which operation fails, of all that the processes with this plan do, and lists those that were done."""
 
     file: str
@@ -98,7 +98,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def __init__(self, plan: str, target: str = "file", options: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.plan = Plan(plan)
+        self.plan = FaultPlan(plan)
         self.fs = fsspec.filesystem(target, **(options or {}))
 
     def info(self, path: str, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._do("makedirs", path, self.fs.makedirs, exist_ok=exist_ok)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> AbstractBufferedFile:
-        return _File(self, path, mode, block_size or "default", **kwargs)
+        return _FaultyFile(self, path, mode, block_size or "default", **kwargs)
 
     def _write(self, path: str, data: bytes, mode: str) -> None:
         if not isinstance(self.fs, LocalFileSystem):
@@ -163,7 +163,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise ConnectionResetError(f"injected after {name} of {path}")
 
 
-class _File(AbstractBufferedFile):  # type: ignore[misc]
+class _FaultyFile(AbstractBufferedFile):  # type: ignore[misc]
     """Reads in ranges, each an operation; writes all of it in one operation, when it is closed."""
 
     def _fetch_range(self, start: int, end: int) -> Any:

@@ -95,7 +95,7 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         file = retry(self.fs.open, path, mode, *args, **kwargs)
-        return _Reader(file) if mode == "rb" else file
+        return _RetryingReader(file) if mode == "rb" else file
 
     def _is(self, path: str, holds: Callable[[dict[str, Any]], bool], **kwargs: Any) -> bool:
         try:
@@ -104,7 +104,7 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return False
 
 
-class _Reader(io.RawIOBase):
+class _RetryingReader(io.RawIOBase):
     """Repeats reads of ``file``, each at its own position. A filesystem's file fills its buffer anew after an error."""
 
     def __init__(self, file: Any) -> None:

@@ -120,7 +120,7 @@ class Snapshot:
     def dataset(self) -> ds.Dataset:
         """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
         fs, root = open_fs(self.base)
-        bridge = pafs.PyFileSystem(_Handler(fs))
+        bridge = pafs.PyFileSystem(_ExactHandler(fs))
         fragments = [self._fragment(part, at(root, part.path), bridge) for part in self.parts]
         return ds.FileSystemDataset(fragments, self.schema, _file_format(Format.PARQUET), bridge)
 
@@ -187,7 +187,7 @@ def _file_format(kind: Format | None) -> ds.FileFormat:
     )
 
 
-class _Handler(pafs.FSSpecHandler):  # type: ignore[misc]
+class _ExactHandler(pafs.FSSpecHandler):  # type: ignore[misc]
     """Arrow handler of an fsspec filesystem that opens files as the rest of this package does."""
 
     def open_input_file(self, path: str) -> pa.NativeFile:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from siirl_storage import open_table
 
 from siirl_dask.cli import main
-from siirl_dask.datasets.lengths import Lengths, characters
+from siirl_dask.datasets.lengths import LengthDistribution, characters
 from siirl_dask.datasets.summary import summarise
 from tests.datasets.kinds import KINDS
 from tests.images.pictures import png
@@ -144,7 +144,7 @@ def test_stopping_an_import_says_that_nothing_is_there(capsys, prompts, monkeypa
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=200))
 def test_a_histogram_counts_every_length_once_and_quantiles_are_exact(values):
-    lengths = Lengths()
+    lengths = LengthDistribution()
     lengths.add([*values, None])
     bins = lengths.bins()
     assert sum(count for *_, count in bins) == len(values) == lengths.count

@@ -18,7 +18,7 @@ from siirl_dask.driver.phases import dags
 from siirl_dask.errors import CheckpointError, ConfigError
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints, checkpoint_url
 from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
@@ -67,7 +67,7 @@ def run(request, digits_task, tmp_path):
         folder = checkpoints.folder(step)
         saved = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
         files = {f"policy/{name}": digest for name, digest in saved.items()}
-        checkpoints.commit(folder, State(step=step, roles=["policy"]), files)
+        checkpoints.commit(folder, CheckpointState(step=step, roles=["policy"]), files)
     return url, base, trainer
 
 

@@ -13,7 +13,7 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.context import Rank
 from siirl_dask.driver.phases import dags
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
@@ -76,7 +76,7 @@ def trained(models, digits_task, tmp_path_factory):
     for name, (_, size, _) in CASES.items():
         parts = [seen[rank][name] for rank in range(size)]
         files = {f"policy/{file}": FileDigest(*one) for part in parts for file, one in part["files"].items()}
-        checkpoints[name].commit(folders[name], State(step=1, roles=["policy"]), files)
+        checkpoints[name].commit(folders[name], CheckpointState(step=1, roles=["policy"]), files)
         logprobs = torch.cat([part["logprobs"] for part in parts])
         results[name] = Trained(str(root / name), logprobs, parts[0]["weights"])
     return results

@@ -17,7 +17,7 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.export import put_folder
 from siirl_dask.runs.folder import write_identity
@@ -62,7 +62,7 @@ def run(digits_task, tmp_path):
         save = DistributedCheckpoint(asynchronous=False).save
         written = save(f"{folder}/policy", trainer.state(), None).result()
         files = {f"policy/{name}": digest for name, digest in written.items()}
-        checkpoints.commit(folder, State(step=1, roles=["policy"]), files)
+        checkpoints.commit(folder, CheckpointState(step=1, roles=["policy"]), files)
     return url
 
 

@@ -12,7 +12,7 @@ from PIL import Image as pil
 
 from siirl_dask.cli import main
 from siirl_dask.images.thumbnail import thumbnail
-from siirl_dask.runs.samples.prompt_images import PICTURES, PromptImages
+from siirl_dask.runs.samples.prompt_images import PICTURES, StoredPromptImages
 from tests.images.pictures import encoded, noise, png
 from tests.written_runs import begin_run, save_rows, train_record, write_metrics
 
@@ -148,7 +148,7 @@ def test_a_row_is_found_in_its_part_and_source(tmp_path):
     ]
     url = begin_run(tmp_path / "run", *given)
     places = {"source_name": ["two", "one", "one", None], "data_part": [1, 0, 7, 0], "data_row": [2, 1, 0, 0]}
-    told = PromptImages(url, thumbnails=True).added_to(pa.table(places))[PICTURES].to_pylist()
+    told = StoredPromptImages(url, thumbnails=True).added_to(pa.table(places))[PICTURES].to_pylist()
     assert [own[0]["url"] for own in told[:2]] == [thumbnail(png(seed=seed), 10**6) for seed in (112, 1)]
     assert "has no row 0 in part 7" in told[2][0]["problem"]
     assert told[3] == []
@@ -160,7 +160,7 @@ def test_a_page_stays_small(tmp_path):
     assert max(pil.open(io.BytesIO(b64decode(large.partition(",")[2]))).size) <= 256
     url = written(tmp_path, [[png()] * 8, []])
     samples = pa.table({"data_part": [0] * 30, "data_row": [0] * 30})
-    told = PromptImages(url, thumbnails=True).added_to(samples)[PICTURES].to_pylist()
+    told = StoredPromptImages(url, thumbnails=True).added_to(samples)[PICTURES].to_pylist()
     assert sum(one["url"] is not None for own in told for one in own) < 110
     assert told[-1][0]["problem"] == "its images are left out: 100 are shown"
 

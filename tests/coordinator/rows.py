@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.databuffer.databuffer import Databuffer
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.planner import Edge, Iteration
 from siirl_dask.testing.local_pool import LocalTransport
 
@@ -27,14 +27,14 @@ SCHEMA = pa.schema(
     }
 )
 ITERATION = Iteration("train", 1, 0)
-SMALL = Limits(memory=2**20, message=200, inline_lengths=0)
+SMALL = BufferLimits(memory=2**20, message=200, inline_lengths=0)
 WAYS = {
-    "large messages": {"limits": Limits(), "transport_mode": TransportMode.dask},
+    "large messages": {"limits": BufferLimits(), "transport_mode": TransportMode.dask},
     "messages": {"limits": SMALL, "transport_mode": TransportMode.dask},
     "shared memory": {"limits": SMALL, "transport_mode": TransportMode.shm},
 }
 """Settings that have every row copied, by how it travels."""
-SHARED_TABLES = {"limits": Limits(share_from=0), "transport_mode": TransportMode.shm}
+SHARED_TABLES = {"limits": BufferLimits(share_from=0), "transport_mode": TransportMode.shm}
 """Settings that have replicated rows read where they lie."""
 
 

@@ -10,7 +10,7 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.estimates.analysis import Compared, analyze, mean_lengths
 from siirl_dask.driver.estimates.memory import WorkerMemory, sizes_of
-from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.node_seconds import StepTokens
 from siirl_dask.driver.estimates.speeds import TABLE
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.observe.trace.measured import Measured, MeasuredEdge, MeasuredNode
@@ -64,7 +64,7 @@ def test_bytes_are_estimated_at_the_lengths_that_were_seen(planned):
     _, plan, sizes = planned
     found = analyzed(planned, measured(rollout_to_old_logprobs=1e3))
     (edge,) = [edge for edge in found.edges if (edge.source, edge.target) == ("rollout", "old_logprobs")]
-    assert found.lengths == Lengths(17.0, 11.0, 2048.0), "7,168 tokens of 256 rows, 11 of each a response's"
+    assert found.lengths == StepTokens(17.0, 11.0, 2048.0), "7,168 tokens of 256 rows, 11 of each a response's"
     assert edge.most_bytes == estimate(plan, sizes)["rollout", "old_logprobs"].bytes
     assert edge.bytes.estimated < edge.most_bytes / 20
     assert edge.bytes.measured == 1e3

@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 from siirl_dask.cli import main
 from siirl_dask.config import ClusterConfig, Engine
 from siirl_dask.context import DeviceKind
-from siirl_dask.driver.doctor import State, machine, packages, storage
+from siirl_dask.driver.doctor import DoctorState, machine, packages, storage
 from siirl_dask.driver.doctor.cluster import check_cluster
 from siirl_dask.driver.doctor.devices import count_nodes, judge_interface, judge_unseen
 from siirl_dask.driver.doctor.vllm import judge_vllm
@@ -22,7 +22,7 @@ from tests.conftest import digits_overrides
 
 
 def faults(findings):
-    return {each.part: (each.text, each.cure) for each in findings if each.state is State.FAULT}
+    return {each.part: (each.text, each.cure) for each in findings if each.state is DoctorState.FAULT}
 
 
 def install(folder, name, version, *lines):
@@ -132,12 +132,12 @@ def test_devices_that_torch_does_not_see_are_told_with_why(tmp_path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     for cuda, said in {None: "2 of nvidia are there, .* sees none: it is built for CPUs", "13.0": "CUDA 13.0"}.items():
         found = judge_unseen(there, "2.13.0", cuda)
-        assert found.state is State.FAULT
+        assert found.state is DoctorState.FAULT
         assert found.cure
         assert re.search(said, found.text)
-    assert judge_unseen({}, "2.13.0", None).state is State.OK
+    assert judge_unseen({}, "2.13.0", None).state is DoctorState.OK
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on purpose
-    assert judge_unseen(there, "2.13.0", None).state is State.OK
+    assert judge_unseen(there, "2.13.0", None).state is DoctorState.OK
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_devices_that_torch_does_not_see_are_told_with_why(tmp_path, monkeypatch
 )
 def test_a_variable_that_names_no_interface_of_the_machine_is_a_fault(value, taken):
     found = judge_interface("NCCL_SOCKET_IFNAME", value, ["lo", "eth0", "eth1"])
-    assert found.state is (State.OK if taken else State.FAULT)
+    assert found.state is (DoctorState.OK if taken else DoctorState.FAULT)
     assert found.text == f"NCCL_SOCKET_IFNAME={value} " + (
         f"takes {taken}" if taken else "fits no interface of this machine"
     )
@@ -162,20 +162,20 @@ def test_a_variable_that_names_no_interface_of_the_machine_is_a_fault(value, tak
 
 def test_a_vllm_for_other_devices_than_torchs_is_a_fault():
     said = [sys.executable, "-c", """print('{"version": "0.32.0", "device": "cpu"}')"""]
-    for kind, state in {DeviceKind.CUDA: State.FAULT, DeviceKind.CPU: State.OK}.items():
+    for kind, state in {DeviceKind.CUDA: DoctorState.FAULT, DeviceKind.CPU: DoctorState.OK}.items():
         with subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as probe:
             assert judge_vllm(probe, Engine.auto, kind).state is state
 
 
 def test_without_vllm_only_a_run_that_names_it_has_a_fault():
     states = {engine: judge_vllm(None, engine, DeviceKind.CPU).state for engine in Engine}
-    assert states == {engine: State.FAULT if engine is Engine.vllm else State.NOTE for engine in Engine}
+    assert states == {engine: DoctorState.FAULT if engine is Engine.vllm else DoctorState.NOTE for engine in Engine}
 
 
 def test_a_round_trip_in_a_store_leaves_nothing_behind(store_url):
     fs, path = fsspec.url_to_fs(store_url)
     found = storage.check_storage(f"{store_url}/runs/mine")
-    assert found.state is State.OK, found.text
+    assert found.state is DoctorState.OK, found.text
     fs.invalidate_cache()
     assert not fs.exists(path)
     assert not fs.exists(f"{path}/runs")
@@ -183,7 +183,7 @@ def test_a_round_trip_in_a_store_leaves_nothing_behind(store_url):
 
 def test_a_run_that_is_there_is_left_as_it_is(tmp_path):
     (tmp_path / "config.yaml").touch()
-    assert storage.check_storage(str(tmp_path)).state is State.OK
+    assert storage.check_storage(str(tmp_path)).state is DoctorState.OK
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -202,7 +202,7 @@ def test_a_place_that_cannot_be_written_is_a_fault(place, said, request, tmp_pat
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     found = storage.check_storage(place)
-    assert found.state is State.FAULT
+    assert found.state is DoctorState.FAULT
     assert said in found.text
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -216,7 +216,7 @@ def test_a_store_that_does_not_answer_is_a_fault_with_its_last_error(s3, monkeyp
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     found = storage.check_storage(f"{s3}/run")
     s3fs.S3FileSystem.clear_instance_cache()
-    assert found.state is State.FAULT
+    assert found.state is DoctorState.FAULT
     assert re.search(r"has not answered in 1 s|cannot be written: .*127\.0\.0\.1:9", found.text)
 
 
@@ -245,7 +245,7 @@ class Careless(AbstractFileSystem):
 def test_a_store_that_lets_two_writers_create_one_file_is_a_fault(monkeypatch):
     fsspec.register_implementation("careless", Careless, clobber=True)
     found = storage.check_storage(f"careless://{uuid4().hex}/run")
-    assert found.state is State.FAULT
+    assert found.state is DoctorState.FAULT
     assert "lets two writers create one file" in found.text
     assert not Careless.files
 
@@ -266,7 +266,7 @@ def test_a_cluster_has_faults_by_host_and_by_worker(cluster, tmp_path):
     (part,) = faults(findings)
     assert part == "host 127.0.0.1"
     assert faults(findings)[part][0].startswith("open files: a process may open 120")
-    assert any("NCCL_ALGO" in each.text and each.state is State.NOTE for each in findings)
+    assert any("NCCL_ALGO" in each.text and each.state is DoctorState.NOTE for each in findings)
     (b,) = [at for at, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == "b"]
     client.run(pretend, workers=[b])
     found = faults(check_cluster(ClusterConfig(workers=3, address=address)))
@@ -289,6 +289,6 @@ def test_a_cluster_that_is_not_there_is_a_fault_with_what_was_asked_for(tmp_path
         "spec": ({"spec": str(tmp_path / "spec.yaml")}, "did you mean 'LocalCluster'"),
     }.values():
         (finding,) = check_cluster(ClusterConfig(**cluster))
-        assert finding.state is State.FAULT
+        assert finding.state is DoctorState.FAULT
         assert said in finding.text
         assert finding.cure

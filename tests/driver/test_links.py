@@ -8,7 +8,7 @@ import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.driver.estimates.links import links_of, total_of
-from siirl_dask.planner import DAG, Node, Role, Rows, Sizes, compile_chains
+from siirl_dask.planner import DAG, Node, Role, Rows, TableSizes, compile_chains
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing, fill, take
 
@@ -52,7 +52,7 @@ def plan_of(source, hosts, placement, rows):
 )
 def test_what_crosses_the_links_is_what_the_plan_says(source, hosts, sampler, learner, rows):
     plan = plan_of(source, hosts, {"sampler": sampler, "learner": learner}, rows)
-    sizes = Sizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
+    sizes = TableSizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
     planned = total_of(links_of(plan, sizes))
     with LocalPool(plan, source, url="") as pool:
         moved = pool.run()["bytes/hosts"].value
@@ -68,14 +68,14 @@ def test_what_crosses_the_links_is_what_the_plan_says(source, hosts, sampler, le
 
 def test_between_roles_that_share_hosts_no_row_crosses(source):
     plan = plan_of(source, "aabb", {"sampler": [0, 2], "learner": [1, 3]}, (Rows.BALANCED, Rows.GROUPED))
-    sizes = Sizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
+    sizes = TableSizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
     assert sum(total_of(links_of(plan, sizes)).values()) == 0
 
 
 def test_replicated_rows_are_taken_from_the_replica_on_ones_own_host(source):
     everywhere = {"sampler": [0, 1, 2, 3], "learner": [0, 2]}
     plan = plan_of(source, "aabb", everywhere, (Rows.REPLICATED, Rows.BALANCED))
-    sizes = Sizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
+    sizes = TableSizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
     first, second = links_of(plan, sizes)
     assert sum(first.bytes.values()) > 0
     assert not second.bytes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.node_seconds import StepTokens
 from siirl_dask.driver.estimates.performance import lengths_of, splits, step_time
 from siirl_dask.driver.estimates.speeds import TABLE, speed_of
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
@@ -18,7 +18,7 @@ from siirl_dask.planner import DAG, Phase
 from tests.models.configs import QWEN2_5_7B, QWEN3_30B_A3B, write_config
 
 APART = "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"
-MEAN = Lengths(300, 800, 2048)
+MEAN = StepTokens(300, 800, 2048)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +85,11 @@ def test_a_step_is_what_its_critical_path_takes(planned):
 @given(st.sampled_from(sorted(TABLE)), st.integers(1, 1024), st.integers(1, 2048))
 def test_more_tokens_never_take_less_and_a_faster_device_never_more(planned, name, prompt, response):
     config, plan = planned(APART)
-    one = step_time(config, plan, TABLE[name], Lengths(prompt, response, 2048))
-    more = step_time(config, plan, TABLE[name], Lengths(prompt + 100, response, 2048))
+    one = step_time(config, plan, TABLE[name], StepTokens(prompt, response, 2048))
+    more = step_time(config, plan, TABLE[name], StepTokens(prompt + 100, response, 2048))
     twice = speed_of(name, [f"flops={2 * TABLE[name].flops}", f"memory_rate={2 * TABLE[name].memory_rate}"])
     assert more.seconds >= one.seconds
-    assert step_time(config, plan, twice, Lengths(prompt, response, 2048)).seconds <= one.seconds
+    assert step_time(config, plan, twice, StepTokens(prompt, response, 2048)).seconds <= one.seconds
 
 
 def test_the_fastest_split_is_proposed_and_sizes_that_do_not_divide_are_left_out(planned):
@@ -141,8 +141,8 @@ def test_a_mixture_computes_with_the_experts_that_are_chosen_and_reads_those_tha
     arithmetic = seconds(planned, APART, mixture, speed=speed_of("h100", ["link=1e15"])).nodes["old_logprobs"]
     assert arithmetic == pytest.approx(forward / (989e12 * 0.4), rel=0.02)
     # with one row at a time a token reads 6.08 GB instead of 60.4 GB
-    alone = seconds(planned, APART, mixture, "data.batch_size=4", "rollout.n=1", lengths=Lengths(1, 100, 100))
-    crowd = seconds(planned, APART, mixture, "data.batch_size=512", "rollout.n=1", lengths=Lengths(1, 100, 100))
+    alone = seconds(planned, APART, mixture, "data.batch_size=4", "rollout.n=1", lengths=StepTokens(1, 100, 100))
+    crowd = seconds(planned, APART, mixture, "data.batch_size=512", "rollout.n=1", lengths=StepTokens(1, 100, 100))
     rate = TABLE["h100"].memory_rate * TABLE["h100"].decoding
     assert alone.nodes["rollout"] == pytest.approx(100 * (6.08e9 / rate + TABLE["h100"].step), rel=0.01)
     assert crowd.nodes["rollout"] > 100 * 60e9 / rate
@@ -202,7 +202,7 @@ def test_the_plan_tells_seconds_as_text_and_as_json(capsys, tmp_path):
 
 def test_lengths_are_the_longest_unless_they_are_given(planned):
     config, _ = planned()
-    assert lengths_of(config, None) == Lengths(1024, 2048, 2048)
+    assert lengths_of(config, None) == StepTokens(1024, 2048, 2048)
     assert lengths_of(config, "300,800") == MEAN
     with pytest.raises(ConfigError, match="--tokens 1e3,5"):
         lengths_of(config, "1e3,5")
@@ -217,7 +217,7 @@ def test_a_step_takes_as_long_in_whatever_order_its_nodes_are_written(planned, n
     for nodes in (dag.ordered(), dag.ordered()[::-1]):
         graph = DAG(dag.roles, nodes)
         phases = plan_phases(file.config, graph, None, worker_names(file.config), assume_columns=True)
-        found.append(step_time(file.config, phases[Phase.TRAIN][0], TABLE["h100"], Lengths(16, 16, 16)))
+        found.append(step_time(file.config, phases[Phase.TRAIN][0], TABLE["h100"], StepTokens(16, 16, 16)))
     first, second = found
     assert second.seconds == pytest.approx(first.seconds)
     assert second.idle == pytest.approx(first.idle)

@@ -28,7 +28,7 @@ from siirl_dask.errors import CheckpointError, ConfigError, PlanError
 from siirl_dask.observe import MetricsLog, Status, Summary, read_metrics, write_summary
 from siirl_dask.planner import DAG, columns
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
 from siirl_dask.runs.identity_file import DataVersion, note_retention, read_identity_file, read_retention
@@ -52,7 +52,7 @@ def url(request, tmp_path):
 def commit(url, step, config, dag):
     with take(url, 30.0, print) as attempt:
         kept = Checkpoints(attempt=attempt, keep=9, done=step)
-        state = State(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest())
+        state = CheckpointState(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest())
         kept.commit(kept.folder(step), state, {})
 
 

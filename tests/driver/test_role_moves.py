@@ -9,7 +9,7 @@ import pytest
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
-from siirl_dask.driver.estimates.node_seconds import Lengths
+from siirl_dask.driver.estimates.node_seconds import StepTokens
 from siirl_dask.driver.estimates.performance import step_time
 from siirl_dask.driver.estimates.speeds import TABLE, speed_of
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
@@ -39,7 +39,7 @@ def moves(model):
     def found(*overrides, speed=TABLE["h100"]):
         file = load_config_file(shipped("dags/grpo.yaml"), arguments(model, *overrides))
         phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
-        return step_time(file.config, phases[Phase.TRAIN][0], speed, Lengths(512, 1024, 1024))
+        return step_time(file.config, phases[Phase.TRAIN][0], speed, StepTokens(512, 1024, 1024))
 
     return found
 

@@ -21,7 +21,7 @@ from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import DAG, Role
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.reader import Run
@@ -50,7 +50,7 @@ def finished_run(url, base, task, *options, steps=(1, 2), role="policy"):
         folder = checkpoints.folder(step)
         written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/{role}", trainer.state(), None).result()
         files = {f"{role}/{name}": digest for name, digest in written.items()}
-        checkpoints.commit(folder, State(step=step, roles=[role]), files)
+        checkpoints.commit(folder, CheckpointState(step=step, roles=[role]), files)
         logprobs[step] = trainer.logprobs(ROWS).logprobs
     return logprobs
 

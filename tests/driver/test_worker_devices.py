@@ -16,7 +16,7 @@ from siirl_dask.devices import accelerator, traits_of
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import given_cpus, show_cpus
 from siirl_dask.devices.topology import CardPlace, read_topology
-from siirl_dask.driver.doctor import State
+from siirl_dask.driver.doctor import DoctorState
 from siirl_dask.driver.doctor.topology import check_topology, judge_topology
 from siirl_dask.driver.estimates import worker_devices
 from siirl_dask.driver.estimates.worker_devices import describe_links, find_worker_devices
@@ -53,7 +53,7 @@ def test_links_are_told_in_a_line(cells, said, tmp_path):
 def test_the_doctor_tells_nodes_and_leaves_workers_on_cpus_alone(monkeypatch):
     monkeypatch.setattr(accelerator, "visible_devices", VisibleDevices)
     (finding,) = check_topology(ClusterConfig())
-    assert (finding.part, finding.state) == ("numa", State.OK)
+    assert (finding.part, finding.state) == ("numa", DoctorState.OK)
     assert finding.text.endswith(f"this process may use {show_cpus(given_cpus())}")
 
 
@@ -71,7 +71,7 @@ def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path,
     assert off[-1].text == "cluster.affinity=none: workers are bound to no CPUs"
     broken = read_topology([CardPlace("", 0)], traits_of(NPU), tmp_path, lambda command: "what?")
     findings = judge_topology(VisibleDevices(NPU, ("npu0",)), broken, ClusterConfig(workers=1))
-    assert [each.state for each in findings] == [State.OK, State.NOTE, State.OK]
+    assert [each.state for each in findings] == [DoctorState.OK, DoctorState.NOTE, DoctorState.OK]
     assert "`npu-smi info -t topo` is left out: no line begins with the name of a card" in findings[1].text
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client, WorkerPlugin
 from siirl_storage import open_fs
-from siirl_storage.faults import How, Plan, inject
+from siirl_storage.faults import FaultPlan, How, inject
 
 from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
@@ -47,7 +47,7 @@ class Injects(WorkerPlugin):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    plan = Plan(str(tmp_path_factory.mktemp("plan") / "plan.json"))
+    plan = FaultPlan(str(tmp_path_factory.mktemp("plan") / "plan.json"))
     plan.set()
     inject(plan.file)
     return plan

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from siirl_dask.observe.trace.bottleneck import find_bottleneck
-from siirl_dask.runs.check import State, check_run
+from siirl_dask.runs.check import PartState, check_run
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.trace import START, Lane
 from tests.observe.traces import check_events
@@ -41,7 +41,7 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
     assert {span.name for span in trace.spans if span.phase == START} >= {"role policy", "role rollout"}
     progress = [span for span in trace.spans if span.name == "progress" and span.worker == "0" and span.step == 2]
     assert len(progress) >= 2, "an engine tells of each token"
-    assert all(finding.state is State.WHOLE for finding in check_run(url, lambda total: None, lambda read: None))
+    assert all(finding.state is PartState.WHOLE for finding in check_run(url, lambda total: None, lambda read: None))
 
     main(["trace", url, "--steps", "2:3", "-o", str(tmp_path / "trace.json")])
     assert "slowest   node" in capsys.readouterr().out

@@ -15,8 +15,8 @@ from siirl_dask.errors import DataError
 from siirl_dask.observe import (
     Accuracy,
     BytesPerStep,
-    Failure,
     Restart,
+    RunFailure,
     Slowest,
     Status,
     Summary,
@@ -24,7 +24,7 @@ from siirl_dask.observe import (
     write_summary,
 )
 
-FAILURE = Failure(
+FAILURE = RunFailure(
     kind="NodeError", message="it broke", worker="1", node="reward", iteration="train step 3", rows=(4, 5)
 )
 

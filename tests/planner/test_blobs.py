@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, Sizes, columns, compile_chains, estimate
+from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, TableSizes, columns, compile_chains, estimate
 from siirl_dask.planner import column_flow as flow
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.testing.local_pool import LocalPool
@@ -177,7 +177,7 @@ def test_an_image_that_nobody_reads_after_other_rows_were_made_stays_behind():
 def test_the_plan_shows_the_edge_that_leads_past_a_node():
     nodes = [node("paint", paint, "a"), node("between", plain, "b", "paint"), node("reads", glance, "b", "between")]
     plan = planned(*nodes)
-    sizes = Sizes(prompts=8, prompt_tokens=1, response_tokens=1, widths={"image": 1000})
+    sizes = TableSizes(prompts=8, prompt_tokens=1, response_tokens=1, widths={"image": 1000})
     assert {pair: found.bytes for pair, found in estimate(plan, sizes).items()} == {
         ("paint", "between"): 8 * 24,
         ("between", "reads"): 0,

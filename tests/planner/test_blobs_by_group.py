@@ -13,7 +13,7 @@ from siirl_dask.planner import (
     Recv,
     Rows,
     RunNode,
-    Sizes,
+    TableSizes,
     columns,
     compile_chains,
     cuts_at_stored,
@@ -39,7 +39,7 @@ APART = {"rollout": [0, 1], "policy": [2, 3]}
 SCHEMA = pa.schema({"prompt": pa.string(), "answer": pa.string()})
 BATCH = 16
 PAINTED = 14  # prompts that are not left out
-SIZES = Sizes(prompts=BATCH, prompt_tokens=1, response_tokens=1, widths={"images": SIZE})
+SIZES = TableSizes(prompts=BATCH, prompt_tokens=1, response_tokens=1, widths={"images": SIZE})
 
 
 @columns(expand="n")

@@ -7,11 +7,22 @@ from dataclasses import replace
 import pytest
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Drop, Lagged, Node, Recv, RunNode, Sizes, compile_chains, dag_from_spec, dag_to_spec
+from siirl_dask.planner import (
+    DAG,
+    Drop,
+    Lagged,
+    Node,
+    Recv,
+    RunNode,
+    TableSizes,
+    compile_chains,
+    dag_from_spec,
+    dag_to_spec,
+)
 from siirl_dask.views.plan import as_data, describe
 
 WORKERS = ("w0", "w1", "w2", "w3")
-SIZES = Sizes(prompts=8, prompt_tokens=4, response_tokens=4)
+SIZES = TableSizes(prompts=8, prompt_tokens=4, response_tokens=4)
 SPLIT = {"rollout": [0, 1], "policy": [2, 3], "reference": [2, 3]}
 
 

@@ -22,8 +22,8 @@ from siirl_dask.planner import (
     Rows,
     RunNode,
     Send,
-    Sizes,
     Stream,
+    TableSizes,
     compile_chains,
     usage,
 )
@@ -58,7 +58,7 @@ def test_a_lagged_stream_is_lagged_where_it_is_taken_and_takes_the_memory_of_par
         assert [(link.gives, link.takes) for link in plan.chains[worker].links if isinstance(link, Stream)] == [
             (True, False)
         ]
-    sizes = Sizes(
+    sizes = TableSizes(
         prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1000)}, part=1000
     )
     assert "take, 2 steps behind (in parts from give)" in describe(plan, sizes)
@@ -205,7 +205,7 @@ def test_roles_of_which_each_worker_has_both_pass_tensors_on_without_an_edge():
         streams = [link for chain in plan.chains.values() for link in chain.links if isinstance(link, Stream)]
         assert len(streams) == len(WORKERS)
         assert {link.edge is None for link in streams} == {not edges}
-    sizes = Sizes(prompts=1, prompt_tokens=1, response_tokens=1)
+    sizes = TableSizes(prompts=1, prompt_tokens=1, response_tokens=1)
     assert re.search(
         r"give -> take +\S+ replicated in parts +local +-", describe(compile_chains(dag, WORKERS, SOURCE), sizes)
     )

@@ -8,13 +8,13 @@ import pytest
 
 from siirl_dask.planner import (
     DAG,
-    Changes,
+    ContractChanges,
     KeptRows,
     Node,
     Role,
     RoleCost,
     RunNode,
-    Sizes,
+    TableSizes,
     builds,
     columns,
     compile_chains,
@@ -45,7 +45,7 @@ def generate(ctx, table, *, n: int = 2): ...
 
 
 def keeps(**options):
-    return Changes(carries=KeptRows(begin, begin))
+    return ContractChanges(carries=KeptRows(begin, begin))
 
 
 @columns(reads=["prompt"], writes=fields("response"), expand="n", early=["response"], depends_on_options=keeps)
@@ -138,6 +138,6 @@ def test_a_function_that_makes_rows_cannot_work_row_by_row():
 def test_a_plan_says_which_node_begins_during_which():
     for overlap in (True, False):
         plan = compile_chains(dag(), WORKERS, SOURCE, overlap=overlap)
-        sizes = Sizes(prompts=4, prompt_tokens=8, response_tokens=8)
+        sizes = TableSizes(prompts=4, prompt_tokens=8, response_tokens=8)
         assert ("reward (begins during rollout)" in describe(plan, sizes)) is overlap
         assert ("reward with finished rows of rollout" in json.dumps(as_data(plan, sizes))) is overlap

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, Sizes, columns, compile_chains, usage
+from siirl_dask.planner import DAG, Node, Role, Rows, TableSizes, columns, compile_chains, usage
 from siirl_dask.schema import GROUP_ID, MINIBATCH, PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, ROW_ID, TOKENS, fields
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing
@@ -141,7 +141,7 @@ def test_tables_are_no_larger_than_estimated(source, tmp_path, seed, layout):
     }[layout]
     SEEN.clear()
     plan = run(DAG(ROLES, nodes), source, tmp_path, workers, placement)
-    sizes = Sizes(
+    sizes = TableSizes(
         prompts=PROMPTS,
         prompt_tokens=PROMPT_TOKENS,
         response_tokens=RESPONSE_TOKENS,
@@ -170,7 +170,7 @@ def test_more_workers_need_less_each_and_longer_responses_more(source, tmp_path)
         placement = {"a": range(half), "b": range(half, workers)}
         plan = compile_chains(DAG(ROLES, nodes), [f"w{i}" for i in range(workers)], schema, placement)
         given = {"prompts": 512, "prompt_tokens": 64, "response_tokens": 256} | changed
-        return max(one.tables for one in usage(plan, Sizes(**given)).values())
+        return max(one.tables for one in usage(plan, TableSizes(**given)).values())
 
     assert most(2) > most(4) > most(16) > most(64)
     assert most(4, response_tokens=512) > most(4)

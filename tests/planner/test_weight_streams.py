@@ -15,8 +15,8 @@ from siirl_dask.planner import (
     Role,
     Rows,
     RunNode,
-    Sizes,
     Stream,
+    TableSizes,
     WeightSink,
     WeightSource,
     columns,
@@ -29,7 +29,7 @@ from tests.planner.random_dags import SOURCE, build, from_parts, gives, in_parts
 
 WORKERS = ("w0", "w1", "w2")
 PLACED = {"learns": [0, 1], "samples": [1, 2]}
-SIZES = Sizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1000)})
+SIZES = TableSizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1000)})
 
 
 @pytest.fixture

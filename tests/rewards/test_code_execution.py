@@ -18,13 +18,13 @@ import pytest
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.rewards import build_scorer, code_execution
-from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
+from siirl_dask.rewards.code_execution.sandbox import SandboxLimits, output, passes, passes_together
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 pytestmark = pytest.mark.usefixtures("isolation")
 
 
-QUICK = Limits(seconds=5.0)
+QUICK = SandboxLimits(seconds=5.0)
 DOUBLE = "```python\ndef double(x):\n    return 2 * x\n```"
 ECHO = "```python\nfor _ in range(int(input())):\n    print(input().upper() + ' ')\n```"
 

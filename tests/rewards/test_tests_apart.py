@@ -12,10 +12,10 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.rewards import code_execution
 from siirl_dask.rewards.code_execution import places
 from siirl_dask.rewards.code_execution.inside.values import decode, encode
-from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
+from siirl_dask.rewards.code_execution.sandbox import SandboxLimits, output, passes, passes_together
 
 pytestmark = pytest.mark.usefixtures("isolation")
-QUICK = Limits(seconds=5.0)
+QUICK = SandboxLimits(seconds=5.0)
 PROGRAM = """
 import math
 from collections import Counter, deque, namedtuple
@@ -111,7 +111,7 @@ def test_a_test_that_must_share_memory_runs_beside_the_program_when_that_is_aske
 
 
 def test_large_values_go_both_ways():
-    assert passes("def same(x): return x", "x = list(range(10**6)); assert same(x) == x", Limits(seconds=20.0))
+    assert passes("def same(x): return x", "x = list(range(10**6)); assert same(x) == x", SandboxLimits(seconds=20.0))
 
 
 def test_a_readable_folder_is_seen_by_the_program(tmp_path):

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from siirl_dask.context import Device, DeviceKind
-from siirl_dask.rollout.vllm_engine.sleeping import Sleep
+from siirl_dask.rollout.vllm_engine.sleeping import VllmSleep
 
 GIB = 2**30
 ALONE = Device("w", DeviceKind.CUDA, 0, "GPU-5c3a/1")
@@ -105,7 +105,7 @@ def card(monkeypatch):
 
 
 def engine_on(device, card):
-    return Sleep(Llm(OneWorker(GpuWorker(card))), 2, device)
+    return VllmSleep(Llm(OneWorker(GpuWorker(card))), 2, device)
 
 
 def test_an_engine_that_shares_its_card_sleeps_and_wakes_while_others_take_memory(card):

@@ -21,7 +21,7 @@ from siirl_dask.rollout import GenerationRequest, LocalQueue, Sampling
 from siirl_dask.rollout.vllm_engine.engine import VllmEngine
 from siirl_dask.rollout.vllm_engine.process_groups import EngineRanks
 from siirl_dask.rollout.vllm_engine.settings import llm_arguments
-from siirl_dask.rollout.vllm_engine.sleeping import Sleep, loose_tensors
+from siirl_dask.rollout.vllm_engine.sleeping import VllmSleep, loose_tensors
 from siirl_dask.tasks.tiny_model import tiny_model
 from tests.settings import rollout_config
 
@@ -236,7 +236,7 @@ def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(fold
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))
     try:
         before = engine.generate(*rows, sampling)
-        engine._sleep = Sleep(Forgetful(engine._llm), 2, Device("w", DeviceKind.CUDA))
+        engine._sleep = VllmSleep(Forgetful(engine._llm), 2, Device("w", DeviceKind.CUDA))
         assert len(list(engine._llm.apply_model(lambda model: list(loose_tensors(model)))[0])) > 0
         engine.sleep(weights_follow=True)
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)

@@ -21,8 +21,8 @@ from siirl_dask.errors import SiirlError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, read_summary, write_summary
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.check import State, check_run
-from siirl_dask.runs.checkpoint_state import State as RunState
+from siirl_dask.runs.check import PartState, check_run
+from siirl_dask.runs.checkpoint_state import PartState as RunState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import write_identity
 from siirl_dask.runs.identity_file import DueTable
@@ -82,8 +82,8 @@ def check(url):
     total, read = [], []
     found = check_run(str(url), total.append, read.append)
     assert sum(read) <= total[0]
-    by_state = {state: [one.part for one in found if one.state is state] for state in State}
-    return by_state, [f"{one.text}; {one.remedy}" for one in found if one.state is State.DAMAGED]
+    by_state = {state: [one.part for one in found if one.state is state] for state in PartState}
+    return by_state, [f"{one.text}; {one.remedy}" for one in found if one.state is PartState.DAMAGED]
 
 
 def test_a_whole_run_is_whole_and_a_step_under_way_is_no_damage(url, capsys):
@@ -99,7 +99,7 @@ def test_a_whole_run_is_whole_and_a_step_under_way_is_no_damage(url, capsys):
     with (url / "metrics.jsonl").open("a") as log:
         log.write('{"step": 7, "pha')
     by_state, damaged = check(url)
-    assert by_state[State.UNFINISHED] == [
+    assert by_state[PartState.UNFINISHED] == [
         "metrics.jsonl",
         "rollouts/step=000006",
         "rollouts/step=000007",
@@ -124,8 +124,8 @@ def test_any_byte_of_a_checkpoint_or_of_a_table_s_page_that_is_changed_is_notice
     file.write_bytes(content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :])
     try:
         by_state, _ = check(url)
-        assert len(by_state[State.DAMAGED]) == 1
-        assert str(file.relative_to(url)).startswith(by_state[State.DAMAGED][0])
+        assert len(by_state[PartState.DAMAGED]) == 1
+        assert str(file.relative_to(url)).startswith(by_state[PartState.DAMAGED][0])
     finally:
         file.write_bytes(content)
 
@@ -170,7 +170,7 @@ def test_damage_is_named_with_what_a_resume_makes_of_it(url, name, content, said
 @pytest.mark.parametrize("tables", [("rollouts", "stages/rollout"), ("stages/rollout", "rollouts")])
 def test_of_damaged_rows_it_names_the_table_from_which_the_step_goes_on(url, tables):
     save(url, 5, 1, table="stages/rollout")
-    assert "stages/rollout" in check(url)[0][State.WHOLE]
+    assert "stages/rollout" in check(url)[0][PartState.WHOLE]
     damaged, whole = tables
     (url / damaged / "step=000005" / "part-0001-00000.parquet").write_bytes(b"PAR1")
     (text,) = check(url)[1]
@@ -195,9 +195,9 @@ def test_tables_without_a_record_are_checked_too(url):
     """An evaluation writes such tables: the names of their parts say how many there are."""
     for part in range(2):
         write_part(f"{url}/evaluations/it/samples/step=000004", part, 2, pa.table({"row_id": [part]}))
-    assert "evaluations/it/samples" in check(url)[0][State.WHOLE]
+    assert "evaluations/it/samples" in check(url)[0][PartState.WHOLE]
     (url / "evaluations/it/samples/step=000004/part-00001-of-00002.parquet").unlink()
-    assert "evaluations/it/samples/step=000004" in check(url)[0][State.UNFINISHED]
+    assert "evaluations/it/samples/step=000004" in check(url)[0][PartState.UNFINISHED]
 
 
 def test_a_run_in_a_store_is_checked_as_one_on_local_files(url, s3, capsys):
@@ -230,7 +230,7 @@ def test_lines_of_metrics_that_the_summary_counts_and_nobody_has_are_damage(url,
     else:
         without_lines(url / "metrics.jsonl", count)
     parts, said = check(url)
-    assert "metrics.jsonl" in parts[State.DAMAGED]
+    assert "metrics.jsonl" in parts[PartState.DAMAGED]
     assert "they are lost" in str(said)
 
 
@@ -238,13 +238,13 @@ def test_lines_of_metrics_that_the_summary_counts_and_nobody_has_are_damage(url,
 def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
     complete = Summary(run_id="it", status=Status.COMPLETE, steps=4, workers=2, seconds=9.0, samples_per_second=1.0)
     write_summary(str(url), complete)
-    assert "checkpoints" not in check(url)[0].get(State.DAMAGED, [])
+    assert "checkpoints" not in check(url)[0].get(PartState.DAMAGED, [])
     for path in list(url.glob(gone)):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    assert "checkpoints" in check(url)[0][State.DAMAGED]
+    assert "checkpoints" in check(url)[0][PartState.DAMAGED]
 
 
 @pytest.mark.parametrize(("key", "value"), [("status", "complete"), ("steps", STEPS - 1), ("seconds", 8.0)])
@@ -252,7 +252,7 @@ def test_a_changed_number_or_word_of_the_summary_is_noticed(url, key, value):
     changed = json.loads((url / "summary.json").read_text()) | {key: value}
     (url / "summary.json").write_text(json.dumps(changed))
     parts, said = check(url)
-    assert "summary.json" in parts[State.DAMAGED]
+    assert "summary.json" in parts[PartState.DAMAGED]
     assert "it was altered" in str(said)
 
 
@@ -280,7 +280,7 @@ GONE = {
 def test_rows_of_steps_that_were_committed_are_missed(url, case):
     damage, steps = GONE[case]
     damage(url)
-    assert check(url)[0][State.DAMAGED] == [f"rollouts/step={step:06d}" for step in steps]
+    assert check(url)[0][PartState.DAMAGED] == [f"rollouts/step={step:06d}" for step in steps]
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
@@ -288,15 +288,15 @@ def test_a_complete_run_misses_every_step(url, step):
     complete = Summary(run_id="it", status=Status.COMPLETE, steps=STEPS, workers=2, seconds=9.0, samples_per_second=1.0)
     write_summary(str(url), complete)
     shutil.rmtree(rows_of(url, step))
-    assert f"rollouts/step={step:06d}" in check(url)[0][State.DAMAGED]
+    assert f"rollouts/step={step:06d}" in check(url)[0][PartState.DAMAGED]
 
 
 def test_rows_that_were_removed_on_purpose_are_not_missed(url):
     remove_leftovers(str(url), find_leftovers(str(url), keep_stages=1))
     assert not [*rows_of(url, 2).rglob("*.*")]
-    assert not check(url)[0][State.DAMAGED]
+    assert not check(url)[0][PartState.DAMAGED]
     shutil.rmtree(rows_of(url, 3))
-    assert check(url)[0][State.DAMAGED] == ["rollouts/step=000003"]
+    assert check(url)[0][PartState.DAMAGED] == ["rollouts/step=000003"]
 
 
 def test_of_a_run_of_an_earlier_version_nothing_is_missed(url):
@@ -312,7 +312,7 @@ def test_of_a_run_of_an_earlier_version_nothing_is_missed(url):
     summary = json.loads((url / "summary.json").read_text())
     del summary["sha256"]
     (url / "summary.json").write_text(json.dumps(summary))
-    assert not check(url)[0][State.DAMAGED]
+    assert not check(url)[0][PartState.DAMAGED]
 
 
 def test_a_validation_without_rows_and_one_without_its_line_are_missed(url):
@@ -320,13 +320,13 @@ def test_a_validation_without_rows_and_one_without_its_line_are_missed(url):
     for step in (0, 4):
         save(url, step, 1, table="validation")
         log.write(Record(step=step, phase=Phase.VALIDATION, seconds=1.0, metrics={"reward/mean": 0.5}))
-    assert not check(url)[0][State.DAMAGED]
+    assert not check(url)[0][PartState.DAMAGED]
     lines = (url / "metrics.jsonl").read_text().splitlines(keepends=True)
     (url / "metrics.jsonl").write_text("".join(lines[:-1]))
     assert check(url)[1] == ["it has no line of the validations after the steps 4; they are lost; their rows are there"]
     (url / "metrics.jsonl").write_text("".join(lines))
     shutil.rmtree(rows_of(url, 0, "validation"))
-    assert check(url)[0][State.DAMAGED] == ["validation/step=000000"]
+    assert check(url)[0][PartState.DAMAGED] == ["validation/step=000000"]
 
 
 def test_a_run_that_failed_misses_all_its_checkpoints_but_not_one_that_was_begun(url):
@@ -335,10 +335,10 @@ def test_a_run_that_failed_misses_all_its_checkpoints_but_not_one_that_was_begun
     every = load_recorded(said, "config.yaml").checkpoint.every
     failed = Summary(run_id="it", status=Status.FAILED, steps=every + 1, workers=2, seconds=9.0, samples_per_second=1.0)
     write_summary(str(url), failed)
-    assert "checkpoints" in check(url)[0][State.DAMAGED]
+    assert "checkpoints" in check(url)[0][PartState.DAMAGED]
     (url / "checkpoints" / "step=000050-0001").mkdir(parents=True)
     (url / "checkpoints" / "step=000050-0001" / "BEGUN").write_bytes(b"")
-    assert "checkpoints" not in check(url)[0][State.DAMAGED]
+    assert "checkpoints" not in check(url)[0][PartState.DAMAGED]
 
 
 def read_all(url):
@@ -368,6 +368,6 @@ def test_a_changed_byte_of_a_small_file_is_noticed_or_changes_nothing_that_is_re
     try:
         by_state, _ = check(url)
         harmless = file.name not in ("config.yaml", "dag.json") and read_all(url) == before
-        assert by_state[State.DAMAGED] or harmless
+        assert by_state[PartState.DAMAGED] or harmless
     finally:
         file.write_bytes(content)

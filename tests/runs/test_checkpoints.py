@@ -14,7 +14,7 @@ from siirl_storage.digests import FileDigest
 
 from siirl_dask.errors import CheckpointError, DamagedCheckpoint, Fenced
 from siirl_dask.runs.attempt import Attempt
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import (
     Checkpoints,
     checkpoint_url,
@@ -84,7 +84,7 @@ def write(kept, step, value):
     """A checkpoint as workers and driver write it: the parts hold what ``state.json`` says of them."""
     url = kept.folder(step)
     metrics = {"validation/reward": float(value)}
-    state = State(step=step, roles=["critic", "policy"], metrics=metrics, positions={"train": value})
+    state = CheckpointState(step=step, roles=["critic", "policy"], metrics=metrics, positions={"train": value})
     kept.commit(url, state, put_parts(url, value))
 
 
@@ -143,7 +143,7 @@ def test_a_start_that_was_taken_over_commits_nothing_and_deletes_nothing(url):
     half = put_parts(late, 2)
     new = Checkpoints(attempt=begin(url, 2), keep=1, done=1)
     with pytest.raises(Fenced, match=r"taken over by process .* attempt 1, gave no sign of life"):
-        old.commit(late, State(step=2, roles=["critic", "policy"]), half)
+        old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), half)
     assert committed(url) == [1]
     write(new, 2, 22)
     write(new, 3, 33)
@@ -174,10 +174,10 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
 
     attempt.meanwhile = take_over
     with pytest.raises(Fenced):
-        old.commit(late, State(step=2, roles=["critic", "policy"]), half)
+        old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), half)
     attempt.check = lambda: None  # not even the second look helps: the folder was voided before it was emptied
     with pytest.raises(Fenced, match="was voided by a later start of this run"):
-        old.commit(late, State(step=2, roles=["critic", "policy"]), {})
+        old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), {})
     assert committed(url) == [1, 2]
     for step in (1, 2):
         check_whole(url, step)
@@ -199,7 +199,7 @@ def test_a_start_whose_file_a_later_one_removes_while_it_is_written_ends_as_take
 
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(Fenced, match="taken over by process"):
-        old.commit(late, State(step=2, roles=["critic", "policy"]), half)
+        old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), half)
     assert committed(url) == [1, 2]
 
 
@@ -222,14 +222,14 @@ def test_pruning_leaves_the_folders_of_a_later_start_alone(url):
     with pytest.raises(Fenced):
         old.attempt.check()
     with pytest.raises(Fenced):
-        old.commit(old.folder(2), State(step=2, roles=[]), {})
+        old.commit(old.folder(2), CheckpointState(step=2, roles=[]), {})
     fs, path = open_fs(new.folder(2))
     assert [fs.cat_file(f"{path}/{part}") for part in PARTS] == [b"2"] * len(PARTS)
 
 
 def test_what_has_no_record_is_never_given(url):
     folder = Checkpoints(attempt=begin(url, 1), keep=1).folder(5)
-    write_atomic(*open_fs(f"{folder}/state.json"), State(step=5, roles=[]).to_json())
+    write_atomic(*open_fs(f"{folder}/state.json"), CheckpointState(step=5, roles=[]).to_json())
     assert committed(url) == []
     with pytest.raises(CheckpointError, match="no complete checkpoint of step 5"):
         checkpoint_url(url, 5)
@@ -241,7 +241,7 @@ def test_a_file_that_is_shorter_than_was_written_is_not_committed(url):
     fs, path = open_fs(kept.folder(1))
     write_atomic(fs, f"{path}/{PARTS[0]}", b"1")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 1 bytes, and 2 were written"):
-        kept.commit(kept.folder(1), State(step=1, roles=[]), files)
+        kept.commit(kept.folder(1), CheckpointState(step=1, roles=[]), files)
     assert committed(url) == []
 
 
@@ -283,7 +283,9 @@ def test_a_flipped_bit_in_the_record_is_noticed_or_changes_nothing(url):
 def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path):
     for name, marker in (("step=000005", True), ("step=000006", False), ("step=000006-3f2a9c0d1e4b", True)):
         folder = f"{tmp_path}/checkpoints/{name}"
-        write_atomic(*open_fs(f"{folder}/state.json"), State(step=int(name[5:11]), roles=["policy"]).to_json())
+        write_atomic(
+            *open_fs(f"{folder}/state.json"), CheckpointState(step=int(name[5:11]), roles=["policy"]).to_json()
+        )
         if marker:
             write_atomic(*open_fs(f"{folder}/COMMITTED"), json.dumps({"version": 1, "step": int(name[5:11])}).encode())
     assert committed(str(tmp_path)) == [5, 6]
@@ -319,7 +321,7 @@ def test_a_state_that_says_what_none_can_is_refused_by_its_file(tmp_path, change
 def test_different_states_of_one_role_make_no_checkpoint():
     part = {"roles": ["policy"], "states": {"kl": '{"coefficient": 0.1}'}, "positions": {"train": 7}}
     other = {"roles": [], "states": {}, "positions": {"train": 3}}
-    state = State.of(4, [part, other, part])
+    state = CheckpointState.of(4, [part, other, part])
     assert (state.roles, state.states, state.positions) == (["policy"], {"kl": {"coefficient": 0.1}}, {"train": 7})
     with pytest.raises(CheckpointError, match="'kl' has not the same state everywhere"):
-        State.of(4, [part, other | {"states": {"kl": '{"coefficient": 0.2}'}}])
+        CheckpointState.of(4, [part, other | {"states": {"kl": '{"coefficient": 0.2}'}}])

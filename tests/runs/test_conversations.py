@@ -16,7 +16,7 @@ from siirl_dask.runs.samples.mismatch import mismatch
 from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.runs.samples.sample_rows import Choice, newest_samples
 from siirl_dask.runs.samples.token_texts import tokenizer_file
-from siirl_dask.runs.samples.utterances import Kind, answered, said, spans_of
+from siirl_dask.runs.samples.utterances import UtteranceKind, answered, said, spans_of
 from siirl_dask.views.dashboard.page import _read_whole
 from siirl_dask.views.dashboard.samples_panel import _detail
 from siirl_dask.views.report.gather import gather
@@ -149,15 +149,17 @@ def test_the_messages_of_a_chat_template_are_told_by_their_roles():
     llama = (
         "<|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert [(one.who, one.kind, one.text) for one in answered(chatml)] == [("environment", Kind.ANSWER, "higher")]
-    assert [(one.who, one.kind, one.text) for one in answered(llama)] == [("tool", Kind.RESULT, "42")]
+    assert [(one.who, one.kind, one.text) for one in answered(chatml)] == [
+        ("environment", UtteranceKind.ANSWER, "higher")
+    ]
+    assert [(one.who, one.kind, one.text) for one in answered(llama)] == [("tool", UtteranceKind.RESULT, "42")]
     assert [(one.who, one.text) for one in answered("<\n")] == [("environment", "<")]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"name": 3, "arguments": [1]}', "[" * 10**5, "<function=f>"])
 def test_a_call_that_is_none_is_shown_as_it_is(text):
     (one,) = said("policy", f"<tool_call>{text}</tool_call>", 1, None)
-    assert (one.kind, one.text) == (Kind.CALL, text)
+    assert (one.kind, one.text) == (UtteranceKind.CALL, text)
 
 
 @given(

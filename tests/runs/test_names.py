@@ -10,7 +10,7 @@ from siirl_storage.files import at, list_files
 
 from siirl_dask.errors import DataError
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints, committed
 from siirl_dask.runs.folder import remove_run
 from siirl_dask.runs.samples.rollouts import open_newest, open_rollouts, query
@@ -59,7 +59,7 @@ def check_read(url, value):
 
 def commit_checkpoint(url, attempt, step):
     checkpoints = Checkpoints(attempt=attempt, keep=1)
-    checkpoints.commit(checkpoints.folder(step), State(step=step, roles=[]), {})
+    checkpoints.commit(checkpoints.folder(step), CheckpointState(step=step, roles=[]), {})
 
 
 def check_apart(store, names, above):

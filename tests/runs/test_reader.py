@@ -19,7 +19,7 @@ from siirl_dask.errors import CheckpointError, ConfigError, DataError
 from siirl_dask.observe import MetricsLog, Record, Status, Summary, write_summary
 from siirl_dask.planner import Phase, dag_from_spec
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints, read_state
 from siirl_dask.runs.folder import read_identity, write_identity
 from tests.conftest import digits_overrides
@@ -44,7 +44,7 @@ def folder(digits_task, tmp_path):
     write_summary(str(url), summary)
     with take(str(url), 30.0, print) as attempt:
         checkpoints = Checkpoints(attempt=attempt, keep=2)
-        checkpoints.commit(checkpoints.folder(2), State(step=2, roles=["policy"]), {})
+        checkpoints.commit(checkpoints.folder(2), CheckpointState(step=2, roles=["policy"]), {})
     return url
 
 

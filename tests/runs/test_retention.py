@@ -12,7 +12,7 @@ from siirl_dask.commands.clean import clean
 from siirl_dask.config import ClusterConfig
 from siirl_dask.errors import ConfigError, RunInProgress
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints, committed
 from siirl_dask.runs.retention import Reason, find_leftovers, remove_leftovers, remove_old_stages
 from siirl_dask.runs.stages import describe_stage, find_stages
@@ -33,7 +33,7 @@ def store(url, step, attempt=1, committed=True, table="rollouts"):
 
 def checkpoint(url, step, attempt):
     checkpoints = Checkpoints(attempt=attempt, keep=99)
-    checkpoints.commit(checkpoints.folder(step), State(step=step, roles=[]), {})
+    checkpoints.commit(checkpoints.folder(step), CheckpointState(step=step, roles=[]), {})
 
 
 def steps_after(url, step):

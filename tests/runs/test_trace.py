@@ -10,7 +10,7 @@ from siirl_dask.commands.clean import clean
 from siirl_dask.errors import DataError
 from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.planner.node import TRACE
-from siirl_dask.runs.check import State, check_run
+from siirl_dask.runs.check import PartState, check_run
 from siirl_dask.runs.folder import CONFIG_FILE, remove_run
 from siirl_dask.runs.tables import tables_of
 from siirl_dask.runs.trace import read_newest, read_trace, slowest_of
@@ -71,7 +71,7 @@ def test_of_a_step_that_was_done_again_the_last_start_counts_and_clean_takes_the
     spans = read_trace(str(tmp_path)).spans
     assert {(span.worker, span.name) for span in spans if span.lane is Lane.COMPUTE} == {("0", "now"), ("1", "now")}
     found = {finding.part: finding.state for finding in check_run(str(tmp_path), lambda n: None, lambda n: None)}
-    assert (found[TRACE], found[f"{TRACE}/step=000002"]) == (State.WHOLE, State.UNFINISHED)
+    assert (found[TRACE], found[f"{TRACE}/step=000002"]) == (PartState.WHOLE, PartState.UNFINISHED)
     said = clean(str(tmp_path), dry_run=False, keep_stages=None, replays=False)
     assert said.count(f"{TRACE}/step=000002/part-0001-") == 3
     assert len([*tmp_path.rglob("*.parquet")]) == 2
@@ -86,7 +86,9 @@ def test_check_finds_a_damaged_part_and_reading_it_says_so(tmp_path):
     part.write_bytes(content)
     (tmp_path / CONFIG_FILE).write_text("run: {name: it}\n")
     found = check_run(str(tmp_path), lambda n: None, lambda n: None)
-    damaged = [finding.part for finding in found if finding.state is State.DAMAGED and finding.part.startswith(TRACE)]
+    damaged = [
+        finding.part for finding in found if finding.state is PartState.DAMAGED and finding.part.startswith(TRACE)
+    ]
     assert damaged == [f"{TRACE}/step=000002"]
     with pytest.raises(DataError, match="part-0001-00000"):
         read_trace(str(tmp_path))

@@ -10,22 +10,22 @@ import fsspec
 import pytest
 from siirl_storage import TableNotFound, append, create_table, open_table
 from siirl_storage.conformance import CHECKS, sample, what_others_write_is_seen_after_a_listing
-from siirl_storage.faults import How, Plan, inject
+from siirl_storage.faults import FaultPlan, How, inject
 
 FAILURES = (How.BEFORE, How.AFTER)
 SWEPT = [check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing]  # it goes round open_fs
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultPlan]:
     monkeypatch.setitem(fsspec.config.conf, "faulty", {})
-    plan = Plan(str(tmp_path / "plan.json"))
+    plan = FaultPlan(str(tmp_path / "plan.json"))
     plan.set()
     inject(plan.file)
     return plan
 
 
-def sweep(check: Callable[[str], None], plan: Plan, folder: Path | str, every: int = 1) -> None:
+def sweep(check: Callable[[str], None], plan: FaultPlan, folder: Path | str, every: int = 1) -> None:
     """Run ``check`` with a failure at every ``every``-th of its operations."""
     check(f"faulty://{folder}/straight")
     attempts = [(at, how) for at in range(1, len(plan.operations()) + 1, every) for how in FAILURES]
@@ -39,7 +39,7 @@ def sweep(check: Callable[[str], None], plan: Plan, folder: Path | str, every: i
 
 @pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)
 def test_conforms_with_a_failure_at_every_tenth_operation(
-    check: Callable[[str], None], plan: Plan, tmp_path: Path
+    check: Callable[[str], None], plan: FaultPlan, tmp_path: Path
 ) -> None:
     sweep(check, plan, tmp_path, every=10)
 
@@ -47,13 +47,15 @@ def test_conforms_with_a_failure_at_every_tenth_operation(
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)
-def test_conforms_with_a_failure_at_any_operation(check: Callable[[str], None], plan: Plan, tmp_path: Path) -> None:
+def test_conforms_with_a_failure_at_any_operation(
+    check: Callable[[str], None], plan: FaultPlan, tmp_path: Path
+) -> None:
     sweep(check, plan, tmp_path)
 
 
 @pytest.mark.parametrize("target", ["file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_table_with_a_failure_at_any_operation_has_each_row_once(
-    plan: Plan, tmp_path: Path, target: str, request: pytest.FixtureRequest
+    plan: FaultPlan, tmp_path: Path, target: str, request: pytest.FixtureRequest
 ) -> None:
     folder = str(tmp_path)
     if target == "s3":
@@ -69,7 +71,7 @@ def test_a_table_with_a_failure_at_any_operation_has_each_row_once(
     sweep(write, plan, folder)
 
 
-def test_what_is_counted_is_what_is_done(plan: Plan, tmp_path: Path) -> None:
+def test_what_is_counted_is_what_is_done(plan: FaultPlan, tmp_path: Path) -> None:
     with pytest.raises(TableNotFound):
         open_table(f"faulty://{tmp_path}/nothing")
     assert {name for name, _, _ in plan.operations()} == {"find"}

@@ -15,9 +15,9 @@ from siirl_dask.config import (
     FsdpConfig,
     LoraConfig,
     ModelConfig,
-    Part,
     RolloutConfig,
     TrainerConfig,
+    VisionPart,
 )
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError
@@ -156,8 +156,8 @@ def test_bfloat16_is_off_by_its_last_digits_alone(folder, backend):
 
 
 SHARDS = {
-    "frozen": {"freeze": [Part.visual]},
-    "encoder frozen, layer by layer": {"freeze": [Part.encoder], "gather_size": "0B"},
+    "frozen": {"freeze": [VisionPart.visual]},
+    "encoder frozen, layer by layer": {"freeze": [VisionPart.encoder], "gather_size": "0B"},
     "offloaded, computed again": {"offload": True, "gradient_checkpointing": True, "gather_size": "0B"},
     "adapters": {"lora_targets": ["visual", "q_proj"], **ADAPTED},
 }
@@ -298,7 +298,7 @@ def test_rows_with_images_are_not_split_over_workers(folder, check, option):
 
 WRONG = {
     "a model of text": ({}, READ, "sees no images"),
-    "parts of a model of text": ({"freeze": [Part.visual]}, None, r"trainer\.freeze=\['visual'\].*no such parts"),
+    "parts of a model of text": ({"freeze": [VisionPart.visual]}, None, r"trainer\.freeze=\['visual'\].*no such parts"),
     "a rate of a model of text": ({"visual_lr": 1e-3}, None, r"trainer\.visual_lr=0\.001"),
 }
 
@@ -312,9 +312,17 @@ def test_a_model_of_text_has_no_images_and_no_parts(tmp_path, settings, images, 
 
 
 IDLE = {
-    "everything": ({"freeze": [Part.visual, Part.language_model]}, READ, "nothing of the model is left to learn"),
-    "in pieces": ({"freeze": [Part.encoder, Part.projector, Part.language_model]}, READ, "nothing of the model"),
-    "but the unseen": ({"freeze": [Part.language_model]}, None, "the tower sees no images"),
+    "everything": (
+        {"freeze": [VisionPart.visual, VisionPart.language_model]},
+        READ,
+        "nothing of the model is left to learn",
+    ),
+    "in pieces": (
+        {"freeze": [VisionPart.encoder, VisionPart.projector, VisionPart.language_model]},
+        READ,
+        "nothing of the model",
+    ),
+    "but the unseen": ({"freeze": [VisionPart.language_model]}, None, "the tower sees no images"),
     "a rate for nothing": ({"visual_lr": 1e-3}, None, "no images are read"),
 }
 
@@ -329,8 +337,8 @@ def test_a_policy_that_would_not_learn_is_refused(folders, settings, images, sai
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"freeze": [Part.visual]}, "trainer.freeze has the tower"),
-        ({"freeze": [Part.projector, Part.encoder]}, "trainer.freeze has the tower"),
+        ({"freeze": [VisionPart.visual]}, "trainer.freeze has the tower"),
+        ({"freeze": [VisionPart.projector, VisionPart.encoder]}, "trainer.freeze has the tower"),
         ({"lora": LoraConfig(rank=2)}, "no adapters are in the tower; add 'visual'"),
         ({"lora": LoraConfig(rank=2, targets=["q_proj", "language_model"])}, "no adapters are in the tower"),
     ],
@@ -343,15 +351,15 @@ def test_a_rate_of_a_tower_of_which_nothing_learns_is_refused(settings, said):
 
 def test_frozen_parts_take_no_gradients_and_no_moments(folders):
     held = {}
-    for freeze in ((), (Part.visual,), (Part.encoder,)):
+    for freeze in ((), (VisionPart.visual,), (VisionPart.encoder,)):
         options = {"model": ModelConfig(path=str(folders["qwen3_vl"])), "trainer": TrainerConfig(freeze=[*freeze])}
         cost = check_trainer({**options, "images": READ}, ["a"], config_of())
         named = PlainModel(folders["qwen3_vl"]).model.named_parameters()
         tower = {name: p.numel() for name, p in named if name.startswith("model.visual.")}
         held[freeze] = cost.device.held
-        if freeze == (Part.visual,):
+        if freeze == (VisionPart.visual,):
             assert cost.device.held["frozen weights in float32"] == 4 * sum(tower.values())
-        if freeze == (Part.encoder,):
+        if freeze == (VisionPart.encoder,):
             encoder = {name: size for name, size in tower.items() if "merger" not in name}
             assert cost.device.held["frozen weights in float32"] == 4 * sum(encoder.values())
     total = sum(p.numel() for p in PlainModel(folders["qwen3_vl"]).model.parameters())

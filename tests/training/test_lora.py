@@ -27,7 +27,7 @@ from siirl_dask.nodes import base_logprobs, load_weights, publish_weights
 from siirl_dask.planner.contract import bare
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.runs.attempt import take
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.export import export
 from siirl_dask.runs.folder import write_identity
@@ -354,7 +354,9 @@ def run(request, digits_task, tmp_path):
     checkpoints = Checkpoints(attempt=attempt, keep=9)
     at = checkpoints.folder(1)
     written = DistributedCheckpoint(asynchronous=False).save(f"{at}/policy", trainer.state(), None).result()
-    checkpoints.commit(at, State(step=1, roles=["policy"]), {f"policy/{name}": one for name, one in written.items()})
+    checkpoints.commit(
+        at, CheckpointState(step=1, roles=["policy"]), {f"policy/{name}": one for name, one in written.items()}
+    )
     return url, base, trainer
 
 

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from siirl_dask.commands.plan import describe_run
-from siirl_dask.config import Backend, Dtype, FsdpConfig, ImagesConfig, LoraConfig, MegatronConfig, Part, TrainerConfig
+from siirl_dask.config import (
+    Backend,
+    Dtype,
+    FsdpConfig,
+    ImagesConfig,
+    LoraConfig,
+    MegatronConfig,
+    TrainerConfig,
+    VisionPart,
+)
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import ConfigError
@@ -18,7 +27,7 @@ from tests.settings import digits_overrides
 
 OTHERS = {
     "lora.rank": {"lora": LoraConfig(rank=4)},
-    "freeze": {"freeze": [Part.visual]},
+    "freeze": {"freeze": [VisionPart.visual]},
     "visual_lr": {"visual_lr": 1e-5},
     "liger": {"liger": True},
     "compile": {"compile": True},

@@ -16,7 +16,7 @@ import pytest
 from distributed import Client, WorkerPlugin, get_worker, wait
 
 from siirl_dask.config import TransportMode
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Iteration, Rows
 from siirl_dask.worker.data_plane import DataPlane, DataSettings
@@ -205,7 +205,7 @@ def own_client():
 @pytest.mark.parametrize(("rows", "tokens"), [(12, 9), (300, 3000)])
 def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, sources, targets, rows, tokens):
     edge = edge_of(sources, targets)
-    with planes(client, [edge], transport=way, limits=Limits(message=MIB)) as (members, name):
+    with planes(client, [edge], transport=way, limits=BufferLimits(message=MIB)) as (members, name):
         for sequence in range(2):  # the second time into memory that was used before
             calls = [
                 client.submit(publish_part, name, edge, sequence, i, rows, tokens, workers=[members[s]], pure=False)
@@ -290,7 +290,7 @@ def test_four_times_the_budget_moves_within_the_budget(client):
     assert part > budget - MIB
     edges = [edge_of("0", "1", source=source) for source in "acde"]
     for way in (TransportMode.dask, TransportMode.shm):
-        limits = Limits(memory=budget, message=4 * MIB)
+        limits = BufferLimits(memory=budget, message=4 * MIB)
         with planes(client, edges, transport=way, limits=limits) as (members, name):
             on = {w: {"workers": [members[w]], "pure": False} for w in members}
             published = client.submit(publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]).result()

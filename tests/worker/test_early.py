@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
@@ -21,7 +21,7 @@ ROLES = (Role("rollout", build_nothing), Role("policy", build_nothing))
 PLACEMENT = {"rollout": [0, 1], "policy": [2, 3, 4]}
 WORKERS = tuple(f"w{number}" for number in range(5))
 HOSTS = {"w0": "a", "w1": "a", "w2": "b", "w3": "b", "w4": "c"}
-LIMITS = Limits(early_message=2000)
+LIMITS = BufferLimits(early_message=2000)
 EARLY = (RESPONSE_IDS, ROLLOUT_LOGPROBS)
 
 

@@ -21,7 +21,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DraftEntry:
     """One value of the configuration, with the options that it comes from."""
 
     value: Any
@@ -35,7 +35,7 @@ class Draft:
     given: Given
     bases: list[str] = field(default_factory=list)
     """Shipped files that the configuration stands on, such as ``dags/grpo.yaml``."""
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, DraftEntry] = field(default_factory=dict)
     """Values by our key."""
     roles: dict[str, Any] = field(default_factory=dict)
     nodes: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Draft:
         else:
             origin = f"{self.given.system}'s default" + (f" of {sources[0]}" if sources else "")
             self.defaulted[key] = sources[0] if sources else ""
-        self.entries[key] = Entry(value, f"{origin}; {note}" if note else origin)
+        self.entries[key] = DraftEntry(value, f"{origin}; {note}" if note else origin)
 
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from siirl_dask.commands.migrate.shell import Call, read_script
+from siirl_dask.commands.migrate.shell import ShellCall, read_script
 from siirl_dask.config.file import foreign_value, foreign_values
 from siirl_dask.config.file.layers import GROUPS
 from siirl_dask.errors import ConfigError, did_you_mean
@@ -51,7 +51,7 @@ def read_given(words: Sequence[str]) -> Given:
         raise ConfigError(f"nothing is given: {_EXPECTED}")
     variables = dict(word.split("=", 1) for word in words if _is_variable(word))
     if "=" in words[0] or words[0].startswith("python"):
-        call = Call([word for word in words if not _is_variable(word)], module=_module(words))
+        call = ShellCall([word for word in words if not _is_variable(word)], module=_module(words))
         return _from_call(call, "the command line")
     path = Path(words[0])
     more = [word for word in words[1:] if not _is_variable(word)]
@@ -59,7 +59,7 @@ def read_given(words: Sequence[str]) -> Given:
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(text, path, more)
     call = read_script(text, str(path), variables)
-    return _from_call(Call([*call.words, *more], call.module, call.notes), str(path))
+    return _from_call(ShellCall([*call.words, *more], call.module, call.notes), str(path))
 
 
 def _is_variable(word: str) -> bool:
@@ -85,7 +85,7 @@ def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
     return Given(_system(values, ""), values, str(path))
 
 
-def _from_call(call: Call, origin: str) -> Given:
+def _from_call(call: ShellCall, origin: str) -> Given:
     values: dict[str, Any] = {}
     notes = [*call.notes, *_override(values, call.words)]
     if not any(name.partition(".")[0] in _PARTS for name in values):

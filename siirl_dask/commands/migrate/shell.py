@@ -23,7 +23,7 @@ _REFERENCE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ShellCall:
     """Words of a trainer's command line, variables replaced."""
 
     words: list[str]
@@ -32,7 +32,7 @@ class Call:
     notes: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, name: str, variables: Mapping[str, str]) -> Call:
+def read_script(text: str, name: str, variables: Mapping[str, str]) -> ShellCall:
     """Return the one call of verl or siiRL in a script; ``variables`` override what it sets. ConfigError if there is
     none, or several.
     """
@@ -55,7 +55,7 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> Call:
     return _only(calls, name)
 
 
-def _only(calls: list[tuple[int, list[str]]], name: str) -> Call:
+def _only(calls: list[tuple[int, list[str]]], name: str) -> ShellCall:
     if not calls:
         raise ConfigError(
             f"{name}: no call of verl or siiRL in it: expected `python -m verl.trainer.main_ppo key=value ...` or "
@@ -72,7 +72,7 @@ def _only(calls: list[tuple[int, list[str]]], name: str) -> Call:
     notes = [f"${variable} is not set in the script: the environment must have it" for variable in unset]
     unread = [word for word in options if word.startswith("$(") or "=$(" in word]
     notes += [f"{word}: what this command prints is not known; write the value" for word in unread]
-    return Call([word for word in options if word not in unread], words[start], notes)
+    return ShellCall([word for word in options if word not in unread], words[start], notes)
 
 
 def _starts(words: list[str]) -> int | None:

@@ -35,7 +35,7 @@ from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
 from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
-from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits, Traffic
+from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Published, read_acks, spill
 from siirl_dask.coordinator.databuffer.pull import Puller, Shares, pull_groups
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
@@ -79,7 +79,7 @@ class Databuffer:
         transport: Transport,
         *,
         transport_mode: TransportMode = TransportMode.auto,
-        limits: Limits | None = None,
+        limits: BufferLimits | None = None,
         quadratic_from: int = 0,
         hosts: Hosts | None = None,
         prefetch: bool | None = None,
@@ -90,7 +90,7 @@ class Databuffer:
         self._run = run
         self._worker = worker
         self._expected = ExpectedKeys(run, edges, Window(_AHEAD) if window is None else window)
-        self._limits = Limits() if limits is None else limits
+        self._limits = BufferLimits() if limits is None else limits
         self._slots = PublishedSlots()
         self._statistics_tree = StatisticsTree(worker, transport, self._own_statistics)
         self._transport_mode = transport_mode
@@ -337,7 +337,7 @@ class RowServer:
     Belongs to the event loop; only copies of rows leave it, for ``CopyThreads``.
     """
 
-    def __init__(self, arena: Arena, copy_threads: CopyThreads, limits: Limits) -> None:
+    def __init__(self, arena: Arena, copy_threads: CopyThreads, limits: BufferLimits) -> None:
         self._arena = arena
         self._copy_threads = copy_threads
         self._message_bytes = limits.message

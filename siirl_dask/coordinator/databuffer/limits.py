@@ -18,7 +18,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BufferLimits:
     """Bytes that a databuffer may use. ValueError for a message size beyond ``MAX_MESSAGE_BYTES``."""
 
     memory: int = 2 * 2**30

@@ -22,7 +22,7 @@ from siirl_dask.coordinator.databuffer.allgather import StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
 from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
-from siirl_dask.coordinator.databuffer.limits import Budget, CopyThreads, Limits, Traffic
+from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Acks, Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowLengths, RowOrigin, other_columns_schema
@@ -130,7 +130,7 @@ class Puller:
         own_published: Callable[[TransitionKey], Awaitable[Published]],
         arena: Arena,
         copy_threads: CopyThreads,
-        limits: Limits,
+        limits: BufferLimits,
         transport_mode: TransportMode,
         traffic: Traffic,
     ) -> None:

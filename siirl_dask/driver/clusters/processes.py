@@ -20,7 +20,7 @@ _MUST = ("python", "siirl_dask", *ALIKE)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ClusterProcess:
     """A process of the cluster, and its report, or the error in place of one."""
 
     label: str
@@ -131,22 +131,22 @@ def _natural(text: str) -> list[tuple[bool, int, str]]:
     return key
 
 
-def _scheduler(client: Client) -> Process:
+def _scheduler(client: Client) -> ClusterProcess:
     try:
         answer: Report | Exception = client.run_on_scheduler(report)
     except Exception as error:  # whatever an import there may raise
         answer = error
-    return Process(f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer)
+    return ClusterProcess(f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer)
 
 
-def _worker(name: str, address: str, answer: Report | Exception | None) -> Process:
+def _worker(name: str, address: str, answer: Report | Exception | None) -> ClusterProcess:
     if answer is None:
         answer = OSError("it did not answer")
     host = answer["host"] if isinstance(answer, dict) else get_address_host(address)
-    return Process(f"worker {name!r} on host {host!r}", "dask worker", answer)
+    return ClusterProcess(f"worker {name!r} on host {host!r}", "dask worker", answer)
 
 
-def _check(scheduler: Process, workers: Sequence[Process]) -> None:
+def _check(scheduler: ClusterProcess, workers: Sequence[ClusterProcess]) -> None:
     """Raise ConfigError unless the processes fit to each other and to this one; log smaller differences."""
     here = report()
     reports: dict[str, Report] = {}

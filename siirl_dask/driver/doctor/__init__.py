@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from siirl_dask.config import ClusterConfig, Config
 from siirl_dask.context import DeviceKind
 from siirl_dask.driver.doctor.devices import check_devices, check_plugin
-from siirl_dask.driver.doctor.finding import Finding, State, fault
+from siirl_dask.driver.doctor.finding import DoctorFinding, DoctorState, fault
 from siirl_dask.driver.doctor.machine import check_machine
 from siirl_dask.driver.doctor.packages import check_packages
 from siirl_dask.driver.doctor.storage import check_storage
 from siirl_dask.driver.doctor.vllm import judge_vllm, vllm_probe
 
-__all__ = ["Finding", "State", "examine"]
+__all__ = ["DoctorFinding", "DoctorState", "examine"]
 
 
-def examine(config: Config | None) -> list[Finding]:
+def examine(config: Config | None) -> list[DoctorFinding]:
     """Return the findings, faults among them. Without ``config`` only this machine is examined."""
     examined = Config() if config is None else config
     cluster = examined.cluster
@@ -41,19 +41,19 @@ def examine(config: Config | None) -> list[Finding]:
         return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, examined.rollout.engine, kind)])]
 
 
-def _topology(cluster: ClusterConfig) -> Iterable[Finding]:
+def _topology(cluster: ClusterConfig) -> Iterable[DoctorFinding]:
     from siirl_dask.driver.doctor.topology import check_topology  # torch, which the first check tries to import
 
     return check_topology(cluster)
 
 
-def _cluster(config: Config) -> Iterable[Finding]:
+def _cluster(config: Config) -> Iterable[DoctorFinding]:
     from siirl_dask.driver.doctor.cluster import check_cluster  # Dask, which other checks need not wait for
 
     return check_cluster(config.cluster)
 
 
-def _checked(part: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def _checked(part: str, check: Callable[[], Iterable[DoctorFinding]]) -> list[DoctorFinding]:
     """Return the findings of a check. A check that raises is a fault itself, and the others go on."""
     try:
         return list(check())

@@ -12,7 +12,7 @@ from siirl_dask.config import ClusterConfig
 from siirl_dask.driver.clusters.deployment import check_spec
 from siirl_dask.driver.clusters.processes import hosts_of, members
 from siirl_dask.driver.clusters.scheduler_file import read_address
-from siirl_dask.driver.doctor.finding import Finding, State, fault, note, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, DoctorState, fault, note, ok
 from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.driver.doctor.machine import check_limits
 from siirl_dask.errors import ConfigError, counted
@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT = 0.5  # seconds
 _ALIKE = "install the same environment on every host, or start the workers from an image"
 
 
-def check_cluster(cluster: ClusterConfig) -> list[Finding]:
+def check_cluster(cluster: ClusterConfig) -> list[DoctorFinding]:
     """Return findings on the cluster that the configuration names, whatever it is. Nothing is started."""
     if cluster.spec:
         return [_described(cluster.spec)]
@@ -36,7 +36,7 @@ def check_cluster(cluster: ClusterConfig) -> list[Finding]:
         return [fault(_PART, str(error), "start the scheduler, or correct cluster.address or cluster.scheduler_file")]
 
 
-def _described(path: str) -> Finding:
+def _described(path: str) -> DoctorFinding:
     try:
         check_spec(path)
     except ConfigError as error:
@@ -44,7 +44,7 @@ def _described(path: str) -> Finding:
     return note(_PART, f"{path} can be used; it is not started here, so its hosts are not looked at")
 
 
-def _existing(cluster: ClusterConfig) -> list[Finding]:
+def _existing(cluster: ClusterConfig) -> list[DoctorFinding]:
     address = cluster.address
     if cluster.scheduler_file:
         wait = _PATIENCE if Path(cluster.scheduler_file).exists() else 0.0
@@ -61,7 +61,7 @@ def _existing(cluster: ClusterConfig) -> list[Finding]:
             client.close(timeout=_CLOSE_TIMEOUT)
 
 
-def _workers(client: Client, wanted: int) -> list[Finding]:
+def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
     scheduler = client.scheduler_info(n_workers=-1)
     address = scheduler["address"]
     infos = scheduler["workers"].values()
@@ -85,7 +85,7 @@ def _workers(client: Client, wanted: int) -> list[Finding]:
     return [*findings, *_hosts(client, addresses, wanted)]
 
 
-def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[Finding]:
+def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[DoctorFinding]:
     """Return findings of a worker on each host, on its limits and on the interface over which it reaches its peers.
 
     ``addresses`` is {name: address}.
@@ -95,11 +95,13 @@ def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[Findi
     limits = client.run(check_limits, wanted, workers=list(first.values()))
     findings = []
     for host, address in first.items():
-        faults = [each for each in limits[address] if each.state is State.FAULT]
+        faults = [each for each in limits[address] if each.state is DoctorState.FAULT]
         interface = client.run(interface_of, host, workers=[address], on_error="return")[address]
         if isinstance(interface, Exception):
             findings.append(fault(f"host {host}", str(interface), "dask worker --host ADDRESS or --interface NAME"))
-        findings += [Finding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults]
+        findings += [
+            DoctorFinding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults
+        ]
         if not faults and not isinstance(interface, Exception):
             count = list(hosts.values()).count(host)
             workers = "1 worker, which reaches its" if count == 1 else f"{count} workers, which reach their"

@@ -11,7 +11,7 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import Traits, check_plugins, hidden_by, traits_of
-from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.driver.doctor.packages import install_command
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner.explain.tables import readable_bytes
@@ -22,7 +22,7 @@ _USED_BY_TORCH = 2**30  # bytes that torch's own start uses
 _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
 
 
-def check_plugin() -> list[Finding]:
+def check_plugin() -> list[DoctorFinding]:
     """Return a fault where a plug-in of torch's cannot be imported. It is the first to import torch."""
     try:
         check_plugins()
@@ -32,7 +32,7 @@ def check_plugin() -> list[Finding]:
     return []
 
 
-def check_devices() -> list[Finding]:
+def check_devices() -> list[DoctorFinding]:
     """Return findings on the accelerators, and on the backends of torch.distributed and their interface."""
     try:
         import torch
@@ -55,7 +55,7 @@ def count_nodes(maker: str, folder: Path) -> int:
     return sum(bool(_MAKERS[maker].node.fullmatch(path.name)) for path in folder.iterdir())
 
 
-def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | None) -> Finding:
+def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | None) -> DoctorFinding:
     """Return the finding where torch sees no accelerator; ``there`` are those that the operating system has, by maker.
 
     ``built_for`` is the version of CUDA that torch is built for; None for a build for CPUs.
@@ -89,7 +89,7 @@ def _install(traits: Traits) -> str:
     return f"pip install 'siirl_dask[{traits.extra}]'"
 
 
-def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
+def _device(kind: DeviceKind, index: int, driver: str) -> DoctorFinding:
     import torch
 
     from siirl_dask.devices import accelerator
@@ -107,7 +107,7 @@ def _device(kind: DeviceKind, index: int, driver: str) -> Finding:
     return ok(part, said)
 
 
-def check_backends(kind: DeviceKind) -> list[Finding]:
+def check_backends(kind: DeviceKind) -> list[DoctorFinding]:
     """Return findings on the backends of torch.distributed for devices of this kind, and on their interfaces."""
     from siirl_dask.collectives import BACKENDS, LOOPBACK, backends, interface_of
 
@@ -131,7 +131,7 @@ def check_backends(kind: DeviceKind) -> list[Finding]:
     return findings
 
 
-def judge_interface(variable: str, value: str, interfaces: Iterable[str]) -> Finding:
+def judge_interface(variable: str, value: str, interfaces: Iterable[str]) -> DoctorFinding:
     """Return a finding on an environment variable that names interfaces as NCCL and HCCL read it.
 
     It has beginnings of names with commas between them, whole names after ``=``, names to leave out after ``^``.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class DoctorState(StrEnum):
     """How grave a finding is."""
 
     OK = "ok"
@@ -17,26 +17,26 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """The result of checking one part of the machine, the cluster or the store."""
 
     part: str
-    state: State
+    state: DoctorState
     text: str
     cure: str = ""
     """A remedy, in one line."""
 
 
-def ok(part: str, text: str) -> Finding:
+def ok(part: str, text: str) -> DoctorFinding:
     """Return the finding that a part is as it should be."""
-    return Finding(part, State.OK, text)
+    return DoctorFinding(part, DoctorState.OK, text)
 
 
-def note(part: str, text: str, cure: str = "") -> Finding:
+def note(part: str, text: str, cure: str = "") -> DoctorFinding:
     """Return a finding that stops nothing."""
-    return Finding(part, State.NOTE, text, cure)
+    return DoctorFinding(part, DoctorState.NOTE, text, cure)
 
 
-def fault(part: str, text: str, cure: str) -> Finding:
+def fault(part: str, text: str, cure: str) -> DoctorFinding:
     """Return a fault with its cure."""
-    return Finding(part, State.FAULT, text, cure)
+    return DoctorFinding(part, DoctorState.FAULT, text, cure)

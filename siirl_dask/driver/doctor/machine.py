@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # Dask needs it
 
-from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.errors import counted
 from siirl_dask.planner.explain.tables import readable_bytes
 
@@ -21,7 +21,7 @@ _LEAST_TEMPORARY = 2**28  # rows that spill; torch and triton keep compiled kern
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
-def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[Finding]:
+def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[DoctorFinding]:
     """Return findings on this machine, for a run with ``workers`` workers of ``threads`` threads each on it."""
     return [
         *check_limits(workers),
@@ -31,12 +31,12 @@ def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[
     ]
 
 
-def check_limits(workers: int) -> list[Finding]:
+def check_limits(workers: int) -> list[DoctorFinding]:
     """Return findings on the limits of this process that workers need to be high, for a run with ``workers``."""
     return [_open_files(workers), shared_memory(_SHM)]
 
 
-def _open_files(workers: int) -> Finding:
+def _open_files(workers: int) -> DoctorFinding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES + _FILES_OF_A_WORKER * workers
     if soft == resource.RLIM_INFINITY:
@@ -50,7 +50,7 @@ def _open_files(workers: int) -> Finding:
     return fault("open files", text, cure)
 
 
-def shared_memory(folder: Path) -> Finding:
+def shared_memory(folder: Path) -> DoctorFinding:
     """Return a finding on the space for shared memory in ``folder``."""
     if not folder.is_dir():
         return fault("shared memory", f"{folder} is not there", "mount -t tmpfs tmpfs /dev/shm")
@@ -65,7 +65,7 @@ def shared_memory(folder: Path) -> Finding:
     )
 
 
-def _temporary(folder: str) -> Finding:
+def _temporary(folder: str) -> DoctorFinding:
     if not Path(folder).is_dir():
         return fault(
             "temporary files", f"{folder} is not there", "make the folder, or set data.spill_directory and TMPDIR"
@@ -86,7 +86,7 @@ def _space(folder: Path) -> tuple[int, int]:
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
-def _memory() -> Finding:
+def _memory() -> DoctorFinding:
     memory = psutil.virtual_memory()
     text = f"{readable_bytes(memory.available)} free of {readable_bytes(memory.total)}"
     limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"
@@ -95,7 +95,7 @@ def _memory() -> Finding:
     return ok("memory", text)
 
 
-def _cores(workers: int, threads: int) -> Finding:
+def _cores(workers: int, threads: int) -> DoctorFinding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers * threads > cores:
         wanted = f"{counted(workers, 'worker')} of {counted(threads, 'thread')}"

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import siirl_dask
-from siirl_dask.driver.doctor.finding import Finding, fault, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, ok
 from siirl_dask.errors import ConfigError
 
 _SHOWN = ("torch", "transformers", "dask", "distributed", "pyarrow", "fsspec")
@@ -20,7 +20,7 @@ _NOT_FOR_RUNS = ("bench", "test")  # extras of developers
 _REFUSED_IF_OLDER = ("torch", "transformers")
 
 
-def check_packages() -> list[Finding]:
+def check_packages() -> list[DoctorFinding]:
     """Return findings on Python, on every package that is needed, and on those of extras that are installed."""
     project = _project()
     findings = [_python(project.requires_python)]
@@ -98,14 +98,14 @@ def _project() -> _Project:
     return _Project(installed.metadata["Requires-Python"], needed, optional)
 
 
-def _python(wanted: SpecifierSet) -> Finding:
+def _python(wanted: SpecifierSet) -> DoctorFinding:
     here = ".".join(map(str, sys.version_info[:3]))
     if wanted.contains(here, prereleases=True):
         return ok("python", f"{here} in {sys.prefix}")
     return fault("python", f"{here}, and siirl_dask needs {wanted}", "make PYTHON=python3.11 install")
 
 
-def _judge(needed: Requirement, *, required: bool) -> Finding | None:
+def _judge(needed: Requirement, *, required: bool) -> DoctorFinding | None:
     """Return a fault for a package that is not as it should be; None for one that is, or need not be there."""
     found = version(needed.name)
     if found is None and not required:

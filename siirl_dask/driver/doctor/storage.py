@@ -23,7 +23,7 @@ from siirl_storage import (
     write_exclusive,
 )
 
-from siirl_dask.driver.doctor.finding import Finding, fault, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, ok
 from siirl_dask.driver.doctor.logs import warnings_of
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.folder import check_writable
@@ -34,13 +34,13 @@ _RETRIES = 2.0  # seconds for which a failed operation is tried again: a run has
 _CURE = "give run.url a folder that this user may write to, or look at the store's credentials and endpoint"
 
 
-def check_storage(url: str) -> Finding:
+def check_storage(url: str) -> DoctorFinding:
     """Return the finding of a round trip in the folder ``url``, which need not be there and is not there afterwards."""
     try:
         check_writable(url, write=False)
     except ConfigError as error:
         return fault(_PART, str(error), _CURE)
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     before = retry_seconds()
     deadline = time.monotonic() + _PATIENCE
 
@@ -62,7 +62,7 @@ def check_storage(url: str) -> Finding:
     return fault(_PART, f"{url} has not answered in {_PATIENCE:g} s{last}", _CURE)
 
 
-def _round_trip(url: str) -> Finding:
+def _round_trip(url: str) -> DoctorFinding:
     step = "be opened"
     began = time.monotonic()
     try:

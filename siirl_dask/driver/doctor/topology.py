@@ -8,14 +8,14 @@ from siirl_dask.devices import accelerator
 from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import show_cpus
 from siirl_dask.devices.topology import Topology
-from siirl_dask.driver.doctor.finding import Finding, note, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, note, ok
 from siirl_dask.driver.estimates.worker_devices import assign_devices, describe_links, describe_nodes
 from siirl_dask.worker.hardware.affinity import topology_of
 
 _PART = "topology"
 
 
-def check_topology(cluster: ClusterConfig) -> list[Finding]:
+def check_topology(cluster: ClusterConfig) -> list[DoctorFinding]:
     """Return findings on NUMA nodes, links between accelerators and, for a run that starts here, each worker's CPUs."""
     visible = accelerator.visible_devices()
     nodes = ok("numa", describe_nodes())
@@ -24,7 +24,7 @@ def check_topology(cluster: ClusterConfig) -> list[Finding]:
     return [nodes, *judge_topology(visible, topology_of(visible.kind), cluster)]
 
 
-def judge_topology(visible: VisibleDevices, topology: Topology, cluster: ClusterConfig) -> list[Finding]:
+def judge_topology(visible: VisibleDevices, topology: Topology, cluster: ClusterConfig) -> list[DoctorFinding]:
     """Return findings on the links of devices, and on what is known of the CPUs near them."""
     findings = [ok(_PART, describe_links(topology, visible.kind))]
     findings += [

@@ -13,7 +13,7 @@ from siirl_dask.config import Engine
 from siirl_dask.context import DeviceKind
 from siirl_dask.devices import traits_of
 from siirl_dask.devices.kinds import ENGINE_PACKAGES
-from siirl_dask.driver.doctor.finding import Finding, fault, note, ok
+from siirl_dask.driver.doctor.finding import DoctorFinding, fault, note, ok
 from siirl_dask.driver.doctor.packages import version
 
 _PART = "vllm"
@@ -35,7 +35,7 @@ def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
             process.kill()
 
 
-def judge_vllm(process: subprocess.Popen[str] | None, engine: str, kind: DeviceKind) -> Finding:
+def judge_vllm(process: subprocess.Popen[str] | None, engine: str, kind: DeviceKind) -> DoctorFinding:
     """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
     extra = traits_of(kind).vllm_cure
     if process is None and engine == Engine.vllm:

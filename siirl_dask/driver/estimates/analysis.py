@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from siirl_dask.config import Config
 from siirl_dask.driver.estimates.memory import WorkerMemory
-from siirl_dask.driver.estimates.node_seconds import Lengths, NodeSeconds, Placement
+from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, StepTokens
 from siirl_dask.driver.estimates.performance import Split, schedule, splits_by
 from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.trace.measured import Measured
-from siirl_dask.planner import DATA, Plan, Sizes, estimate
+from siirl_dask.planner import DATA, Plan, TableSizes, estimate
 from siirl_dask.planner.explain.sizes import rows_made
 from siirl_dask.schema import PARAMETER_DATA, PROMPT_IDS, RESPONSE_IDS
 
@@ -106,7 +106,7 @@ class Analysis:
     """A plan, and a run's measurements of it."""
 
     measured: Measured
-    lengths: Lengths | None
+    lengths: StepTokens | None
     """Mean lengths of the steps that were measured; None where they were not logged."""
     edges: Sequence[EdgeAnalysis]
     nodes: Sequence[NodeAnalysis]
@@ -117,25 +117,25 @@ class Analysis:
     """Splits of the workers with the seconds that a step would take, the fastest first."""
 
 
-def mean_lengths(records: Sequence[Record], longest: int) -> Lengths | None:
+def mean_lengths(records: Sequence[Record], longest: int) -> StepTokens | None:
     """Return the mean tokens of prompts and responses; None where the records do not say."""
     tokens = _mean(records, "tokens")
     rows = _mean(records, "samples")
     response = _mean(records, "response/length")
     if not tokens or not rows or not response:
         return None
-    return Lengths(max(0.0, tokens / rows - response), response, float(longest))
+    return StepTokens(max(0.0, tokens / rows - response), response, float(longest))
 
 
 def analyze(
     config: Config,
     plan: Plan,
-    sizes: Sizes,
+    sizes: TableSizes,
     memory: Sequence[WorkerMemory],
     measured: Measured,
     records: Sequence[Record],
     speed: Speed | None,
-    lengths: Lengths | None,
+    lengths: StepTokens | None,
 ) -> Analysis:
     """Return the plan with its measurements in the steps of ``records``.
 
@@ -210,7 +210,7 @@ def _node(plan: Plan, name: str, measured: Measured, estimated: Mapping[str, flo
 
 
 def _edges(
-    plan: Plan, sizes: Sizes, measured: Measured, records: Sequence[Record], lengths: Lengths | None
+    plan: Plan, sizes: TableSizes, measured: Measured, records: Sequence[Record], lengths: StepTokens | None
 ) -> list[EdgeAnalysis]:
     bounds = estimate(plan, sizes)
     at_mean = None
@@ -240,7 +240,7 @@ def _edges(
     return edges
 
 
-def _measured_rows(plan: Plan, sizes: Sizes, records: Sequence[Record]) -> dict[str, float | None]:
+def _measured_rows(plan: Plan, sizes: TableSizes, records: Sequence[Record]) -> dict[str, float | None]:
     """Return the rows of an average step by the node that made them: prompts, and their samples."""
     found: dict[str, float | None] = {}
     for maker in rows_made(plan, sizes):

@@ -14,7 +14,7 @@ import numpy as np
 
 from siirl_dask.coordinator.layout.assignment import EdgeStatistics, assign_owners
 from siirl_dask.coordinator.layout.balance import Ints, split
-from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, Sizes
+from siirl_dask.planner import Edge, NodeColumns, Plan, Rows, TableSizes
 from siirl_dask.planner.explain.sizes import times_of, travelling_bytes
 from siirl_dask.planner.hosts import by_host, host_of
 
@@ -34,7 +34,7 @@ class EdgeLinks:
     """False where nothing bounds the number of rows."""
 
 
-def links_of(plan: Plan, sizes: Sizes) -> list[EdgeLinks]:
+def links_of(plan: Plan, sizes: TableSizes) -> list[EdgeLinks]:
     """Return the bytes that each edge that moves rows moves between hosts."""
     return list(_Layouts(plan, sizes).links.values())
 
@@ -59,7 +59,7 @@ class _Table:
 class _Layouts:
     """Lays out one step's rows, node by node."""
 
-    def __init__(self, plan: Plan, sizes: Sizes) -> None:
+    def __init__(self, plan: Plan, sizes: TableSizes) -> None:
         self._plan = plan
         self._sizes = sizes
         self._names = list(plan.chains)

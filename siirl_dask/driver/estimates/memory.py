@@ -26,7 +26,7 @@ from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import PlanError
 from siirl_dask.models.routing import read_routing
 from siirl_dask.models.shapes import ModelSize, count_parameters
-from siirl_dask.planner import Node, Phase, Plan, RoleCost, Sizes, Usage, usage
+from siirl_dask.planner import Node, Phase, Plan, RoleCost, TableSizes, TableUsage, usage
 from siirl_dask.planner.contract import options_of
 from siirl_dask.planner.explain.tables import readable_bytes, worker_ranges
 from siirl_dask.planner.reloads import always_reloaded
@@ -124,7 +124,7 @@ def memory_of(
     first_plan, _ = next(iter(phases.values()))
     groups = []
     for names, workers in _by_roles(first_plan).items():
-        usages: list[tuple[str, Usage]] = []
+        usages: list[tuple[str, TableUsage]] = []
         for phase, by_worker in usage_of_workers.items():
             usages += [(phase, by_worker[worker]) for worker in workers]
         own = {name: costs[name] for name in names}
@@ -182,7 +182,7 @@ def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
 
 
 def _peak(
-    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], usages: Sequence[tuple[str, Usage]]
+    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], usages: Sequence[tuple[str, TableUsage]]
 ) -> WorkerMemory:
     """Return the memory of workers in the phase whose tables take most."""
     phase, peak = max(usages, key=lambda pair: pair[1].tables)
@@ -221,7 +221,7 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
 
 def sizes_of(
     config: Config, plan: Plan, dataset: Dataset, count: Callable[[str], ModelSize | None] = count_parameters
-) -> Sizes:
+) -> TableSizes:
     """Return the sizes that a phase's estimates start from. An absent dataset that is read whole counts as a batch."""
     totals: dict[str, int] = {}
     pieces: dict[str, tuple[int, int]] = {}
@@ -236,7 +236,7 @@ def sizes_of(
         prompts = _rows(dataset.sources[0])
     if not prompts:
         prompts = config.data.batch_size
-    return Sizes(
+    return TableSizes(
         prompts=prompts,
         prompt_tokens=config.data.max_prompt_length,
         response_tokens=config.rollout.max_response_length,

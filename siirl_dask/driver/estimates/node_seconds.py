@@ -58,7 +58,7 @@ _OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class StepTokens:
     """Tokens of the rows of a step."""
 
     prompt: float
@@ -123,7 +123,7 @@ class NodeSeconds:
     config: Config
     plan: Plan
     speed: Speed
-    lengths: Lengths
+    lengths: StepTokens
     _models: dict[str, tuple[ModelSize, Architecture, int] | None] = field(default_factory=dict)
     """Size, architecture and experts of models that were read, by path; None where they are not known."""
 
@@ -356,7 +356,7 @@ def _operations(model: _Model, speed: Speed, kind: str) -> float:
 
 
 def _tokens(
-    model: _Model, trainer: TrainerConfig, config: Config, lengths: Lengths, *, epochs: int = 1, parts: int = 1
+    model: _Model, trainer: TrainerConfig, config: Config, lengths: StepTokens, *, epochs: int = 1, parts: int = 1
 ) -> _Tokens:
     """Return the tokens of a worker.
 
@@ -371,7 +371,7 @@ def _tokens(
     return _Tokens(rows * length, computed, rows * lengths.response, length)
 
 
-def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
     tokens = _tokens(model, trainer, config, lengths)
     compute = _forward_flops(model, tokens)
     passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
@@ -382,7 +382,7 @@ def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed
     return _with_collectives(seconds, passes * gathered, model, speed)
 
 
-def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
     steps = config.algorithm.minibatches * config.algorithm.epochs
     parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
     tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
@@ -415,7 +415,7 @@ def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed
     return compute + max(moved - _HIDDEN_BY_COMPUTING * compute, (1 - _HIDDEN_BY_COMPUTING) * moved)
 
 
-def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: Lengths) -> float:
+def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
     """Return the seconds of the slowest engine, in which a waiting row replaces each row that has ended."""
     facts = engine_spec(rollout.engine).facts
     ranks = rollout.tensor_parallel_size
@@ -437,7 +437,7 @@ def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Sp
     return prefill + steps * (token + _operations(model, speed, "step"))
 
 
-def _slots(model: _Model, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: Lengths) -> float:
+def _slots(model: _Model, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: StepTokens) -> float:
     """Return the rows that an engine generates at once: at most ``most``, and as many as have room."""
     ranks = rollout.tensor_parallel_size
     if speed.cores:

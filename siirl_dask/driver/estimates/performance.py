@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from siirl_dask.config import Config, TrainerConfig
-from siirl_dask.driver.estimates.node_seconds import Lengths, NodeSeconds, Placement, learns
+from siirl_dask.driver.estimates.node_seconds import NodeSeconds, Placement, StepTokens, learns
 from siirl_dask.driver.estimates.role_moves import Moves
 from siirl_dask.driver.estimates.speeds import Speed
 from siirl_dask.errors import ConfigError
@@ -38,7 +38,7 @@ class StepTime:
         return max(self.nodes, key=lambda name: self.nodes[name], default="")
 
 
-def step_time(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> StepTime | None:
+def step_time(config: Config, plan: Plan, speed: Speed, lengths: StepTokens) -> StepTime | None:
     """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan is not known."""
     model = NodeSeconds(config, plan, speed, lengths)
     seconds = model.on(plan.placement)
@@ -68,7 +68,7 @@ class Split:
         return f"{self.rollout} generate, {self.policy} learn"
 
 
-def splits(config: Config, plan: Plan, speed: Speed, lengths: Lengths) -> list[Split]:
+def splits(config: Config, plan: Plan, speed: Speed, lengths: StepTokens) -> list[Split]:
     """Return the splits of the workers that the engine's and the shards' sizes allow, the fastest first."""
     return splits_by(config, plan, NodeSeconds(config, plan, speed, lengths).on, _overhead(plan, speed))
 
@@ -149,7 +149,7 @@ def schedule(
     return StepTime(total, dict(seconds), idle)
 
 
-def lengths_of(config: Config, text: str | None) -> Lengths:
+def lengths_of(config: Config, text: str | None) -> StepTokens:
     """Return the lengths that ``--tokens 300,800`` names, means of prompts and responses; None: the longest allowed.
 
     ConfigError for another text, and for more than the configuration allows.
@@ -157,7 +157,7 @@ def lengths_of(config: Config, text: str | None) -> Lengths:
     longest_prompt = config.data.max_prompt_length
     longest_response = config.rollout.max_response_length
     if text is None:
-        return Lengths(float(longest_prompt), float(longest_response), float(longest_response))
+        return StepTokens(float(longest_prompt), float(longest_response), float(longest_response))
     match = re.fullmatch(r"(\d{1,9}),(\d{1,9})", text)
     prompt = 0 if match is None else int(match[1])
     response = 0 if match is None else int(match[2])
@@ -168,4 +168,4 @@ def lengths_of(config: Config, text: str | None) -> Lengths:
             f"--tokens {text}: expected at most data.max_prompt_length={longest_prompt} and "
             f"rollout.max_response_length={longest_response}"
         )
-    return Lengths(float(prompt), float(response), float(longest_response))
+    return StepTokens(float(prompt), float(response), float(longest_response))

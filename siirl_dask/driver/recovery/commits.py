@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from siirl_dask.driver.iterations import StagedTable, WrittenCheckpoint
 from siirl_dask.driver.log import RunLog
 from siirl_dask.planner import Cut
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.retention import remove_old_stages
 from siirl_dask.runs.stages import describe_stage
@@ -103,7 +103,7 @@ class Commits:
     def _commit_checkpoint(self, written: WrittenCheckpoint) -> None:
         log = self.log
         step = written.iteration.step
-        state = State.of(step, written.saved, metrics=log.metrics_of(step), digest=self.digest)
+        state = CheckpointState.of(step, written.saved, metrics=log.metrics_of(step), digest=self.digest)
         self.checkpoints.commit(written.url, state, written.files)
         self._obsolete = {(later, table) for later, table in self._obsolete if later > step}
         self._complete = {(later, table) for later, table in self._complete if later > step}

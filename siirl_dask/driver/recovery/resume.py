@@ -14,9 +14,9 @@ from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
 from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError, counted
 from siirl_dask.observe import Record, Status, read_metrics, read_summary
-from siirl_dask.observe.metrics import FILE
+from siirl_dask.observe.metrics import METRICS_FILE
 from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
-from siirl_dask.runs.checkpoint_state import State
+from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import FOLDER as CHECKPOINTS
 from siirl_dask.runs.checkpoints import Checkpoint, find_checkpoints, unfinished_steps
 from siirl_dask.runs.folder import RunIdentity, read_identity
@@ -38,7 +38,7 @@ class ResumePoint:
     done: int = 0
     checkpoint: Checkpoint | None = None
     """None for a run that begins at step 1."""
-    state: State | None = None
+    state: CheckpointState | None = None
     exists: bool = False
     """True if the folder holds a run, which this start resumes or whose steps it repeats."""
     fresh: bool = False
@@ -125,7 +125,7 @@ def find_resume_point(
 
 def _newest_usable(
     url: str, checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str]
-) -> tuple[Checkpoint, State, tuple[str, ...]]:
+) -> tuple[Checkpoint, CheckpointState, tuple[str, ...]]:
     """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are skipped."""
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints):
@@ -153,7 +153,7 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
     missing = set(range(1, resume.done + 1)) - logged
     if missing:
         lines = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
-        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, FILE)), lines)
+        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, METRICS_FILE)), lines)
     if resume.checkpoint is not None:
         return
     config = Run(url).config

@@ -24,7 +24,7 @@ from siirl_dask.errors import DataError
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, comparison_groups, complete_sequences, sequences_of
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, values
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
@@ -142,12 +142,12 @@ def _two_tokens(group_ids: Tensor) -> TokenOutcomes:
     )
 
 
-def _reads_parts(*, parts: tuple[str, ...], **options: object) -> Changes:
-    return Changes(reads=(REWARD_PARTS,) if parts else ())
+def _reads_parts(*, parts: tuple[str, ...], **options: object) -> ContractChanges:
+    return ContractChanges(reads=(REWARD_PARTS,) if parts else ())
 
 
-def _reads_probabilities(*, probabilities: bool = False, **options: object) -> Changes:
-    return Changes(reads=(OLD_LOGPROBS, COLLISION_PROBS) if probabilities else ())
+def _reads_probabilities(*, probabilities: bool = False, **options: object) -> ContractChanges:
+    return ContractChanges(reads=(OLD_LOGPROBS, COLLISION_PROBS) if probabilities else ())
 
 
 def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:

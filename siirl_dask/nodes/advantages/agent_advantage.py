@@ -22,7 +22,7 @@ from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS
 from siirl_dask.nodes.episodes.turn_table import agent_names, episode_rows, scored_episodes
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import scatter_valid, values
-from siirl_dask.planner import Changes, columns, reads_option
+from siirl_dask.planner import ContractChanges, columns, reads_option
 from siirl_dask.schema import ADVANTAGE, AGENT, GROUP_ID, REWARD, TYPES, fields
 
 
@@ -73,8 +73,8 @@ def _two_episodes(
     )
 
 
-def _reads_proposal(*, proposal: str | None, **options: object) -> Changes:
-    return Changes(reads=() if proposal is None else (proposal,))
+def _reads_proposal(*, proposal: str | None, **options: object) -> ContractChanges:
+    return ContractChanges(reads=() if proposal is None else (proposal,))
 
 
 @columns(

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from siirl_dask.context import Context
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import Changes, columns
+from siirl_dask.planner import ContractChanges, columns
 from siirl_dask.planner import columns as declares
 from siirl_dask.schema import (
     AGENT,
@@ -71,12 +71,12 @@ def append_response(prompt_text: str, response: str, **others: object) -> str:
 
 def _hand_over_changes(
     *, agent: str, round: int, chat: bool, columns: Sequence[str], also: Sequence[str], **others: object
-) -> Changes:
+) -> ContractChanges:
     _check_columns(also)
     writes = {MESSAGE: _CHAT if chat else pa.string()}
     for name in (*_IDS, *TURN, *also):
         writes[_stored_name(agent, round, name)] = TYPES[name]
-    return Changes(reads=(*columns, *also), writes=writes)
+    return ContractChanges(reads=(*columns, *also), writes=writes)
 
 
 @declares(reads=[PROMPT, *TURN], depends_on_options=_hand_over_changes)
@@ -150,7 +150,7 @@ def _bring_out_changes(
     groups: Mapping[str, str] | None = None,
     rewards: Mapping[str, str] | None = None,
     also: Sequence[str] = (),
-) -> Changes:
+) -> ContractChanges:
     _check_columns(also)
     for agent, compared in (groups or {}).items():
         _check_agent("groups", agent, agents)
@@ -164,7 +164,7 @@ def _bring_out_changes(
     if rewards:
         reads += [REWARD, REWARD_PARTS]
     writes = {name: TYPES[name] for name in also}
-    return Changes(reads=reads, writes=writes, drops=(*stored, MESSAGE))
+    return ContractChanges(reads=reads, writes=writes, drops=(*stored, MESSAGE))
 
 
 def _check_agent(option: str, name: str, agents: Sequence[str]) -> None:

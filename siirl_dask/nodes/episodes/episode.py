@@ -25,7 +25,7 @@ _MASK_63_BITS = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class EpisodeRules:
     """Limits of every episode of a step, and how its tokens are sampled."""
 
     sampling: Sampling
@@ -61,7 +61,7 @@ class Episode:
     """An episode that is being played. ``seed_of`` returns the seed of a row by its id."""
 
     item: Item
-    rules: Rules
+    rules: EpisodeRules
     tokenizer: Tokenizer
     seed_of: Callable[[int], int]
     version: int = 0

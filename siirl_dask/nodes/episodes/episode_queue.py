@@ -31,7 +31,7 @@ TimedAnswer = tuple[int, Answer, float]
 
 
 @dataclass(slots=True)
-class Usage:
+class PlayStatistics:
     """Counts of a worker while it plays."""
 
     environment_seconds: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class EpisodeQueue:
     """Most episodes that are open at once; None: eight times the engine's rows."""
     first_key: int = 0
     """Added to an episode's number for its number in the session, which may have those of earlier steps."""
-    usage: Usage = field(default_factory=Usage)
+    usage: PlayStatistics = field(default_factory=PlayStatistics)
     rows: int = 0
     """Rows of the engine: the most turns that it has asked for."""
     suspended: list[OpenEpisode] = field(default_factory=list)

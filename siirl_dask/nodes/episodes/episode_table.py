@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
-from siirl_dask.nodes.episodes.episode import Rules
+from siirl_dask.nodes.episodes.episode import EpisodeRules
 from siirl_dask.nodes.episodes.episode_rows import NOT_SAMPLED, PlayedEpisode, PlayedRow
 from siirl_dask.nodes.sampling import SAMPLED
 from siirl_dask.rollout import FinishReason, RolloutEngine, processor_of
@@ -108,7 +108,7 @@ def episode_table(
     episodes: pa.Table,
     played: Sequence[PlayedEpisode],
     *,
-    rules: Rules,
+    rules: EpisodeRules,
     n: int,
     agents: bool,
     images: bool,

@@ -67,7 +67,7 @@ class _LastingSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unfinished:
+class _UnfinishedEpisode:
     """Episodes that continue in the next step, whole groups of them."""
 
     rows: pa.Table
@@ -81,7 +81,7 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
     rows = _with_seeds(ctx, rows_of_new_episodes(table, setup.n), setup.n)
     states: list[_State] = [None] * rows.num_rows
     session: _LastingSession | None = None
-    earlier: _Unfinished | None = ctx.state.pop(_UNFINISHED, None)
+    earlier: _UnfinishedEpisode | None = ctx.state.pop(_UNFINISHED, None)
     if earlier is not None:
         earlier_rows = with_older_ids(earlier.rows).select(rows.column_names).cast(rows.schema)
         rows = pa.concat_tables([rows, earlier_rows])
@@ -101,7 +101,7 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
     complete = _complete_groups(rows, states)
     unfinished = list(compress(states, ~complete))
     if unfinished:
-        ctx.state[_UNFINISHED] = _Unfinished(rows_where(rows, ~complete), unfinished, session)
+        ctx.state[_UNFINISHED] = _UnfinishedEpisode(rows_where(rows, ~complete), unfinished, session)
     else:
         session.close()
     ctx.log("rollout/kept_for_next_step", len(unfinished), Reduce.SUM)
@@ -114,7 +114,7 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
 
 def pack_unfinished_episodes(ctx: Context) -> pa.Table:
     """Return the rows of the episodes that continue in the next step, without the turns that were played."""
-    unfinished: _Unfinished | None = ctx.state.get(_UNFINISHED)
+    unfinished: _UnfinishedEpisode | None = ctx.state.get(_UNFINISHED)
     if unfinished is None:
         identity = {name: TYPES[name] for name in IDENTITY}
         return pa.schema(identity | _SEEDS).empty_table()
@@ -130,7 +130,7 @@ def unpack_unfinished_episodes(ctx: Context, table: pa.Table) -> None:
     if missing:
         raise DataError(f"the episodes that were kept for later steps lack {missing}")
     rows = filled_by_group(table, blob_columns(table))
-    ctx.state[_UNFINISHED] = _Unfinished(rows, [None] * table.num_rows, None)
+    ctx.state[_UNFINISHED] = _UnfinishedEpisode(rows, [None] * table.num_rows, None)
 
 
 def _with_seeds(ctx: Context, rows: pa.Table, n: int) -> pa.Table:

@@ -21,7 +21,7 @@ from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Environments
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes.episodes.episode import Episode, Rules
+from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
 from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue
 from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, Item, PlayedEpisode
 from siirl_dask.nodes.episodes.episode_table import EPISODE_ROWS, episode_table, log_episodes
@@ -40,7 +40,7 @@ from siirl_dask.nodes.episodes.play_common import (
 from siirl_dask.nodes.generate import rollout_sampling, validation_sampling
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import EARLY_COLUMNS
-from siirl_dask.planner import Changes, Groups, KeptRows, columns
+from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
 from siirl_dask.schema import AGENT, GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT, PROMPT_IDS, TOKENS, fields
 
@@ -59,13 +59,13 @@ def _changes(
     images: ImagesConfig | None = None,
     world: str = "environments",
     **options: object,
-) -> Changes:
+) -> ContractChanges:
     writes: dict[str, pa.DataType] = {}
     if environments.agents:
         writes |= fields(AGENT)
     if _shows_images(images):
         writes |= fields(OBSERVED_IMAGES)
-    return Changes(reads=environments.row_columns, writes=writes, neighbour=world)
+    return ContractChanges(reads=environments.row_columns, writes=writes, neighbour=world)
 
 
 def _shows_images(images: ImagesConfig | None) -> bool:
@@ -75,7 +75,7 @@ def _shows_images(images: ImagesConfig | None) -> bool:
     return images.observations
 
 
-def _play_changes(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any) -> Changes:
+def _play_changes(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any) -> ContractChanges:
     changes = _changes(environments=environments, **options)
     if not rollout.partial:
         return changes
@@ -201,7 +201,7 @@ def _play(
     budget: int | None = None,
 ) -> pa.Table:
     engine: RolloutEngine = ctx.resource
-    rules = Rules(
+    rules = EpisodeRules(
         sampling=sampling,
         turns=config.turns,
         turn_tokens=config.turn_tokens,

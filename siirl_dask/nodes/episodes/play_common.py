@@ -16,8 +16,8 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.environments import Answer, Environments, OnAnswer, Session
 from siirl_dask.errors import EpisodeError, counted
-from siirl_dask.nodes.episodes.episode import Episode, Rules
-from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue, TimedAnswer, Usage
+from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
+from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue, PlayStatistics, TimedAnswer
 from siirl_dask.nodes.episodes.episode_rows import PROMPT_IMAGES, Item, PlayedEpisode
 from siirl_dask.nodes.failures import check_failures, failed_episodes
 from siirl_dask.nodes.prompts import MAX_TOKENS, token_limits
@@ -34,7 +34,7 @@ class PlaySetup:
     """The environments, the rules, and the function that makes rows of played episodes."""
 
     environments: Environments
-    rules: Rules
+    rules: EpisodeRules
     n: int
     """Episodes of a prompt."""
     max_open: int | None
@@ -122,7 +122,7 @@ def build_queue(
     )
 
 
-def log_usage(ctx: Context, usage: Usage, rows: int) -> None:
+def log_usage(ctx: Context, usage: PlayStatistics, rows: int) -> None:
     """Log the share of the engine's ``rows`` that was filled, and the seconds of environments' calls."""
     longest_call = max(usage.environment_seconds, default=0.0)
     ctx.log("rollout/busy_seconds", usage.seconds)

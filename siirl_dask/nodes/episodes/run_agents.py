@@ -36,9 +36,9 @@ from siirl_dask.rollout.endpoint import (
     Bounds,
     Conversation,
     Endpoint,
-    Episode,
     Outcome,
     Program,
+    ProgramEpisode,
 )
 from siirl_dask.schema import ANSWER, PROMPT, PROMPT_IDS, ROW_ID, SAMPLE_NUMBER, TYPES
 
@@ -191,7 +191,9 @@ def _episode_rows(table: pa.Table, n: int) -> pa.Table:
     return rows.append_column(SAMPLE_NUMBER, pa.array(samples, TYPES[SAMPLE_NUMBER]))
 
 
-def _make_episode(ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item) -> Episode:
+def _make_episode(
+    ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item
+) -> ProgramEpisode:
     """Return the episode that an agent runs. The row's own limit of tokens bounds the tokens that may be sampled."""
     engine: RolloutEngine = ctx.resource
     seed = ctx.seed(item[ROW_ID] * bounds.segments)
@@ -200,7 +202,7 @@ def _make_episode(ctx: Context, sampling: Sampling, bounds: Bounds, columns: Seq
         bounds = bounds.with_response(limit)
     row = {name: item[name] for name in (PROMPT, ANSWER, *columns)}
     conversation = Conversation(engine.tokenizer, item[PROMPT_IDS], seed, sampling, bounds)
-    return Episode(row, seed, conversation)
+    return ProgramEpisode(row, seed, conversation)
 
 
 def _max_open(agent: Agent, config: EndpointConfig, max_rows: int) -> int:
@@ -216,7 +218,7 @@ def _run_episodes(
     ctx: Context,
     items: pa.Table,
     *,
-    make_episode: Callable[[Item], Episode],
+    make_episode: Callable[[Item], ProgramEpisode],
     agent: Agent,
     config: EndpointConfig,
     max_rows: int,
@@ -268,7 +270,7 @@ def _run_episodes(
     return episodes
 
 
-def _agent_episode(episode: Episode, outcome: Outcome | None, *, worker: str) -> AgentEpisode:
+def _agent_episode(episode: ProgramEpisode, outcome: Outcome | None, *, worker: str) -> AgentEpisode:
     """Return an episode with its score; ``outcome`` is None for one that was given up.
 
     An episode without a request has one row, of its prompt alone.

@@ -12,7 +12,7 @@ from siirl_dask.context import Context, Reduce
 from siirl_dask.nodes.early_scores import argument_names
 from siirl_dask.nodes.packed_table import one_chunk
 from siirl_dask.nodes.reward import score
-from siirl_dask.planner import Changes
+from siirl_dask.planner import ContractChanges
 from siirl_dask.planner import columns as declares
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, RESPONSE_IDS, REWARD, ROW_ID, TURNS, TYPES, fields
@@ -23,8 +23,8 @@ _TURN_TYPES = {TURN: pa.int32(), TURN_REWARD: pa.float32()}
 _METRIC_NAMES = {"reward/mean": "turn_reward/mean", "reward/std": "turn_reward/std"}
 
 
-def _changes(*, columns: Sequence[str], engine: str, **options: object) -> Changes:
-    return Changes(reads=[name for name in columns if name not in _TURN_TYPES], neighbour=engine)
+def _changes(*, columns: Sequence[str], engine: str, **options: object) -> ContractChanges:
+    return ContractChanges(reads=[name for name in columns if name not in _TURN_TYPES], neighbour=engine)
 
 
 @declares(

@@ -22,7 +22,7 @@ from siirl_dask.observe.backends.aim_run import AimBackend
 from siirl_dask.observe.backends.mlflow_run import MlflowBackend
 from siirl_dask.observe.backends.outlet import Outlet, patience
 from siirl_dask.observe.backends.parquet_file import ParquetBackend
-from siirl_dask.observe.backends.protocol import Backend, TrackedRun
+from siirl_dask.observe.backends.protocol import TrackedRun, TrackerBackend
 from siirl_dask.observe.backends.swanlab_run import SwanlabBackend
 from siirl_dask.observe.backends.tensorboard_files import TensorBoardBackend
 from siirl_dask.observe.backends.trackio_run import TrackioBackend
@@ -30,10 +30,10 @@ from siirl_dask.observe.backends.wandb_run import WandbBackend
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
-__all__ = ["Backend", "TrackedRun", "Tracker", "check_backends", "tracked_id"]
+__all__ = ["TrackedRun", "Tracker", "TrackerBackend", "check_backends", "tracked_id"]
 
 _FILE = "tracking.json"
-_MAKERS: dict[MetricsBackend, Callable[[], Backend]] = {
+_MAKERS: dict[MetricsBackend, Callable[[], TrackerBackend]] = {
     MetricsBackend.parquet: ParquetBackend,
     MetricsBackend.tensorboard: TensorBoardBackend,
     MetricsBackend.wandb: WandbBackend,

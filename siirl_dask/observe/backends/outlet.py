@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from siirl_dask.observe.backends.protocol import Backend, TrackedRun
+from siirl_dask.observe.backends.protocol import TrackedRun, TrackerBackend
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
@@ -21,12 +21,14 @@ class Outlet:
     The thread is a daemon: one that never comes back ends with the process.
     """
 
-    def __init__(self, name: str, make: Callable[[], Backend], note: Callable[[str], None], most: int = _MOST) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], TrackerBackend], note: Callable[[str], None], most: int = _MOST
+    ) -> None:
         """``make`` is called in the thread: to import a backend takes seconds. ``note`` prints a sentence."""
         self.name = name
         self._make = make
         self._note = note
-        self._calls: queue.Queue[Callable[[Backend], None] | None] = queue.Queue(most)
+        self._calls: queue.Queue[Callable[[TrackerBackend], None] | None] = queue.Queue(most)
         self._most = most
         self._dropped = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"siirl-{name}", daemon=True)
@@ -55,7 +57,7 @@ class Outlet:
         if self._thread.is_alive():
             self._drop(f"it had not sent everything when the run ended ({self._calls.qsize()} calls were left)")
 
-    def _put(self, call: Callable[[Backend], None] | None) -> None:
+    def _put(self, call: Callable[[TrackerBackend], None] | None) -> None:
         if self._dropped.is_set():
             return
         try:

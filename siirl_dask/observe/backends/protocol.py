@@ -28,7 +28,7 @@ class TrackedRun:
         return dict(_leaves(self.config))
 
 
-class Backend(Protocol):
+class TrackerBackend(Protocol):
     """Takes the metrics of one run. It may raise anything and take any time: see ``Outlet``."""
 
     def begin(self, run: TrackedRun) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from siirl_dask.planner.chain import Chain, Drop, Edge, LoadPrompts, Plan, Recv, Restore, RunNode, Send, Stream
 from siirl_dask.planner.column_flow import DATA, Column, NodeColumns
-from siirl_dask.planner.explain.sizes import Sizes, rows_made, times_of, width_of
+from siirl_dask.planner.explain.sizes import TableSizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
 from siirl_dask.planner.weight_streams import handle_tensors
 from siirl_dask.schema import is_blob
@@ -27,7 +27,7 @@ _READ = 2  # batches in memory: the step's, and the next one's, which is read ah
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TableUsage:
     """Bytes of tables on one worker in one step."""
 
     tables: int
@@ -49,13 +49,13 @@ class _Share:
     tokens: int
 
 
-def usage(plan: Plan, sizes: Sizes) -> dict[str, Usage]:
+def usage(plan: Plan, sizes: TableSizes) -> dict[str, TableUsage]:
     """Return the usage of each worker."""
     weigh = _Weighing(plan, sizes)
     return {worker: _along(chain, weigh) for worker, chain in plan.chains.items()}
 
 
-def _along(chain: Chain, weigh: _Weighing) -> Usage:
+def _along(chain: Chain, weigh: _Weighing) -> TableUsage:
     live: dict[str, int] = {}
     peak = 0
     node = ""
@@ -86,13 +86,13 @@ def _along(chain: Chain, weigh: _Weighing) -> Usage:
                 moving += weigh.sent[edge.name]
             case Drop(table):
                 del live[table]
-    return Usage(peak, node, moving, tuple(unknown))
+    return TableUsage(peak, node, moving, tuple(unknown))
 
 
 class _Weighing:
     """Upper bounds of the bytes that each table of a plan takes on one worker."""
 
-    def __init__(self, plan: Plan, sizes: Sizes) -> None:
+    def __init__(self, plan: Plan, sizes: TableSizes) -> None:
         self._plan = plan
         self._sizes = sizes
         self._rows = rows_made(plan, sizes)

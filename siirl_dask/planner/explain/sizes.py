@@ -45,7 +45,7 @@ class Estimate:
     unknown: tuple[str, ...] = ()
 
 
-def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, ...], Estimate]:
+def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
     """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by its ends (``Edge.ends``).
 
     Bytes are those of values and offsets, 0 where rows stay in place. By group a row is one of a group.
@@ -77,7 +77,7 @@ def estimate(plan: Plan, sizes: Sizes) -> dict[tuple[str, ...], Estimate]:
     return estimates
 
 
-def groups_of(plan: Plan, sizes: Sizes, edge: Edge, rows: Mapping[str, int | None]) -> int | None:
+def groups_of(plan: Plan, sizes: TableSizes, edge: Edge, rows: Mapping[str, int | None]) -> int | None:
     """Return the most groups that an edge by group moves; ``rows`` are those of ``rows_made``."""
     made = rows[plan.stages[edge.source].rows_out]
     return None if made is None else min(made, sizes.prompts)
@@ -92,7 +92,9 @@ def most_takers(edge: Edge, groups: int | None, rows: int | None) -> int:
     return min(len(edge.targets), -(-rows // groups))
 
 
-def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], rows: int | None, copies: int) -> Estimate:
+def _rows_of_widths(
+    plan: Plan, sizes: TableSizes, types: Mapping[str, DataType], rows: int | None, copies: int
+) -> Estimate:
     longest = max(len(worker.encode()) for worker in plan.chains)
     widths = {name: width_of(name, kind, sizes, longest) for name, kind in types.items()}
     unknown = tuple(name for name, width in widths.items() if width is None)
@@ -100,7 +102,7 @@ def _rows_of_widths(plan: Plan, sizes: Sizes, types: Mapping[str, DataType], row
     return Estimate(rows, None if rows is None else rows * copies * known, unknown)
 
 
-def travelling_bytes(schema: Schema, sizes: Sizes, longest_worker: int) -> tuple[int, tuple[str, ...]]:
+def travelling_bytes(schema: Schema, sizes: TableSizes, longest_worker: int) -> tuple[int, tuple[str, ...]]:
     """Return the most bytes of a row that go from worker to worker, and the columns without a bound.
 
     Identity columns and the lengths of lists and texts do not count: they travel with the statistics.
@@ -120,7 +122,7 @@ def travelling_bytes(schema: Schema, sizes: Sizes, longest_worker: int) -> tuple
     return total, tuple(unknown)
 
 
-def rows_made(plan: Plan, sizes: Sizes) -> dict[str, int | None]:
+def rows_made(plan: Plan, sizes: TableSizes) -> dict[str, int | None]:
     """Return the rows over all workers by the node that made them; None without a bound."""
     rows: dict[str, int | None] = {DATA: sizes.prompts}
     for name, stage in plan.stages.items():
@@ -171,7 +173,7 @@ _PER_RESPONSE_TOKEN = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class TableSizes:
     """Upper bounds from which a plan's estimates start."""
 
     prompts: int
@@ -211,7 +213,7 @@ class Width:
         return self.fixed + -(-self.tokens * self.bits // 8)
 
 
-def width_of(name: str, kind: DataType, sizes: Sizes, longest_worker: int) -> Width | None:
+def width_of(name: str, kind: DataType, sizes: TableSizes, longest_worker: int) -> Width | None:
     """Return a column's width, None without a bound. ``longest_worker``: bytes of the longest worker name."""
     if name in sizes.widths:
         return Width(sizes.widths[name])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from siirl_dask.rewards.code_execution.sandbox import Limits, output, passes, passes_together
+from siirl_dask.rewards.code_execution.sandbox import SandboxLimits, output, passes, passes_together
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 Test = str | tuple[str, str]
@@ -38,7 +38,9 @@ def code_execution(
     program; ConfigError where the code cannot be isolated.
     """
     tests = list(_tests(answer))
-    limits = Limits(seconds=seconds, memory=memory, file_size=file_size, isolate=isolate, readable=tuple(readable))
+    limits = SandboxLimits(
+        seconds=seconds, memory=memory, file_size=file_size, isolate=isolate, readable=tuple(readable)
+    )
     blocks = _BLOCK.findall(response)
     if not blocks:
         return 0.0
@@ -50,7 +52,7 @@ def code_execution(
     return passed / len(tests)
 
 
-def _passes(code: str, test: Test, limits: Limits, forgeable: bool) -> bool:
+def _passes(code: str, test: Test, limits: SandboxLimits, forgeable: bool) -> bool:
     if isinstance(test, str):
         return passes_together(code, test, limits) if forgeable else passes(code, test, limits)
     stdin, expected = test

@@ -43,7 +43,7 @@ class Flow:
         return True
 
 
-class Process:
+class SandboxProcess:
     """A process with all that it starts, in a session of its own; leaving the context ends them all."""
 
     def __init__(self, command: Sequence[str], folder: str, home: str, user: int | None) -> None:
@@ -72,7 +72,7 @@ class Process:
         self.stdin, self.stdout, self.stderr = (file.fileno() for file in files)
         os.set_blocking(self.stdin, False)
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> SandboxProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +99,7 @@ class Process:
             return None
 
 
-def carry(flows: dict[Flow, Process | None], awaited: Sequence[Flow], end: float) -> bool:
+def carry(flows: dict[Flow, SandboxProcess | None], awaited: Sequence[Flow], end: float) -> bool:
     """Carry bytes until the awaited sources have ended; a flow's process is the one whose standard input its sink is.
 
     False when that takes until ``end``, or when a flow without a sink gets more bytes than it may.

@@ -19,7 +19,7 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.rewards.code_execution import places
 from siirl_dask.rewards.code_execution.inside.main import FAILED, PASSED, REFUSED, UNUSABLE
 from siirl_dask.rewards.code_execution.inside.namespaces import FOLDER
-from siirl_dask.rewards.code_execution.processes import Flow, Process, carry
+from siirl_dask.rewards.code_execution.processes import Flow, SandboxProcess, carry
 
 _LONGEST_REASON = 2**16  # bytes
 _MEMORY_OF_MESSAGE = (
@@ -28,7 +28,7 @@ _MEMORY_OF_MESSAGE = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SandboxLimits:
     """The limits of one program. ValueError unless each number is above 0, ConfigError for any other isolation."""
 
     seconds: float = 10.0
@@ -54,7 +54,7 @@ class Limits:
             raise ConfigError(f"isolate={self.isolate!r}: expected one of {names}")
 
 
-def passes(code: str, test: str, limits: Limits) -> bool:
+def passes(code: str, test: str, limits: SandboxLimits) -> bool:
     """Return whether ``test`` comes to its end, run in one sandbox with the functions of ``code`` in another.
 
     The program's functions get data and return data, so the program cannot reach the test. ValueError when the test
@@ -72,7 +72,12 @@ def passes(code: str, test: str, limits: Limits) -> bool:
         answers = Flow(source=program.stdout, sink=examination.stdin, waiting=into[1])
         asked = Flow(source=examination.stdout, sink=program.stdin, waiting=into[0])
         reasons = [Flow(source=process.stderr, most=_LONGEST_REASON) for process in (program, examination)]
-        flows: dict[Flow, Process | None] = {asked: program, answers: examination, reasons[0]: None, reasons[1]: None}
+        flows: dict[Flow, SandboxProcess | None] = {
+            asked: program,
+            answers: examination,
+            reasons[0]: None,
+            reasons[1]: None,
+        }
         if carry(flows, [asked, reasons[1]], end) and examination.exit_code(end) == PASSED:
             return True
         # The program may still run; it ends when it reads the end of its input, and is heard for why it was not run.
@@ -82,7 +87,7 @@ def passes(code: str, test: str, limits: Limits) -> bool:
         return False
 
 
-def passes_together(code: str, test: str, limits: Limits) -> bool:
+def passes_together(code: str, test: str, limits: SandboxLimits) -> bool:
     """Return whether ``test``, run after ``code`` in the same module, comes to its end; leaving early is no pass.
 
     The program shares the test's memory: one that looks for it can print what says that the test passed.
@@ -91,13 +96,13 @@ def passes_together(code: str, test: str, limits: Limits) -> bool:
     return _run({"kind": "together", "code": code, "test": test, "token": token}, b"", limits) == token.encode()
 
 
-def output(code: str, stdin: str, limits: Limits) -> str | None:
+def output(code: str, stdin: str, limits: SandboxLimits) -> str | None:
     """Return the output of ``code``, run with ``stdin``; None when it fails, is too slow or prints too much."""
     printed = _run({"kind": "program", "code": code}, stdin.encode(), limits)
     return None if printed is None else printed.decode(errors="replace")
 
 
-def _run(task: dict[str, object], stdin: bytes, limits: Limits) -> bytes | None:
+def _run(task: dict[str, object], stdin: bytes, limits: SandboxLimits) -> bytes | None:
     """Return the standard output of one process; None when it failed. ConfigError when it cannot be confined."""
     end = time.monotonic() + limits.seconds
     with _started(limits) as process:
@@ -111,16 +116,16 @@ def _run(task: dict[str, object], stdin: bytes, limits: Limits) -> bytes | None:
 
 
 @contextmanager
-def _started(limits: Limits) -> Iterator[Process]:
+def _started(limits: SandboxLimits) -> Iterator[SandboxProcess]:
     with tempfile.TemporaryDirectory(prefix="siirl-code-") as folder:
         readable = places.readable_places(limits.readable)
         command, user = places.sandbox_command(limits.isolate, readable, limits.file_size, folder)
         home = folder if limits.isolate in (False, "runsc") else FOLDER  # runsc itself writes there
-        with Process(command, folder, home, user) as process:
+        with SandboxProcess(command, folder, home, user) as process:
             yield process
 
 
-def _header(task: dict[str, object], limits: Limits) -> bytearray:
+def _header(task: dict[str, object], limits: SandboxLimits) -> bytearray:
     own = limits.isolate in (True, "namespaces")
     user = places.program_user() if own else None
     confinement = {"isolate": "namespaces" if own else limits.isolate, "user": user}

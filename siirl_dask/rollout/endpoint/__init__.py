@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint in front of a rollout worker's engine, and the agents that use it."""
 
-from siirl_dask.rollout.endpoint.agents import Agent, AgentRuns, Client, Episode, Outcome
+from siirl_dask.rollout.endpoint.agents import Agent, AgentRuns, Client, Outcome, ProgramEpisode
 from siirl_dask.rollout.endpoint.conversations import Bounds, Conversation, Segment
 from siirl_dask.rollout.endpoint.programs import Program
 from siirl_dask.rollout.endpoint.queue import AgentQueue
@@ -14,8 +14,8 @@ __all__ = [
     "Client",
     "Conversation",
     "Endpoint",
-    "Episode",
     "Outcome",
     "Program",
+    "ProgramEpisode",
     "Segment",
 ]

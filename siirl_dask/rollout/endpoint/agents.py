@@ -41,7 +41,7 @@ Agent = Callable[[Client, Mapping[str, Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class ProgramEpisode:
     """An episode to be lived: the columns that its agent gets, and what records its requests."""
 
     row: Mapping[str, Any]
@@ -85,9 +85,9 @@ class AgentRuns:
     source: EpisodeSource
     own: int
     """Number of episodes that the source began with; more come from peers."""
-    make: Callable[[Any], Episode]
+    make: Callable[[Any], ProgramEpisode]
     """Returns the episode of an item."""
-    result: Callable[[Episode, Outcome | None], Any]
+    result: Callable[[ProgramEpisode, Outcome | None], Any]
     """Returns what ``source`` is told of an episode; its outcome is None if it was given up."""
     endpoint: Endpoint
     model: str
@@ -103,7 +103,7 @@ class AgentRuns:
     _failures: int = 0
     _beat: float = 0.0
     _error: BaseException | None = None
-    _running: dict[asyncio.Task[Outcome], tuple[Any, Episode]] = field(default_factory=dict)
+    _running: dict[asyncio.Task[Outcome], tuple[Any, ProgramEpisode]] = field(default_factory=dict)
     """Agents that run, with the tickets of their episodes."""
     _waiter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "siirl-agents-wait"))
     """Waits for episodes of peers. The loop's own threads may be taken by agents that block."""
@@ -201,7 +201,7 @@ class AgentRuns:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _one(self, episode: Episode) -> Outcome:
+    async def _one(self, episode: ProgramEpisode) -> Outcome:
         key = secrets.token_urlsafe(24)
         began = time.perf_counter()
         client = Client(self.endpoint.base_url, key, self.model, episode.seed)

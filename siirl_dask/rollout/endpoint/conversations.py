@@ -77,7 +77,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SampledTurn:
     """A request that is being served."""
 
     asked: Asked
@@ -112,7 +112,7 @@ class Conversation:
         """Tool calls in answers so far."""
         self._lock = threading.Lock()
 
-    def begin(self, asked: Asked) -> Turn:
+    def begin(self, asked: Asked) -> SampledTurn:
         """Return what the engine is to sample for a request. Refusal where it does not fit into the bounds."""
         with self._lock:
             if self._closed:
@@ -129,7 +129,7 @@ class Conversation:
                 self._segments.append(turn.segment)
             return turn
 
-    def finish(self, turn: Turn, generation: Generation, version: int, history: History) -> None:
+    def finish(self, turn: SampledTurn, generation: Generation, version: int, history: History) -> None:
         """Record an answer: what was sampled, by which weights, and the history that leads back to it."""
         with self._lock:
             self._under_way -= 1
@@ -147,7 +147,7 @@ class Conversation:
             segment.finish = generation.finish_reason
             self._places.append(_Place(history, segment, len(segment.response)))
 
-    def abandon(self, turn: Turn) -> None:
+    def abandon(self, turn: SampledTurn) -> None:
         """Forget a request whose answer nobody has read."""
         with self._lock:
             self._under_way -= 1
@@ -165,7 +165,7 @@ class Conversation:
         """Return the row of an episode in which nothing was asked: its prompt."""
         return Segment(self._own_prompt, self._seed, ())
 
-    def _turn(self, asked: Asked) -> Turn:
+    def _turn(self, asked: Asked) -> SampledTurn:
         history = history_of(asked)
         place = max(
             (place for place in self._places if leads_to(history, place.history)),
@@ -210,7 +210,7 @@ class Conversation:
             reason = f"the model's chat template refuses the messages: {type(error).__name__}: {error}"
             raise Refusal(400, reason, field="messages", code="invalid_value") from error
 
-    def _opening(self, asked: Asked, prompt: list[int]) -> Turn:
+    def _opening(self, asked: Asked, prompt: list[int]) -> SampledTurn:
         """Return the first turn of another row."""
         bounds = self._bounds
         if len(prompt) > bounds.prompt:
@@ -231,7 +231,7 @@ class Conversation:
         seed = self._seed if prompt == self._own_prompt and not again else mixed_seed(self._seed, prompt, again)
         return self._request(asked, Segment(prompt, seed, (self._wave, prompt, again)), [])
 
-    def _request(self, asked: Asked, segment: Segment, between: list[int]) -> Turn:
+    def _request(self, asked: Asked, segment: Segment, between: list[int]) -> SampledTurn:
         """Return a turn with as many tokens as there is room for. Refusal where there is none."""
         ids = [*segment.ids, *between]
         begun = len(segment.response) + len(between)
@@ -245,7 +245,7 @@ class Conversation:
             )
         wanted = min(room, self._sampling.max_tokens, asked.max_tokens or room)
         sampling = replace(self._sampling, max_tokens=wanted)
-        return Turn(asked, segment, between, GenerationRequest(ids, segment.seed, sampling, begun))
+        return SampledTurn(asked, segment, between, GenerationRequest(ids, segment.seed, sampling, begun))
 
 
 def history_of(asked: Asked, answer: dict[str, Any] | None = None, text: str = "") -> History:

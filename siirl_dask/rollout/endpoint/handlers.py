@@ -13,7 +13,7 @@ from tornado.web import HTTPError, RequestHandler, stream_request_body
 
 from siirl_dask.config import EndpointConfig
 from siirl_dask.rollout.endpoint.answers import Answer, chat_body, chunks, text_body, up_to_stop
-from siirl_dask.rollout.endpoint.conversations import Conversation, Turn, history_of
+from siirl_dask.rollout.endpoint.conversations import Conversation, SampledTurn, history_of
 from siirl_dask.rollout.endpoint.queue import Ticket
 from siirl_dask.rollout.endpoint.refusals import Refusal, unauthorized, unknown_model
 from siirl_dask.rollout.endpoint.requests import read_request
@@ -24,7 +24,7 @@ logger = logging.getLogger("siirl_dask.rollout")
 
 
 @stream_request_body
-class _Handler(RequestHandler):
+class _RequestHandler(RequestHandler):
     """Reads a body of bounded size, and answers errors as JSON."""
 
     def initialize(self, serving: Serving) -> None:
@@ -89,14 +89,14 @@ class _Handler(RequestHandler):
         super().send_error(error.status if isinstance(error, Refusal) else status_code, **how)
 
 
-class NotFound(_Handler):
+class NotFound(_RequestHandler):
     """Answers any other path."""
 
     def prepare(self) -> None:
         raise HTTPError(404)
 
 
-class Models(_Handler):
+class Models(_RequestHandler):
     """Answers with the one model that there is."""
 
     def get(self, name: str | None = None) -> None:
@@ -108,7 +108,7 @@ class Models(_Handler):
         self.finish(model if name else {"object": "list", "data": [model]})
 
 
-class _Sampling(_Handler):
+class _Sampling(_RequestHandler):
     """Has the engine serve a request, and records what it sampled."""
 
     chat = True
@@ -136,7 +136,7 @@ class _Sampling(_Handler):
         except StreamClosedError:
             return  # the agent has gone; what was sampled is its own all the same
 
-    async def _answer(self, conversation: Conversation, turn: Turn) -> Answer:
+    async def _answer(self, conversation: Conversation, turn: SampledTurn) -> Answer:
         """Return what the engine samples, which is recorded. A client that has gone by then leaves nothing behind."""
         engine = self.serving.engine
         asked = turn.asked

@@ -31,7 +31,7 @@ from siirl_dask.rollout.model_folder import read_model_folder
 from siirl_dask.rollout.sglang_engine.process import Ending, as_parent, load_sglang
 from siirl_dask.rollout.sglang_engine.requests import read_generation, sampling_params
 from siirl_dask.rollout.sglang_engine.settings import given_options, server_arguments
-from siirl_dask.rollout.sglang_engine.sleeping import Sleep
+from siirl_dask.rollout.sglang_engine.sleeping import SglangSleep
 from siirl_dask.rollout.specs import alternatives
 from siirl_dask.rollout.weight_loading import Replacement
 
@@ -64,7 +64,7 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
         self.context_length: int | None = int(self._engine.get_server_info()["max_req_input_len"])
         able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
-        self._sleep = Sleep(self._engine, partial(accelerator.free_cache, device.kind), able=able)
+        self._sleep = SglangSleep(self._engine, partial(accelerator.free_cache, device.kind), able=able)
         self._numbers = count()
         self._replacement = Replacement("SGLang")
         self.version = 0

@@ -12,7 +12,7 @@ WEIGHTS = "weights"
 """SGLang's names of what can be freed."""
 
 
-class Sleep:
+class SglangSleep:
     """Knows what of an engine is asleep: SGLang fails when it is asked twice for the same."""
 
     def __init__(self, engine: Any, make_room: Callable[[], None], *, able: bool) -> None:

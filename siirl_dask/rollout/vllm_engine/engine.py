@@ -50,7 +50,7 @@ from siirl_dask.rollout.vllm_engine.releases import cache_usage, reload_weights,
 from siirl_dask.rollout.vllm_engine.reloading import NewWeights, nothing_left_out  # noqa: E402
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
-from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, Sleep  # noqa: E402
+from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, VllmSleep  # noqa: E402
 from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
 
 logger = logging.getLogger("siirl_dask.rollout")
@@ -107,7 +107,7 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             own = "computes with adapters in layers of its own"
             logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
-        self._sleep = Sleep(self._llm, 0 if self._on_cpu else level, device)
+        self._sleep = VllmSleep(self._llm, 0 if self._on_cpu else level, device)
         self._slots = Slots(agents)
         self._replacement = Replacement("vLLM")
         self.version = 0

@@ -28,7 +28,7 @@ _FULLER_CARD = "Memory usage increased after sleeping."  # of vLLM's assertion
 logger = logging.getLogger("siirl_dask.rollout")
 
 
-class Sleep:
+class VllmSleep:
     """Knows what of an engine is asleep. Does nothing at level 0, as on a CPU, where all memory is the host's."""
 
     def __init__(self, llm: Any, level: int, device: Device) -> None:

@@ -14,17 +14,17 @@ from siirl_storage.files import list_files
 from siirl_dask.errors import ConfigError
 from siirl_dask.runs.check.checkpoints import check_checkpoints, newest_whole
 from siirl_dask.runs.check.due import find_due
-from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.check.records import check_records
 from siirl_dask.runs.check.tables import check_tables
 from siirl_dask.runs.folder import CONFIG_FILE
 
-__all__ = ["Finding", "State", "check_run"]
+__all__ = ["PartState", "RunFinding", "check_run"]
 
 _OF_A_RUN = ("checkpoints/", "rollouts/", "stages/", "attempts/", "metrics.jsonl")
 
 
-def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None]) -> list[Finding]:
+def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None]) -> list[RunFinding]:
     """Return what is found in the folder of the run at ``url``, part by part.
 
     ``begin`` is called once with the bytes of all files, and ``read``, from several threads, with those of each file

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class PartState(StrEnum):
     """The states that a part of a run can be in."""
 
     WHOLE = "whole"
@@ -16,12 +16,12 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """One part of a run, and what it is found to be."""
 
     part: str
     """Path of a file or folder in the run's."""
-    state: State
+    state: PartState
     text: str
     """Describes what there is, or what is wrong with it."""
     remedy: str = ""

@@ -13,7 +13,7 @@ from siirl_dask.observe import Status, damaged_lines, read_metrics, read_summary
 from siirl_dask.observe.summary import summary_altered
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import FOLDER as ATTEMPTS
-from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.holder import Holder
 from siirl_dask.runs.identity_file import FILE as IDENTITY
@@ -25,7 +25,7 @@ _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
 
 
-def check_records(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
+def check_records(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[RunFinding]:
     """Return what is found of the run's small files, given the sizes of all files by path.
 
     ``validations`` are steps after which one was recorded.
@@ -36,7 +36,7 @@ def check_records(url: str, files: Mapping[str, int], validations: Collection[in
     return findings
 
 
-def _identity(url: str, files: Mapping[str, int]) -> tuple[list[Finding], Mapping[str, FileDigest]]:
+def _identity(url: str, files: Mapping[str, int]) -> tuple[list[RunFinding], Mapping[str, FileDigest]]:
     """Return what is found of what the run recorded at its start, and the digests in it; a damaged one has none."""
     found = []
     written: Mapping[str, FileDigest] = {}
@@ -46,9 +46,11 @@ def _identity(url: str, files: Mapping[str, int]) -> tuple[list[Finding], Mappin
         try:
             content = reader(url)
         except ConfigError as error:
-            found.append(Finding(name, State.DAMAGED, str(error), "nobody knows then which rows there ought to be"))
+            found.append(
+                RunFinding(name, PartState.DAMAGED, str(error), "nobody knows then which rows there ought to be")
+            )
             continue
-        found.append(Finding(name, State.WHOLE, ""))
+        found.append(RunFinding(name, PartState.WHOLE, ""))
         if isinstance(content, IdentityFile):
             written = content.files
     return found, written
@@ -62,38 +64,38 @@ def _altered(data: bytes, written: FileDigest | None) -> str:
     return f"it was altered: it has the SHA-256 {found.sha256[:16]}..., and {written.sha256[:16]}... was written"
 
 
-def _config(url: str, written: FileDigest | None) -> Finding:
+def _config(url: str, written: FileDigest | None) -> RunFinding:
     fs, path = open_fs(join(url, CONFIG_FILE))
     remedy = "samples and metrics can be read; a resume, evaluation or export cannot"
     try:
         data = fs.cat_file(path)
         recorded_config(data, url)
     except FileNotFoundError:
-        return Finding(CONFIG_FILE, State.DAMAGED, "it is gone", remedy)
+        return RunFinding(CONFIG_FILE, PartState.DAMAGED, "it is gone", remedy)
     except (ConfigError, UnicodeDecodeError) as error:
-        return Finding(CONFIG_FILE, State.DAMAGED, str(error), remedy)
+        return RunFinding(CONFIG_FILE, PartState.DAMAGED, str(error), remedy)
     if altered := _altered(data, written):
-        return Finding(CONFIG_FILE, State.DAMAGED, altered, "restore it: it does not say what was trained")
-    return Finding(CONFIG_FILE, State.WHOLE, "")
+        return RunFinding(CONFIG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained")
+    return RunFinding(CONFIG_FILE, PartState.WHOLE, "")
 
 
-def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> Finding:
+def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> RunFinding:
     if DAG_FILE not in files:
         if files.get(_METRICS):
-            return Finding(DAG_FILE, State.DAMAGED, "it is gone", "a resume writes it anew")
-        return Finding(DAG_FILE, State.UNFINISHED, "the start was stopped before it wrote one")
+            return RunFinding(DAG_FILE, PartState.DAMAGED, "it is gone", "a resume writes it anew")
+        return RunFinding(DAG_FILE, PartState.UNFINISHED, "the start was stopped before it wrote one")
     try:
         nodes = len(Run(url).dag["nodes"])
         fs, path = open_fs(join(url, DAG_FILE))
         altered = _altered(fs.cat_file(path), written)
     except (ConfigError, UnicodeDecodeError) as error:
-        return Finding(DAG_FILE, State.DAMAGED, str(error), "restore it, or start anew with --fresh")
+        return RunFinding(DAG_FILE, PartState.DAMAGED, str(error), "restore it, or start anew with --fresh")
     if altered:
-        return Finding(DAG_FILE, State.DAMAGED, altered, "restore it: it does not say what was trained")
-    return Finding(DAG_FILE, State.WHOLE, counted(nodes, "node"))
+        return RunFinding(DAG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained")
+    return RunFinding(DAG_FILE, PartState.WHOLE, counted(nodes, "node"))
 
 
-def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
+def _attempts(url: str, files: Mapping[str, int]) -> list[RunFinding]:
     findings = []
     numbers = []
     for name in sorted(files):
@@ -107,8 +109,10 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[Finding]:
             numbers.pop()  # a start that was refused has withdrawn
         except (TypeError, ValueError) as error:
             remedy = "a resume refuses: remove the file if nobody trains this run"
-            findings.append(Finding(name, State.DAMAGED, f"it does not say who trained the run: {error}", remedy))
-    return findings or [Finding(ATTEMPTS, State.WHOLE, counted(len(numbers), "start"))]
+            findings.append(
+                RunFinding(name, PartState.DAMAGED, f"it does not say who trained the run: {error}", remedy)
+            )
+    return findings or [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
 
 
 def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
@@ -121,47 +125,53 @@ def _steps_of_summary(url: str, files: Mapping[str, int]) -> int:
         return 0
 
 
-def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[Finding]:
+def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[RunFinding]:
     steps = _steps_of_summary(url, files)
     if _METRICS not in files:
         if steps:
             text = f"it is gone: {_SUMMARY} counts {counted(steps, 'step')}"
-            return [Finding(_METRICS, State.DAMAGED, text, "they are lost")]
-        return [Finding(_METRICS, State.UNFINISHED, "there is none: no step was finished")]
+            return [RunFinding(_METRICS, PartState.DAMAGED, text, "they are lost")]
+        return [RunFinding(_METRICS, PartState.UNFINISHED, "there is none: no step was finished")]
     wrong, cut = damaged_lines(url)
     findings = []
     for text in wrong:
         what, _, remedy = text.rpartition("; ")
-        findings.append(Finding(_METRICS, State.DAMAGED, what, remedy))
+        findings.append(RunFinding(_METRICS, PartState.DAMAGED, what, remedy))
     if cut:
-        findings.append(Finding(_METRICS, State.UNFINISHED, "its last line was cut short", "a resume drops it"))
+        findings.append(RunFinding(_METRICS, PartState.UNFINISHED, "its last line was cut short", "a resume drops it"))
     if not wrong:
         records = read_metrics(url)
         trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
         if absent := sorted(set(range(1, max([steps, *trained]) + 1)) - trained):
             shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
-            findings.append(Finding(_METRICS, State.DAMAGED, f"it has no line of the steps {shown}", "they are lost"))
+            findings.append(
+                RunFinding(_METRICS, PartState.DAMAGED, f"it has no line of the steps {shown}", "they are lost")
+            )
         validated = {record["step"] for record in records if record["phase"] == Phase.VALIDATION}
         if unknown := sorted(set(validations) - validated):
             text = f"it has no line of the validations after the steps {', '.join(map(str, unknown[:10]))}"
-            findings.append(Finding(_METRICS, State.DAMAGED, text, "they are lost; their rows are there"))
+            findings.append(RunFinding(_METRICS, PartState.DAMAGED, text, "they are lost; their rows are there"))
         if not findings and not cut:
             findings.append(
-                Finding(_METRICS, State.WHOLE, f"{counted(len(records), 'record')}, {counted(len(trained), 'step')}")
+                RunFinding(
+                    _METRICS, PartState.WHOLE, f"{counted(len(records), 'record')}, {counted(len(trained), 'step')}"
+                )
             )
     return findings
 
 
-def _summary(url: str, files: Mapping[str, int]) -> Finding:
+def _summary(url: str, files: Mapping[str, int]) -> RunFinding:
     if _SUMMARY not in files:
-        return Finding(_SUMMARY, State.UNFINISHED, "there is none: the run is under way, or was killed")
+        return RunFinding(_SUMMARY, PartState.UNFINISHED, "there is none: the run is under way, or was killed")
     try:
         summary = read_summary(url)
         altered = summary_altered(url)
     except (DataError, UnicodeDecodeError) as error:
-        return Finding(_SUMMARY, State.DAMAGED, str(error), "the next end of the run writes it anew")
+        return RunFinding(_SUMMARY, PartState.DAMAGED, str(error), "the next end of the run writes it anew")
     if altered:
         text = "it was altered: its digest is another one"
-        return Finding(_SUMMARY, State.DAMAGED, text, "restore it: it does not say how the run ended")
+        return RunFinding(_SUMMARY, PartState.DAMAGED, text, "restore it: it does not say how the run ended")
     said = f"{summary.status} after {counted(summary.steps, 'step')}"
-    return Finding(_SUMMARY, State.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on")
+    return RunFinding(
+        _SUMMARY, PartState.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on"
+    )

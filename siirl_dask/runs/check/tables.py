@@ -18,7 +18,7 @@ from siirl_storage.reading import read_rows
 from siirl_dask.coordinator.stored_rows import step_of
 from siirl_dask.errors import counted
 from siirl_dask.planner.node import STAGES, TRACE
-from siirl_dask.runs.check.finding import Finding, State
+from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.stages import SPENT, misplaced
 
 _READERS = 4
@@ -47,13 +47,13 @@ def check_tables(
     resumed: int,
     due: Collection[str],
     read: Callable[[int], None],
-) -> list[Finding]:
+) -> list[RunFinding]:
     """Return what is found of the tables below ``root``: one finding for each whole table, one for each other step.
 
     ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``due`` are the folders that
     ought to be there. ``read`` is told the bytes of each file that was read.
     """
-    findings: list[Finding] = []
+    findings: list[RunFinding] = []
     damaged: list[tuple[str, str]] = []
     tables: dict[str, list[_Folder]] = {}
     present: set[str] = set()
@@ -75,7 +75,7 @@ def check_tables(
             damaged.append((path, "its record is gone, which lists the parts that count"))
             continue
         if folder.others:
-            findings.append(Finding(path, State.UNFINISHED, *_left_over(folder)))
+            findings.append(RunFinding(path, PartState.UNFINISHED, *_left_over(folder)))
     known = present | {path for path, _ in damaged}
     damaged += [(path, "it is gone: this step was committed") for path in sorted(set(due) - known)]
     frontiers: dict[str, str] = {}  # a whole table from which a step can go on, by the step's folder name
@@ -85,11 +85,11 @@ def check_tables(
         counted = [folder for folder in folders if folder.path not in {path for path, _ in of_table}]
         frontiers |= {folder.path.rpartition("/")[2]: table for folder in counted if folder.frontier}
         if counted:
-            findings.append(Finding(table, State.WHOLE, _told(counted)))
+            findings.append(RunFinding(table, PartState.WHOLE, _told(counted)))
     for path, text in damaged:
         frontier = frontiers.get(path.rpartition("/")[2])
-        findings.append(Finding(path, State.DAMAGED, text, _remedy(path, resumed, frontier)))
-    return sorted(findings, key=lambda finding: (finding.part.split("/")[0], finding.state is not State.WHOLE))
+        findings.append(RunFinding(path, PartState.DAMAGED, text, _remedy(path, resumed, frontier)))
+    return sorted(findings, key=lambda finding: (finding.part.split("/")[0], finding.state is not PartState.WHOLE))
 
 
 def _is_spent(fs: AbstractFileSystem, root: str, path: str) -> bool:

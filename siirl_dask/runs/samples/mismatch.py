@@ -33,7 +33,7 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 @dataclass(slots=True)
-class _Tally:
+class _LogprobDifferences:
     """Sums over tokens of the difference of two log-probs."""
 
     tokens: int = 0
@@ -53,7 +53,7 @@ class _Tally:
             below = [int(np.count_nonzero(difference < edge)) for edge in _EDGES]  # a nan is below none
             self.ratios += np.diff(np.array([0, *below, difference.size]))
 
-    def merge(self, other: _Tally) -> None:
+    def merge(self, other: _LogprobDifferences) -> None:
         """Add another part's tokens."""
         self.tokens += other.tokens
         self.total += other.total
@@ -74,7 +74,7 @@ def mismatch(rollouts: Rollouts) -> pa.Table:
     """
     if not can_mismatch(rollouts):
         raise DataError(f"the table {rollouts.name!r} has not both columns of log-probs, {' and '.join(_COLUMNS)}")
-    tallies = {step: _Tally() for step in rollouts.files}
+    tallies = {step: _LogprobDifferences() for step in rollouts.files}
     parts = [(step, path) for step, paths in rollouts.files.items() for path in paths]
     columns = [*_COLUMNS, *([RESPONSE_MASK] if RESPONSE_MASK in rollouts.schema.names else [])]
     with ThreadPoolExecutor(_READERS) as pool:
@@ -95,8 +95,8 @@ def mismatch(rollouts: Rollouts) -> pa.Table:
     )
 
 
-def _tally(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> _Tally:
-    tally = _Tally()
+def _tally(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> _LogprobDifferences:
+    tally = _LogprobDifferences()
     try:
         with damage(fs, path):
             for sampler, trainer in _logprobs(fs, path, columns):

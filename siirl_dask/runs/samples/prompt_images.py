@@ -36,7 +36,7 @@ Picture = Mapping[str, str | None]
 be read only ``problem`` is there, a sentence."""
 
 
-class PromptImages:
+class StoredPromptImages:
     """Tells the images of a run's samples, those of ``table``.
 
     Args:

@@ -14,7 +14,7 @@ from siirl_dask.runs.samples.conversations import flattened, spoken_columns
 from siirl_dask.runs.samples.per_sample import per_sample
 from siirl_dask.runs.samples.prompt_images import ORIGIN
 from siirl_dask.runs.samples.rollouts import Rollouts, open_newest
-from siirl_dask.runs.samples.utterances import Span, spans_of
+from siirl_dask.runs.samples.utterances import WrittenSpan, spans_of
 from siirl_dask.schema import (
     ADVANTAGE,
     ADVANTAGES,
@@ -85,7 +85,7 @@ class WholeSample:
     """Log-probability of each response token when it was drawn."""
     trained: Sequence[float] = ()
     """Its log-probability under the policy that learns, before the update."""
-    spans: Sequence[Span] = ()
+    spans: Sequence[WrittenSpan] = ()
     """Who wrote which of the tokens, where the run tells it."""
     begins: Sequence[int] = ()
     """Tokens at which a later row of an episode begins: its history was rewritten there."""
@@ -150,9 +150,9 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
     )
 
 
-def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[int]]:
+def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[WrittenSpan], list[int]]:
     """Return who wrote which of the rows' tokens, laid end to end, and where rows but the first begin."""
-    spans: list[Span] = []
+    spans: list[WrittenSpan] = []
     begins: list[int] = []
     at = 0
     for row in rows:
@@ -160,7 +160,7 @@ def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Span], list[int]]:
         count = len(row.get(RESPONSE_IDS) or ())
         for span in spans_of(count, row.get(RESPONSE_MASK), row.get(TURNS)):
             start, stop = (min(_TOKENS, at + place) for place in (span.start, span.stop))
-            spans += [Span(start, stop, span.own, span.reward)] if start < stop else []
+            spans += [WrittenSpan(start, stop, span.own, span.reward)] if start < stop else []
         at += count
     return spans, [begin for begin in begins[1:] if begin < _TOKENS]
 

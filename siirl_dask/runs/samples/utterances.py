@@ -40,7 +40,7 @@ _ASSISTANT = ("assistant", "model")
 _OPENINGS = ("", "<think>", "<think>\n\n</think>")  # what a template puts before the policy's next turn
 
 
-class Kind(StrEnum):
+class UtteranceKind(StrEnum):
     """Kinds of utterances."""
 
     SAID = "said"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WrittenSpan:
     """Neighbouring tokens of a response that one side wrote."""
 
     start: int
@@ -73,24 +73,24 @@ class Utterance:
     """One thing that was said in a conversation."""
 
     who: str
-    kind: Kind
+    kind: UtteranceKind
     text: str
     turn: int | None = None
     """Number of the policy's turn, from 1."""
     reward: float | None = None
 
 
-def spans_of(tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[str, Any]] | None) -> list[Span]:
+def spans_of(tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[str, Any]] | None) -> list[WrittenSpan]:
     """Return the spans of a response of so many tokens, which they cover in their order.
 
     The policy's are its ``turns``; without them, what ``mask`` marks; without a mask, all.
     """
     if turns:
-        own = [Span(int(turn["start"]), int(turn["stop"]), True, turn.get("reward")) for turn in turns]
+        own = [WrittenSpan(int(turn["start"]), int(turn["stop"]), True, turn.get("reward")) for turn in turns]
     elif mask is not None:
         own = list(_marked(mask))
     else:
-        own = [Span(0, tokens, True)]
+        own = [WrittenSpan(0, tokens, True)]
     spans = []
     at = 0
     for span in sorted(own, key=lambda one: one.start):
@@ -98,19 +98,19 @@ def spans_of(tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[s
         stop = min(tokens, span.stop)
         if start >= stop:
             continue
-        spans += [Span(at, start, False)] if at < start else []
-        spans.append(Span(start, stop, True, span.reward))
+        spans += [WrittenSpan(at, start, False)] if at < start else []
+        spans.append(WrittenSpan(start, stop, True, span.reward))
         at = stop
-    return [*spans, Span(at, tokens, False)] if at < tokens else spans
+    return [*spans, WrittenSpan(at, tokens, False)] if at < tokens else spans
 
 
-def _marked(mask: Sequence[bool]) -> Iterator[Span]:
+def _marked(mask: Sequence[bool]) -> Iterator[WrittenSpan]:
     begin = None
     for at, marked in enumerate([*mask, False]):
         if marked and begin is None:
             begin = at
         elif not marked and begin is not None:
-            yield Span(begin, at, True)
+            yield WrittenSpan(begin, at, True)
             begin = None
 
 
@@ -124,11 +124,11 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
     for number, row in enumerate(rows):
         who = row[AGENT] if row.get(AGENT) else POLICY
         if number:
-            told.append(Utterance(f"segment {number + 1}, a new history", Kind.SEGMENT, _prompt(row, decode)))
+            told.append(Utterance(f"segment {number + 1}, a new history", UtteranceKind.SEGMENT, _prompt(row, decode)))
         ids = row.get(RESPONSE_IDS)
         if decode is None or not ids:
             turn += len(row.get(TURNS) or ())
-            told.append(Utterance(who, Kind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD)))
+            told.append(Utterance(who, UtteranceKind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD)))
             continue
         for span in spans_of(len(ids), row.get(RESPONSE_MASK), row.get(TURNS)):
             if span.own:
@@ -137,7 +137,9 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
             else:
                 told += answered(decode(ids[span.start : span.stop], True))
     if rows and rows[-1].get(FINISH_REASON) == FAILED:
-        told.append(Utterance(ENVIRONMENT, Kind.FAILURE, "a call of the environment failed: the episode has no reward"))
+        told.append(
+            Utterance(ENVIRONMENT, UtteranceKind.FAILURE, "a call of the environment failed: the episode has no reward")
+        )
     return told
 
 
@@ -151,11 +153,11 @@ def said(who: str, text: str, turn: int, reward: float | None) -> list[Utterance
     parts = []
     for part, is_call in _split(_CALL, text.strip()):
         if is_call:
-            parts.append(Utterance(who, Kind.CALL, call(part), turn))
+            parts.append(Utterance(who, UtteranceKind.CALL, call(part), turn))
         else:
-            parts.append(Utterance(who, Kind.SAID, part, turn))
+            parts.append(Utterance(who, UtteranceKind.SAID, part, turn))
     if not parts:
-        parts.append(Utterance(who, Kind.SAID, "", turn))
+        parts.append(Utterance(who, UtteranceKind.SAID, "", turn))
     last = parts[-1]
     return [*parts[:-1], Utterance(last.who, last.kind, last.text, turn, reward)]
 
@@ -175,9 +177,9 @@ def answered(text: str) -> list[Utterance]:
             continue
         for part, is_result in _split(_RESULT, content):
             if is_result or role in (TOOL, "ipython"):
-                told.append(Utterance(TOOL, Kind.RESULT, part))
+                told.append(Utterance(TOOL, UtteranceKind.RESULT, part))
             else:
-                told.append(Utterance(ENVIRONMENT if role == "user" else role, Kind.ANSWER, part))
+                told.append(Utterance(ENVIRONMENT if role == "user" else role, UtteranceKind.ANSWER, part))
     return told
 
 

@@ -121,7 +121,7 @@ def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
     checkpoint, or it has no model or no averages.
     """
     try:
-        entries = _Reader(url).read_metadata().state_dict_metadata
+        entries = _CheckpointReader(url).read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         raise CheckpointError(f"{url} holds no checkpoint: expected a file .metadata there") from error
     prefix, suffix = (_OPTIMIZER, _EMA) if ema else (_MODEL, "")
@@ -138,7 +138,7 @@ def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
 
 
 def _load(url: str, state: dict[str, Any], progress: Progress = _untold, **options: Any) -> None:
-    reader = _Reader(url)
+    reader = _CheckpointReader(url)
     try:
         load_state(state, storage_reader=reader, planner=_Planner(progress), **options)
     except (CheckpointException, Exception) as error:
@@ -242,7 +242,7 @@ class _DigestingFileSystem(FileSystem):
         self.fs.rm_file(path)
 
 
-class _Reader(FsspecReader):
+class _CheckpointReader(FsspecReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.fs = _file_system(url)

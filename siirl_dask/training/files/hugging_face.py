@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from siirl_dask.config import Dtype, Part, TrainerConfig
+from siirl_dask.config import Dtype, TrainerConfig, VisionPart
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import PREFIX, WEIGHTS
@@ -169,7 +169,7 @@ def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str)
         ) from error
 
 
-def with_frozen(weights: Mapping[str, Tensor], parts: Sequence[Part], base: str) -> dict[str, Tensor]:
+def with_frozen(weights: Mapping[str, Tensor], parts: Sequence[VisionPart], base: str) -> dict[str, Tensor]:
     """Return ``weights`` and, where they lack any of ``parts``, which did not learn, those of the folder ``base``."""
     subject = _subject(base)
     model = load_pretrained(model_class(base, subject), base, torch.float32, subject)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.grid import RankGrid
 from siirl_dask.training.megatron.weights import StageWeights
 
 _BUCKET = 64 * 2**20  # bytes of a message
@@ -23,7 +23,7 @@ _BUCKET = 64 * 2**20  # bytes of a message
 class DividedParameters:
     """The parameters of a stage, each of which one of the ranks that hold it steps."""
 
-    def __init__(self, weights: StageWeights, grid: Grid) -> None:
+    def __init__(self, weights: StageWeights, grid: RankGrid) -> None:
         """ConfigError, by its key, where more ranks than there are parameters hold them."""
         names = list(weights.parameters)
         shared = names[: len(names) - weights.experts]

@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu
 
-from siirl_dask.training.megatron.families import Mixture
-from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.families import ExpertMixture
+from siirl_dask.training.megatron.grid import RankGrid
 from siirl_dask.training.parallel.all_to_all import exchange
 
 
@@ -29,7 +29,9 @@ class Experts(nn.Module):
     they split them anyway, they all have all tokens, and get the results of all.
     """
 
-    def __init__(self, mixture: Mixture, hidden: int, grid: Grid, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, mixture: ExpertMixture, hidden: int, grid: RankGrid, device: torch.device, dtype: torch.dtype
+    ) -> None:
         """Parameters are without values."""
         super().__init__()
         self._mixture = mixture

@@ -15,7 +15,7 @@ _EXPERTS = ("num_experts", "num_local_experts")  # as Qwen's folders name them, 
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class ExpertMixture:
     """Sizes of layers whose feed-forward part is a mixture of experts."""
 
     experts: int
@@ -30,7 +30,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class LayerSizes:
     """Sizes of a decoder that megatron-core builds."""
 
     layers: int
@@ -47,7 +47,7 @@ class Sizes:
     """Whether queries and keys are normalised head by head, as in Qwen3."""
     qkv_bias: bool
     """Whether queries, keys and values have a bias, as in Qwen2."""
-    mixture: Mixture | None = None
+    mixture: ExpertMixture | None = None
     """Experts of the layers; None: all have an MLP."""
 
     def has_experts(self, layer: int) -> bool:
@@ -55,7 +55,7 @@ class Sizes:
         return self.mixture is not None and layer not in self.mixture.dense_layers
 
 
-def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
+def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
     """Read a model's sizes from its ``config.json``. ConfigError for what the backend megatron does not compute."""
     kind = config.get("model_type")
     subject = f"trainer.backend=megatron with model.path={path!r}"
@@ -78,7 +78,7 @@ def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     default = 128 if kind == "qwen3" else hidden // heads
-    return Sizes(
+    return LayerSizes(
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         heads=heads,
@@ -95,12 +95,12 @@ def sizes_of(config: Mapping[str, Any], path: str) -> Sizes:
     )
 
 
-def _mixture(config: Mapping[str, Any]) -> Mixture:
+def _mixture(config: Mapping[str, Any]) -> ExpertMixture:
     """Read what transformers reads for a Qwen3-MoE, with its rule for layers that have no experts."""
     layers = range(int(config["num_hidden_layers"]))
     step = int(config.get("decoder_sparse_step", 1))
     without = set(config.get("mlp_only_layers") or ())
-    return Mixture(
+    return ExpertMixture(
         experts=int(next(config[name] for name in _EXPERTS if name in config)),
         chosen=int(config["num_experts_per_tok"]),
         width=int(config["moe_intermediate_size"]),
@@ -109,7 +109,7 @@ def _mixture(config: Mapping[str, Any]) -> Mixture:
     )
 
 
-def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
+def check_division(megatron: MegatronConfig, sizes: LayerSizes, path: str) -> None:
     """Check that ranks can divide layers, heads, widths and vocabulary evenly. ConfigError if they cannot."""
     tensor = megatron.tensor_parallel
     pipeline = megatron.pipeline_parallel
@@ -141,7 +141,7 @@ def check_division(megatron: MegatronConfig, sizes: Sizes, path: str) -> None:
     _check_experts(megatron, sizes.mixture, path)
 
 
-def _check_experts(megatron: MegatronConfig, mixture: Mixture | None, path: str) -> None:
+def _check_experts(megatron: MegatronConfig, mixture: ExpertMixture | None, path: str) -> None:
     if mixture is None:
         if megatron.expert_parallel is not None:
             raise ConfigError(

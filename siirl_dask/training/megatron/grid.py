@@ -24,7 +24,7 @@ from siirl_dask.training.parallel.mesh import even_out, group_of_one, one_axis
 T = TypeVar("T")
 
 
-class Grid:
+class RankGrid:
     """This rank's place among the ranks of the role, and its groups. All ranks of the role must make one."""
 
     def __init__(self, rank: Rank, megatron: MegatronConfig, device: torch.device) -> None:

@@ -27,21 +27,21 @@ from siirl_dask.devices.operators import MINDSPEED
 from siirl_dask.training.megatron.attention import CoreRows, PackedCoreAttention
 from siirl_dask.training.megatron.core import share_buffer
 from siirl_dask.training.megatron.experts import Experts
-from siirl_dask.training.megatron.families import Sizes
-from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.families import LayerSizes
+from siirl_dask.training.megatron.grid import RankGrid
 from siirl_dask.training.megatron.mindspeed import options_of
 from siirl_dask.training.megatron.mindspeed_attention import MindSpeedCoreAttention
 from siirl_dask.training.model.attention import ends_for_kernels
 from siirl_dask.training.packing import MicroBatch, Packing
 
 
-class Stage(nn.Module):
+class PipelineStage(nn.Module):
     """The chunks of this rank's stage."""
 
     def __init__(
         self,
-        sizes: Sizes,
-        grid: Grid,
+        sizes: LayerSizes,
+        grid: RankGrid,
         device: torch.device,
         dtype: torch.dtype,
         operators: Mapping[str, str],
@@ -94,9 +94,9 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
 
     def __init__(
         self,
-        stage: Stage,
-        sizes: Sizes,
-        grid: Grid,
+        stage: PipelineStage,
+        sizes: LayerSizes,
+        grid: RankGrid,
         device: torch.device,
         dtype: torch.dtype,
         operators: Mapping[str, str],
@@ -218,7 +218,7 @@ class Norm(nn.RMSNorm):
         super().__init__(hidden_size, eps)
 
 
-def _layers(sizes: Sizes, operators: Mapping[str, str], mixed: Sequence[bool]) -> TransformerBlockSubmodules:
+def _layers(sizes: LayerSizes, operators: Mapping[str, str], mixed: Sequence[bool]) -> TransformerBlockSubmodules:
     """Return a chunk's layers, those that are ``mixed`` with nothing where their experts go: megatron-core builds
     none but its own from a description.
     """
@@ -234,7 +234,7 @@ def _layers(sizes: Sizes, operators: Mapping[str, str], mixed: Sequence[bool]) -
 
 
 def transformer_config(
-    sizes: Sizes, grid: Grid, device: torch.device, dtype: torch.dtype, operators: Mapping[str, str]
+    sizes: LayerSizes, grid: RankGrid, device: torch.device, dtype: torch.dtype, operators: Mapping[str, str]
 ) -> TransformerConfig:
     """Return megatron-core's description of the decoder. Kernels of other libraries than ``operators`` says are off."""
     on_cpu = device.type == "cpu"

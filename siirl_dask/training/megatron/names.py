@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from siirl_dask.training.megatron.families import Sizes
+from siirl_dask.training.megatron.families import LayerSizes
 
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -23,7 +23,7 @@ _UP = "up"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPlace:
     """Where a parameter lies in megatron-core's model."""
 
     parameter: str
@@ -37,29 +37,29 @@ class Place:
 
 
 _ENDS = {
-    "model.embed_tokens.weight": Place("embedding.word_embeddings.weight", 0),
-    "model.norm.weight": Place("decoder.final_layernorm.weight"),
-    HEAD: Place("output_layer.weight", 0),
+    "model.embed_tokens.weight": ParameterPlace("embedding.word_embeddings.weight", 0),
+    "model.norm.weight": ParameterPlace("decoder.final_layernorm.weight"),
+    HEAD: ParameterPlace("output_layer.weight", 0),
 }
 _BESIDE = {"value_head.weight", "value_head.bias"}  # the stage's own, of no chunk
 _IN_LAYER = {
-    "self_attn.q_proj.weight": Place("self_attention.linear_qkv.weight", 0, _QUERIES),
-    "self_attn.k_proj.weight": Place("self_attention.linear_qkv.weight", 0, _KEYS),
-    "self_attn.v_proj.weight": Place("self_attention.linear_qkv.weight", 0, _VALUES),
-    "self_attn.q_proj.bias": Place("self_attention.linear_qkv.bias", 0, _QUERIES),
-    "self_attn.k_proj.bias": Place("self_attention.linear_qkv.bias", 0, _KEYS),
-    "self_attn.v_proj.bias": Place("self_attention.linear_qkv.bias", 0, _VALUES),
-    "self_attn.o_proj.weight": Place("self_attention.linear_proj.weight", 1),
-    "self_attn.q_norm.weight": Place("self_attention.q_layernorm.weight"),
-    "self_attn.k_norm.weight": Place("self_attention.k_layernorm.weight"),
-    "mlp.gate_proj.weight": Place("mlp.linear_fc1.weight", 0, _GATE),
-    "mlp.up_proj.weight": Place("mlp.linear_fc1.weight", 0, _UP),
-    "mlp.down_proj.weight": Place("mlp.linear_fc2.weight", 1),
-    "mlp.gate.weight": Place("mlp.gate.weight"),
-    "mlp.experts.gate_up_proj": Place("mlp.gate_up_proj", 0, of_experts=True),
-    "mlp.experts.down_proj": Place("mlp.down_proj", 0, of_experts=True),
-    "input_layernorm.weight": Place("input_layernorm.weight"),
-    "post_attention_layernorm.weight": Place("pre_mlp_layernorm.weight"),
+    "self_attn.q_proj.weight": ParameterPlace("self_attention.linear_qkv.weight", 0, _QUERIES),
+    "self_attn.k_proj.weight": ParameterPlace("self_attention.linear_qkv.weight", 0, _KEYS),
+    "self_attn.v_proj.weight": ParameterPlace("self_attention.linear_qkv.weight", 0, _VALUES),
+    "self_attn.q_proj.bias": ParameterPlace("self_attention.linear_qkv.bias", 0, _QUERIES),
+    "self_attn.k_proj.bias": ParameterPlace("self_attention.linear_qkv.bias", 0, _KEYS),
+    "self_attn.v_proj.bias": ParameterPlace("self_attention.linear_qkv.bias", 0, _VALUES),
+    "self_attn.o_proj.weight": ParameterPlace("self_attention.linear_proj.weight", 1),
+    "self_attn.q_norm.weight": ParameterPlace("self_attention.q_layernorm.weight"),
+    "self_attn.k_norm.weight": ParameterPlace("self_attention.k_layernorm.weight"),
+    "mlp.gate_proj.weight": ParameterPlace("mlp.linear_fc1.weight", 0, _GATE),
+    "mlp.up_proj.weight": ParameterPlace("mlp.linear_fc1.weight", 0, _UP),
+    "mlp.down_proj.weight": ParameterPlace("mlp.linear_fc2.weight", 1),
+    "mlp.gate.weight": ParameterPlace("mlp.gate.weight"),
+    "mlp.experts.gate_up_proj": ParameterPlace("mlp.gate_up_proj", 0, of_experts=True),
+    "mlp.experts.down_proj": ParameterPlace("mlp.down_proj", 0, of_experts=True),
+    "input_layernorm.weight": ParameterPlace("input_layernorm.weight"),
+    "post_attention_layernorm.weight": ParameterPlace("pre_mlp_layernorm.weight"),
 }
 
 
@@ -69,21 +69,21 @@ def layer_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def place_of(name: str, chunk: int, layer: int = 0) -> Place:
+def place_of(name: str, chunk: int, layer: int = 0) -> ParameterPlace:
     """Return where the Hugging Face parameter ``name`` lies in a stage that has it in this ``chunk``, and there in the
     ``layer`` of this number, if it belongs to one.
 
     KeyError for a name that no known family has.
     """
     if name in _BESIDE:
-        return Place(name)
+        return ParameterPlace(name)
     match = _LAYER.fullmatch(name)
     place = _ENDS[name] if match is None else _IN_LAYER[match[2]]
     within = "" if match is None else f"decoder.layers.{layer}."
     return replace(place, parameter=f"chunks.{chunk}.{within}{place.parameter}")
 
 
-def piece_of(held: Tensor, place: Place, sizes: Sizes) -> Tensor:
+def piece_of(held: Tensor, place: ParameterPlace, sizes: LayerSizes) -> Tensor:
     """Return a view of what a rank holds of one Hugging Face parameter in ``held``, a parameter of megatron-core.
 
     Queries, keys and values are [groups, heads of each, width, ...]; all else has the shape of the rank's part.

@@ -26,9 +26,9 @@ from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.learner import Passes, See, Weighing
 from siirl_dask.training.megatron.core import on_device, quietly
 from siirl_dask.training.megatron.families import check_division, sizes_of
-from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.grid import RankGrid
 from siirl_dask.training.megatron.messages import StageMessages
-from siirl_dask.training.megatron.model import Chunk, Stage
+from siirl_dask.training.megatron.model import Chunk, PipelineStage
 from siirl_dask.training.megatron.rows import joined_rows
 from siirl_dask.training.megatron.scores import shared_logprobs, shared_tokens
 from siirl_dask.training.megatron.weights import StageWeights
@@ -67,7 +67,7 @@ class Replica:
         megatron = built.trainer.megatron
         sizes = sizes_of(read_config(path) or {}, path)
         check_division(megatron, sizes, path)
-        self.grid = Grid(built.rank, megatron, self.device)
+        self.grid = RankGrid(built.rank, megatron, self.device)
         self._temperature = temperature
         self._trainer = built.trainer
         self._progress = built.progress
@@ -78,7 +78,7 @@ class Replica:
         meta = _meta_model(path)
         padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
         with on_device(self.device), quietly():
-            self.stage = Stage(
+            self.stage = PipelineStage(
                 sizes, self.grid, self.device, self.dtype, operators, head=temperature is not None, padding=padding
             )
         shapes = {name: tuple(each.shape) for name, each in meta.named_parameters()}

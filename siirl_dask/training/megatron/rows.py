@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from siirl_dask.training.megatron.grid import Grid
+from siirl_dask.training.megatron.grid import RankGrid
 from siirl_dask.training.packing import response_offsets
 from siirl_dask.training.trainer import Batch, EpisodeSpans, PackedRows
 
 B = TypeVar("B", bound=Batch)
 
 
-def joined_rows(rows: PackedRows, grid: Grid) -> tuple[PackedRows, slice]:
+def joined_rows(rows: PackedRows, grid: RankGrid) -> tuple[PackedRows, slice]:
     """Return the rows of the replica's ranks, in their order, and where the response tokens of this rank's are among
     theirs. All ranks must call. ValueError for rows that show images.
     """
@@ -28,7 +28,7 @@ def joined_rows(rows: PackedRows, grid: Grid) -> tuple[PackedRows, slice]:
     return _rows(parts), slice(first, first + counts[grid.in_replica])
 
 
-def joined_batch(batch: B, grid: Grid) -> tuple[B, slice]:
+def joined_batch(batch: B, grid: RankGrid) -> tuple[B, slice]:
     """Return the batch of all of the replica's ranks, and where this rank's rows are in it. All ranks must call."""
     if batch.rows.images is not None:
         batch = replace(batch, rows=replace(batch.rows, images=None))

@@ -13,10 +13,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.weight_files import open_weights
-from siirl_dask.training.megatron.families import Sizes
-from siirl_dask.training.megatron.grid import Grid
-from siirl_dask.training.megatron.model import Stage
-from siirl_dask.training.megatron.names import HEAD, Place, layer_of, piece_of, place_of
+from siirl_dask.training.megatron.families import LayerSizes
+from siirl_dask.training.megatron.grid import RankGrid
+from siirl_dask.training.megatron.model import PipelineStage
+from siirl_dask.training.megatron.names import HEAD, ParameterPlace, layer_of, piece_of, place_of
 from siirl_dask.training.parallel.dtensor import local
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,7 +30,9 @@ class StageWeights:
     A method's ``held`` are tensors by megatron-core's names, shaped like the parameters: these, or moments of some.
     """
 
-    def __init__(self, stage: Stage, sizes: Sizes, grid: Grid, shapes: Shapes, *, learns: bool) -> None:
+    def __init__(
+        self, stage: PipelineStage, sizes: LayerSizes, grid: RankGrid, shapes: Shapes, *, learns: bool
+    ) -> None:
         """``shapes`` are those of all the model's parameters by name, in its order. A stage that computes in a narrower
         type learns in float32 copies of its parameters (``learns``).
         """
@@ -139,7 +141,7 @@ class StageWeights:
         copy = name == _TIED and self._sizes.tied and self._grid.last and self._scores
         return self._stage_of(name) == self._grid.stage or copy
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> ParameterPlace:
         layer = layer_of(name)
         last = self._grid.chunks - 1
         if layer is not None:
@@ -149,7 +151,7 @@ class StageWeights:
             return place_of(HEAD, last)
         return place_of(name, 0 if name == _TIED else last)
 
-    def _own(self, name: str, place: Place) -> tuple[slice, ...]:
+    def _own(self, name: str, place: ParameterPlace) -> tuple[slice, ...]:
         """Return which part of a full parameter is this rank's."""
         shape = self._shapes[name]
         grid = self._grid
@@ -166,7 +168,7 @@ class StageWeights:
         shape = [each.stop - each.start for each in self._own(name, place)]
         return piece_of(held[place.parameter].detach(), place, self._sizes).reshape(shape)
 
-    def _joined(self, part: Tensor, place: Place) -> Tensor:
+    def _joined(self, part: Tensor, place: ParameterPlace) -> Tensor:
         group = self._grid.ep if place.of_experts else self._grid.tp
         if place.split is None or group.size() == 1:
             return part.contiguous()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from siirl_dask.config import Part, TrainerConfig
+from siirl_dask.config import TrainerConfig, VisionPart
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.models.adapters import WEIGHT, A, B, is_adapter
 from siirl_dask.training.parallel.dtensor import full_tensor, like_dtensor, local
@@ -84,8 +84,8 @@ def chosen_targets(trainer: TrainerConfig, decoder: set[str], tower: set[str]) -
     """
     known: dict[str, tuple[set[str], set[str]]] = {name: ({name}, set()) for name in decoder}
     if tower:
-        known |= {str(Part.visual): (set(), tower), str(Part.language_model): (decoder, set())}
-        known |= {f"{Part.visual}.{name}": (set(), {name}) for name in tower}
+        known |= {str(VisionPart.visual): (set(), tower), str(VisionPart.language_model): (decoder, set())}
+        known |= {f"{VisionPart.visual}.{name}": (set(), {name}) for name in tower}
     of_decoder: set[str] = set()
     of_tower: set[str] = set()
     for target in trainer.lora.targets:

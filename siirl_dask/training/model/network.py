@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from siirl_dask.config import OptimizerName, Part, TrainerConfig
+from siirl_dask.config import OptimizerName, TrainerConfig, VisionPart
 from siirl_dask.devices import accelerator
 from siirl_dask.devices.operators import AUTO, LIGER, REFERENCE
 from siirl_dask.errors import ConfigError
@@ -147,7 +147,7 @@ class Network(nn.Module):
         """
         named = self.by_name()
         if self.scaling is None:
-            frozen: list[Part] = []
+            frozen: list[VisionPart] = []
             if self._trainer is not None:
                 frozen = frozen_parts(self._trainer, self._family, sees_images=self.inputs is not None)
             return {
@@ -163,7 +163,7 @@ class Network(nn.Module):
         if trainer is None or trainer.visual_lr is None or self._family is None:
             return {}
         factor = trainer.visual_lr / trainer.lr
-        return {name: factor for name in self.trainable() if is_of(Part.visual, name, self._family)}
+        return {name: factor for name in self.trainable() if is_of(VisionPart.visual, name, self._family)}
 
     def matrices(self) -> set[str]:
         """Return the names of the parameters that Muon steps: of those that learn the weights [out, in] of the layers,

@@ -25,7 +25,7 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
     is switched on after this.
     """
     for place, (layer, router) in enumerate(routers(model, routing)):
-        held = _Held()
+        held = _ReplayedRoutes()
         own = slice(place * routing.chosen, (place + 1) * routing.chosen)
         router.forward = partial(_route, router, router.forward, held)
         layer.forward = partial(_with_routes, layer, layer.forward, held, own)
@@ -58,7 +58,7 @@ def check_routes(rows: PackedRows, routing: Routing) -> None:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ReplayedRoutes:
     """Routes that a layer has told its router, for the pass under way."""
 
     routes: Tensor | None = None
@@ -66,7 +66,7 @@ class _Held:
 
 
 def _with_routes(
-    layer: nn.Module, forward: Callable[..., Any], held: _Held, own: slice, *args: Any, **kwargs: Any
+    layer: nn.Module, forward: Callable[..., Any], held: _ReplayedRoutes, own: slice, *args: Any, **kwargs: Any
 ) -> Any:
     packing = packing_of(layer)
     held.routes = None if packing is None or packing.routes is None else packing.routes[:, own]
@@ -76,7 +76,9 @@ def _with_routes(
         held.routes = None
 
 
-def _route(router: Any, forward: Callable[..., Any], held: _Held, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _route(
+    router: Any, forward: Callable[..., Any], held: _ReplayedRoutes, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits [T, E], and weights and numbers [T, k] of the experts that each token goes to."""
     logits, weights, own = forward(hidden)
     if held.routes is None:

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from siirl_dask.errors import ConfigError
-from siirl_dask.images.families import FAMILIES, Family
+from siirl_dask.images.families import FAMILIES, ImageFamily
 from siirl_dask.images.features import ImageFeatures, image_features
 from siirl_dask.training.batch_images import BatchImages, ImageInputs
 from siirl_dask.training.model.row_layout import decoder_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _INNER = "model."  # in names of parameters: the part of a model below its head
 
 
-def family_of_model(model: PreTrainedModel) -> Family | None:
+def family_of_model(model: PreTrainedModel) -> ImageFamily | None:
     """Return the family of a model that sees images, or of its part below the head; None for any other."""
     return FAMILIES.get(getattr(model.config, "model_type", ""))
 

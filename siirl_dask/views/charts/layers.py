@@ -53,7 +53,7 @@ class Spacing:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LayeredLayout:
     """Nodes and bends in layers, parents above their children."""
 
     layers: tuple[tuple[Place, ...], ...]
@@ -78,7 +78,7 @@ class Layout:
         return " ".join(f"{across:.0f},{at}" for across, at in points)
 
 
-def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> Layout:
+def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> LayeredLayout:
     """Lay out ``nodes``, which come parents first. An edge begins with its source and target."""
     edges = list(edges)
     depth = dict.fromkeys(nodes, 0)
@@ -95,7 +95,7 @@ def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> Layout:
         for bend in bends:
             layers[bend.layer].append(bend)
     _untangle(layers, paths.values())
-    return Layout(tuple(map(tuple, layers)), paths)
+    return LayeredLayout(tuple(map(tuple, layers)), paths)
 
 
 def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> None:

@@ -6,7 +6,7 @@ from siirl_storage import StorageError, join, open_fs
 from siirl_storage.files import parent
 
 from siirl_dask.errors import DataError
-from siirl_dask.observe.metrics import FILE, Record, parse_attempts
+from siirl_dask.observe.metrics import METRICS_FILE, Record, parse_attempts
 from siirl_dask.views.dashboard.records import thinned
 
 _MOST_RUNS = 200
@@ -26,7 +26,7 @@ def runs_beside(url: str) -> list[str]:
         )
         own = own.rstrip("/")
         others = [folder for folder in folders if folder != own][:_MOST_RUNS]
-        return [folder.rpartition("/")[2] for folder in others if fs.exists(f"{folder}/{FILE}")]
+        return [folder.rpartition("/")[2] for folder in others if fs.exists(f"{folder}/{METRICS_FILE}")]
     except StorageError as error:
         raise DataError(str(error)) from error
     except Exception as error:  # each store has errors of its own: no credentials, no connection
@@ -38,7 +38,7 @@ def metrics_tail(url: str, most: int) -> list[Record]:
 
     DataError for a store that cannot be read, and for lines that are no records.
     """
-    name = join(url, FILE)
+    name = join(url, METRICS_FILE)
     try:
         fs, path = open_fs(name)
         size = int(fs.info(path)["size"] or 0)

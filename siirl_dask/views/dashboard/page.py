@@ -18,7 +18,7 @@ from siirl_dask.observe.summary import Summary, read_summary
 from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.trace_table import in_order
 from siirl_dask.observe.trace.transfers import Transfers, transfers
-from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.prompt_images import StoredPromptImages
 from siirl_dask.runs.samples.sample_rows import SampleRow, newest_samples, whole_sample
 from siirl_dask.runs.samples.token_texts import pieces
 from siirl_dask.runs.trace import Parts, read_newest
@@ -28,7 +28,7 @@ from siirl_dask.views.dashboard.neighbours import metrics_tail, runs_beside
 from siirl_dask.views.dashboard.reader import Held
 from siirl_dask.views.dashboard.records import merged
 from siirl_dask.views.dashboard.samples_panel import SamplesPanel, Seen
-from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, Store
+from siirl_dask.views.dashboard.store import MOST_RECORDS, LiveRun, RunStore
 from siirl_dask.views.dashboard.style import TEMPLATE, themes
 from siirl_dask.views.dashboard.timeline import Timeline, timeline
 from siirl_dask.views.dashboard.timeline_panel import MOST_LANES, TimelinePanel
@@ -66,7 +66,7 @@ class Traced:
     """The parts that it was made of."""
 
 
-def show_page(scheduler: Scheduler, store: Store, extra: Mapping[str, Any], doc: Any) -> None:
+def show_page(scheduler: Scheduler, store: RunStore, extra: Mapping[str, Any], doc: Any) -> None:
     """Make the document of one viewer."""
     doc.title = "siirl: the run"
     doc.template = env.from_string(TEMPLATE)
@@ -84,7 +84,7 @@ def show_page(scheduler: Scheduler, store: Store, extra: Mapping[str, Any], doc:
 class Page:
     """The page as one viewer sees it."""
 
-    def __init__(self, scheduler: Scheduler, store: Store) -> None:
+    def __init__(self, scheduler: Scheduler, store: RunStore) -> None:
         self._scheduler = scheduler
         self._store = store
         self._reader = store.reader
@@ -281,7 +281,7 @@ def _read_whole(url: str, step: int, row_id: int, tokenizer: str) -> Seen | None
     if sample is None:
         return None
     parts = [sample.token_ids[span.start : span.stop] for span in sample.spans] or [sample.token_ids]
-    pictures = PromptImages(url, thumbnails=True, most=_PICTURES).of(sample.origin)
+    pictures = StoredPromptImages(url, thumbnails=True, most=_PICTURES).of(sample.origin)
     return Seen(sample, pieces(tokenizer, parts), pictures)
 
 

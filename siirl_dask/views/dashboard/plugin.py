@@ -18,7 +18,7 @@ from tornado.ioloop import IOLoop
 from tornado.web import ErrorHandler
 
 from siirl_dask.views.dashboard.origins import ANY, is_of_another_site
-from siirl_dask.views.dashboard.store import Store
+from siirl_dask.views.dashboard.store import RunStore
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -36,7 +36,7 @@ class PagePlugin(SchedulerPlugin):
     idempotent = True
 
     async def start(self, scheduler: Scheduler) -> None:
-        self.store = Store()
+        self.store = RunStore()
         self.shown = False
         scheduler.handlers |= {f"{NAME}-begin": self.begin, f"{NAME}-record": self.record}
         try:
@@ -76,7 +76,7 @@ def _refuse_other_sites(app: Any) -> None:
     app.find_handler = find_handler
 
 
-def add_page(scheduler: Scheduler, store: Store) -> bool:
+def add_page(scheduler: Scheduler, store: RunStore) -> bool:
     """Add the page, and a link to it in the menu of Dask's own pages; return False for a scheduler without a dashboard.
 
     Whatever Dask's internals raise, if they have changed.

@@ -51,7 +51,7 @@ class LiveRun:
         return max((record["step"] for record in self.records[-3:]), default=0)
 
 
-class Store:
+class RunStore:
     """The runs that have used this scheduler, the newest last."""
 
     def __init__(self) -> None:

@@ -19,12 +19,12 @@ from siirl_dask.planner.chain import (
     Send,
     Stream,
 )
-from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.spec.dag_spec import dag_to_spec
 from siirl_dask.schema import IDENTITY
 
 
-def as_data(plan: Plan, sizes: Sizes) -> dict[str, Any]:
+def as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
     """Return a plan as dicts, lists, texts and numbers. ``dag_from_spec`` reads the entry ``dag``."""
     moving = {edge.ends: edge for edge in plan.edges}
     return {

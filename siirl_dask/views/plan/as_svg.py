@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from siirl_dask.planner.chain import Edge, Plan
-from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.explain.tables import readable_bytes, short_name, worker_ranges
 from siirl_dask.schema import IDENTITY
 from siirl_dask.views.charts.colours import COLOURS, tint
@@ -31,7 +31,7 @@ _ARROW = (
 )
 
 
-def draw(plans: Mapping[str, tuple[Plan, Sizes]]) -> str:
+def draw(plans: Mapping[str, tuple[Plan, TableSizes]]) -> str:
     """Return an SVG of the DAGs of several phases, one below the other."""
     drawings = [_drawing(phase, plan, sizes) for phase, (plan, sizes) in plans.items()]
     width = max(drawing.width for drawing in drawings)
@@ -66,7 +66,7 @@ class _Label:
         return len(self.lines) * _LINE + 4
 
 
-def _drawing(phase: str, plan: Plan, sizes: Sizes) -> _Drawing:
+def _drawing(phase: str, plan: Plan, sizes: TableSizes) -> _Drawing:
     estimates = estimate(plan, sizes)
     moving = {edge.ends: edge for edge in plan.edges if edge.moves}
     layout = lay_out(list(plan.stages), estimates)

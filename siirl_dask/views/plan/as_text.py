@@ -19,7 +19,7 @@ from siirl_dask.planner.chain import (
     Stream,
 )
 from siirl_dask.planner.column_flow import NodeColumns
-from siirl_dask.planner.explain.sizes import Estimate, Sizes, estimate
+from siirl_dask.planner.explain.sizes import Estimate, TableSizes, estimate
 from siirl_dask.planner.explain.tables import (
     LEAST,
     PACKAGE,
@@ -32,7 +32,7 @@ from siirl_dask.planner.explain.tables import (
 from siirl_dask.schema import IDENTITY
 
 
-def describe(plan: Plan, sizes: Sizes) -> str:
+def describe(plan: Plan, sizes: TableSizes) -> str:
     """Describe the DAG, each worker's chain, and every edge with its workers, its columns and a bound of its bytes."""
     workers = tuple(plan.chains)
     estimates = estimate(plan, sizes)
@@ -46,7 +46,7 @@ def describe(plan: Plan, sizes: Sizes) -> str:
     return "\n\n".join([*texts, _total(estimates)]) + "\n"
 
 
-def _title(plan: Plan, sizes: Sizes) -> str:
+def _title(plan: Plan, sizes: TableSizes) -> str:
     roles = counted(len(plan.dag.roles), "role")
     workers = counted(len(plan.chains), "worker")
     return f"{roles} on {workers}, {counted(sizes.prompts, 'prompt')} a step"

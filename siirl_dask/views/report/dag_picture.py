@@ -9,7 +9,7 @@ from typing import Any
 from siirl_dask.observe.trace.measured import Measured
 from siirl_dask.views.charts.colours import COLOURS
 from siirl_dask.views.charts.figures import duration, size
-from siirl_dask.views.charts.layers import Layout, Place, Spacing, lay_out
+from siirl_dask.views.charts.layers import LayeredLayout, Place, Spacing, lay_out
 from siirl_dask.views.html_page import safe
 
 _SPACING = Spacing(box=190, high=56, bend=24, apart=50)
@@ -86,7 +86,7 @@ def _top(depth: int) -> int:
     return _MARGIN + depth * (_SPACING.high + _DOWN)
 
 
-def _label(layout: Layout, path: Sequence[Place], x: Mapping[Place, float], text: str) -> str:
+def _label(layout: LayeredLayout, path: Sequence[Place], x: Mapping[Place, float], text: str) -> str:
     middle = (x[path[0]] + x[path[1]]) / 2
     at = _top(layout.depth_of(path[0]) + 1) - _DOWN / 2 + 4
     wide = 6.4 * len(text) + 8

@@ -21,11 +21,11 @@ from siirl_dask.observe.trace.bottleneck import Bottleneck, find_bottleneck
 from siirl_dask.observe.trace.measured import Measured, measure, usual_step
 from siirl_dask.observe.trace.trace_table import TraceSpan
 from siirl_dask.planner import Phase
-from siirl_dask.runs.attempt import Start, starts_of
+from siirl_dask.runs.attempt import RunStart, starts_of
 from siirl_dask.runs.reader import Run, decoder_of_run, open_run
 from siirl_dask.runs.samples import questions
 from siirl_dask.runs.samples.conversations import spoken_columns
-from siirl_dask.runs.samples.prompt_images import PromptImages
+from siirl_dask.runs.samples.prompt_images import StoredPromptImages
 from siirl_dask.runs.samples.rollouts import open_rollouts
 from siirl_dask.runs.trace import read_trace
 from siirl_dask.views.samples.answer import summary as changes_in_words
@@ -38,7 +38,7 @@ _EACH = 2  # best and worst samples of each
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class StepTiming:
     """Timing of a run's newest steps, by its trace."""
 
     steps: Sequence[int]
@@ -75,8 +75,8 @@ class RunFacts:
     attempts: Sequence[tuple[Record, int]] = ()
     """Records by step, each with the number of the start that wrote it."""
     summary: Summary | None = None
-    starts: Sequence[Start] = ()
-    timing: Timing | None = None
+    starts: Sequence[RunStart] = ()
+    timing: StepTiming | None = None
     samples: Samples | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
     """Why a part is not there, by the part: configuration, DAG, metrics, summary, trace, samples, starts."""
@@ -134,9 +134,9 @@ def _facts(run: Run) -> RunFacts:
     return RunFacts(run.url, label, missing=missing, **found)
 
 
-def _timing(url: str) -> Timing:
+def _timing(url: str) -> StepTiming:
     trace = read_trace(url, most_bytes=_TRACE_BYTES, most_parts=_TRACE_PARTS)
-    return Timing(trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans))
+    return StepTiming(trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans))
 
 
 def _samples(url: str) -> Samples:
@@ -155,7 +155,7 @@ def _validated(url: str) -> Samples:
             raise DataError("there is one validation")
         changes = questions.diff(rollouts, then, now)
         words = changes_in_words(changes.select(["then", "now", "change"]).to_pylist())
-        pairs = PromptImages(url, "validation", thumbnails=True).added_to(changes.slice(0, _PAIRS))
+        pairs = StoredPromptImages(url, "validation", thumbnails=True).added_to(changes.slice(0, _PAIRS))
         return Samples(then, now, words, pairs.to_pylist())
 
 
@@ -165,7 +165,7 @@ def _trained(url: str) -> Samples:
         last = max(rollouts.files)
     with open_rollouts(url, steps=range(last, last + 1)) as rollouts:
         decode = decoder_of_run(url) if spoken_columns(rollouts) else None
-        images = PromptImages(url, thumbnails=True)
+        images = StoredPromptImages(url, thumbnails=True)
         asked = (ask(rollouts, _EACH, decode) for ask in (questions.best, questions.worst))
         best, worst = (images.added_to(samples).to_pylist() for samples in asked)
     return Samples(last, last, best=best, worst=worst)

@@ -13,7 +13,7 @@ from siirl_dask.errors import counted
 from siirl_dask.observe import printable
 from siirl_dask.runs.samples.conversations import CONVERSATION
 from siirl_dask.runs.samples.mismatch import RATIO_BINS
-from siirl_dask.runs.samples.utterances import FAILED, Kind
+from siirl_dask.runs.samples.utterances import FAILED, UtteranceKind
 
 _ENDS = {
     "length": "cut at the limit",
@@ -24,7 +24,7 @@ _ENDS = {
 _SHARES = {"share", "truncated", *RATIO_BINS}
 
 
-class Layout(Enum):
+class AnswerLayout(Enum):
     """The ways in which an answer is laid out."""
 
     TABLE = auto()
@@ -34,12 +34,12 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QueryResult:
     """The answer to one question."""
 
     title: str
     table: pa.Table
-    layout: Layout = Layout.TABLE
+    layout: AnswerLayout = AnswerLayout.TABLE
     note: str = ""
 
 
@@ -76,7 +76,7 @@ def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def speaker(utterance: Mapping[str, Any]) -> str:
     """Return who speaks, in which turn, and the turn's reward: ``policy calls a tool, turn 2, reward 0.5``."""
     who = printable(str(utterance["who"]))
-    parts = [f"{who} calls a tool" if utterance["kind"] == Kind.CALL else who]
+    parts = [f"{who} calls a tool" if utterance["kind"] == UtteranceKind.CALL else who]
     parts += [f"turn {utterance['turn']}"] if utterance["turn"] is not None else []
     parts += [f"reward {cell('reward', utterance['reward'])}"] if utterance["reward"] is not None else []
     return ", ".join(parts)

@@ -11,8 +11,8 @@ from siirl_storage import StorageError, open_fs, write_atomic
 from siirl_dask.errors import ConfigError
 from siirl_dask.views.html_page import html_page, safe
 from siirl_dask.views.samples.answer import (
-    Answer,
-    Layout,
+    AnswerLayout,
+    QueryResult,
     cell,
     conversation,
     headings,
@@ -38,7 +38,7 @@ article section { border-left: .2rem solid #58c; padding-left: .7rem; margin: .4
 """.strip()
 
 
-def write_page(url: str, title: str, answers: Sequence[Answer]) -> None:
+def write_page(url: str, title: str, answers: Sequence[QueryResult]) -> None:
     """Write or replace the page at ``url``, a file or any fsspec URL. ConfigError if that fails."""
     try:
         fs, path = open_fs(url)
@@ -47,26 +47,26 @@ def write_page(url: str, title: str, answers: Sequence[Answer]) -> None:
         raise ConfigError(f"--html={url!r} cannot be written: {type(error).__name__}: {error}") from error
 
 
-def page(title: str, answers: Sequence[Answer]) -> str:
+def page(title: str, answers: Sequence[QueryResult]) -> str:
     """Return the page."""
     sections = "\n".join(part for answer in answers for part in _section(answer))
     return html_page(title, _STYLE, f"<h1>{safe(title)}</h1>\n{sections}")
 
 
-def _section(answer: Answer) -> Iterator[str]:
+def _section(answer: QueryResult) -> Iterator[str]:
     yield f"<section><h2>{safe(answer.title)}</h2>"
     if answer.note:
         yield f'<p class="note">{safe(answer.note)}</p>'
     rows = answer.table.slice(0, _ROWS).to_pylist()
     match answer.layout:
-        case Layout.TABLE | Layout.HISTOGRAM:
-            yield from _table(answer.table.schema, rows, bars=answer.layout is Layout.HISTOGRAM)
-        case Layout.SAMPLES:
+        case AnswerLayout.TABLE | AnswerLayout.HISTOGRAM:
+            yield from _table(answer.table.schema, rows, bars=answer.layout is AnswerLayout.HISTOGRAM)
+        case AnswerLayout.SAMPLES:
             for sample in rows:
                 texts = {name: sample.get(name) for name in ("prompt", "response", "answer")}
                 texts |= {"parts": reward_parts(sample), "from": lineage(sample)}
                 yield _article(headings(sample), texts, conversation(sample), pictures_as_html(sample))
-        case Layout.CHANGES:
+        case AnswerLayout.CHANGES:
             yield f"<p>{safe(summary(answer.table.to_pylist()))}</p>"
             for row in rows:
                 said = f"{cell('reward', row['then'])} then, {cell('reward', row['now'])} now"

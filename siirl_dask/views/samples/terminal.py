@@ -15,10 +15,10 @@ from rich.text import Text
 from siirl_dask.errors import counted
 from siirl_dask.observe import printable
 from siirl_dask.runs.samples.prompt_images import PICTURES
-from siirl_dask.runs.samples.utterances import Kind
+from siirl_dask.runs.samples.utterances import UtteranceKind
 from siirl_dask.views.samples.answer import (
-    Answer,
-    Layout,
+    AnswerLayout,
+    QueryResult,
     cell,
     conversation,
     headings,
@@ -39,24 +39,24 @@ _AROUND = 6  # lines of a sample beside its texts
 _BAR = 30
 _UTTERANCES = 24  # of a conversation
 _STYLES = {
-    Kind.SAID: "bold blue",
-    Kind.CALL: "bold magenta",
-    Kind.ANSWER: "bold",
-    Kind.RESULT: "bold green",
-    Kind.SEGMENT: "bold yellow",
-    Kind.FAILURE: "bold red",
+    UtteranceKind.SAID: "bold blue",
+    UtteranceKind.CALL: "bold magenta",
+    UtteranceKind.ANSWER: "bold",
+    UtteranceKind.RESULT: "bold green",
+    UtteranceKind.SEGMENT: "bold yellow",
+    UtteranceKind.FAILURE: "bold red",
 }
 
 
-def print_answer(console: Console, answer: Answer) -> None:
+def print_answer(console: Console, answer: QueryResult) -> None:
     """Print one answer under its title."""
     console.print(Text(f"\n{printable(answer.title)}", style="bold"), soft_wrap=True)
     match answer.layout:
-        case Layout.TABLE | Layout.HISTOGRAM:
-            _print_table(console, answer.table, bars=answer.layout is Layout.HISTOGRAM)
-        case Layout.SAMPLES:
+        case AnswerLayout.TABLE | AnswerLayout.HISTOGRAM:
+            _print_table(console, answer.table, bars=answer.layout is AnswerLayout.HISTOGRAM)
+        case AnswerLayout.SAMPLES:
             _print_samples(console, answer.table.to_pylist())
-        case Layout.CHANGES:
+        case AnswerLayout.CHANGES:
             _print_changes(console, answer.table.to_pylist())
     if answer.note:
         console.print(Text(answer.note, style="dim"))

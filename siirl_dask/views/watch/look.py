@@ -19,7 +19,7 @@ from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.progress import Pace
 from siirl_dask.observe.summary import Slowest, Summary
 from siirl_dask.planner import Phase
-from siirl_dask.runs.attempt import Start, newest_start
+from siirl_dask.runs.attempt import RunStart, newest_start
 from siirl_dask.runs.glance import glance
 from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.trace import read_step, slowest_in
@@ -64,7 +64,7 @@ class Look:
     has_gap: bool = False
     """True if records between the first and the newest ones were not read."""
     summary: Summary | None = None
-    start: Start | None = None
+    start: RunStart | None = None
     seconds_left: float | None = None
     slowest: Slowest | None = None
     slowest_step: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from siirl_storage import join, open_fs
 
-from siirl_dask.observe.metrics import FILE, Record, decode, last_records, whole_lines
+from siirl_dask.observe.metrics import METRICS_FILE, Record, decode, last_records, whole_lines
 
 _MOST = 2**23  # bytes of the end of the file that are read at first, about 5,000 steps
 _HEAD = 2**17  # bytes of its beginning, if there are more
@@ -18,7 +18,7 @@ class MetricsTail:
     """
 
     def __init__(self, url: str, most: int = _MOST) -> None:
-        self._name = join(url, FILE)
+        self._name = join(url, METRICS_FILE)
         self._fs, self._path = open_fs(self._name)
         self._most = most
         self._forget()

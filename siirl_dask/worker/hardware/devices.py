@@ -31,7 +31,7 @@ _MAX_NAME = 200
 _MAX_MEMORY = 2**50  # bytes of an accelerator
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """The part of torch.distributed's stores that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -43,7 +43,7 @@ class Store(Protocol):
 def find_devices(
     worker: str,
     workers: Sequence[str],
-    store: Store | None,
+    store: KeyValueStore | None,
     timeout: float,
     stop: StopFlag,
     *,
@@ -124,7 +124,7 @@ def _device(worker: str, visible: VisibleDevices, index: int | None, users: Mapp
 
 
 def exchange(
-    worker: str, workers: Sequence[str], visible: VisibleDevices, store: Store, timeout: float, stop: StopFlag
+    worker: str, workers: Sequence[str], visible: VisibleDevices, store: KeyValueStore, timeout: float, stop: StopFlag
 ) -> dict[str, VisibleDevices]:
     """Announce ``visible`` and return the visible devices of all ``workers``, in their order.
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, pack_ints
@@ -138,7 +138,7 @@ def test_messages_are_bounded_and_the_rest_is_asked_for():
     sizes = []
 
     async def counted():
-        buffers, transport = buffers_of([e], "messages", limits=Limits(message=2_000))
+        buffers, transport = buffers_of([e], "messages", limits=BufferLimits(message=2_000))
         handle = transport.handlers["0"]
 
         async def spy(request):
@@ -160,7 +160,7 @@ def test_a_row_larger_than_a_message_arrives():
     e, table = edge(("0",), ("1",), Rows.BALANCED), make_rows(30)
 
     async def pulled():
-        buffers, _ = buffers_of([e], "messages", limits=Limits(message=1))
+        buffers, _ = buffers_of([e], "messages", limits=BufferLimits(message=1))
         await buffers["0"].publish(e, ITERATION, table)
         return await buffers["1"].pull(e, e, ITERATION)
 

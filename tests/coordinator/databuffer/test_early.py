@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, pack_ints
 from siirl_dask.errors import Aborted, NodeError, PeerError
 from siirl_dask.planner import EarlyColumns, Iteration, Rows
 from tests.coordinator.rows import ITERATION, buffers_of, edge, make_rows, names, scatter, wait_for_acks
 
 COLUMNS = ("ids", "logprobs", "text", "maybe")
-TINY = Limits(early_message=10)
+TINY = BufferLimits(early_message=10)
 ALONE = edge(("0",), ("1",), Rows.BALANCED)
 
 
@@ -81,7 +81,7 @@ async def generated(e, parts, *, prefetch=True, limits=TINY, way="messages", see
 def test_tables_are_the_same_with_and_without_prefetch(s, t, rows, by_minibatch, count, seed, way, message, memory):
     e = early_edge(edge(names(s), names(t, 10), rows, by_minibatch=by_minibatch and rows is Rows.BALANCED))
     parts = scatter(make_rows(count, seed), e.sources, seed)
-    limits = Limits(early_message=message, memory=memory, message=200)
+    limits = BufferLimits(early_message=message, memory=memory, message=200)
 
     async def both():
         expected, _, _ = await generated(e, parts, prefetch=False, limits=limits, way=way)
@@ -140,7 +140,7 @@ def test_few_bytes_that_came_early_are_fetched_again_where_lengths_vary():
     e = edge(names(2), names(3, 10), Rows.BALANCED, schema=table.schema)
     got, buffers = asyncio.run(
         all_early(
-            replace(e, early=EarlyColumns("node", ("ids",))), scatter(table, e.sources), Limits(early_message=200)
+            replace(e, early=EarlyColumns("node", ("ids",))), scatter(table, e.sources), BufferLimits(early_message=200)
         )
     )
     assert pa.concat_tables(got).num_rows == table.num_rows
@@ -239,7 +239,7 @@ def test_early_rows_of_other_lengths_than_told_later_name_the_worker():
     short = pa.ListArray.from_arrays(values.offsets, values.values.cast(pa.int16()))
     without_nulls = table.set_column(table.column_names.index("maybe"), table.field("maybe"), short)
     with pytest.raises(PeerError, match="worker '0' sent rows of column 'ids' early with other lengths"):
-        asyncio.run(generated(e, {"0": without_nulls}, before=before, limits=Limits(early_message=2**20)))
+        asyncio.run(generated(e, {"0": without_nulls}, before=before, limits=BufferLimits(early_message=2**20)))
 
 
 def test_a_question_that_is_asked_twice_is_answered_twice():

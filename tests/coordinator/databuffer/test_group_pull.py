@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.errors import DataError
 from siirl_dask.planner import Rows
 from tests.coordinator.rows import ITERATION, WAYS, buffers_of, edge, names, wait_for_acks
@@ -96,7 +96,7 @@ def test_the_bytes_that_come_to_a_worker_do_not_grow_with_the_samples(n):
     table = prompts(16, size=2**16).drop_columns(["images"])
     by_group = replace(by_group, schema=table.schema)
     given = {"0": table}, {"0": samples(table, n)}
-    got, buffers, _ = asyncio.run(pulled(by_group, guide, *given, "shared memory", limits=Limits()))
+    got, buffers, _ = asyncio.run(pulled(by_group, guide, *given, "shared memory", limits=BufferLimits()))
     blobs = sum(map(len, table["blob"].to_pylist()))
     assert sum(groups.num_rows for _, groups in got.values()) == 16
     assert blobs <= sum(buffer.traffic.total for buffer in buffers.values()) <= blobs + 16 * n * 200
@@ -147,7 +147,7 @@ def test_a_group_that_no_source_has_is_an_error_that_names_it():
 def test_groups_of_a_table_that_is_spilled_arrive(tmp_path):
     by_group, guide = edges(("0",), ("1", "2"), Rows.BALANCED)
     table = prompts(8, size=2**16)
-    limits = Limits(memory=2**16, spill_folder=str(tmp_path))
+    limits = BufferLimits(memory=2**16, spill_folder=str(tmp_path))
     got, buffers, _ = asyncio.run(
         pulled(by_group, guide, {"0": table}, {"0": samples(table, 3)}, "messages", limits=limits)
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, Handle
 from siirl_dask.coordinator.databuffer.lend import pack_others, share, unpack_others, unpack_shared_table
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.row_lengths import unpack_row_lengths
 from siirl_dask.coordinator.layout.assignment import row_statistics
@@ -134,7 +134,7 @@ def test_shared_memory_cannot_be_written_by_its_readers():
 @pytest.mark.parametrize(("way", "share_from"), [("large messages", 0), ("shared memory", 2**10)])
 def test_short_rows_and_rows_sent_as_messages_are_not_shared(way, share_from):
     async def work():
-        buffers, _ = buffers_of([EDGE], way, limits=Limits(share_from=share_from))
+        buffers, _ = buffers_of([EDGE], way, limits=BufferLimits(share_from=share_from))
         await buffers["0"].publish(EDGE, ITERATION, make_rows(20))
         assert buffers["0"].arena.held == 0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.limits import Limits
+from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.layout.assignment import STATISTICS
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
@@ -156,7 +156,7 @@ def test_rows_said_to_be_longer_than_they_are_are_refused(way):
 
 def test_asking_for_more_than_a_message_holds_is_refused():
     async def ask():
-        buffers, _ = buffers_of([EDGE], "messages", limits=Limits(message=100))
+        buffers, _ = buffers_of([EDGE], "messages", limits=BufferLimits(message=100))
         await buffers["0"].publish(EDGE, ITERATION, make_rows(200))
         body = {"rows": pack_ints(np.arange(200)), "columns": ["ids"]}
         await buffers["0"].handle(Request(Op.FETCH, buffers["0"].key(EDGE, ITERATION), body))
@@ -173,7 +173,9 @@ def test_a_late_write_after_a_cancelled_pull_spoils_nothing(way):
     now = Iteration("train", 1, 1)
 
     async def work():
-        buffers, transport = buffers_of([EDGE], way, limits=Limits(message=200, inline_lengths=0))  # memory is kept
+        buffers, transport = buffers_of(
+            [EDGE], way, limits=BufferLimits(message=200, inline_lengths=0)
+        )  # memory is kept
         await buffers["0"].publish(EDGE, before, stale)
         assert (await buffers["1"].pull(EDGE, EDGE, before)).equals(stale)
         handle, held, go = transport.handlers["0"], asyncio.Event(), asyncio.Event()

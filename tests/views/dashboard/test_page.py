@@ -18,7 +18,7 @@ from siirl_dask.observe.trace.trace_table import trace_table
 from siirl_dask.trace import Entry, Lane
 from siirl_dask.views.dashboard.page import show_page
 from siirl_dask.views.dashboard.plugin import NAME, PagePlugin
-from siirl_dask.views.dashboard.store import Store
+from siirl_dask.views.dashboard.store import RunStore
 from tests.commands.test_pictures import written
 from tests.images.pictures import png
 from tests.runs.test_questions import NASTY, row, save
@@ -74,7 +74,7 @@ def url(tmp_path):
 @pytest.fixture
 def store(url):
     """The run as a scheduler knows it."""
-    store = Store()
+    store = RunStore()
     store.begin(about(url, members={"0": "tcp://a:1", "1": "tcp://a:2"}, steps=9))
     for at in (1, 2):
         store.record(url, step(at, **{"policy/entropy": 0.3, "seconds/rollout": 1.0}))
@@ -105,7 +105,7 @@ def test_a_click_shows_the_whole_sample_escaped(store, scheduler):
 
 def test_a_click_shows_the_images_of_that_prompt_alone_and_not_too_many(scheduler, tmp_path):
     url = written(tmp_path, [[png(seed=1)], [*[png(9, 5)] * 13, b"no image"]], "images.most=20")
-    store = Store()
+    store = RunStore()
     store.begin(about(url))
     store.record(url, step(3))
     viewer = Viewer(store, scheduler)

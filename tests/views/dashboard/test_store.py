@@ -6,7 +6,7 @@ import tracemalloc
 
 from siirl_dask.errors import DataError
 from siirl_dask.views.dashboard.reader import Reader
-from siirl_dask.views.dashboard.store import MOST_RECORDS, MOST_RUNS, Store
+from siirl_dask.views.dashboard.store import MOST_RECORDS, MOST_RUNS, RunStore
 
 
 def about(url, **more):
@@ -18,7 +18,7 @@ def step(number, phase="train", **metrics):
 
 
 def test_memory_is_flat_over_thousands_of_steps_and_the_curve_still_spans_the_run():
-    store = Store()
+    store = RunStore()
     store.begin(about("a"))
     names = {f"seconds/node-{number}": 1.0 for number in range(60)}
 
@@ -41,7 +41,7 @@ def test_memory_is_flat_over_thousands_of_steps_and_the_curve_still_spans_the_ru
 
 
 def test_only_the_newest_runs_are_kept_and_a_run_that_is_tried_again_forgets_what_it_does_anew():
-    store = Store()
+    store = RunStore()
     for number in range(MOST_RUNS + 3):
         store.begin(about(f"run-{number}"))
     assert list(store.runs) == [f"run-{number}" for number in range(3, MOST_RUNS + 3)]
@@ -53,7 +53,7 @@ def test_only_the_newest_runs_are_kept_and_a_run_that_is_tried_again_forgets_wha
 
 
 def test_what_is_malformed_or_of_no_run_is_left_out():
-    store = Store()
+    store = RunStore()
     for wrong in ({}, {"url": 1}, about("a", members=[1]), about("a", done=None)):
         store.begin(wrong)
     assert not store.runs

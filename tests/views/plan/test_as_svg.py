@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 
-from siirl_dask.planner import Sizes, compile_chains, estimate
+from siirl_dask.planner import TableSizes, compile_chains, estimate
 from siirl_dask.views.charts.layers import Bend, lay_out
 from siirl_dask.views.plan import draw
 from tests.planner.random_dags import QUICKLY, plans
 
-SIZES = Sizes(prompts=32, prompt_tokens=100, response_tokens=50)
+SIZES = TableSizes(prompts=32, prompt_tokens=100, response_tokens=50)
 SPLIT = {"rollout": [0, 1], "policy": [2, 3], "reference": [2, 3]}
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,11 +9,11 @@ from functools import partial
 import pyarrow as pa
 import pytest
 
-from siirl_dask.planner import DAG, Node, Role, Rows, Sizes, columns, compile_chains, estimate
+from siirl_dask.planner import DAG, Node, Role, Rows, TableSizes, columns, compile_chains, estimate
 from siirl_dask.schema import fields
 from siirl_dask.views.plan import describe
 
-SIZES = Sizes(prompts=32, prompt_tokens=100, response_tokens=50, totals={"weights": 1_600_001})
+SIZES = TableSizes(prompts=32, prompt_tokens=100, response_tokens=50, totals={"weights": 1_600_001})
 SPLIT = {"rollout": [0, 1], "policy": [2, 3], "reference": [2, 3]}
 IDS = 24  # bytes of row_id, group_id and tokens
 

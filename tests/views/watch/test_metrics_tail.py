@@ -8,7 +8,7 @@ from siirl_storage.counting import count_reads
 
 from siirl_dask.errors import DataError
 from siirl_dask.observe import MetricsLog, read_metrics
-from siirl_dask.observe.metrics import FILE
+from siirl_dask.observe.metrics import METRICS_FILE
 from siirl_dask.views.watch.metrics_tail import MetricsTail
 from tests.written_runs import train_record, validation_record, write_metrics
 
@@ -32,7 +32,7 @@ def test_records_come_as_they_are_written_on_any_store(store_url):
         again.write(train_record(step, seconds=9.0))
     tail.look()
     assert tail.records == read_metrics(store_url)
-    fs, path = open_fs(join(store_url, FILE))
+    fs, path = open_fs(join(store_url, METRICS_FILE))
     fs.rm_file(path)
     assert tail.look()
     assert tail.records == []
@@ -57,7 +57,7 @@ def test_a_look_asks_for_what_came_and_not_for_the_whole_file(tmp_path):
     write_metrics(tmp_path, [train_record(step) for step in range(1, 1001)])
     tail = MetricsTail(url)
     tail.look()
-    size = (tmp_path / FILE).stat().st_size
+    size = (tmp_path / METRICS_FILE).stat().st_size
     reads.clear()
     MetricsLog(str(tmp_path)).write(train_record(1001))
     assert tail.look()
@@ -80,13 +80,13 @@ def test_of_a_file_that_is_too_long_beginning_and_end_are_read(tmp_path):
 
 def test_a_line_that_is_cut_waits_and_one_that_is_no_record_is_named(tmp_path):
     write_metrics(tmp_path, [train_record(1)])
-    with (tmp_path / FILE).open("ab") as file:
+    with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(b'{"step": 2, ')
     tail = MetricsTail(str(tmp_path))
     assert tail.look()
     assert not tail.look()
     assert [record["step"] for record in tail.records] == [1]
-    with (tmp_path / FILE).open("ab") as file:
+    with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(b"\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl, a line"):
         tail.look()

@@ -34,7 +34,7 @@ def serve_solution(task: dict[str, Any]) -> None:
     """Run the program, not as the main module, then do what the test asks over standard input and output."""
     channel = Channel(*silence(), task["message_size"])
     names = module("solution")
-    objects = _Objects()
+    objects = _ServedObjects()
     exec(compile(task["code"], "solution", "exec"), names)
     while True:
         request = channel.receive()
@@ -45,7 +45,7 @@ def serve_solution(task: dict[str, Any]) -> None:
             channel.send({"raised": [type(error).__name__, str(error)[:1000]]})
 
 
-class _Objects:
+class _ServedObjects:
     """The program's values that the test holds by number, because they cannot be sent."""
 
     def __init__(self) -> None:
