@@ -1,9 +1,10 @@
-"""Compares a step with the model in shards (``trainer.backend=fsdp``) to one with the whole model on every worker.
+"""Compares a step with the model in shards (``trainer.backend=fsdp``) to one with the whole model
+on every worker.
 
     python benchmarks/backends.py [--learners 2] [--pairs 6] [--steps 15] [--out FILE]
 
-The quickstart on one cluster of four processes, a run of each backend in turns: whatever else the machine does meets
-both alike.
+The quickstart on one cluster of four processes, a run of each backend in turns: whatever else the
+machine does meets both alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _NODES = ("rollout", "old_logprobs", "update", "weights")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--learners", type=int, choices=sorted(_PLACES), default=2)
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=15)
@@ -42,13 +45,21 @@ def main() -> None:
     seconds: dict[Backend, list[list[dict[str, float]]]] = {backend: [] for backend in Backend}
     with (
         TemporaryDirectory() as folder,
-        LocalCluster(n_workers=4, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0") as cluster,
+        LocalCluster(
+            n_workers=4, threads_per_worker=1, memory_limit=0, dashboard_address="127.0.0.1:0"
+        ) as cluster,
     ):
         for pair in range(given.pairs):
             for backend in list(Backend)[:: -1 if pair % 2 else 1]:
                 url = str(Path(folder, f"{backend}-{pair}"))
-                fixed = [f"run.url={url}", f"cluster.address={cluster.scheduler_address}", _PLACES[given.learners]]
-                seconds[backend].append(measure(folder, [*fixed, f"trainer.backend={backend}"], given.steps))
+                fixed = [
+                    f"run.url={url}",
+                    f"cluster.address={cluster.scheduler_address}",
+                    _PLACES[given.learners],
+                ]
+                seconds[backend].append(
+                    measure(folder, [*fixed, f"trainer.backend={backend}"], given.steps)
+                )
     text = report(seconds, given.learners, given.steps)
     Console().print(text)
     if given.out:
@@ -73,7 +84,10 @@ def measure(folder: str, overrides: Sequence[str], steps: int) -> list[dict[str,
     run(file.config, dag)
     records = read_metrics(file.config.run.url)[_WARM:]
     return [
-        {"step": record["seconds"], **{name: record["metrics"][f"seconds/{name}"] or 0.0 for name in _NODES}}
+        {
+            "step": record["seconds"],
+            **{name: record["metrics"][f"seconds/{name}"] or 0.0 for name in _NODES},
+        }
         for record in records
     ]
 
@@ -85,8 +99,10 @@ def report(seconds: dict[Backend, list[list[dict[str, float]]]], learners: int, 
     torch, fsdp = seconds[Backend.torch], seconds[Backend.fsdp]
     more = sorted(of([b], "step") / of([a], "step") - 1 for a, b in zip(torch, fsdp, strict=True))
     lines = [
-        f"`python benchmarks/backends.py` on {platform.machine()}: the quickstart, {learners} workers that learn, "
-        f"{len(torch)} pairs of runs in turns, {steps} steps each after {_WARM} that warm up; median milliseconds.",
+        f"`python benchmarks/backends.py` on {platform.machine()}: the quickstart, {learners} "
+        "workers that learn, "
+        f"{len(torch)} pairs of runs in turns, {steps} steps each after {_WARM} that warm up; "
+        "median milliseconds.",
         "",
         "| | torch | fsdp | more |",
         "|---|---:|---:|---:|",
@@ -94,7 +110,12 @@ def report(seconds: dict[Backend, list[list[dict[str, float]]]], learners: int, 
     for name in ("step", *_NODES):
         a, b = of(torch, name), of(fsdp, name)
         lines.append(f"| {name} | {a * 1e3:.1f} | {b * 1e3:.1f} | {b / a - 1:+.0%} |")
-    lines += ["", f"A step of fsdp over one of torch, by pairs: {', '.join(f'{share:+.0%}' for share in more)}.", ""]
+    lines += [
+        "",
+        "A step of fsdp over one of torch, by pairs: "
+        f"{', '.join(f'{share:+.0%}' for share in more)}.",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""All that there is to measure. A system's module is imported when it is started: its library may not be there."""
+"""All that there is to measure. A system's module is imported when it is started: its library
+may not be there.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,13 @@ def run_case(work: Work, n: int) -> list[dict[str, Any]]:
     """The records of all methods on one case."""
     command = [sys.executable, str(_HERE / "rounds.py"), "--json", "--n", str(n)]
     command += ["--rows", str(work.rows), "--tokens", str(work.tokens)]
-    command += ["--from", str(work.sources), "--to", str(work.destinations), *(["--ragged"] if work.ragged else [])]
+    command += [
+        "--from",
+        str(work.sources),
+        "--to",
+        str(work.destinations),
+        *(["--ragged"] if work.ragged else []),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -45,11 +51,24 @@ def run_case(work: Work, n: int) -> list[dict[str, Any]]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default=_CASES, help=f"comma between them; default {_CASES}")
-    parser.add_argument("--from", type=int, default=2, dest="sources", metavar="N", help="workers that hold the rows")
-    parser.add_argument("--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them")
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=2,
+        dest="sources",
+        metavar="N",
+        help="workers that hold the rows",
+    )
+    parser.add_argument(
+        "--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them"
+    )
     parser.add_argument("--n", type=int, default=7, help="timed rounds, after one that warms up")
-    parser.add_argument("--out", type=Path, default=_HERE.parent / "docs" / "benchmarks", help="folder for the page")
-    parser.add_argument("--results", type=Path, default=_HERE / "results", help="folder for the raw records")
+    parser.add_argument(
+        "--out", type=Path, default=_HERE.parent / "docs" / "benchmarks", help="folder for the page"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=_HERE / "results", help="folder for the raw records"
+    )
     return parser
 
 
@@ -57,14 +76,18 @@ def main() -> None:
     parser = make_parser()
     given = parser.parse_args()
     try:
-        cases = [parse_case(case, given.sources, given.destinations) for case in given.cases.split(",")]
+        cases = [
+            parse_case(case, given.sources, given.destinations) for case in given.cases.split(",")
+        ]
     except ValueError as error:
         parser.error(str(error))
     records = [record for work in cases for record in run_case(work, given.n)]
     print_comparison(records)
     write_document(given.out, given.results, records, _command(given))
     print(f"{given.out}/dataplane.md, .png; {given.results}/dataplane.json")
-    if any("error" in record or not record["verified"] for record in records if record["peer"] == OURS):
+    if any(
+        "error" in record or not record["verified"] for record in records if record["peer"] == OURS
+    ):
         sys.exit(f"{OURS} failed")
 
 

@@ -1,9 +1,11 @@
-"""GRPO with a real model, SmolLM2-135M-Instruct, by this package and by TRL: rewards, samples per second.
+"""GRPO with a real model, SmolLM2-135M-Instruct, by this package and by TRL: rewards, samples per
+second.
 
     pip install reasoning-gym gguf "trl>=1.16,<1.17"
     python benchmarks/compare_trl_real.py [--rounds 2] [--round-steps 4]
 
-Run it in a folder of its own: it writes ``runs/real_model-data`` (model and rows, 540 MB) where real_model.py has not.
+Run it in a folder of its own: it writes ``runs/real_model-data`` (model and rows, 540 MB) where
+real_model.py has not.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ has its part.
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2, help="in which the two alternate; default 2")
-    parser.add_argument("--round-steps", type=int, default=4, help="timed steps of a round; default 4")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="in which the two alternate; default 2"
+    )
+    parser.add_argument(
+        "--round-steps", type=int, default=4, help="timed steps of a round; default 4"
+    )
     parser.add_argument("--out", type=Path, default=_OUT, help="the page")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for the raw record")
     return parser
@@ -57,7 +63,10 @@ def main() -> None:
         sys.exit('there is no TRL here: pip install "trl>=1.16,<1.17"')
     prepare()
     setting = RealSetting(folder=str(task_folder()))
-    command = f"python benchmarks/compare_trl_real.py --rounds {given.rounds} --round-steps {given.round_steps}"
+    command = (
+        f"python benchmarks/compare_trl_real.py --rounds {given.rounds} --round-steps "
+        f"{given.round_steps}"
+    )
     found = speed(setting, given.rounds, given.round_steps, "real", (TOLD, TRL))
     part = measured_now(command, found)
     for place in (given.out.parent, given.results):

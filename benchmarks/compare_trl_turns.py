@@ -32,13 +32,31 @@ _MODULES = "turns"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure; default all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of the runs of success; default 0 1")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="what to measure; default all",
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1], help="of the runs of success; default 0 1"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each run of success; default 20")
-    parser.add_argument("--cores", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="of speed; default 1 2")
-    parser.add_argument("--rounds", type=int, default=3, help="in which the two alternate to be timed; default 3")
-    parser.add_argument("--round-steps", type=int, default=8, help="timed steps of a round; default 8")
-    parser.add_argument("--task", type=Path, help="folder of a calculator task, which is copied; default: a fresh one")
+    parser.add_argument(
+        "--cores", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="of speed; default 1 2"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="in which the two alternate to be timed; default 3"
+    )
+    parser.add_argument(
+        "--round-steps", type=int, default=8, help="timed steps of a round; default 8"
+    )
+    parser.add_argument(
+        "--task",
+        type=Path,
+        help="folder of a calculator task, which is copied; default: a fresh one",
+    )
     parser.add_argument("--out", type=Path, default=_OUT, help="the page")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for the raw record")
     return parser
@@ -57,7 +75,9 @@ def main() -> None:
         for part, cores in chosen_parts(given):
             name = part if part == "success" else f"{part}, {cores} core{'s' if cores > 1 else ''}"
             print(f"measuring {name}", flush=True)
-            parts[name] = measured_now(_command(given, part, cores), _measure(part, given, folder, cores))
+            parts[name] = measured_now(
+                _command(given, part, cores), _measure(part, given, folder, cores)
+            )
             write_page(given.out, record, parts)
     for line in summary(parts):
         print(line)
@@ -66,7 +86,11 @@ def main() -> None:
 
 def chosen_parts(given: argparse.Namespace) -> list[tuple[str, int]]:
     """Return the parts with the number of cores."""
-    return [(part, cores) for part in given.parts for cores in (given.cores if part != "success" else [2])]
+    return [
+        (part, cores)
+        for part in given.parts
+        for cores in (given.cores if part != "success" else [2])
+    ]
 
 
 def _measure(part: str, given: argparse.Namespace, folder: str, cores: int) -> dict[str, Any]:
@@ -77,7 +101,10 @@ def _measure(part: str, given: argparse.Namespace, folder: str, cores: int) -> d
 
 
 def _success(setting: TurnsSetting, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-    return {side: [asdict(run_side(side, replace(setting, seed=seed), _MODULES)) for seed in seeds] for side in SIDES}
+    return {
+        side: [asdict(run_side(side, replace(setting, seed=seed), _MODULES)) for seed in seeds]
+        for side in SIDES
+    }
 
 
 def _command(given: argparse.Namespace, part: str, cores: int) -> str:

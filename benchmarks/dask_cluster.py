@@ -1,5 +1,5 @@
-"""A Dask cluster of processes on this machine, or one that is there already. Its scheduler counts the bytes that pass
-through it.
+"""A Dask cluster of processes on this machine, or one that is there already. Its scheduler counts
+the bytes that pass through it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Traffic(SchedulerPlugin):
 
 
 class DaskCluster:
-    """The first ``count`` workers of a cluster, in the order of their names: 0, 1, ... in one that is started here.
+    """The first ``count`` workers of a cluster, in the order of their names: 0, 1, ... in one that
+    is started here.
 
-    With an ``address`` it is the cluster of that scheduler, which needs this project but none of these scripts: what
-    its workers run of them is sent there.
+    With an ``address`` it is the cluster of that scheduler, which needs this project but none of
+    these scripts: what its workers run of them is sent there.
     """
 
     def __init__(self, count: int, address: str = "") -> None:
@@ -51,13 +52,20 @@ class DaskCluster:
         self.addresses = list(self.members.values())
 
     def traffic(self) -> int:
-        """Bytes through the scheduler and the client so far, heartbeats and calls to workers included."""
+        """Bytes through the scheduler and the client so far, heartbeats and calls to workers
+        included.
+        """
 
         async def ask() -> int:
             return await getattr(self.client.scheduler, Traffic.name)() or 0
 
         pools = (self.client.rpc.available, self.client.rpc.occupied)
-        direct = (connection_bytes(comm) or 0 for pool in pools for comms in pool.values() for comm in comms)
+        direct = (
+            connection_bytes(comm) or 0
+            for pool in pools
+            for comms in pool.values()
+            for comm in comms
+        )
         through_scheduler: int = self.client.sync(ask)
         return through_scheduler + sum(direct)
 
@@ -84,8 +92,8 @@ def _start_cluster(count: int) -> LocalCluster:
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Dask leaves what it sets for its workers in this process: systems that start later would inherit its malloc
-    settings, with which TransferQueue takes twice as long.
+    """Dask leaves what it sets for its workers in this process: systems that start later would
+    inherit its malloc settings, with which TransferQueue takes twice as long.
     """
     before = dict(os.environ)
     try:

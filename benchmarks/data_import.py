@@ -2,8 +2,9 @@
 
     python benchmarks/data_import.py [--megabytes 400] [--rounds 3] [--out docs/benchmarks/data_import.md]
 
-The plain rewrite reads the same file with pyarrow alone and writes Parquet with the same settings: zstd, page
-checksums, row groups of the same rows. It checks nothing, syncs nothing to the disk, and commits nothing.
+The plain rewrite reads the same file with pyarrow alone and writes Parquet with the same settings:
+zstd, page checksums, row groups of the same rows. It checks nothing, syncs nothing to the disk, and
+commits nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ def chats(megabytes: int) -> pa.Table:
 def images(megabytes: int) -> pa.Table:
     """Blobs that do not compress, with a text."""
     count = megabytes * 1_000_000 // IMAGE_BYTES
-    return pa.table({"prompt": ["What is this?"] * count, "image": [os.urandom(IMAGE_BYTES) for _ in range(count)]})
+    return pa.table(
+        {
+            "prompt": ["What is this?"] * count,
+            "image": [os.urandom(IMAGE_BYTES) for _ in range(count)],
+        }
+    )
 
 
 def read_parquet(path: Path) -> Iterator[pa.RecordBatch]:
@@ -76,8 +82,12 @@ def make_cases(folder: Path, megabytes: int) -> list[Case]:
     pq.write_table(texts, folder / "texts.parquet", **SETTINGS)
     pq.write_table(blobs, folder / "images.parquet", row_group_size=1000, **SETTINGS)
     with (folder / "texts.jsonl").open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for batch in texts.to_batches(1024) for row in batch.to_pylist())
-    parquet, pictures, lines = (folder / name for name in ("texts.parquet", "images.parquet", "texts.jsonl"))
+        file.writelines(
+            json.dumps(row) + "\n" for batch in texts.to_batches(1024) for row in batch.to_pylist()
+        )
+    parquet, pictures, lines = (
+        folder / name for name in ("texts.parquet", "images.parquet", "texts.jsonl")
+    )
     in_group = 2**24 // IMAGE_BYTES
     return [
         Case("chat messages, Parquet", parquet, partial(read_parquet, parquet), ROWS_PER_GROUP),
@@ -137,18 +147,25 @@ Rounds = list[list[tuple[tuple[float, float], tuple[float, float]]]]
 def report(options: argparse.Namespace, names: list[str], sizes: list[int], rounds: Rounds) -> str:
     """Return the page."""
     lines = [
-        "| source | file, MB | plain pyarrow, MB/s | import, MB/s | import over plain | CPU s a GB, plain | import |",
+        "| source | file, MB | plain pyarrow, MB/s | import, MB/s | import over plain | CPU s a "
+        "GB, plain | import |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     megabytes = options.megabytes
     for index, name in enumerate(names):
         plain, ours = zip(*(measured[index] for measured in rounds), strict=True)
         ratios = [theirs[0] / own[0] for theirs, own in zip(plain, ours, strict=True)]
-        speeds = [megabytes / statistics.median(seconds for seconds, _ in side) for side in (plain, ours)]
-        cpu = [statistics.median(seconds for _, seconds in side) * 1000 / megabytes for side in (plain, ours)]
+        speeds = [
+            megabytes / statistics.median(seconds for seconds, _ in side) for side in (plain, ours)
+        ]
+        cpu = [
+            statistics.median(seconds for _, seconds in side) * 1000 / megabytes
+            for side in (plain, ours)
+        ]
         lines.append(
             f"| {name} | {sizes[index] / 1e6:,.0f} | {speeds[0]:,.0f} | {speeds[1]:,.0f} | "
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {cpu[0]:.1f} | {cpu[1]:.1f} |"
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
+            f"{cpu[0]:.1f} | {cpu[1]:.1f} |"
         )
     table = "\n".join(lines)
     return f"""\

@@ -1,7 +1,9 @@
-"""This project's data plane alone: on processes of this machine, or on a Dask cluster of several hosts.
+"""This project's data plane alone: on processes of this machine, or on a Dask cluster of several
+hosts.
 
 python benchmarks/dataplane.py --rows 256 --tokens 8192 --from 2 --to 4 --transport shm --json
-python benchmarks/dataplane.py --rows 256 --tokens 65536 --from 2 --to 2 --apart --cluster tcp://198.51.100.1:8786
+python benchmarks/dataplane.py --rows 256 --tokens 65536 --from 2 --to 2 --apart --cluster
+tcp://198.51.100.1:8786
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from work import Oracle, Work, add_arguments, parse_arguments
 
 
 def measure_on_cluster(work: Work, transport: str, address: str, n: int) -> dict[str, Any]:
-    """Measure the transition on the workers of an existing cluster, after one round that warms up."""
+    """Measure the transition on the workers of an existing cluster, after one round that warms
+    up.
+    """
     from ours import Ours, Usage
 
     oracle, system = Oracle(work), Ours((transport,), address)
@@ -60,14 +64,27 @@ def measure_on_cluster(work: Work, transport: str, address: str, n: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
-    parser.add_argument("--transport", choices=("auto", "dask", "shm"), default="auto", help="how rows travel")
-    parser.add_argument("--cluster", default="", metavar="ADDRESS", help="of a scheduler; without it, processes here")
+    parser.add_argument(
+        "--transport", choices=("auto", "dask", "shm"), default="auto", help="how rows travel"
+    )
+    parser.add_argument(
+        "--cluster",
+        default="",
+        metavar="ADDRESS",
+        help="of a scheduler; without it, processes here",
+    )
     work, arguments = parse_arguments(parser)
     if arguments.cluster:
         record = measure_on_cluster(work, arguments.transport, arguments.cluster, arguments.n)
-        print(json.dumps(record) if arguments.json else "\n".join(f"{key:22} {value}" for key, value in record.items()))
+        print(
+            json.dumps(record)
+            if arguments.json
+            else "\n".join(f"{key:22} {value}" for key, value in record.items())
+        )
         return
     candidate = our_candidate((arguments.transport,))
     (record,) = measure(work, [candidate], arguments.n, arguments.tag)

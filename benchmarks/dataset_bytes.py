@@ -2,8 +2,8 @@
 
     python benchmarks/dataset_bytes.py --out docs/benchmarks/dataset_bytes.md
 
-Each worker is a Dataloader on a filesystem that counts, one after the other in this process. The driver opens the
-dataset, and is counted apart.
+Each worker is a Dataloader on a filesystem that counts, one after the other in this process. The
+driver opens the dataset, and is counted apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ START = "<!-- from here on by hand -->"
 
 
 def table(rows: int) -> pa.Table:
-    return pa.table({"prompt": [secrets.token_hex(PROMPT // 2) for _ in range(rows)], "answer": ["7"] * rows})
+    return pa.table(
+        {"prompt": [secrets.token_hex(PROMPT // 2) for _ in range(rows)], "answer": ["7"] * rows}
+    )
 
 
 def write_folder(path: Path) -> None:
@@ -60,11 +62,17 @@ LAYOUTS: dict[str, Callable[[Path], None]] = {
 
 
 def source(path: Path) -> Source:
-    return Source(url=f"counting://{path}", prompt="prompt", answer="answer", batch_size=BATCH, seed=0)
+    return Source(
+        url=f"counting://{path}", prompt="prompt", answer="answer", batch_size=BATCH, seed=0
+    )
 
 
-def bytes_by_worker(dataset: Dataset, reads: Reads, workers: int, steps: int) -> tuple[int, list[int]]:
-    """Return the bytes that the driver read to open the dataset, and those of each worker in its steps."""
+def bytes_by_worker(
+    dataset: Dataset, reads: Reads, workers: int, steps: int
+) -> tuple[int, list[int]]:
+    """Return the bytes that the driver read to open the dataset, and those of each worker in its
+    steps.
+    """
     reads.clear()
     ready = opened(dataset)
     driver = reads.bytes_of("/")
@@ -72,7 +80,9 @@ def bytes_by_worker(dataset: Dataset, reads: Reads, workers: int, steps: int) ->
     for index in range(workers):
         reads.clear()
         loader = Dataloader(ready)
-        for step in range(steps - 1):  # which reads the last one ahead, and with that one the next epoch's first
+        for step in range(
+            steps - 1
+        ):  # which reads the last one ahead, and with that one the next epoch's first
             loader.load(step, COLUMNS, index, workers)
         loader.close()
         counts.append(reads.bytes_of("/"))
@@ -87,7 +97,10 @@ def row(name: str, size: int, measured: Sequence[tuple[int, list[int]]]) -> str:
 def index_bytes(parts: int, groups: int) -> str:
     """Return the size of an open table as workers get it."""
     schema = pa.schema({"prompt": pa.string(), "answer": pa.string()})
-    listed = tuple(Part(f"part-{n:05d}-of-{parts:05d}.parquet", 10**7 + n, (1024,) * groups) for n in range(parts))
+    listed = tuple(
+        Part(f"part-{n:05d}-of-{parts:05d}.parquet", 10**7 + n, (1024,) * groups)
+        for n in range(parts)
+    )
     data = pickle.dumps(Snapshot("s3://bucket/rows", None, schema, listed, base="s3://bucket/rows"))
     return f"{len(data) / 1e6:.2f} MB, {len(zlib.compress(data)) / 1e6:.2f} MB as it is sent"
 
@@ -101,11 +114,15 @@ def page() -> str:
             path = Path(folder) / secrets.token_hex(4)
             write(path)
             size = sum(file.stat().st_size for file in path.rglob("*.parquet"))
-            rows.append(row(name, size, [bytes_by_worker(source(path), reads, n, steps) for n in WORKERS]))
+            rows.append(
+                row(name, size, [bytes_by_worker(source(path), reads, n, steps) for n in WORKERS])
+            )
         first, second = (Path(folder) / name for name in ("first", "second"))
         write_folder(first)
         write_table(second)
-        size = sum(file.stat().st_size for place in (first, second) for file in place.rglob("*.parquet"))
+        size = sum(
+            file.stat().st_size for place in (first, second) for file in place.rglob("*.parquet")
+        )
         shares = (Share("a", Fraction(1), source(first)), Share("b", Fraction(1), source(second)))
         mixture = Mixture(shares=shares, batch_size=BATCH, seed=0)
         measured = [bytes_by_worker(mixture, reads, n, 2 * steps) for n in WORKERS]
@@ -114,14 +131,18 @@ def page() -> str:
     return "\n".join(
         [
             "# Bytes of a dataset that each worker reads\n",
-            f"`python benchmarks/dataset_bytes.py`: {GROUPS * ROWS:,} prompts of {PROMPT} bytes, {BATCH} a step, one "
-            "epoch. A cell is what the worker that reads most reads, as a part of the dataset's bytes, footers "
-            "included; in brackets what all N read together, 1.00 being each byte once. The counting filesystem hands "
+            f"`python benchmarks/dataset_bytes.py`: {GROUPS * ROWS:,} prompts of {PROMPT} bytes, "
+            f"{BATCH} a step, one "
+            "epoch. A cell is what the worker that reads most reads, as a part of the dataset's "
+            "bytes, footers "
+            "included; in brackets what all N read together, 1.00 being each byte once. The "
+            "counting filesystem hands "
             "out ranges as s3fs does, with what its client reads ahead.\n",
             f"| dataset | MB | MB read by the driver | {heads} |",
             f"|---|---|---|{'---|' * len(WORKERS)}",
             *rows,
-            "\nThe driver reads every footer once and sends the workers the list of parts and their row groups: of "
+            "\nThe driver reads every footer once and sends the workers the list of parts and "
+            "their row groups: of "
             f"10,000 parts with a row group each {index_bytes(10_000, 1)}; with 64 row groups each "
             f"{index_bytes(10_000, 64)}.\n",
         ]
@@ -129,8 +150,12 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="page to write; what is written by hand below its mark stays")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="page to write; what is written by hand below its mark stays"
+    )
     out: Path | None = parser.parse_args().out
     text = page()
     if out is None:

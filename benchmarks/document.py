@@ -13,7 +13,16 @@ import matplotlib as mpl
 import psutil
 from matplotlib import pyplot as plt
 
-from report import COLUMNS, Record, cases_of, cells_of, comparison_cells, fastest, limits_of, name_of_case
+from report import (
+    COLUMNS,
+    Record,
+    cases_of,
+    cells_of,
+    comparison_cells,
+    fastest,
+    limits_of,
+    name_of_case,
+)
 
 _PACKAGES = (
     "siirl_dask",
@@ -27,8 +36,19 @@ _PACKAGES = (
     "torch",
     "verl",
 )
-_DETAILS = ("method", "median ms", "min", "max", "GB/s", "CPU s/GB", "memory x", "driver bytes", "right")
-_BY_HAND = "## Where the time goes"  # the page from here on is written by hand, and stays when it is made anew
+_DETAILS = (
+    "method",
+    "median ms",
+    "min",
+    "max",
+    "GB/s",
+    "CPU s/GB",
+    "memory x",
+    "driver bytes",
+    "right",
+)
+# the page from here on is written by hand, and stays when it is made anew
+_BY_HAND = "## Where the time goes"
 _HOW_TO_READ = """\
 Every destination holds its rows and has touched every page of them; in every round all bytes were compared with what a
 single process gives. Times are medians over the rounds, in milliseconds, by the driver's clock; in brackets, how many
@@ -58,7 +78,8 @@ def _page(records: Sequence[Record], command: str) -> str:
     first = records[0]
     parts = [
         "# The data plane next to others",
-        f"Rows change hands once, from {first['wfrom']} workers to {first['wto']} on one machine.\n\n{_HOW_TO_READ}",
+        f"Rows change hands once, from {first['wfrom']} workers to {first['wto']} on one "
+        f"machine.\n\n{_HOW_TO_READ}",
         _comparison(records),
         "![Medians of every method and case](dataplane.png)",
         f"## The machine\n\n{_machine()}. {_noise(records)}.\n\n{_versions()}.",
@@ -66,7 +87,11 @@ def _page(records: Sequence[Record], command: str) -> str:
         f"## Every method\n\n{_COLUMNS_EXPLAINED}",
         *(f"### {name}\n\n{_details(case)}" for name, case in cases_of(records).items()),
     ]
-    errors = [f"* {name_of_case(r)}, {r['peer']}: `{_one_line(r['error'])}`" for r in records if "error" in r]
+    errors = [
+        f"* {name_of_case(r)}, {r['peer']}: `{_one_line(r['error'])}`"
+        for r in records
+        if "error" in r
+    ]
     if errors:
         parts += ["## What failed\n\n" + "\n".join(errors)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -99,7 +124,11 @@ def _machine() -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2].strip()
+        for line in cpuinfo.read_text().splitlines()
+        if "model name" in line
+    ]
     return names[0] if names else platform.machine()
 
 
@@ -109,7 +138,9 @@ def _noise(records: Sequence[Record]) -> str:
 
 
 def _versions() -> str:
-    return f"Python {platform.python_version()}, " + ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    return f"Python {platform.python_version()}, " + ", ".join(
+        f"{name} {_version(name)}" for name in _PACKAGES
+    )
 
 
 def _version(package: str) -> str:
@@ -132,15 +163,24 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
         seconds = [fastest(case, methods) for case in cases.values()]
         bars = [(place, value * 1e3) for place, value in enumerate(seconds) if value is not None]
         places = [place - 0.4 + (index + 0.5) * width for place, _ in bars]
-        axes.bar(places, [value for _, value in bars], width, label=label, color=plt.get_cmap("tab10")(index))
+        axes.bar(
+            places,
+            [value for _, value in bars],
+            width,
+            label=label,
+            color=plt.get_cmap("tab10")(index),
+        )
     starts, ends = ([place + shift for place in range(len(cases))] for shift in (-0.45, 0.45))
-    memcpy, loopback = ([case[0][key] * 1e3 for case in cases.values()] for key in ("memcpy_s", "loopback_s"))
+    memcpy, loopback = (
+        [case[0][key] * 1e3 for case in cases.values()] for key in ("memcpy_s", "loopback_s")
+    )
     axes.hlines(memcpy, starts, ends, colors="black", linestyles=":", label="memcpy (limit)")
     axes.hlines(loopback, starts, ends, colors="black", linestyles="--", label="loopback (limit)")
     axes.set_yscale("log")
     axes.set_ylabel("median, ms")
     axes.set_xticks(
-        range(len(cases)), [f"{name}\n{c[0]['payload_bytes'] / 2**20:.0f} MiB" for name, c in cases.items()]
+        range(len(cases)),
+        [f"{name}\n{c[0]['payload_bytes'] / 2**20:.0f} MiB" for name, c in cases.items()],
     )
     axes.legend(ncols=4, fontsize="small", loc="upper left")
     axes.margins(y=0.3)

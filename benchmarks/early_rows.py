@@ -1,10 +1,12 @@
-"""Measures the seconds that a step waits for rows after the last one is made, with and without prefetch.
+"""Measures the seconds that a step waits for rows after the last one is made, with and without
+prefetch.
 
     python benchmarks/early_rows.py [--rows 1024] [--gbit 1] [--seconds 10] [--out FILE]
 
-Four hosts of the lab (see ``siirl_dask.testing.hosts``): two make rows, two take them. No model is needed: rows of
-long-tailed lengths, up to 64k tokens, end one after the other, as they would in an engine that gives each as many
-tokens a second. What is read is the time from the end of the last row to the first and the second node that needs rows.
+Four hosts of the lab (see ``siirl_dask.testing.hosts``): two make rows, two take them. No model is
+needed: rows of long-tailed lengths, up to 64k tokens, end one after the other, as they would in an
+engine that gives each as many tokens a second. What is read is the time from the end of the last
+row to the first and the second node that needs rows.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ from siirl_dask.config.file import load, shipped
 from siirl_dask.context import Context, Reduce
 from siirl_dask.driver.run import run
 from siirl_dask.planner import DAG, Node, Role, Rows, columns
-from siirl_dask.schema import ANSWER, GROUP_ID, RESPONSE_IDS, REWARD, ROLLOUT_LOGPROBS, ROW_ID, TOKENS, TYPES, fields
+from siirl_dask.schema import (
+    ANSWER,
+    GROUP_ID,
+    RESPONSE_IDS,
+    REWARD,
+    ROLLOUT_LOGPROBS,
+    ROW_ID,
+    TOKENS,
+    TYPES,
+    fields,
+)
 from siirl_dask.testing.hosts import DaskCluster, Lab, Links
 from siirl_dask.testing.rows import build_nothing
 
@@ -40,7 +52,9 @@ MOVED = {"first": "bytes/peers", "early": "bytes/early"}
 
 def rows_of(table: pa.Table, seed: int) -> tuple[pa.Table, np.ndarray]:
     """Return SAMPLES rows for each prompt, and their lengths."""
-    ids = table[ROW_ID].to_numpy().repeat(SAMPLES) * SAMPLES + np.tile(np.arange(SAMPLES), table.num_rows)
+    ids = table[ROW_ID].to_numpy().repeat(SAMPLES) * SAMPLES + np.tile(
+        np.arange(SAMPLES), table.num_rows
+    )
     rows = table.take(np.repeat(np.arange(table.num_rows), SAMPLES))
     draws = [np.random.default_rng((seed, row)).normal() for row in ids.tolist()]
     lengths = np.minimum(MEDIAN * np.exp(SIGMA * np.array(draws)), LONGEST).astype(np.int64)
@@ -105,7 +119,9 @@ def dag(case: str, seconds: float) -> DAG:
         Node("rollout", partial(make, seconds=seconds), role="rollout"),
         Node("reward", score, role="rollout", after="rollout"),
         Node("logprobs", first_need, role="policy", after="rollout", rows=Rows.BALANCED),
-        Node("advantage", second_need, role="policy", after=("reward", "logprobs"), rows=Rows.GROUPED),
+        Node(
+            "advantage", second_need, role="policy", after=("reward", "logprobs"), rows=Rows.GROUPED
+        ),
     )
     return DAG(roles, nodes)
 
@@ -134,8 +150,12 @@ def measure(folder: Path, address: str, case: str, given: argparse.Namespace) ->
 
 
 def results(folder: Path, case: str) -> dict[str, list[float]]:
-    """Return seconds from the last row to either node, and megabytes, step by step; the first step warms up."""
-    lines = [json.loads(line) for line in (folder / case / "metrics.jsonl").read_text().splitlines()][1:]
+    """Return seconds from the last row to either node, and megabytes, step by step; the first
+    step warms up.
+    """
+    lines = [
+        json.loads(line) for line in (folder / case / "metrics.jsonl").read_text().splitlines()
+    ][1:]
     found = [line["metrics"] for line in lines if line["phase"] == "train"]
     return {
         "first": [step["time/first"] - step["time/made"] for step in found],
@@ -152,24 +172,36 @@ def report(cases: Mapping[str, Mapping[str, Sequence[float]]], given: argparse.N
     lines = [
         "# Rows that travel early",
         "",
-        f"`python benchmarks/early_rows.py` on {platform.machine()}, two cores for all: two hosts of the lab make "
-        f"{given.rows} rows a step, two others take them, over links of {given.gbit:g} Gbit/s. Lengths are log-normal "
-        f"(median {MEDIAN:,} tokens, sigma {SIGMA}, at most {LONGEST:,}), 8 bytes a token; the longest rows take "
-        f"{given.seconds:g} s, shorter ones as much less. Medians of {given.steps} steps, with their range.",
+        f"`python benchmarks/early_rows.py` on {platform.machine()}, two cores for all: two hosts "
+        "of the lab make "
+        f"{given.rows} rows a step, two others take them, over links of {given.gbit:g} Gbit/s. "
+        "Lengths are log-normal "
+        f"(median {MEDIAN:,} tokens, sigma {SIGMA}, at most {LONGEST:,}), 8 bytes a token; the "
+        "longest rows take "
+        f"{given.seconds:g} s, shorter ones as much less. Medians of {given.steps} steps, with "
+        "their range.",
         "",
-        "| | s from the last row to the first node | s to the node that joins | MB in all | MB before the last row |",
+        "| | s from the last row to the first node | s to the node that joins | MB in all | MB "
+        "before the last row |",
         "|---|---|---|---|---|",
     ]
     for name, case in CASES.items():
         row = cases[case]
-        cells = (cell(row["first"]), cell(row["second"]), f"{median(row['peers']):.0f}", f"{median(row['early']):.0f}")
+        cells = (
+            cell(row["first"]),
+            cell(row["second"]),
+            f"{median(row['peers']):.0f}",
+            f"{median(row['early']):.0f}",
+        )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     hidden = median(cases["off"]["second"]) - median(cases["on"]["second"])
     before = median(cases["none"]["second"]) - median(cases["on"]["second"])
     lines += [
         "",
-        f"Prefetch hides {hidden:.2f} s a step, and {before:.2f} s with what preferences save. Without preference "
-        "rows are balanced by their lengths alone, as rows that nobody hands over are: then whole groups, which the "
+        f"Prefetch hides {hidden:.2f} s a step, and {before:.2f} s with what preferences save. "
+        "Without preference "
+        "rows are balanced by their lengths alone, as rows that nobody hands over are: then whole "
+        "groups, which the "
         "second node wants, move once more between the workers that learn.",
         "",
     ]
@@ -177,14 +209,18 @@ def report(cases: Mapping[str, Mapping[str, Sequence[float]]], given: argparse.N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--memory", default="2GiB", help="data.memory_limit")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--on", nargs=3, metavar=("FOLDER", "ADDRESS", "CASE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--on", nargs=3, metavar=("FOLDER", "ADDRESS", "CASE"), help=argparse.SUPPRESS
+    )
     given = parser.parse_args()
     if given.on:
         measure(Path(given.on[0]), given.on[1], given.on[2], given)
@@ -192,12 +228,21 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
         prompts = [f"prompt {row}" for row in range(given.rows // SAMPLES * (given.steps + 1))]
-        pq.write_table(pa.table({"prompt": prompts, "answer": prompts}), folder / "data.parquet", row_group_size=16)
+        pq.write_table(
+            pa.table({"prompt": prompts, "answer": prompts}),
+            folder / "data.parquet",
+            row_group_size=16,
+        )
         for case in CASES.values():
             with Lab(4, links=Links(bits_per_second=given.gbit * 1e9)) as lab:
                 cluster = DaskCluster(lab.hosts[0], lab.hosts, folder)
-                options = (f"--{key}={getattr(given, key)}" for key in ("rows", "seconds", "steps", "memory"))
-                process = cluster.run(lab.hosts[0], __file__, *options, "--on", folder, cluster.address, case)
+                options = (
+                    f"--{key}={getattr(given, key)}"
+                    for key in ("rows", "seconds", "steps", "memory")
+                )
+                process = cluster.run(
+                    lab.hosts[0], __file__, *options, "--on", folder, cluster.address, case
+                )
                 out, _ = process.communicate()
                 if process.returncode:
                     sys.exit(f"{case}: {out}")

@@ -1,4 +1,6 @@
-"""Counts the bytes that the data plane moves for rows of given lengths, from the columns of the shipped GRPO edges."""
+"""Counts the bytes that the data plane moves for rows of given lengths, from the columns of the
+shipped GRPO edges.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from siirl_dask.planner import Edge
 
 
 def edge_bytes(lengths: Sequence[int], prompt: int) -> dict[str, int]:
-    """Return, for each edge, the bytes of values and offsets of rows with ``lengths`` tokens, ``prompt`` of them the
-    prompt's. Texts and maps are left out: no trainer reads them.
+    """Return, for each edge, the bytes of values and offsets of rows with ``lengths`` tokens,
+    ``prompt`` of them the prompt's. Texts and maps are left out: no trainer reads them.
     """
     with TemporaryDirectory() as folder:
         url = f"{folder}/rows.parquet"

@@ -1,10 +1,11 @@
-"""Tokens a second of the two engines, on one worker: vLLM admits a row as soon as another is done, transformers waits
-for the longest of a batch.
+"""Tokens a second of the two engines, on one worker: vLLM admits a row as soon as another is done,
+transformers waits for the longest of a batch.
 
     python benchmarks/engines.py [--rows 512] [--batch 64] [--rounds 3] [--threads 2] [--out docs/benchmarks/engines.md]
 
-A model of 32 million random parameters, built on the spot, generates rows whose lengths are log-normal: each row has a
-limit of its own and no token ends it. Both engines draw the same tokens, which is checked. Rounds alternate.
+A model of 32 million random parameters, built on the spot, generates rows whose lengths are
+log-normal: each row has a limit of its own and no token ends it. Both engines draw the same tokens,
+which is checked. Rounds alternate.
 """
 
 from __future__ import annotations
@@ -24,14 +25,30 @@ from generation import LONGEST, MEDIAN, SIGMA, endless_model, long_tailed
 from sections import replace_section
 from siirl_dask.config import Engine, ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.rollout import Generation, GenerationRequest, LocalQueue, RolloutEngine, Sampling, build_engine
+from siirl_dask.rollout import (
+    Generation,
+    GenerationRequest,
+    LocalQueue,
+    RolloutEngine,
+    Sampling,
+    build_engine,
+)
 
 _PROMPT = 32  # tokens
-_SIZES = {"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
+_SIZES = {
+    "hidden": 512,
+    "layers": 10,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "intermediate": 1536,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64, help="rows at once")
     parser.add_argument("--rounds", type=int, default=3)
@@ -42,7 +59,10 @@ def main() -> None:
     requests = make_requests(given.rows)
     with TemporaryDirectory() as folder:
         model, parameters = endless_model(Path(folder, "model"), **_SIZES)
-        engines = {kind: make_engine(kind, model, given.batch) for kind in (Engine.transformers, Engine.vllm)}
+        engines = {
+            kind: make_engine(kind, model, given.batch)
+            for kind in (Engine.transformers, Engine.vllm)
+        }
         for engine in engines.values():
             generate(engine, requests[: given.batch // 4])
         rates, tokens = measure(engines, requests, given.rounds)
@@ -55,7 +75,10 @@ def main() -> None:
 def make_requests(rows: int) -> list[GenerationRequest]:
     prompts = np.random.default_rng(1).integers(0, 256, (rows, _PROMPT)).tolist()
     ways = [Sampling(max_tokens=length) for length in long_tailed(rows)]
-    return [GenerationRequest(prompt, row, way) for row, (prompt, way) in enumerate(zip(prompts, ways, strict=True))]
+    return [
+        GenerationRequest(prompt, row, way)
+        for row, (prompt, way) in enumerate(zip(prompts, ways, strict=True))
+    ]
 
 
 def make_engine(kind: Engine, model: str, batch: int) -> RolloutEngine:
@@ -81,28 +104,42 @@ def measure(
             samples = generate(engine, requests)
             seconds = time.perf_counter() - began
             tokens = [sample.token_ids for sample in samples]
-            alike = expected is None or np.mean([one == other for one, other in zip(tokens, expected, strict=True)])
+            alike = expected is None or np.mean(
+                [one == other for one, other in zip(tokens, expected, strict=True)]
+            )
             assert alike > 0.95, f"{kind} drew other tokens: {alike:.0%} of the rows are the same"
             expected = tokens
             rates[kind].append(sum(map(len, tokens)) / seconds)
-            print(f"{kind}: {rates[kind][-1]:.0f} tokens/s, {seconds:.1f} s, rows as before: {float(alike):.1%}")
+            print(
+                f"{kind}: {rates[kind][-1]:.0f} tokens/s, {seconds:.1f} s, rows as before: "
+                f"{float(alike):.1%}"
+            )
     return rates, sum(map(len, expected or []))
 
 
-def report(rates: dict[Engine, list[float]], tokens: int, parameters: int, given: argparse.Namespace) -> str:
+def report(
+    rates: dict[Engine, list[float]], tokens: int, parameters: int, given: argparse.Namespace
+) -> str:
     middle = {kind: statistics.median(values) for kind, values in rates.items()}
     lines = [
         "# Engines: tokens a second",
         "",
-        f"`python benchmarks/engines.py --rows {given.rows} --batch {given.batch} --threads {given.threads}` on "
-        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}: {parameters / 1e6:.1f} million "
-        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at "
-        f"most {LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one process, one engine "
+        f"`python benchmarks/engines.py --rows {given.rows} --batch {given.batch} --threads "
+        f"{given.threads}` on "
+        f"{platform.machine()}, {given.threads} threads, torch {torch.__version__}: "
+        f"{parameters / 1e6:.1f} million "
+        f"parameters, {given.rows} rows, {tokens} tokens, lengths log-normal (median {MEDIAN}, "
+        f"sigma {SIGMA}, at "
+        f"most {LONGEST}), {given.batch} rows at once, medians of {given.rounds} rounds in one "
+        "process, one engine "
         "after the other.",
         "",
         "| engine | tokens/s | of transformers' |",
         "|---|---|---|",
-        *(f"| {kind} | {rate:.0f} | {rate / middle[Engine.transformers]:.2f} |" for kind, rate in middle.items()),
+        *(
+            f"| {kind} | {rate:.0f} | {rate / middle[Engine.transformers]:.2f} |"
+            for kind, rate in middle.items()
+        ),
         "",
     ]
     return "\n".join(lines)

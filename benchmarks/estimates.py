@@ -2,9 +2,10 @@
 
     python benchmarks/estimates.py [--sizes 0.3M 32M] [--steps 6] [--out PAGE.md]
 
-GRPO with the transformers engine, a torch thread a worker: one worker, two that do everything, and one that generates
-beside one that learns. Each run is followed by ``siirl-dask plan --analyze RUN --on cpu``, which measures the CPU and
-leaves the run's first step out. Models are random, and all their responses are equally long.
+GRPO with the transformers engine, a torch thread a worker: one worker, two that do everything, and
+one that generates beside one that learns. Each run is followed by ``siirl-dask plan --analyze RUN
+--on cpu``, which measures the CPU and leaves the run's first step out. Models are random, and all
+their responses are equally long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _NODES = ("rollout", "old_logprobs", "update")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.3M", "32M"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path, help="page whose section is replaced")
@@ -85,8 +88,10 @@ def report(lines: Sequence[str], errors: Sequence[float], steps: int) -> str:
     return "\n".join([
         "## Estimated and measured",
         "",
-        f"`python benchmarks/estimates.py --steps {steps}` on {date.today():%d %B %Y}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end. {inside} of {len(errors)} steps are within "
+        f"`python benchmarks/estimates.py --steps {steps}` on {date.today():%d %B %Y}, "
+        f"{platform.machine()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end. {inside} of "
+        f"{len(errors)} steps are within "
         f"{WITHIN:.0%}.",
         "",
         "| model | workers | generation: s estimated, measured | log-probs | update | a step |",

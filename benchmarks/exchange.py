@@ -2,10 +2,10 @@
 
     python benchmarks/exchange.py [--workers 4 16 64 256 1024] [--rows 64] [--out docs/benchmarks/exchange.md]
 
-All workers live in this process and talk over function calls that copy what they carry, so the time measured is the
-CPU time of all of them together, one after the other. What a cluster would take is modelled from it: workers of one
-level of the tree work at the same time, a member serves its children one after the other, and every message takes the
-latency given.
+All workers live in this process and talk over function calls that copy what they carry, so the time
+measured is the CPU time of all of them together, one after the other. What a cluster would take is
+modelled from it: workers of one level of the tree work at the same time, a member serves its
+children one after the other, and every message takes the latency given.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def measure(workers: int, rows_each: int) -> Measured:
     transport = CountingTransport()
 
     async def gather() -> tuple[float, GatheredStatistics]:
-        trees = [_join_tree(transport, edge, name, part) for name, part in zip(names, parts, strict=True)]
+        trees = [
+            _join_tree(transport, edge, name, part) for name, part in zip(names, parts, strict=True)
+        ]
         began = time.process_time()
         done = await asyncio.gather(*(tree.gather(edge, key) for tree in trees))
         return time.process_time() - began, done[-1]
@@ -105,10 +107,14 @@ def measure(workers: int, rows_each: int) -> Measured:
     decide = time.perf_counter() - began
     assert len(gathered.statistics) == len(owners) == len(ids)
     most = max(transport.served.values(), default=0)
-    return Measured(workers, len(ids), transport.messages, gathered.statistics.nbytes, most, serial, decide)
+    return Measured(
+        workers, len(ids), transport.messages, gathered.statistics.nbytes, most, serial, decide
+    )
 
 
-def _join_tree(transport: CountingTransport, edge: Edge, name: str, part: pa.Table) -> StatisticsTree:
+def _join_tree(
+    transport: CountingTransport, edge: Edge, name: str, part: pa.Table
+) -> StatisticsTree:
     async def own(key: TransitionKey) -> GatheredStatistics:
         return GatheredStatistics(part)
 
@@ -123,11 +129,17 @@ def _join_tree(transport: CountingTransport, edge: Edge, name: str, part: pa.Tab
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
     parser.add_argument("--rows", type=int, default=64, help="rows of each worker")
-    parser.add_argument("--latency", type=float, default=1e-3, help="seconds of a message between two workers")
-    parser.add_argument("--bandwidth", type=float, default=1e9, help="bytes per second of one worker")
+    parser.add_argument(
+        "--latency", type=float, default=1e-3, help="seconds of a message between two workers"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=1e9, help="bytes per second of one worker"
+    )
     parser.add_argument("--out", type=Path, help="a Markdown file to write the table to")
     given = parser.parse_args()
     measure(4, given.rows)  # what is done once is not counted
@@ -164,10 +176,14 @@ def _markdown(header: list[str], lines: list[list[str]], given: argparse.Namespa
         [
             "# The exchange of row statistics",
             "",
-            f"{given.rows} rows of log-normal lengths on each worker, everyone learns all of them over a tree of "
-            f"fan-out {FAN_OUT} and decides where each row goes, balanced by tokens. Measured with all workers in one "
-            f"process ({platform.machine()}, Python {platform.python_version()}); the last column is a model for a "
-            f"cluster with {given.latency * 1e3:g} ms a message and {given.bandwidth / 1e9:g} GB/s a worker, not a "
+            f"{given.rows} rows of log-normal lengths on each worker, everyone learns all of them "
+            "over a tree of "
+            f"fan-out {FAN_OUT} and decides where each row goes, balanced by tokens. Measured with "
+            "all workers in one "
+            f"process ({platform.machine()}, Python {platform.python_version()}); the last column "
+            "is a model for a "
+            f"cluster with {given.latency * 1e3:g} ms a message and {given.bandwidth / 1e9:g} GB/s "
+            "a worker, not a "
             "measurement.",
             "",
             *("| " + " | ".join(row) + " |" for row in rows),

@@ -1,5 +1,5 @@
-"""Shared by the benchmarks of generation: a random model that no token ends, lengths with a long tail, and a run's
-overrides.
+"""Shared by the benchmarks of generation: a random model that no token ends, lengths with a long
+tail, and a run's overrides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def long_tailed(rows: int, seed: int = 0) -> list[int]:
 
 
 def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
-    """A model of ``sizes`` (see ``tiny_model``) whose responses end at their limit, and how many parameters it has."""
+    """A model of ``sizes`` (see ``tiny_model``) whose responses end at their limit, and how many
+    parameters it has.
+    """
     hide()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -32,12 +34,14 @@ def endless_model(folder: Path, **sizes: int) -> tuple[str, int]:
     tokenizer.eos_token = None
     tokenizer.save_pretrained(path)
     GenerationConfig().save_pretrained(path)
-    return str(path), sum(tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters())
+    return str(path), sum(
+        tensor.numel() for tensor in AutoModelForCausalLM.from_pretrained(path).parameters()
+    )
 
 
 def two_workers(url: str, values: Mapping[str, object]) -> list[str]:
-    """Overrides of the quickstart for a run at ``url`` of two workers that do everything, with data and a model that
-    ``values`` name: it trains or generates, and does nothing besides.
+    """Overrides of the quickstart for a run at ``url`` of two workers that do everything, with data
+    and a model that ``values`` name: it trains or generates, and does nothing besides.
     """
     bare = {
         "run.url": url,

@@ -1,13 +1,16 @@
-"""Compares what a step moves for prompts with images and several samples of each, here and as verl's DataProto.
+"""Compares what a step moves for prompts with images and several samples of each, here and as
+verl's DataProto.
 
     python benchmarks/images_bytes.py [--verl-prompts 4] [--out docs/benchmarks/images_bytes.md]
 
-Here: a run of five workers, one more than loads, whose DAG has the shape of a recipe's: prompts with a JPEG each,
-samples of them, and three nodes of other workers that read the images of their rows, two of them in another layout.
-No model runs: it is the movement that is measured. Every reader compares the bytes of each image with its digest.
+Here: a run of five workers, one more than loads, whose DAG has the shape of a recipe's: prompts
+with a JPEG each, samples of them, and three nodes of other workers that read the images of their
+rows, two of them in another layout. No model runs: it is the movement that is measured. Every
+reader compares the bytes of each image with its digest.
 
-There: rows with ``multi_modal_inputs`` as verl's agent loop makes them, through DataProto's own serialisation, once to
-the driver and once from it. Few prompts, since pixels are large, and scaled to as many: bytes are proportional to rows.
+There: rows with ``multi_modal_inputs`` as verl's agent loop makes them, through DataProto's own
+serialisation, once to the driver and once from it. Few prompts, since pixels are large, and scaled
+to as many: bytes are proportional to rows.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ from siirl_dask.testing.rows import build_nothing
 
 PROMPTS, SAMPLES, STEPS = 128, 8, 4
 WIDTH, HEIGHT, QUALITY = 1024, 768, 92
-PATCHES, PATCH = 3996, 1176  # of such a picture for Qwen2.5-VL: 999 tokens of 2x2 patches, 3 x 2 x 14 x 14 floats each
+PATCHES, PATCH = (
+    3996,
+    1176,
+)  # of such a picture for Qwen2.5-VL: 999 tokens of 2x2 patches, 3 x 2 x 14 x 14 floats each
 
 
 @columns(reads=["image", "digest"], new_rows=True, groups="kept")
@@ -93,14 +99,22 @@ def dag() -> DAG:
         Node("rollout", sample, role="rollout", after="prompts", options={"n": SAMPLES}),
         Node("old_logprobs", look, role="policy", after="rollout", **balanced),
         Node("reference", look, role="reference", after="rollout", **balanced),
-        Node("minibatches", draw, role="policy", after=("old_logprobs", "reference"), rows=Rows.GROUPED),
+        Node(
+            "minibatches",
+            draw,
+            role="policy",
+            after=("old_logprobs", "reference"),
+            rows=Rows.GROUPED,
+        ),
         Node("update", learn, role="policy", after="minibatches", **balanced),
     )
     return DAG(roles, nodes)
 
 
 def photo(seed: int) -> bytes:
-    """A JPEG with about the bytes of a photograph of that size: a smooth picture, and some noise."""
+    """A JPEG with about the bytes of a photograph of that size: a smooth picture, and some
+    noise.
+    """
     numbers = np.random.default_rng(seed)
     small = Image.fromarray(numbers.integers(0, 256, (HEIGHT // 64, WIDTH // 64, 3), np.uint8))
     smooth = np.asarray(small.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.int16)
@@ -144,7 +158,9 @@ def ours(folder: Path) -> Ours:
     config = load(shipped("quickstart.yaml"), [f"{key}={value}" for key, value in values.items()])
     run(config, dag())
     records = [record["metrics"] for record in read_metrics(url)][1:]  # the first step warms up
-    edges = [name for name in records[0] if name.startswith("seconds/") and name.endswith(" by group")]
+    edges = [
+        name for name in records[0] if name.startswith("seconds/") and name.endswith(" by group")
+    ]
 
     def mean(name: str) -> float:
         return sum(record[name] or 0.0 for record in records) / len(records)
@@ -166,7 +182,8 @@ class Theirs:
     nbytes: int
     """Bytes of one hop, where each sample was processed by itself."""
     shared: int
-    """Bytes of one hop, where the samples of a prompt share one object: DataProto.repeat of processed prompts."""
+    """Bytes of one hop, where the samples of a prompt share one object: DataProto.repeat of
+    processed prompts."""
     seconds: float
     """Seconds to serialise and read back, one hop."""
     memory: int
@@ -185,11 +202,19 @@ def theirs(prompts: int) -> Theirs:
         column = np.empty(len(objects), object)
         column[:] = objects
         uids = torch.arange(len(objects))
-        return DataProto.from_dict(tensors={"uid": uids}, non_tensors={"multi_modal_inputs": column})
+        return DataProto.from_dict(
+            tensors={"uid": uids}, non_tensors={"multi_modal_inputs": column}
+        )
 
     once = [inputs(prompt) for prompt in range(prompts)]
     shared = len(pickle.dumps(proto([one for one in once for _ in range(SAMPLES)])))
-    apart = proto([{**one, "pixel_values": one["pixel_values"].clone()} for one in once for _ in range(SAMPLES)])
+    apart = proto(
+        [
+            {**one, "pixel_values": one["pixel_values"].clone()}
+            for one in once
+            for _ in range(SAMPLES)
+        ]
+    )
     began = time.perf_counter()
     sent = pickle.dumps(apart)
     received = pickle.loads(sent)
@@ -209,9 +234,12 @@ def report(here: Ours, there: Theirs) -> str:
     lines = [
         "# Images: bytes of a step",
         "",
-        f"`python benchmarks/images_bytes.py`, {platform.processor() or platform.machine()}. {PROMPTS} prompts with a "
-        f"JPEG of {WIDTH}x{HEIGHT} each, together {here.image_bytes / 1e6:.1f} MB, and {SAMPLES} samples of each. "
-        "Three nodes on three other workers read the images: old log-probs and update on two, in two layouts, a "
+        f"`python benchmarks/images_bytes.py`, {platform.processor() or platform.machine()}. "
+        f"{PROMPTS} prompts with a "
+        f"JPEG of {WIDTH}x{HEIGHT} each, together {here.image_bytes / 1e6:.1f} MB, and {SAMPLES} "
+        "samples of each. "
+        "Three nodes on three other workers read the images: old log-probs and update on two, in "
+        "two layouts, a "
         "reference on one.",
         "",
         "| a step | bytes | seconds | memory of a process |",
@@ -225,27 +253,38 @@ def report(here: Ours, there: Theirs) -> str:
         line("here: everything, worker to worker", f"{here.peers / 1e6:.1f} MB", "", ""),
         line("here: through scheduler and client", f"{(here.control or 0) / 1e3:.0f} kB", "", ""),
         line(
-            "verl's DataProto: pixel values of each sample, to one reader, in and out of the driver",
+            "verl's DataProto: pixel values of each sample, to one reader, in and out of the "
+            "driver",
             f"{2 * hop / 1e9:.1f} GB",
             f"{2 * there.seconds * scale:.1f}",
             f"{there.memory / 1e9:.2f} GB for {there.prompts} prompts",
         ),
-        line("the same where samples share the prompt's object", f"{2 * shared / 1e9:.1f} GB", "", ""),
+        line(
+            "the same where samples share the prompt's object", f"{2 * shared / 1e9:.1f} GB", "", ""
+        ),
         "",
-        f"Here each of the three workers gets every image once, {here.by_group / here.image_bytes:.2f} times the "
-        "images: the update takes what the old log-probs have brought, though its rows lie otherwise.",
+        "Here each of the three workers gets every image once, "
+        f"{here.by_group / here.image_bytes:.2f} times the "
+        "images: the update takes what the old log-probs have brought, though its rows lie "
+        "otherwise.",
         "",
-        f"DataProto was measured with {there.prompts} prompts, for want of memory: {there.nbytes / 1e6:.1f} MB for "
-        f"{there.prompts * SAMPLES} rows in one hop, or {there.shared / 1e6:.1f} MB where samples share the prompt's "
-        f"object, as they do after `DataProto.repeat` and not after an agent loop. Times {scale:g} for {PROMPTS} "
-        f"prompts, times two hops, for one reader: {2 * hop / here.by_group:,.0f} times the bytes of three readers "
+        f"DataProto was measured with {there.prompts} prompts, for want of memory: "
+        f"{there.nbytes / 1e6:.1f} MB for "
+        f"{there.prompts * SAMPLES} rows in one hop, or {there.shared / 1e6:.1f} MB where samples "
+        "share the prompt's "
+        f"object, as they do after `DataProto.repeat` and not after an agent loop. Times {scale:g} "
+        f"for {PROMPTS} "
+        f"prompts, times two hops, for one reader: {2 * hop / here.by_group:,.0f} times the bytes "
+        "of three readers "
         f"here, and {2 * shared / here.by_group:,.0f} times where samples share.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--verl-prompts", type=int, default=4)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -1,4 +1,6 @@
-"""One rank of benchmarks/layouts.py: takes updates in one layout of a trainer, and tells what they took."""
+"""One rank of benchmarks/layouts.py: takes updates in one layout of a trainer, and tells what
+they took.
+"""
 
 from __future__ import annotations
 
@@ -45,29 +47,46 @@ class Layout:
             sequence_parallel=self.tokens,
             distributed_optimizer=self.divided,
         )
-        return TrainerConfig(backend=self.backend, megatron=megatron, lr=1e-4, max_tokens_per_micro_batch=1024)
+        return TrainerConfig(
+            backend=self.backend, megatron=megatron, lr=1e-4, max_tokens_per_micro_batch=1024
+        )
 
 
 def measure(model: str, layout: Layout, rows: int, tokens: int, rank: Rank) -> dict[str, Any]:
     """Take some updates, in one rank. Every rank returns its own memory, and what all have sent."""
     before = resident()
     trainer = build_trainer(
-        Device(f"w{rank.rank}"), rank, model=ModelConfig(path=model), trainer=layout.config, rollout=RolloutConfig()
+        Device(f"w{rank.rank}"),
+        rank,
+        model=ModelConfig(path=model),
+        trainer=layout.config,
+        rollout=RolloutConfig(),
     )
     lengths = [(16, tokens)] * rows
-    own = random_rows(lengths, range(rank.rank * rows // rank.size, (rank.rank + 1) * rows // rank.size))
+    own = random_rows(
+        lengths, range(rank.rank * rows // rank.size, (rank.rank + 1) * rows // rank.size)
+    )
     logprobs = trainer.logprobs(own).logprobs
-    batch = TrainBatch(rows=own, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(own))
+    batch = TrainBatch(
+        rows=own, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(own)
+    )
     losses, moved, seconds = [], [], []
     for _ in range(_UPDATES):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this update
         dist.barrier(rank.side_group)
         sent, began = loopback(), time.perf_counter()
-        losses.append(trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))["loss"])
+        losses.append(
+            trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))["loss"]
+        )
         dist.barrier(rank.side_group)
         moved.append(loopback() - sent)
         seconds.append(time.perf_counter() - began)
-    return {"loss": losses[0], "peak": peak() - before, "moved": median(moved[1:]), "seconds": median(seconds[1:])}
+    return {
+        "loss": losses[0],
+        "peak": peak() - before,
+        "moved": median(moved[1:]),
+        "seconds": median(seconds[1:]),
+    }
 
 
 def resident() -> int:
@@ -81,11 +100,19 @@ def peak() -> int:
 
 
 def status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def loopback() -> int:
     """Return the bytes that have been sent over the loopback device."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith("lo:")
+    )
     return int(line.split()[9])

@@ -1,11 +1,13 @@
-"""Memory of a rank, bytes between ranks and seconds of an update: fsdp and megatron, in several layouts.
+"""Memory of a rank, bytes between ranks and seconds of an update: fsdp and megatron, in several
+layouts.
 
     python benchmarks/layouts.py [--rows 16] [--tokens 128] [--out PAGE.md]
 
-A model of 25 million parameters learns from the same rows in float32, on ranks with a torch thread each that share
-nothing but a loopback device of their own (a network namespace), whose counter tells the bytes of all of them. A rank's
-memory is the most that its process has had during an update, above what it had before it built its policy. Before a
-layout counts, the loss of its first update must be that of a single process, within 1e-5.
+A model of 25 million parameters learns from the same rows in float32, on ranks with a torch thread
+each that share nothing but a loopback device of their own (a network namespace), whose counter
+tells the bytes of all of them. A rank's memory is the most that its process has had during an
+update, above what it had before it built its policy. Before a layout counts, the loss of its first
+update must be that of a single process, within 1e-5.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from siirl_dask.config import Backend
 from siirl_dask.models.broken_imports import hide
 from siirl_dask.testing.ranks import run_ranks
 
-_SHAPE = {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}
+_SHAPE = {
+    "hidden": 512,
+    "layers": 8,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "intermediate": 1536,
+}
 _APART = "SIIRL_LAYOUTS_APART"  # set in the process that has a network of its own
 LAYOUTS = (
     Layout("one process", 1, Backend.torch),
@@ -55,13 +64,25 @@ LAYOUTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128, help="of a row's response; its prompt has 16")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="of a row's response; its prompt has 16"
+    )
     parser.add_argument("--out", type=Path, help="page whose section is replaced")
     given = parser.parse_args()
     if _APART not in os.environ:
-        apart = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        apart = [
+            "unshare",
+            "--net",
+            "--map-root-user",
+            "sh",
+            "-c",
+            'ip link set lo up && exec "$@"',
+            "sh",
+        ]
         command = [*apart, sys.executable, *sys.argv]
         sys.exit(subprocess.run(command, env={**os.environ, _APART: "1"}, check=False).returncode)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,10 +93,17 @@ def main() -> None:
         for number, layout in enumerate(LAYOUTS):
             exchange = Path(folder, f"ranks-{number}")
             exchange.mkdir()
-            seen = run_ranks(layout.ranks, partial(measure, str(model), layout, given.rows, given.tokens), exchange)
+            seen = run_ranks(
+                layout.ranks,
+                partial(measure, str(model), layout, given.rows, given.tokens),
+                exchange,
+            )
             alone = alone or seen[0]["loss"]
             if abs(seen[0]["loss"] - alone) > 1e-5:
-                sys.exit(f"{layout.name} on {layout.ranks} ranks: loss {seen[0]['loss']} where it is {alone}")
+                sys.exit(
+                    f"{layout.name} on {layout.ranks} ranks: loss {seen[0]['loss']} where it is "
+                    f"{alone}"
+                )
             lines.append(line_of(layout, seen))
             print(lines[-1], file=sys.stderr, flush=True)
     text = report(parameters, given.rows, given.tokens, lines)
@@ -96,12 +124,16 @@ def report(parameters: int, rows: int, tokens: int, lines: Sequence[str]) -> str
         [
             "## Memory, bytes and seconds",
             "",
-            f"`python benchmarks/layouts.py --rows {rows} --tokens {tokens}` on {date.today():%d %B %Y}, "
-            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; torch "
-            f"{torch.__version__}. {parameters / 1e6:.1f} million parameters; an update of {rows} rows of "
+            f"`python benchmarks/layouts.py --rows {rows} --tokens {tokens}` on "
+            f"{date.today():%d %B %Y}, "
+            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the "
+            "end; torch "
+            f"{torch.__version__}. {parameters / 1e6:.1f} million parameters; an update of {rows} "
+            "rows of "
             f"16 + {tokens} tokens.",
             "",
-            "| ranks | backend | layout | MiB of the largest rank | MB that a rank sends | seconds of an update |",
+            "| ranks | backend | layout | MiB of the largest rank | MB that a rank sends | seconds "
+            "of an update |",
             "|---|---|---|---:|---:|---:|",
             *lines,
         ]

@@ -1,4 +1,6 @@
-"""Measures the limits of this machine: one copy of the payload in memory, one move through a TCP socket."""
+"""Measures the limits of this machine: one copy of the payload in memory, one move through a TCP
+socket.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Limits:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             context = multiprocessing.get_context("spawn")
-            self._peer: BaseProcess = context.Process(target=_receive, args=(port, payload), daemon=True)
+            self._peer: BaseProcess = context.Process(
+                target=_receive, args=(port, payload), daemon=True
+            )
             self._peer.start()
             self._socket, _ = server.accept()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -34,7 +38,9 @@ class Limits:
         return self._second_of_two(self._copy)
 
     def loopback(self) -> float:
-        """Seconds until another process has the payload in a buffer it has used before, and has said so."""
+        """Seconds until another process has the payload in a buffer it has used before, and has
+        said so.
+        """
         return self._second_of_two(self._send)
 
     def _second_of_two(self, action: Callable[[], None]) -> float:
@@ -53,7 +59,12 @@ class Limits:
     def __enter__(self) -> Limits:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._socket.close()
         self._peer.join()
 

@@ -1,9 +1,10 @@
-"""Rows between hosts over links of a rate and a delay, in a lab on this machine, beside TCP streams and other systems.
+"""Rows between hosts over links of a rate and a delay, in a lab on this machine, beside TCP streams
+and other systems.
 
     python benchmarks/links.py [--rates none 1e9 1e10] [--delays 0 0.001 0.01] [--n 5] [--out docs/benchmarks/links.md]
 
-Four hosts: rows go from hosts 0 and 1 to hosts 2 and 3, and the raw streams from host 0 to host 2, as many bytes as
-each target gets. All take turns in the same minute.
+Four hosts: rows go from hosts 0 and 1 to hosts 2 and 3, and the raw streams from host 0 to host 2,
+as many bytes as each target gets. All take turns in the same minute.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _IDLE = 3.0  # seconds
 class Turn:
     seconds: float
     cpu: float
-    """Seconds of CPU of all processes of the party, beyond what they take when nobody asks them for anything."""
+    """Seconds of CPU of all processes of the party, beyond what they take when nobody asks them
+    for anything."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,9 @@ class Party:
         self.idle = clock.seconds() / _IDLE
 
     def take_turn(self, share: int) -> Iterator[tuple[str, Turn]]:
-        """Do the work once, the raw streams with each number of them. RuntimeError when a row is not right."""
+        """Do the work once, the raw streams with each number of them. RuntimeError when a row is
+        not right.
+        """
         if self.name == "raw":
             for streams in STREAMS:
                 yield f"raw {streams}", self._run(f"{streams} {share}")
@@ -81,7 +85,9 @@ class Party:
 
 
 def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) -> list[Party]:
-    """Start the raw streams and the systems one after the other. Dask's graph runs on the workers of ours."""
+    """Start the raw streams and the systems one after the other. Dask's graph runs on the
+    workers of ours.
+    """
     environment = {"PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])}
     source, target = lab.hosts[0], lab.hosts[2]
     parties, known = [], set(own_processes())
@@ -100,7 +106,17 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
     place = f"{target.address}:{_RAW_PORT}"
     start("the receiver", target, _HERE / "raw_streams.py", "serve", place)
     join("raw", start("the sender", source, _HERE / "raw_streams.py", "send", place))
-    sizes = ("--rows", work.rows, "--tokens", work.tokens, "--from", work.sources, "--to", work.destinations, "--apart")
+    sizes = (
+        "--rows",
+        work.rows,
+        "--tokens",
+        work.tokens,
+        "--from",
+        work.sources,
+        "--to",
+        work.destinations,
+        "--apart",
+    )
     cluster = DaskCluster(source, lab.hosts, folder, environment=environment)
     workers: Sequence[int] = ()
     for name in systems:
@@ -118,14 +134,38 @@ def start_parties(lab: Lab, work: Work, systems: Sequence[str], folder: Path) ->
 
 def start_ray(hosts: Sequence[Host], folder: Path, environment: Mapping[str, str]) -> None:
     """Start a node of Ray on each host, the head on the first."""
-    store = ("--object-store-memory", 2 * 10**9, "--num-cpus", 4, "--disable-usage-stats", "--block")
+    store = (
+        "--object-store-memory",
+        2 * 10**9,
+        "--num-cpus",
+        4,
+        "--disable-usage-stats",
+        "--block",
+    )
     head = f"{hosts[0].address}:{_RAY_PORT}"
-    variables = {**os.environ, **environment, "RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
+    variables = {
+        **os.environ,
+        **environment,
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_AUTH_MODE": "disabled",
+    }
     for number, host in enumerate(hosts):
-        which = (f"--address={head}",) if number else ("--head", f"--port={_RAY_PORT}", "--include-dashboard=false")
+        which = (
+            (f"--address={head}",)
+            if number
+            else ("--head", f"--port={_RAY_PORT}", "--include-dashboard=false")
+        )
         command = ("start", *which, f"--node-ip-address={host.address}", *store)
         with (folder / f"ray-{number}.log").open("w") as log:
-            host.start(sys.executable, "-m", "ray.scripts.scripts", *command, env=variables, stdout=log, stderr=log)
+            host.start(
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                *command,
+                env=variables,
+                stdout=log,
+                stderr=log,
+            )
         _wait_for_port(hosts[0], _RAY_PORT)
 
 
@@ -139,7 +179,9 @@ def _wait_for_port(host: Host, port: int) -> None:
 
 
 def _answer(name: str, program: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return the next line of JSON that a program prints; what libraries print in between is passed over."""
+    """Return the next line of JSON that a program prints; what libraries print in between is
+    passed over.
+    """
     assert program.stdout is not None
     for line in program.stdout:
         if line.startswith("{"):
@@ -162,8 +204,12 @@ def measure(parties: Sequence[Party], work: Work, n: int) -> dict[str, list[Turn
     return found
 
 
-def describe(rate: float | None, delay: float, found: Mapping[str, Sequence[Turn]], work: Work) -> dict[str, Any]:
-    """Return a line of the table: MB/s into each target, and CPU seconds for each GB that crossed a link."""
+def describe(
+    rate: float | None, delay: float, found: Mapping[str, Sequence[Turn]], work: Work
+) -> dict[str, Any]:
+    """Return a line of the table: MB/s into each target, and CPU seconds for each GB that
+    crossed a link.
+    """
     share = work.payload_bytes // work.destinations
     record: dict[str, Any] = {"rate": rate, "delay": delay, "load": os.getloadavg()[0]}
     for name, turns in found.items():
@@ -179,7 +225,11 @@ def describe(rate: float | None, delay: float, found: Mapping[str, Sequence[Turn
 
 
 def measure_links(
-    rates: Sequence[float | None], delays: Sequence[float], work: Work, systems: Sequence[str], n: int
+    rates: Sequence[float | None],
+    delays: Sequence[float],
+    work: Work,
+    systems: Sequence[str],
+    n: int,
 ) -> Iterator[dict[str, Any]]:
     """Measure every rate with every delay, in a lab for each delay."""
     _RAY.mkdir(exist_ok=True)
@@ -195,14 +245,26 @@ def measure_links(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["none", "1e9", "1e10"], help="bits per second, or none")
-    parser.add_argument("--delays", nargs="+", type=float, default=[0.0, 0.001, 0.01], help="seconds, one way")
-    parser.add_argument("--systems", nargs="*", default=[*SYSTEMS], choices=SYSTEMS, help="besides raw streams")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates", nargs="+", default=["none", "1e9", "1e10"], help="bits per second, or none"
+    )
+    parser.add_argument(
+        "--delays", nargs="+", type=float, default=[0.0, 0.001, 0.01], help="seconds, one way"
+    )
+    parser.add_argument(
+        "--systems", nargs="*", default=[*SYSTEMS], choices=SYSTEMS, help="besides raw streams"
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=65_536, help="per row, of 16 bytes each")
     parser.add_argument("--n", type=int, default=5, help="timed rounds, after one that warms up")
-    parser.add_argument("--out", type=Path, help="page for the tables; a line of JSON for each link is printed anyway")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="page for the tables; a line of JSON for each link is printed anyway",
+    )
     given = parser.parse_args()
     if (reason := why_no_lab()) is not None:
         parser.error(reason)

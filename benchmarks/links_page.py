@@ -39,8 +39,10 @@ def write_page(out: Path, records: Sequence[Record], payload: int, n: int, comma
             _CPU,
             *cpu_table(records),
             "",
-            f"{date.today():%-d %B %Y}, {os.cpu_count()} cores for all hosts, Linux {platform.release()}, "
-            f"Python {platform.python_version()}, distributed {distributed.__version__}. To repeat it:",
+            f"{date.today():%-d %B %Y}, {os.cpu_count()} cores for all hosts, Linux "
+            f"{platform.release()}, "
+            f"Python {platform.python_version()}, distributed {distributed.__version__}. To repeat "
+            "it:",
             "",
             f"    {command}",
             "",
@@ -53,7 +55,11 @@ def write_page(out: Path, records: Sequence[Record], payload: int, n: int, comma
 def rates_table(records: Sequence[Record]) -> Iterator[str]:
     systems = [name for name in SYSTEMS if name in records[0]]
     streams = [name for name in records[0] if name.startswith("raw")]
-    headings = ["link", *(f"{name.split()[1]} raw" for name in streams), *(SYSTEMS[name] for name in systems)]
+    headings = [
+        "link",
+        *(f"{name.split()[1]} raw" for name in streams),
+        *(SYSTEMS[name] for name in systems),
+    ]
     yield from _heading([*headings, "of one stream", "load"])
     for record in records:
         raw = [f"{record[name]['MBps']:,.0f}" for name in streams]

@@ -1,15 +1,17 @@
-"""Seconds and memory of log-probs, entropy and their gradients at a large vocabulary, by four ways to compute them.
+"""Seconds and memory of log-probs, entropy and their gradients at a large vocabulary, by four ways
+to compute them.
 
     python benchmarks/logprobs.py [--tokens 512] [--hidden 896] [--rounds 3] [--out docs/benchmarks/training.md]
 
-blocks of the vocabulary    what trainers do (training/model/logprobs.py)
-chunks of tokens            128 MiB of logits at a time, each of which adds to the head's whole gradient
-all logits                  linear, log_softmax and autograd
-liger                       fused linear cross entropy of liger-kernel, where it is installed and runs; without entropy
+blocks of the vocabulary    what trainers do (training/model/logprobs.py) chunks of tokens
+128 MiB of logits at a time, each of which adds to the head's whole gradient all logits
+linear, log_softmax and autograd liger                       fused linear cross entropy of
+liger-kernel, where it is installed and runs; without entropy
 
-Hidden states and a head of random numbers in float32, a forward and a backward pass. Each pass has a process of its
-own, whose memory is the most that was resident beyond states and head. Ways alternate. Seconds are those that the
-process computed, and so nearly the same on a machine that does other work as well.
+Hidden states and a head of random numbers in float32, a forward and a backward pass. Each pass has
+a process of its own, whose memory is the most that was resident beyond states and head. Ways
+alternate. Seconds are those that the process computed, and so nearly the same on a machine that
+does other work as well.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class _Chunks(torch.autograd.Function):
             part = slice(start, start + ctx.size)
             scores = (hidden[part] @ weight.T).div_(_TEMPERATURE).log_softmax(-1)
             factor = (scores + entropy[part, None]).mul_(by_entropy[part]).add_(by_logprob[part])
-            by_logits = scores.exp_().mul_(-factor).scatter_add_(1, targets[part, None], by_logprob[part])
+            by_logits = (
+                scores.exp_().mul_(-factor).scatter_add_(1, targets[part, None], by_logprob[part])
+            )
             for_hidden[part] = by_logits @ weight
             for_weight += by_logits.T @ hidden[part]
         return for_hidden, for_weight, None
@@ -105,7 +109,9 @@ _WAYS: dict[str, Way] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocabulary", type=int, default=_VOCABULARY)
@@ -147,12 +153,20 @@ def one_pass(way: Way, given: argparse.Namespace) -> dict[str, float]:
     seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     norms = [float(each.double().norm()) for each in gradients]
-    return {"seconds": seconds, "bytes": peak - before, "result": float(result), "hidden": norms[0], "weight": norms[1]}
+    return {
+        "seconds": seconds,
+        "bytes": peak - before,
+        "result": float(result),
+        "hidden": norms[0],
+        "weight": norms[1],
+    }
 
 
 def apart(name: str) -> dict[str, float] | str:
     """Measure one pass in another process; the last line of its error where it could not."""
-    done = subprocess.run([sys.executable, *sys.argv, "--way", name], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *sys.argv, "--way", name], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
@@ -167,17 +181,26 @@ def check(found: dict[str, list[dict[str, float]]]) -> None:
             assert error < 1e-4, f"{name}: {key} differs by {error}"
 
 
-def section(found: dict[str, list[dict[str, float]]], failed: dict[str, str], given: argparse.Namespace) -> str:
-    arguments = " ".join(f"--{name} {getattr(given, name)}" for name in ("tokens", "hidden", "rounds", "threads"))
+def section(
+    found: dict[str, list[dict[str, float]]], failed: dict[str, str], given: argparse.Namespace
+) -> str:
+    arguments = " ".join(
+        f"--{name} {getattr(given, name)}" for name in ("tokens", "hidden", "rounds", "threads")
+    )
     first = middle(found["blocks of the vocabulary"], "seconds")
     lines = [
         _HEADING,
         "",
-        f"`python benchmarks/logprobs.py {arguments}` on {date.today():%d %B %Y}: {platform.machine()}, "
-        f"{given.threads} threads, torch {torch.__version__}. A forward and a backward pass through the head, "
-        f"{given.tokens:,} tokens, width {given.hidden}, a vocabulary of {given.vocabulary:,}, float32, medians of "
-        f"{given.rounds} passes, each in a process of its own, in turns. Memory is the most resident beyond states and "
-        f"head, of which the head's gradient is {4 * given.vocabulary * given.hidden / 1e9:.2f} GB. Results and norms "
+        f"`python benchmarks/logprobs.py {arguments}` on {date.today():%d %B %Y}: "
+        f"{platform.machine()}, "
+        f"{given.threads} threads, torch {torch.__version__}. A forward and a backward pass "
+        "through the head, "
+        f"{given.tokens:,} tokens, width {given.hidden}, a vocabulary of {given.vocabulary:,}, "
+        "float32, medians of "
+        f"{given.rounds} passes, each in a process of its own, in turns. Memory is the most "
+        "resident beyond states and "
+        f"head, of which the head's gradient is {4 * given.vocabulary * given.hidden / 1e9:.2f} "
+        "GB. Results and norms "
         "of gradients agree. Liger is Triton, which has no driver for CPUs.",
         "",
         "| | CPU seconds | range | over blocks | GB |",
@@ -186,7 +209,8 @@ def section(found: dict[str, list[dict[str, float]]], failed: dict[str, str], gi
     for name, rounds in found.items():
         seconds = [each["seconds"] for each in rounds]
         lines.append(
-            f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} to {max(seconds):.2f} | "
+            f"| {name} | {statistics.median(seconds):.2f} | {min(seconds):.2f} to "
+            f"{max(seconds):.2f} | "
             f"{statistics.median(seconds) / first:.2f} | {middle(rounds, 'bytes') / 1e9:.2f} |"
         )
     lines += [f"| {name} | does not run: `{why}` | | | |" for name, why in failed.items()]

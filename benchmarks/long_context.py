@@ -1,10 +1,12 @@
-"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes between workers.
+"""Measures training on a row of 8k to 64k tokens among short ones: memory, seconds, and bytes
+between workers.
 
     python benchmarks/long_context.py [--lengths 8192 16384 32768 65536] [--out docs/benchmarks/long_context.md]
 
-Each case is a process of its own, which makes one update of a tiny model (two layers, a vocabulary of 32,000) and tells
-how far its memory rose above what it held with the model, its optimiser and one short update behind it. All three keep
-only the layers' inputs for the backward pass, and all give the same loss, which is checked.
+Each case is a process of its own, which makes one update of a tiny model (two layers, a vocabulary
+of 32,000) and tells how far its memory rose above what it held with the model, its optimiser and
+one short update behind it. All three keep only the layers' inputs for the backward pass, and all
+give the same loss, which is checked.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ from siirl_dask.training import PackedRows, TrainBatch, Trainer, build_trainer
 _VOCABULARY, _HIDDEN, _PROMPT = 32_000, 64, 32
 _SHORT_ROWS, _MEDIAN, _SIGMA, _SHORTEST, _LONGEST_SHORT = 15, 200, 0.6, 64, 1024
 _LIMIT = 8 * 10**9  # bytes that the padded batch may take before it is left out
-_COPIES = 4  # of all logits in float32, in a plain update: they, their log-softmax, and the gradients of both
+# of all logits in float32, in a plain update: they, their log-softmax, and the gradients of both
+_COPIES = 4
 _WAYS = ("padded", "packed", "shared")
 _LOSS = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
-_SETTINGS: dict[str, Any] = {"lr": 1e-6, "gradient_checkpointing": True, "max_tokens_per_micro_batch": 16384}
+_SETTINGS: dict[str, Any] = {
+    "lr": 1e-6,
+    "gradient_checkpointing": True,
+    "max_tokens_per_micro_batch": 16384,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,14 @@ class Taken:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--case", nargs=3, metavar=("WAY", "LENGTH", "MODEL"), help="one of them, in this process")
+    parser.add_argument(
+        "--case", nargs=3, metavar=("WAY", "LENGTH", "MODEL"), help="one of them, in this process"
+    )
     given = parser.parse_args()
     if given.case:
         way, length, model = given.case
@@ -78,9 +89,13 @@ def main() -> None:
 
 
 def make_rows(longest: int) -> PackedRows:
-    """One row of ``longest`` tokens, then short ones of log-normal lengths; of each the first 32 are its prompt."""
+    """One row of ``longest`` tokens, then short ones of log-normal lengths; of each the first 32
+    are its prompt.
+    """
     draw = np.random.default_rng(0)
-    short = np.clip(draw.lognormal(np.log(_MEDIAN), _SIGMA, _SHORT_ROWS), _SHORTEST, _LONGEST_SHORT).astype(int)
+    short = np.clip(
+        draw.lognormal(np.log(_MEDIAN), _SIGMA, _SHORT_ROWS), _SHORTEST, _LONGEST_SHORT
+    ).astype(int)
     lengths = torch.tensor([longest, *short.tolist()])
     tokens = torch.from_numpy(draw.integers(0, _VOCABULARY, int(lengths.sum())))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -113,13 +128,20 @@ def _measure(length: int, model: str) -> Iterator[tuple[str, Taken | None]]:
         if way == "padded" and _padded_bytes(length) > _LIMIT:
             yield way, None
             continue
-        environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536"}  # as Dask's nanny sets it for workers
+        environment = {
+            **os.environ,
+            "MALLOC_TRIM_THRESHOLD_": "65536",
+        }  # as Dask's nanny sets it for workers
         command = [sys.executable, __file__, "--case", way, str(length), model]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         taken = Taken(**json.loads(done.stdout.splitlines()[-1]))
         print(f"{way} {length}: {taken}", flush=True)
         losses.add(taken.loss)
-        assert max(losses) - min(losses) < 1e-4, f"{way} at {length} tokens gives another loss: {losses}"
+        assert max(losses) - min(losses) < 1e-4, (
+            f"{way} at {length} tokens gives another loss: {losses}"
+        )
         yield way, taken
 
 
@@ -130,7 +152,10 @@ def _padded_bytes(length: int) -> int:
 def _in_this_process(way: str, length: int, model: str) -> Taken:
     if way == "shared":
         with TemporaryDirectory() as folder:
-            ranks = [Taken(**each) for each in run_ranks(2, partial(_shared, model, length), Path(folder))]
+            ranks = [
+                Taken(**each)
+                for each in run_ranks(2, partial(_shared, model, length), Path(folder))
+            ]
         return Taken(
             loss=ranks[0].loss,
             seconds=max(rank.seconds for rank in ranks),
@@ -145,7 +170,9 @@ def _in_this_process(way: str, length: int, model: str) -> Taken:
 
 def _shared(model: str, length: int, rank: Rank) -> dict[str, float]:
     """Two ranks share all tokens; the first has the long row, the second the others."""
-    config = TrainerConfig(**_SETTINGS, backend="fsdp", fsdp=FsdpConfig(sequence_parallel=rank.size))
+    config = TrainerConfig(
+        **_SETTINGS, backend="fsdp", fsdp=FsdpConfig(sequence_parallel=rank.size)
+    )
     trainer = _trainer(model, config, rank)
     rows = make_rows(length)
     mine = _some(rows, 0, 1) if rank.rank == 0 else _some(rows, 1, len(rows))
@@ -153,18 +180,27 @@ def _shared(model: str, length: int, rank: Rank) -> dict[str, float]:
 
 
 def _trainer(model: str, config: TrainerConfig, rank: Rank) -> Trainer:
-    return build_trainer(Device(""), rank, model=ModelConfig(path=model), trainer=config, rollout=RolloutConfig())
+    return build_trainer(
+        Device(""), rank, model=ModelConfig(path=model), trainer=config, rollout=RolloutConfig()
+    )
 
 
 def _update(trainer: Trainer, rows: PackedRows) -> float:
     """On old log-probs of -10 and advantages of 1."""
     numbers = torch.full((len(rows.tokens) - int(rows.prompt_lengths.sum()),), -10.0)
-    batch = TrainBatch(rows=rows, old_logprobs=numbers, rollout_logprobs=numbers, advantages=torch.ones_like(numbers))
+    batch = TrainBatch(
+        rows=rows,
+        old_logprobs=numbers,
+        rollout_logprobs=numbers,
+        advantages=torch.ones_like(numbers),
+    )
     return trainer.update([batch], _LOSS)["loss"]
 
 
 def _padded(model: str, length: int) -> Taken:
-    """Rows padded to the longest, one at a time, through transformers' forward with all its logits."""
+    """Rows padded to the longest, one at a time, through transformers' forward with all its
+    logits.
+    """
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -207,7 +243,9 @@ def _taken(update: Callable[[PackedRows], float], rows: PackedRows) -> Taken:
 
 def _some(rows: PackedRows, first: int, last: int) -> PackedRows:
     offsets = rows.offsets[first : last + 1]
-    return PackedRows(rows.tokens[offsets[0] : offsets[-1]], offsets - offsets[0], rows.prompt_lengths[first:last])
+    return PackedRows(
+        rows.tokens[offsets[0] : offsets[-1]], offsets - offsets[0], rows.prompt_lengths[first:last]
+    )
 
 
 def _page(found: dict[int, dict[str, Taken | None]], moved: str, lengths: Sequence[int]) -> str:
@@ -268,7 +306,10 @@ def _moved_table(lengths: Sequence[int]) -> str:
         if not lines:
             names = " | ".join([*packed, "all", "all, if padded"])
             lines = [f"| longest row | {names} |", f"| ---: |{' ---: |' * (len(packed) + 2)}"]
-        cells = [f"{size / 1e6:.2f} MB" for size in (*packed.values(), sum(packed.values()), sum(padded.values()))]
+        cells = [
+            f"{size / 1e6:.2f} MB"
+            for size in (*packed.values(), sum(packed.values()), sum(padded.values()))
+        ]
         lines.append(f"| {length:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

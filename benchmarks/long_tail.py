@@ -1,12 +1,12 @@
-"""Idle time of workers that generate rows with a long tail of lengths: as the prompts were loaded, shared by expected
-length, taking over from one another, and both.
+"""Idle time of workers that generate rows with a long tail of lengths: as the prompts were loaded,
+shared by expected length, taking over from one another, and both.
 
     python benchmarks/long_tail.py [--engine transformers vllm] [--steps 6] [--out FILE]
 
-A run of its own for each case: two workers, and prompts whose responses have lengths from a log-normal distribution,
-which no worker knows before they end. What is expected of them is wrong by a factor, log-normal too. Idle is what a
-worker, on average, waits for the one that is busy longest. The samples are held against each other: they must not
-depend on who made them.
+A run of its own for each case: two workers, and prompts whose responses have lengths from a
+log-normal distribution, which no worker knows before they end. What is expected of them is wrong by
+a factor, log-normal too. Idle is what a worker, on average, waits for the one that is busy longest.
+The samples are held against each other: they must not depend on who made them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,17 @@ from siirl_dask.planner import DAG, Node, Role, Rows, columns
 from siirl_dask.rollout import build_engine
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
-_WRONG = 0.5  # sigma of the factor by which expectations are wrong: a third of them by more than 1.6
-_SIZES = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "intermediate": 768}
+_WRONG = (
+    0.5  # sigma of the factor by which expectations are wrong: a third of them by more than 1.6
+)
+_SIZES = {
+    "hidden": 256,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "intermediate": 768,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,9 @@ def end_there(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", nargs="+", default=["transformers"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -72,7 +83,9 @@ def main() -> None:
         model, parameters = endless_model(Path(folder, "model"), **_SIZES)
         data = make_data(Path(folder, "data.parquet"), given.steps + 1)
         cases = [
-            measure(folder, model, data, engine, expecting=expecting, taking=taking, steps=given.steps)
+            measure(
+                folder, model, data, engine, expecting=expecting, taking=taking, steps=given.steps
+            )
             for engine, taking, expecting in product(given.engine, (False, True), (False, True))
         ]
     check(cases)
@@ -93,7 +106,9 @@ def make_data(path: Path, steps: int) -> str:
     return str(path)
 
 
-def measure(folder: str, model: str, data: str, engine: str, *, expecting: bool, taking: bool, steps: int) -> Case:
+def measure(
+    folder: str, model: str, data: str, engine: str, *, expecting: bool, taking: bool, steps: int
+) -> Case:
     url = str(Path(folder, f"{engine}-{expecting}-{taking}"))
     values = {
         "run.steps": steps + 1,
@@ -114,19 +129,41 @@ def measure(folder: str, model: str, data: str, engine: str, *, expecting: bool,
     longest = [record["metrics"]["rollout/longest_busy_seconds"] or 1.0 for record in records]
     idle = [1 - some / most for some, most in zip(busy, longest, strict=True)]
     taken = mean(record["metrics"]["rollout/taken_over"] or 0.0 for record in records)
-    rows = open_table(f"{url}/rollouts/step={steps + 1:06d}").to_table(["row_id", "response_ids"]).sort_by("row_id")
-    return Case(engine, expecting, taking, idle, mean(longest), taken, rows["response_ids"].to_pylist())
+    rows = (
+        open_table(f"{url}/rollouts/step={steps + 1:06d}")
+        .to_table(["row_id", "response_ids"])
+        .sort_by("row_id")
+    )
+    return Case(
+        engine, expecting, taking, idle, mean(longest), taken, rows["response_ids"].to_pylist()
+    )
 
 
 def generation(config: Config) -> DAG:
     rollout = config.rollout
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=rollout)
+    encode = partial(
+        encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=rollout
+    )
     nodes = (
         Node("prompts", encode, role="rollout"),
-        Node("lengths", end_there, role="rollout", after="prompts", rows=Rows(rollout.prompt_placement)),
-        Node("rollout", partial(generate, rollout=rollout), role="rollout", after="lengths", save_as="rollouts"),
+        Node(
+            "lengths",
+            end_there,
+            role="rollout",
+            after="prompts",
+            rows=Rows(rollout.prompt_placement),
+        ),
+        Node(
+            "rollout",
+            partial(generate, rollout=rollout),
+            role="rollout",
+            after="lengths",
+            save_as="rollouts",
+        ),
     )
-    return DAG((Role("rollout", partial(build_engine, model=config.model, rollout=rollout)),), nodes)
+    return DAG(
+        (Role("rollout", partial(build_engine, model=config.model, rollout=rollout)),), nodes
+    )
 
 
 def check(cases: Sequence[Case]) -> None:
@@ -140,17 +177,23 @@ def report(cases: Sequence[Case], parameters: int, steps: int) -> str:
     lines = [
         "# Long tails: idle time of workers that generate",
         "",
-        f"`python benchmarks/long_tail.py` on {platform.machine()}: two workers of one thread, {_PROMPTS} prompts a "
-        f"step, {_SAMPLES} samples each, {_BATCH} rows at once, {steps} steps after one that warms up; a model of "
-        f"{parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at most "
+        f"`python benchmarks/long_tail.py` on {platform.machine()}: two workers of one thread, "
+        f"{_PROMPTS} prompts a "
+        f"step, {_SAMPLES} samples each, {_BATCH} rows at once, {steps} steps after one that warms "
+        "up; a model of "
+        f"{parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, sigma "
+        f"{SIGMA}, at most "
         f"{LONGEST}), expected ones wrong by a log-normal factor (sigma {_WRONG}).",
         "",
-        "| engine | `expected_length` | `work_stealing` | idle | longest worker, s a step | rows taken over a step |",
+        "| engine | `expected_length` | `work_stealing` | idle | longest worker, s a step | rows "
+        "taken over a step |",
         "|---|---|---|---|---|---|",
         *map(_line, cases),
         "",
-        "Idle is the share of the busiest worker's time for which a worker has nothing to do, on average over workers; "
-        "mean of the steps, plus or minus their standard deviation. The samples are the same in all cases.",
+        "Idle is the share of the busiest worker's time for which a worker has nothing to do, on "
+        "average over workers; "
+        "mean of the steps, plus or minus their standard deviation. The samples are the same in "
+        "all cases.",
         "",
     ]
     return "\n".join(lines)
@@ -159,7 +202,10 @@ def report(cases: Sequence[Case], parameters: int, steps: int) -> str:
 def _line(case: Case) -> str:
     expecting, taking = ("yes" if on else "no" for on in (case.expecting, case.taking))
     idle = f"{mean(case.idle):.1%} ± {stdev(case.idle):.1%}"
-    return f"| {case.engine} | {expecting} | {taking} | {idle} | {case.seconds:.2f} | {case.taken_over:.1f} |"
+    return (
+        f"| {case.engine} | {expecting} | {taking} | {idle} | {case.seconds:.2f} | "
+        f"{case.taken_over:.1f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ class Method(Protocol):
         """Return the rows that each destination holds after ``run``."""
 
     def driver_bytes(self) -> int:
-        """Bytes that the last ``run`` took through the driver's process, which has Dask's scheduler in it as well."""
+        """Bytes that the last ``run`` took through the driver's process, which has Dask's
+        scheduler in it as well.
+        """
 
     def after(self) -> None:
         """Drop what arrived, so that every round begins alike."""
@@ -44,7 +46,9 @@ class System(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A system that may not be installed: ``build`` imports it. ``methods`` are the names of what it then offers."""
+    """A system that may not be installed: ``build`` imports it. ``methods`` are the names of
+    what it then offers.
+    """
 
     methods: tuple[str, ...]
     build: Callable[[], System]

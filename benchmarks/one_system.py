@@ -1,8 +1,9 @@
-"""A program: one system of several hosts, which does what lines of standard input say; ``links.py`` starts it.
+"""A program: one system of several hosts, which does what lines of standard input say; ``links.py``
+starts it.
 
 Arguments: ``ours``, ``dask`` or ``ray``, the address of its cluster, and those of the work. It
-prints one line of JSON when it is ready, and then one for each line: ``before``, ``run`` (the seconds), ``check`` (is
-every byte right).
+prints one line of JSON when it is ready, and then one for each line: ``before``, ``run`` (the
+seconds), ``check`` (is every byte right).
 """
 
 from __future__ import annotations

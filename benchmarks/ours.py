@@ -1,9 +1,10 @@
 """This project's data plane on the same work: the only file here that knows its interface.
 
-Rows are grouped by ``uid % destinations``. A GROUPED edge keeps a group together and gives each of as many groups as
-there are owners to another owner, so that every destination gets one residue class, as the work demands; which one is
-the layout's decision. The driver says "go" to every worker and hears "done" over sockets of their own: in a run nobody
-calls anybody, since a worker's chain goes on to its next link by itself.
+Rows are grouped by ``uid % destinations``. A GROUPED edge keeps a group together and gives each of
+as many groups as there are owners to another owner, so that every destination gets one residue
+class, as the work demands; which one is the layout's decision. The driver says "go" to every worker
+and hears "done" over sockets of their own: in a run nobody calls anybody, since a worker's chain
+goes on to its next link by itself.
 """
 
 from __future__ import annotations
@@ -123,12 +124,20 @@ class Plane(WorkerPlugin):
 
     async def transfer(self, sequence: int) -> None:
         """Do what a chain does at the edge, Send and then Recv, and touch the rows that came."""
-        databuffer, edge, iteration = self._plane.databuffer, self._edge, Iteration(_PHASE, sequence, sequence)
+        databuffer, edge, iteration = (
+            self._plane.databuffer,
+            self._edge,
+            Iteration(_PHASE, sequence, sequence),
+        )
         if self._worker_name in edge.sources:
             await databuffer.publish(edge, iteration, self._table)
         if self._worker_name in edge.targets:
             self._received = await databuffer.pull(edge, edge, iteration)
-            touch(chunk.flatten().to_numpy() for name in COLUMNS for chunk in self._received[name].chunks)
+            touch(
+                chunk.flatten().to_numpy()
+                for name in COLUMNS
+                for chunk in self._received[name].chunks
+            )
 
     def meet(self, ports: Mapping[str, int]) -> None:
         self._loop.call_soon_threadsafe(self._plane.meet, ports)
@@ -141,7 +150,9 @@ class Plane(WorkerPlugin):
         assert self._received is not None
         table = self._received.combine_chunks()
         values = {name: table[name].chunk(0).flatten().to_numpy() for name in COLUMNS}
-        return inspect(WorkRows(table[ROW_ID].to_numpy(), offsets_of(table[TOKENS].to_numpy()), values))
+        return inspect(
+            WorkRows(table[ROW_ID].to_numpy(), offsets_of(table[TOKENS].to_numpy()), values)
+        )
 
     def drop(self, before: int) -> None:
         self._received = None
@@ -194,7 +205,9 @@ class Transitions:
         self._destinations = cluster.addresses[work.targets]
         self._sequence = 0
         self._ask(_meet, None, dict(zip(cluster.members, self._ask(_port), strict=True)))
-        self._links = [socket.create_connection(place, PATIENCE) for place in self._ask(_listens_at)]
+        self._links = [
+            socket.create_connection(place, PATIENCE) for place in self._ask(_listens_at)
+        ]
 
     def usage(self) -> Usage:
         """Return what all workers together have used since they started."""
@@ -219,17 +232,31 @@ class Transitions:
         return self._cluster.traffic() - self._bytes_before + words
 
     def after(self) -> None:
-        client, addresses, before = self._cluster.client, self._cluster.addresses, self._sequence + 1
-        wait_for([client.submit(_drop, self._plugin, before, workers=[a], pure=False) for a in addresses])
+        client, addresses, before = (
+            self._cluster.client,
+            self._cluster.addresses,
+            self._sequence + 1,
+        )
+        wait_for(
+            [client.submit(_drop, self._plugin, before, workers=[a], pure=False) for a in addresses]
+        )
 
     def close(self) -> None:
         for link in self._links:
             link.close()
 
-    def _ask(self, question: Callable[..., _T], addresses: Sequence[str] | None = None, *given: object) -> list[_T]:
+    def _ask(
+        self, question: Callable[..., _T], addresses: Sequence[str] | None = None, *given: object
+    ) -> list[_T]:
         """Return the answers of all workers, or of some."""
-        client, asked = self._cluster.client, self._cluster.addresses if addresses is None else addresses
-        futures = [client.submit(question, self._plugin, *given, workers=[address], pure=False) for address in asked]
+        client, asked = (
+            self._cluster.client,
+            self._cluster.addresses if addresses is None else addresses,
+        )
+        futures = [
+            client.submit(question, self._plugin, *given, workers=[address], pure=False)
+            for address in asked
+        ]
         answers: list[_T] = client.gather(futures)
         return answers
 
@@ -241,7 +268,9 @@ def _start_plane(cluster: DaskCluster, work: Work, transport: str) -> Transition
 
 
 class Ours:
-    """One cluster, and on it a data plane for each way of transport. ``address`` is that of a cluster that is there."""
+    """One cluster, and on it a data plane for each way of transport. ``address`` is that of a
+    cluster that is there.
+    """
 
     def __init__(self, transports: Sequence[str], address: str = "") -> None:
         self._transports = transports
@@ -251,7 +280,9 @@ class Ours:
 
     def start(self, work: Work) -> Sequence[Transitions]:
         self._cluster = DaskCluster(work.workers, self._address)
-        self._methods = [_start_plane(self._cluster, work, transport) for transport in self._transports]
+        self._methods = [
+            _start_plane(self._cluster, work, transport) for transport in self._transports
+        ]
         return self._methods
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
-"""Rewards that take time, begun while other responses are still generated, and after the last one (``run.overlap``).
+"""Rewards that take time, begun while other responses are still generated, and after the last one
+(``run.overlap``).
 
     python benchmarks/overlap.py [--engine transformers] [--steps 6] [--out FILE]
 
-Two workers generate and score. Lengths are log-normal, known to no worker. Two rewards: a judge on another machine that
-answers after a while, of which a worker asks a few at a time (async); and a function that takes CPU time, in a process
-of each worker (``rewards.processes=1``). A run of its own for each case; all must give the same rows and rewards.
+Two workers generate and score. Lengths are log-normal, known to no worker. Two rewards: a judge on
+another machine that answers after a while, of which a worker asks a few at a time (async); and a
+function that takes CPU time, in a process of each worker (``rewards.processes=1``). A run of its
+own for each case; all must give the same rows and rewards.
 """
 
 from __future__ import annotations
@@ -37,9 +39,19 @@ from siirl_dask.rewards import RewardFn, build_scorer
 from siirl_dask.rollout import build_engine
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
-_ANSWER, _ASKED = 0.25, 8  # seconds until the judge answers, and rows that a worker asks about at a time
+_ANSWER, _ASKED = (
+    0.25,
+    8,
+)  # seconds until the judge answers, and rows that a worker asks about at a time
 _COMPUTING = 0.03  # seconds of CPU time of the function
-_SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 384}
+_SIZES = {
+    "hidden": 128,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "intermediate": 384,
+}
 
 
 async def judge(prompt: str, response: str, answer: str) -> float:
@@ -55,8 +67,16 @@ def compute(prompt: str, response: str, answer: str) -> float:
 
 
 REWARDS: dict[str, tuple[RewardFn, str, dict[str, int]]] = {
-    "judge": (judge, f"a judge: {_ANSWER} s, {_ASKED} at a time a worker", {"rewards.concurrency": _ASKED}),
-    "compute": (compute, f"a function: {_COMPUTING} s of CPU time, 1 process a worker", {"rewards.processes": 1}),
+    "judge": (
+        judge,
+        f"a judge: {_ANSWER} s, {_ASKED} at a time a worker",
+        {"rewards.concurrency": _ASKED},
+    ),
+    "compute": (
+        compute,
+        f"a function: {_COMPUTING} s of CPU time, 1 process a worker",
+        {"rewards.processes": 1},
+    ),
 }
 
 
@@ -76,7 +96,9 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", default="transformers")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", type=Path)
@@ -89,14 +111,18 @@ def main() -> None:
             for reward, overlap in product(REWARDS, (False, True))
         ]
     for off, on in zip(cases[::2], cases[1::2], strict=True):
-        assert all(a.equals(b) for a, b in zip(off.rows, on.rows, strict=True)), f"{off.reward}: other rows or rewards"
+        assert all(a.equals(b) for a, b in zip(off.rows, on.rows, strict=True)), (
+            f"{off.reward}: other rows or rewards"
+        )
     text = report(cases, given.engine, parameters, given.steps)
     Console().print(text)
     if given.out:
         given.out.write_text(text)
 
 
-def measure(folder: str, model: str, data: str, engine: str, reward: str, *, overlap: bool, steps: int) -> Case:
+def measure(
+    folder: str, model: str, data: str, engine: str, reward: str, *, overlap: bool, steps: int
+) -> Case:
     url = str(Path(folder, f"{reward}-{overlap}"))
     function, _, options = REWARDS[reward]
     values = {
@@ -119,7 +145,9 @@ def measure(folder: str, model: str, data: str, engine: str, reward: str, *, ove
         return [record["metrics"].get(name) or 0.0 for record in records]
 
     tables = [open_table(f"{url}/rollouts/step={step:06d}") for step in range(2, steps + 2)]
-    rows = [table.to_table(["row_id", "response_ids", "reward"]).sort_by("row_id") for table in tables]
+    rows = [
+        table.to_table(["row_id", "response_ids", "reward"]).sort_by("row_id") for table in tables
+    ]
     return Case(
         reward,
         overlap,
@@ -133,7 +161,9 @@ def measure(folder: str, model: str, data: str, engine: str, reward: str, *, ove
 
 def dag(config: Config, reward: RewardFn) -> DAG:
     rollout = config.rollout
-    encode = partial(encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=rollout)
+    encode = partial(
+        encode_prompts, max_prompt_length=config.data.max_prompt_length, rollout=rollout
+    )
     nodes = (
         Node("prompts", encode, role="rollout"),
         Node("lengths", end_there, role="rollout", after="prompts"),
@@ -149,13 +179,18 @@ def report(cases: Sequence[Case], engine: str, parameters: int, steps: int) -> s
     lines = [
         "# Rewards during generation",
         "",
-        f"`python benchmarks/overlap.py --engine {engine}` on {platform.machine()}, two cores: two workers of one "
-        f"thread generate and score {_PROMPTS} prompts a step, {_SAMPLES} samples each, {_BATCH} rows at once, with a "
-        f"model of {parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, sigma {SIGMA}, at "
-        f"most {LONGEST}). Medians of {steps} steps after one that warms up, with their range; rows and rewards are "
+        f"`python benchmarks/overlap.py --engine {engine}` on {platform.machine()}, two cores: two "
+        "workers of one "
+        f"thread generate and score {_PROMPTS} prompts a step, {_SAMPLES} samples each, {_BATCH} "
+        "rows at once, with a "
+        f"model of {parameters / 1e6:.1f} million parameters; lengths log-normal (median {MEDIAN}, "
+        f"sigma {SIGMA}, at "
+        f"most {LONGEST}). Medians of {steps} steps after one that warms up, with their range; "
+        "rows and rewards are "
         "the same in all steps, to the bit.",
         "",
-        "| reward | `run.overlap` | generation, s | from the last response to the last reward, s | step, s | rewards "
+        "| reward | `run.overlap` | generation, s | from the last response to the last reward, s | "
+        "step, s | rewards "
         f"there by then, of {_PROMPTS * _SAMPLES} |",
         "|---|---|---|---|---|---|",
         *map(_line, cases),

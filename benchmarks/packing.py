@@ -1,11 +1,13 @@
-"""Tokens a second that a model learns from: packed as a trainer packs rows, and padded, in plain transformers.
+"""Tokens a second that a model learns from: packed as a trainer packs rows, and padded, in plain
+transformers.
 
     python benchmarks/packing.py [--rows 16] [--longest 1024] [--rounds 3] [--out docs/benchmarks/packing.md]
 
-Both learn from the same micro-batches of the same rows, whose lengths are log-normal with a mean of 0.3 of the longest,
-with the same loss, gradient clipping and AdamW. Before the rounds their log-probs must be equal within 1e-5, and in
-each round their losses. Rounds alternate, in one process with one thread; seconds are those that it computed, and so
-the same on a machine that does other work as well.
+Both learn from the same micro-batches of the same rows, whose lengths are log-normal with a mean of
+0.3 of the longest, with the same loss, gradient clipping and AdamW. Before the rounds their
+log-probs must be equal within 1e-5, and in each round their losses. Rounds alternate, in one
+process with one thread; seconds are those that it computed, and so the same on a machine that does
+other work as well.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ _VOCABULARY, _PROMPT, _MEAN, _SIGMA = 4096, 32, 0.3, 0.8
 _LR, _MAX_NORM = 1e-6, 1.0
 _LOSS = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 Rates = Mapping[str, Sequence[float]]
-"""Throughput by method: tokens of a round over the seconds that this process's one thread computed."""
+"""Throughput by method: tokens of a round over the seconds that this process's one thread
+computed."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", nargs="+", choices=_FAMILIES, default=list(_FAMILIES))
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--longest", type=int, default=1024, help="tokens")
@@ -69,8 +74,9 @@ def main() -> None:
 
 
 def make_rows(rows: int, longest: int) -> PackedRows:
-    """Random tokens, in rows whose lengths are the quantiles of the distribution in a random order, and so the same
-    share of the longest for any number of rows; the first 32 of each row are its prompt.
+    """Random tokens, in rows whose lengths are the quantiles of the distribution in a random order,
+    and so the same share of the longest for any number of rows; the first 32 of each row are its
+    prompt.
     """
     draw = np.random.default_rng(0)
     normal = [NormalDist().inv_cdf((row + 0.5) / rows) for row in draw.permutation(rows)]
@@ -112,7 +118,9 @@ def _make_model(folder: str, family: str, given: argparse.Namespace) -> int:
 
 
 def _measure(family: str, folder: str, rows: PackedRows, given: argparse.Namespace) -> Rates:
-    config = TrainerConfig(lr=_LR, max_grad_norm=_MAX_NORM, max_tokens_per_micro_batch=given.micro_batch)
+    config = TrainerConfig(
+        lr=_LR, max_grad_norm=_MAX_NORM, max_tokens_per_micro_batch=given.micro_batch
+    )
     trainer = build_trainer(
         Device("0"), Rank(), model=ModelConfig(path=folder), trainer=config, rollout=RolloutConfig()
     )
@@ -136,7 +144,11 @@ def _measure(family: str, folder: str, rows: PackedRows, given: argparse.Namespa
             if at:  # the first round warms up
                 rates[way].append(len(rows.tokens) / (time.process_time() - began))
         assert max(losses) - min(losses) < 1e-5, f"{family}: the losses are {losses}"
-        print(family, *(f"{way} {values[-1]:.0f}" for way, values in rates.items() if values), flush=True)
+        print(
+            family,
+            *(f"{way} {values[-1]:.0f}" for way, values in rates.items() if values),
+            flush=True,
+        )
     return rates
 
 
@@ -145,7 +157,9 @@ def make_batch(trainer: Trainer, rows: PackedRows) -> TrainBatch:
     logprobs = trainer.logprobs(rows).logprobs
     signs = 1.0 - 2.0 * (torch.arange(len(rows)) % 2)
     advantages = signs.repeat_interleave(rows.offsets.diff() - rows.prompt_lengths)
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=advantages)
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=advantages
+    )
 
 
 def _cuts(rows: PackedRows, budget: int) -> list[range]:
@@ -159,14 +173,18 @@ def _cuts(rows: PackedRows, budget: int) -> list[range]:
 
 
 class _Padded:
-    """Plain transformers: rows padded to ``length``, or to the longest of their micro-batch, and an attention mask."""
+    """Plain transformers: rows padded to ``length``, or to the longest of their micro-batch, and
+    an attention mask.
+    """
 
     def __init__(self, folder: str, cuts: Sequence[range], length: int | None) -> None:
         from transformers import AutoModelForCausalLM
 
         self._network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._network.train()
-        self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=_LR, weight_decay=0.0, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._network.parameters(), lr=_LR, weight_decay=0.0, fused=True
+        )
         self._cuts, self._length = cuts, length
 
     @torch.no_grad()
@@ -188,7 +206,9 @@ class _Padded:
         return total
 
     def _score(self, rows: PackedRows, cut: range) -> Tensor:
-        """Return the log-probs of the response tokens of the rows in ``cut``, without a log-softmax of all logits."""
+        """Return the log-probs of the response tokens of the rows in ``cut``, without a
+        log-softmax of all logits.
+        """
         lengths = rows.offsets.diff()[cut.start : cut.stop]
         texts = [rows.tokens[rows.offsets[row] : rows.offsets[row + 1]] for row in cut]
         tokens = pad_sequence(texts, batch_first=True)
@@ -196,7 +216,9 @@ class _Padded:
             tokens = torch.nn.functional.pad(tokens, (0, self._length - tokens.shape[1]))
         places = torch.arange(tokens.shape[1])
         mask = places < lengths[:, None]
-        logits = self._network(input_ids=tokens, attention_mask=mask.long(), use_cache=False).logits[:, :-1]
+        logits = self._network(
+            input_ids=tokens, attention_mask=mask.long(), use_cache=False
+        ).logits[:, :-1]
         response = mask[:, 1:] & (places[1:] >= rows.prompt_lengths[cut.start : cut.stop, None])
         chosen = logits.gather(2, tokens[:, 1:, None]).squeeze(2)
         return (chosen - logits.logsumexp(-1))[response]
@@ -213,7 +235,9 @@ def _inputs(batch: TrainBatch, part: slice, logprobs: Tensor) -> LossInputs:
     )
 
 
-def _page(found: Mapping[str, Rates], rows: PackedRows, parameters: int, given: argparse.Namespace) -> str:
+def _page(
+    found: Mapping[str, Rates], rows: PackedRows, parameters: int, given: argparse.Namespace
+) -> str:
     lengths = rows.offsets.diff()
     options = f"--rows {given.rows} --longest {given.longest} --rounds {given.rounds}"
     return f"""# Packed and padded rows
@@ -246,7 +270,8 @@ Measured on {date.today():%d %B %Y} on {os.cpu_count()} cores, {platform.system(
 
 def _table(found: Mapping[str, Rates]) -> str:
     lines = [
-        "| model | packed, tokens/s | padded | padded less | packed over padded | packed over padded less |",
+        "| model | packed, tokens/s | padded | padded less | packed over padded | packed over "
+        "padded less |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for family, rates in found.items():

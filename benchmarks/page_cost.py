@@ -2,10 +2,11 @@
 
     python benchmarks/page_cost.py --workers 256 --seconds 60
 
-The page's own code runs on a scheduler without workers, which is told what N workers tell: a record a step, an event
-and a pulse a worker. A viewer's document looks every half second, and reads the trace of a run folder that is written
-beside, with as many rows as a worker of the quickstart has (57 a step). What changes becomes the messages that a
-browser gets, which go nowhere: the cost of the socket is not in it.
+The page's own code runs on a scheduler without workers, which is told what N workers tell: a record
+a step, an event and a pulse a worker. A viewer's document looks every half second, and reads the
+trace of a run folder that is written beside, with as many rows as a worker of the quickstart has
+(57 a step). What changes becomes the messages that a browser gets, which go nowhere: the cost of
+the socket is not in it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def main() -> None:
         for _ in range(100):  # until the folder has been read
             look()
             time.sleep(0.02)
-        idle = _looks(scheduler, look, given.looks)  # as often as a viewer does: some show no pulses
+        idle = _looks(
+            scheduler, look, given.looks
+        )  # as often as a viewer does: some show no pulses
         news = []
         for at in range(given.steps + 1, 2 * given.steps + 1):
             _step(store, folder, given.workers, at)
@@ -65,7 +68,10 @@ def main() -> None:
     print(f"{given.workers} workers, a step of {given.seconds:g} s")
     for name, cost in (("without a viewer", alone), ("with a viewer", viewed)):
         print(f"  {name}: {cost * 1000:.0f} ms a step, {cost / given.seconds:.2%} of a core")
-    print(f"  a look without news {idle * 1000:.1f} ms, what a new step adds {min(news) * 1000:.0f} ms")
+    print(
+        f"  a look without news {idle * 1000:.1f} ms, what a new step adds {min(news) * 1000:.0f} "
+        "ms"
+    )
 
 
 def _scheduler(workers: int) -> Any:
@@ -83,29 +89,48 @@ def _scheduler(workers: int) -> Any:
 
 def _begin(store: RunStore, folder: str, workers: int) -> None:
     members = {str(at): f"tcp://w:{at}" for at in range(workers)}
-    about = {"url": folder, "name": "a", "plugin": "siirl-a", "members": members, "done": 0, "steps": 1000}
+    about = {
+        "url": folder,
+        "name": "a",
+        "plugin": "siirl-a",
+        "members": members,
+        "done": 0,
+        "steps": 1000,
+    }
     store.begin(about)
 
 
 def _step(store: RunStore, folder: str, workers: int, at: int) -> float:
-    """Write the trace of a step and tell the store of it; return the processor time of the latter."""
+    """Write the trace of a step and tell the store of it; return the processor time of the
+    latter.
+    """
     for worker in range(workers):
         spans = list(_spans(at, worker, workers))
-        stage_part(f"{folder}/trace/step={at:06d}", 1, worker, trace_table(spans, str(worker), "boot", 0))
+        stage_part(
+            f"{folder}/trace/step={at:06d}", 1, worker, trace_table(spans, str(worker), "boot", 0)
+        )
     metrics = {f"metric/{one}": 0.5 for one in range(_METRICS)} | {"reward/mean": 0.5}
     before = time.process_time()
     for worker in range(workers):
-        told = {"kind": "done", "member": str(worker), "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]}}
+        told = {
+            "kind": "done",
+            "member": str(worker),
+            "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]},
+        }
         store.event("siirl-a", told)
     store.record(folder, {"step": at, "phase": "train", "seconds": 60.0, "metrics": metrics})
     return time.process_time() - before
 
 
 def _spans(step: int, worker: int, workers: int) -> Iterator[Entry]:
-    """Yield what a worker records of a step: a task of six nodes that take nine seconds and wait for a part of it."""
+    """Yield what a worker records of a step: a task of six nodes that take nine seconds and wait
+    for a part of it.
+    """
     began = step * 60 * _SECOND
 
-    def entry(lane: Lane, what: str, name: str, at: float, seconds: float, amount: int | None = None) -> Entry:
+    def entry(
+        lane: Lane, what: str, name: str, at: float, seconds: float, amount: int | None = None
+    ) -> Entry:
         beside = what in ("count", "write", "save")
         times = began + round(at * _SECOND), round(seconds * _SECOND)
         return Entry(lane, what, name, beside, "train", step, *times, amount)
@@ -122,7 +147,14 @@ def _spans(step: int, worker: int, workers: int) -> Iterator[Entry]:
     for point in range(14):
         yield entry(Lane.COMPUTE, "count", "progress", 4.0 * point, 0.0, point)
     for source in range(4):
-        yield entry(Lane.TRANSFER, "count", f"from {(worker + source) % workers} by messages", 59.0, 0.0, 10**6)
+        yield entry(
+            Lane.TRANSFER,
+            "count",
+            f"from {(worker + source) % workers} by messages",
+            59.0,
+            0.0,
+            10**6,
+        )
     yield entry(Lane.CONTROL, "task", "train", 0.0, 59.0)
 
 
@@ -134,7 +166,9 @@ def _message(event: object) -> None:
 
 
 def _looks(scheduler: Any, look: Any, count: int) -> float:
-    """Return the processor time of one look, of ``count``, before each of which all workers have told of a beat."""
+    """Return the processor time of one look, of ``count``, before each of which all workers have
+    told of a beat.
+    """
     cost = 0.0
     for _ in range(count):
         for state in scheduler.workers.values():

@@ -1,10 +1,12 @@
-"""Memory of a run's scheduler while somebody looks at its page: thousands of tiny steps, and one viewer all the time.
+"""Memory of a run's scheduler while somebody looks at its page: thousands of tiny steps, and one
+viewer all the time.
 
     python benchmarks/page_memory.py [--minutes 60] [--every 60] [--json FILE] [key=value ...]
 
-The quickstart's task with four rows a step on one worker. The scheduler is in the process of the driver. The viewer is
-a Bokeh session in a process of its own: like a browser it gets each change of the page, and clicks a sample now and
-then, but it draws nothing. The run is ended when the minutes are over. Linux.
+The quickstart's task with four rows a step on one worker. The scheduler is in the process of the
+driver. The viewer is a Bokeh session in a process of its own: like a browser it gets each change of
+the page, and clicks a sample now and then, but it draws nothing. The run is ended when the minutes
+are over. Linux.
 """
 
 from __future__ import annotations
@@ -61,10 +63,16 @@ class Look:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two looks at the process")
-    parser.add_argument("--json", type=Path, help="where the looks are written, each as soon as it is there")
+    parser.add_argument(
+        "--every", type=float, default=60.0, help="seconds between two looks at the process"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where the looks are written, each as soon as it is there"
+    )
     parser.add_argument("--view", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     given = parser.parse_args()
@@ -81,10 +89,21 @@ def main() -> None:
     return None
 
 
-def measure(folder: Path, minutes: float, every: float, overrides: Sequence[str] = ()) -> Iterator[Look]:
-    """Yield a look at the process every ``every`` seconds, for some minutes from the first step on."""
+def measure(
+    folder: Path, minutes: float, every: float, overrides: Sequence[str] = ()
+) -> Iterator[Look]:
+    """Yield a look at the process every ``every`` seconds, for some minutes from the first step
+    on.
+    """
     port = _free_port()
-    command = [sys.executable, "-m", "siirl_dask.cli", "quickstart", *_FIXED, f"observe.dashboard_port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "siirl_dask.cli",
+        "quickstart",
+        *_FIXED,
+        f"observe.dashboard_port={port}",
+    ]
     with _process([*command, *overrides], cwd=folder, stdout=subprocess.DEVNULL) as run:
         began = time.monotonic()
         while not step_of(folder):
@@ -92,7 +111,9 @@ def measure(folder: Path, minutes: float, every: float, overrides: Sequence[str]
                 raise SystemExit(f"the run has done no step: exit code {run.poll()}")
             time.sleep(1.0)
         address, process = f"http://127.0.0.1:{port}/siirl", psutil.Process(run.pid)
-        with _process([sys.executable, __file__, "--view", address], stdout=subprocess.PIPE, text=True) as viewer:
+        with _process(
+            [sys.executable, __file__, "--view", address], stdout=subprocess.PIPE, text=True
+        ) as viewer:
             lines = iter(viewer.stdout)
             next(lines, "")
             began = time.monotonic()
@@ -103,7 +124,9 @@ def measure(folder: Path, minutes: float, every: float, overrides: Sequence[str]
                     raise SystemExit("the viewer has ended: did the run?")
                 taken = process.cpu_times()
                 rss, cores = process.memory_info().rss / 1e6, taken.user + taken.system
-                yield Look((time.monotonic() - began) / 60, step_of(folder), rss, cores, **json.loads(told))
+                yield Look(
+                    (time.monotonic() - began) / 60, step_of(folder), rss, cores, **json.loads(told)
+                )
 
 
 def view(url: str) -> None:
@@ -111,7 +134,9 @@ def view(url: str) -> None:
     changes, asked = 0, list[int]()
     signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     session, clicked = pull_session(url=url, io_loop=IOLoop.current()), time.monotonic()
-    curve, rows = (session.document.select_one({"name": name}) for name in ("curve reward", "sample rows"))
+    curve, rows = (
+        session.document.select_one({"name": name}) for name in ("curve reward", "sample rows")
+    )
 
     def count(event: object) -> None:
         nonlocal changes
@@ -129,7 +154,9 @@ def view(url: str) -> None:
     session.document.on_change(count)
     PeriodicCallback(act, 100).start()
     print("it is there", flush=True)
-    connection = session._connection  # Bokeh's client nests its calls deeper with each change until its loop ends
+    connection = (
+        session._connection
+    )  # Bokeh's client nests its calls deeper with each change until its loop ends
     while session.connected:
         connection._loop_until(_some_time_later())
 
@@ -146,7 +173,11 @@ def step_of(folder: Path) -> int:
         return 0
     with path.open("rb") as lines:
         lines.seek(max(0, path.stat().st_size - 20_000))
-        last = [line for line in lines.read().splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+        last = [
+            line
+            for line in lines.read().splitlines()
+            if line.startswith(b"{") and line.endswith(b"}")
+        ]
     return max((json.loads(line)["step"] for line in last), default=0)
 
 
@@ -155,7 +186,9 @@ def table(looks: Sequence[Look]) -> str:
     lines = ["| after | steps | resident memory, MB | processor time a step |", "|---|---|---|---|"]
     for one in looks[:: max(1, len(looks) // 10)]:
         cost = one.cores / max(1, one.step) * 1e3
-        lines.append(f"| {one.minutes:.0f} minutes | {one.step:,} | {one.rss:.0f} | {cost:.0f} ms |")
+        lines.append(
+            f"| {one.minutes:.0f} minutes | {one.step:,} | {one.rss:.0f} | {cost:.0f} ms |"
+        )
     return "\n".join(lines)
 
 

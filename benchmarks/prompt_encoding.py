@@ -2,7 +2,8 @@
 
     python benchmarks/prompt_encoding.py
 
-The tokenizer is a byte-level BPE with 32,000 tokens, trained here on Python's standard library, whose text it encodes.
+The tokenizer is a byte-level BPE with 32,000 tokens, trained here on Python's standard library,
+whose text it encodes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def trained_encoder(text: str) -> Callable[[str], list[int]]:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False)
-    backend.train_from_iterator((text[at : at + 4000] for at in range(0, TRAINED_ON, 4000)), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<eos>"], show_progress=False
+    )
+    backend.train_from_iterator(
+        (text[at : at + 4000] for at in range(0, TRAINED_ON, 4000)), trainer
+    )
     return HuggingFaceTokenizer(
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), "trained here"
     ).encode

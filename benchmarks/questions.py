@@ -2,8 +2,8 @@
 
     python benchmarks/questions.py --steps 150 --folder /tmp/asked
 
-A step has 512 samples of 64 prompts on four workers. Responses have 800 tokens on average; token ids, log-probs and
-words are random, so that they compress as little as those of a model.
+A step has 512 samples of 64 prompts on four workers. Responses have 800 tokens on average; token
+ids, log-probs and words are random, so that they compress as little as those of a model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ ROUNDS = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--folder", help="keep the run there, and take the one that is there; default: a new one")
+    parser.add_argument(
+        "--folder", help="keep the run there, and take the one that is there; default: a new one"
+    )
     given = parser.parse_args()
     with TemporaryDirectory() as folder:
         url = given.folder or folder
@@ -48,7 +52,10 @@ def make_run(url: str, steps: int) -> None:
     rng = np.random.default_rng(0)
     for step in range(1, steps + 1):
         folder = f"{url}/rollouts/step={step:06d}"
-        parts = [stage_part(folder, 1, worker, rows(rng, step, worker, steps)) for worker in range(WORKERS)]
+        parts = [
+            stage_part(folder, 1, worker, rows(rng, step, worker, steps))
+            for worker in range(WORKERS)
+        ]
         commit_parts(folder, 1, parts)
 
 
@@ -95,18 +102,29 @@ def epoch(steps: int) -> int:
 
 def lists(lengths: Any, values: Any) -> pa.Array:
     """Return a column of lists with these lengths."""
-    return pa.LargeListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)])), pa.array(values))
+    return pa.LargeListArray.from_arrays(
+        pa.array(np.concatenate([[0], np.cumsum(lengths)])), pa.array(values)
+    )
 
 
 def report(url: str, steps: int) -> None:
     """Print a table of the seconds that each question takes, the best of a few times."""
-    files = {path.relative_to(url).as_posix(): path.stat().st_size for path in Path(url).rglob("*.*")}
+    files = {
+        path.relative_to(url).as_posix(): path.stat().st_size for path in Path(url).rglob("*.*")
+    }
     with open_rollouts(url) as rollouts:
-        size = rollouts.table(f"SELECT sum(tokens) AS tokens, count(*) AS rows FROM {rollouts.view}").to_pylist()[0]
-        print(f"{steps} steps, {size['rows']:,} rows, {size['tokens']:,} tokens, {sum(files.values()):,} bytes\n")
+        size = rollouts.table(
+            f"SELECT sum(tokens) AS tokens, count(*) AS rows FROM {rollouts.view}"
+        ).to_pylist()[0]
+        print(
+            f"{steps} steps, {size['rows']:,} rows, {size['tokens']:,} tokens, "
+            f"{sum(files.values()):,} bytes\n"
+        )
         asked: dict[str, Callable[[], object]] = {
             "open": partial(opened, url),
-            "no question: count and mean reward of each step": partial(questions.overview, rollouts),
+            "no question: count and mean reward of each step": partial(
+                questions.overview, rollouts
+            ),
             "--worst": partial(questions.worst, rollouts),
             "--best": partial(questions.best, rollouts),
             "--by source": partial(questions.by, rollouts, "source"),

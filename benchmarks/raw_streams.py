@@ -1,10 +1,12 @@
-"""A program: plain TCP streams from one host to another, the rate that a data plane between them is held against.
+"""A program: plain TCP streams from one host to another, the rate that a data plane between them is
+held against.
 
 python benchmarks/raw_streams.py serve 198.51.100.2:7777
 python benchmarks/raw_streams.py send 198.51.100.2:7777
 
-The sender opens its connections once, and takes lines ``STREAMS BYTES`` from standard input. It sends so many bytes
-over so many streams at once and prints the seconds from the first byte until the receiver says that it has the last.
+The sender opens its connections once, and takes lines ``STREAMS BYTES`` from standard input. It
+sends so many bytes over so many streams at once and prints the seconds from the first byte until
+the receiver says that it has the last.
 """
 
 from __future__ import annotations

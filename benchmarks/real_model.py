@@ -1,10 +1,11 @@
-"""Trains a real model, SmolLM2-135M-Instruct, with GRPO on sums of ``reasoning-gym``, and writes the curve as a page.
+"""Trains a real model, SmolLM2-135M-Instruct, with GRPO on sums of ``reasoning-gym``, and writes
+the curve as a page.
 
     pip install reasoning-gym gguf
     python benchmarks/real_model.py [--out docs/benchmarks/real_model.md] [key=value ...]
 
-Run it in a folder of its own: it writes ``runs/real_model-data`` (model and rows, 540 MB) and ``runs/real_model``.
-Options as ``run.steps=100`` are those of ``benchmarks/real_model.yaml``.
+Run it in a folder of its own: it writes ``runs/real_model-data`` (model and rows, 540 MB) and
+``runs/real_model``. Options as ``run.steps=100`` are those of ``benchmarks/real_model.yaml``.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def page(options: list[str]) -> str:
         part = slice(start, start + _WINDOW)
         seconds = [record["seconds"] for record in train[part]]
         lines.append(
-            f"| {start + 1} to {start + len(rewards[part])} | {statistics.mean(rewards[part]):.3f} | "
+            f"| {start + 1} to {start + len(rewards[part])} | {statistics.mean(rewards[part]):.3f} "
+            "| "
             f"{statistics.mean(seconds):.1f} |"
         )
     validation = ["| after step | questions answered rightly, greedily |", "| ---: | ---: |"]
@@ -141,14 +143,21 @@ Measured on {date.today():%d %B %Y} on {os.cpu_count()} cores, {platform.system(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--page-alone", action="store_true", help="make the page of the run that is there")
+    parser.add_argument(
+        "--page-alone", action="store_true", help="make the page of the run that is there"
+    )
     parser.add_argument("options", nargs="*")
     arguments = parser.parse_args()
     if not arguments.page_alone:
         prepare()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")]),
+        }
         command = ["siirl-dask", "run", str(_HERE / "real_model.yaml"), *arguments.options]
         subprocess.run(command, env=environment, check=True)
     text = page(arguments.options)

@@ -44,14 +44,21 @@ def print_case(records: Sequence[Record]) -> None:
     """One case, one line a method."""
     console, first = Console(width=120), records[0]
     workers = f"{first['wfrom']} -> {first['wto']} workers"
-    table = Table(title=f"{name_of_case(first)}, {first['payload_bytes'] / 2**20:.0f} MiB, {workers}")
+    table = Table(
+        title=f"{name_of_case(first)}, {first['payload_bytes'] / 2**20:.0f} MiB, {workers}"
+    )
     for heading in _HEADINGS:
         table.add_column(heading, justify="right" if heading else "left")
     for record in records:
         table.add_row(*cells_of(record))
     console.print(table)
-    limits = f"memcpy {milliseconds(first['memcpy_s'])} ms, loopback {milliseconds(first['loopback_s'])} ms"
-    console.print(f"At best: {limits}. Cores busy with other things: {first['cores_elsewhere']:.2f}.")
+    limits = (
+        f"memcpy {milliseconds(first['memcpy_s'])} ms, loopback "
+        f"{milliseconds(first['loopback_s'])} ms"
+    )
+    console.print(
+        f"At best: {limits}. Cores busy with other things: {first['cores_elsewhere']:.2f}."
+    )
     print_errors(records)
 
 
@@ -73,7 +80,9 @@ def print_comparison(records: Sequence[Record]) -> None:
         lines = heading.replace(" ", "\n").replace("TransferQueue", "Transfer\nQueue")
         table.add_column(lines, justify="right" if heading in COLUMNS else "left")
     for name, case in cases_of(records).items():
-        table.add_row(name, *limits_of(case), *(cell.replace(" ", "\n") for cell in comparison_cells(case)))
+        table.add_row(
+            name, *limits_of(case), *(cell.replace(" ", "\n") for cell in comparison_cells(case))
+        )
     console.print(table)
     print_errors(records)
 
@@ -81,7 +90,9 @@ def print_comparison(records: Sequence[Record]) -> None:
 def print_errors(records: Iterable[Record]) -> None:
     for record in records:
         if "error" in record:
-            Console(width=120).print(f"{name_of_case(record)}: {record['peer']}: {record['error']}", markup=False)
+            Console(width=120).print(
+                f"{name_of_case(record)}: {record['peer']}: {record['error']}", markup=False
+            )
 
 
 def limits_of(case: Sequence[Record]) -> list[str]:
@@ -96,7 +107,9 @@ def comparison_cells(case: Sequence[Record]) -> list[str]:
 
 def fastest(case: Sequence[Record], methods: tuple[str, ...]) -> float | None:
     """Median seconds; None when none of the methods came through with the right rows."""
-    found = [r["median_s"] for r in case if r["peer"] in methods and "error" not in r and r["verified"]]
+    found = [
+        r["median_s"] for r in case if r["peer"] in methods and "error" not in r and r["verified"]
+    ]
     return min(found, default=None)
 
 

@@ -1,8 +1,10 @@
-"""All methods on the same work, in turn: one round that warms up, then the timed ones, then one that watches memory.
+"""All methods on the same work, in turn: one round that warms up, then the timed ones, then one
+that watches memory.
 
     python benchmarks/rounds.py --rows 256 --tokens 8192 --from 2 --to 4 --json
 
-Every system is up all the time and idle while another is at work, so whatever else the machine does meets all alike.
+Every system is up all the time and idle while another is at work, so whatever else the machine does
+meets all alike.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Series:
     verified: bool = True
     in_order: bool = True
     memory_kept: int = 0
-    """Bytes by which memory grew over its rounds so far: pools, and whatever else it holds on to."""
+    """Bytes by which memory grew over its rounds so far: pools, and whatever else it holds on
+    to."""
     memory_peak: int = 0
     """The same while it runs."""
     error: str | None = None
@@ -55,7 +58,9 @@ class LimitSeries:
     cores_elsewhere: float = 0.0
 
 
-def measure(work: Work, candidates: Sequence[Candidate], n: int, tag: str = "") -> list[dict[str, Any]]:
+def measure(
+    work: Work, candidates: Sequence[Candidate], n: int, tag: str = ""
+) -> list[dict[str, Any]]:
     """One record per method, in the order of the candidates; of one that failed, its error."""
     oracle = Oracle(work)
     limits = LimitSeries()

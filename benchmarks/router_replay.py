@@ -1,10 +1,12 @@
-"""How far a trainer's log-probs are from the engine's, with and without router replay (R3, arXiv:2510.11370).
+"""How far a trainer's log-probs are from the engine's, with and without router replay (R3,
+arXiv:2510.11370).
 
     python benchmarks/router_replay.py [--engines transformers vllm] [--out FILE]
 
-Two mixtures of experts: the one that configs/quickstart_moe.yaml begins with, on its task, and a random one of 6 layers
-and 16 experts, whose experts and attention outputs are made 4 times as large so that it matters which ones a token goes
-to. Each engine samples with the weights that the trainer has, in float32 and in bfloat16, on this machine's CPUs.
+Two mixtures of experts: the one that configs/quickstart_moe.yaml begins with, on its task, and a
+random one of 6 layers and 16 experts, whose experts and attention outputs are made 4 times as large
+so that it matters which ones a token goes to. Each engine samples with the weights that the trainer
+has, in float32 and in bfloat16, on this machine's CPUs.
 """
 
 from __future__ import annotations
@@ -49,8 +51,12 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"], choices=[*map(str, Engine)])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engines", nargs="+", default=["transformers", "vllm"], choices=[*map(str, Engine)]
+    )
     parser.add_argument("--out", type=Path, help="page whose section is replaced")
     given = parser.parse_args()
     hide()
@@ -78,7 +84,10 @@ def _quickstart(folder: Path) -> Case:
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     texts = pq.read_table(task.train, columns=["prompt"])["prompt"][:32].to_pylist()
     return Case(
-        "quickstart's, 2 layers, 2 of 4 experts", str(task.model), [tokenizer.encode(text) for text in texts], 12
+        "quickstart's, 2 layers, 2 of 4 experts",
+        str(task.model),
+        [tokenizer.encode(text) for text in texts],
+        12,
     )
 
 
@@ -94,7 +103,10 @@ def _deep(folder: Path) -> Case:
     torch.manual_seed(1)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    larger = {name: each * _LARGER if "experts" in name or "o_proj" in name else each for name, each in weights.items()}
+    larger = {
+        name: each * _LARGER if "experts" in name or "o_proj" in name else each
+        for name, each in weights.items()
+    }
     save_file(larger, folder / "model.safetensors", {"format": "pt"})
     draw = random.Random(0)
     prompts = [[draw.randrange(256) for _ in range(draw.randrange(20, 150))] for _ in range(8)]
@@ -117,7 +129,11 @@ def _rows(case: Case, engine: Engine, dtype: Dtype) -> list[str]:
     lines = []
     for replayed in (False, True):
         trainer = build_trainer(
-            Device("0"), Rank(), model=model, trainer=TrainerConfig(), rollout=replace(rollout, router_replay=replayed)
+            Device("0"),
+            Rank(),
+            model=model,
+            trainer=TrainerConfig(),
+            rollout=replace(rollout, router_replay=replayed),
         )
         lines.append(_line(case, engine, dtype, replayed, trainer.logprobs(rows).logprobs, sampled))
         trainer.close()
@@ -125,20 +141,30 @@ def _rows(case: Case, engine: Engine, dtype: Dtype) -> list[str]:
 
 
 def _routes(samples: list[Generation], folder: str) -> Tensor:
-    """Return the routes of all tokens, [T, layers x experts]; the last of each row was never fed to the engine."""
+    """Return the routes of all tokens, [T, layers x experts]; the last of each row was never fed
+    to the engine.
+    """
     routing = needed_routing(folder)
     parts = []
     for sample in samples:
         assert sample.routes is not None, "the engine records routes"
         own = np.frombuffer(sample.routes, np.uint8).reshape(-1, routing.width)
-        parts += [torch.tensor(own.astype(np.int16)), torch.full((1, routing.width), -1, dtype=torch.int16)]
+        parts += [
+            torch.tensor(own.astype(np.int16)),
+            torch.full((1, routing.width), -1, dtype=torch.int16),
+        ]
     return torch.cat(parts)
 
 
-def _line(case: Case, engine: Engine, dtype: Dtype, replayed: bool, trained: Tensor, sampled: Tensor) -> str:
+def _line(
+    case: Case, engine: Engine, dtype: Dtype, replayed: bool, trained: Tensor, sampled: Tensor
+) -> str:
     apart = (trained - sampled).abs()
     figures = f"{apart.max():.1e} | {apart.mean():.1e} | {k3(sampled, trained).mean():.1e}"
-    return f"| {case.name} | {engine} | {dtype} | {len(sampled)} | {'on' if replayed else 'off'} | {figures} |"
+    return (
+        f"| {case.name} | {engine} | {dtype} | {len(sampled)} | {'on' if replayed else 'off'} | "
+        f"{figures} |"
+    )
 
 
 if __name__ == "__main__":

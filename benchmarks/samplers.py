@@ -1,10 +1,12 @@
-"""Tokens a second of vLLM with our sampler (``rollout.sampler=exact``) and with its own, at a large vocabulary.
+"""Tokens a second of vLLM with our sampler (``rollout.sampler=exact``) and with its own, at a large
+vocabulary.
 
     python benchmarks/samplers.py [--rows 64] [--batch 64] [--rounds 5] [--threads 1] [--out FILE]
 
-A model of 32 million random parameters, most of them embeddings of 152 thousand tokens, generates rows of equal length,
-which no token ends. Each sampler has an engine in a process of its own, and their rounds alternate: only one computes.
-Seconds are those that the process computed, and so nearly the same on a machine that does other work as well.
+A model of 32 million random parameters, most of them embeddings of 152 thousand tokens, generates
+rows of equal length, which no token ends. Each sampler has an engine in a process of its own, and
+their rounds alternate: only one computes. Seconds are those that the process computed, and so
+nearly the same on a machine that does other work as well.
 """
 
 from __future__ import annotations
@@ -44,14 +46,21 @@ _SIZES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64, help="rows at once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--out", type=Path, help="page whose section is replaced")
-    parser.add_argument("--serve", nargs=2, metavar=("SAMPLER", "MODEL"), help="one round for each line of the input")
+    parser.add_argument(
+        "--serve",
+        nargs=2,
+        metavar=("SAMPLER", "MODEL"),
+        help="one round for each line of the input",
+    )
     given = parser.parse_args()
     if given.serve:
         serve(Sampler(given.serve[0]), given.serve[1], given)
@@ -85,7 +94,9 @@ def generate(engine: RolloutEngine, rows: int, given: argparse.Namespace) -> flo
     began = process_time()
     engine.serve(queue)
     seconds = process_time() - began
-    assert all(len(sample.token_ids) == len(sample.logprobs) == _RESPONSE for sample in queue.results())
+    assert all(
+        len(sample.token_ids) == len(sample.logprobs) == _RESPONSE for sample in queue.results()
+    )
     return seconds
 
 
@@ -136,10 +147,14 @@ def section(rates: dict[Sampler, list[float]], parameters: int, given: argparse.
     lines = [
         "## Samplers at a vocabulary of 152 thousand",
         "",
-        f"`python benchmarks/samplers.py {arguments}` on {date.today():%d %B %Y}: {platform.machine()}, "
-        f"{given.threads} threads, torch {torch.__version__}. {parameters / 1e6:.1f} million parameters, a vocabulary "
-        f"of {_VOCABULARY:,}, {given.rows} rows of {_PROMPT} + {_RESPONSE} tokens, {given.batch} at once, top_p "
-        f"{given.top_p}; vLLM in two processes whose {given.rounds} rounds alternate. The ratio is that of medians; in "
+        f"`python benchmarks/samplers.py {arguments}` on {date.today():%d %B %Y}: "
+        f"{platform.machine()}, "
+        f"{given.threads} threads, torch {torch.__version__}. {parameters / 1e6:.1f} million "
+        "parameters, a vocabulary "
+        f"of {_VOCABULARY:,}, {given.rows} rows of {_PROMPT} + {_RESPONSE} tokens, {given.batch} "
+        "at once, top_p "
+        f"{given.top_p}; vLLM in two processes whose {given.rounds} rounds alternate. The ratio is "
+        "that of medians; in "
         "brackets, of each pair of rounds.",
         "",
         "| `rollout.sampler` | tokens a CPU second, median | range | over vLLM's own |",
@@ -148,7 +163,8 @@ def section(rates: dict[Sampler, list[float]], parameters: int, given: argparse.
     for sampler, values in rates.items():
         pairs = [one / other for one, other in zip(values, rates[Sampler.vllm], strict=True)]
         lines.append(
-            f"| {sampler} | {statistics.median(values):.0f} | {min(values):.0f} to {max(values):.0f} | "
+            f"| {sampler} | {statistics.median(values):.0f} | {min(values):.0f} to "
+            f"{max(values):.0f} | "
             f"{statistics.median(values) / own:.2f} ({min(pairs):.2f} to {max(pairs):.2f}) |"
         )
     return "\n".join([*lines, ""])

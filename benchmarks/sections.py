@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def replace_section(page: Path, text: str) -> None:
-    """Write ``text``, which begins with its heading, over the section of that heading, or to the end of the page."""
+    """Write ``text``, which begins with its heading, over the section of that heading, or to the
+    end of the page.
+    """
     heading = text.splitlines()[0]
     before, found, after = (page.read_text() if page.exists() else "").partition(heading)
     _, rule, rest = after.partition("\n## ") if found else ("", "", "")

@@ -1,12 +1,13 @@
-"""Where a step's time goes: generation, log-probs, update, other nodes, moving, waiting, and Python within them.
+"""Where a step's time goes: generation, log-probs, update, other nodes, moving, waiting, and Python
+within them.
 
     python benchmarks/step_parts.py [--sizes 0.3M 32M 150M] [--engine transformers vllm] [--steps 4] [--out FILE]
 
-GRPO on two workers that both generate and learn, a torch thread each, with prompts of 17 tokens and random models whose
-responses all have the same length. Seconds are those of the run's own trace (``siirl-dask trace``), on average over the
-workers. In every other step torch's profiler counts the seconds inside operators; what is left of a node's is Python.
-The profiler slows both, so that the share of Python is of those steps alone, and all other figures are of the steps
-between.
+GRPO on two workers that both generate and learn, a torch thread each, with prompts of 17 tokens and
+random models whose responses all have the same length. Seconds are those of the run's own trace
+(``siirl-dask trace``), on average over the workers. In every other step torch's profiler counts the
+seconds inside operators; what is left of a node's is Python. The profiler slows both, so that the
+share of Python is of those steps alone, and all other figures are of the steps between.
 """
 
 from __future__ import annotations
@@ -61,10 +62,34 @@ class Size:
 
 
 SIZES = {
-    "0.3M": Size({"hidden": 96, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 32, "intermediate": 256}, 32, 12),
-    "32M": Size({"hidden": 512, "layers": 10, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536}, 4, 16),
+    "0.3M": Size(
+        {"hidden": 96, "layers": 3, "heads": 3, "kv_heads": 1, "head_dim": 32, "intermediate": 256},
+        32,
+        12,
+    ),
+    "32M": Size(
+        {
+            "hidden": 512,
+            "layers": 10,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 64,
+            "intermediate": 1536,
+        },
+        4,
+        16,
+    ),
     "150M": Size(
-        {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "head_dim": 64, "intermediate": 3072}, 4, 16
+        {
+            "hidden": 1024,
+            "layers": 12,
+            "heads": 16,
+            "kv_heads": 8,
+            "head_dim": 64,
+            "intermediate": 3072,
+        },
+        4,
+        16,
     ),
 }
 _SAMPLES = 8
@@ -87,10 +112,16 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--engine", nargs="+", choices=("transformers", "vllm"), default=["transformers", "vllm"])
-    parser.add_argument("--steps", type=int, default=4, help="after two that warm up; half of them are profiled")
+    parser.add_argument(
+        "--engine", nargs="+", choices=("transformers", "vllm"), default=["transformers", "vllm"]
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="after two that warm up; half of them are profiled"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -110,16 +141,22 @@ def measure(folder: Path, name: str, engine: str, steps: int) -> Case:
     config, parameters = prepared(folder, name, engine, steps + _WARM_UP)
     run(config, profiled_grpo(config))
     url = config.run.url
-    spans = [span for span in read_trace(url).spans if span.step > _WARM_UP and not is_profiled(span.step)]
+    spans = [
+        span
+        for span in read_trace(url).spans
+        if span.step > _WARM_UP and not is_profiled(span.step)
+    ]
     found = find_bottleneck(spans)
     parts = [parts_of(worker, found.steps) for worker in found.workers]
     means = {part: mean(one[part] for one in parts) for part in COLUMNS}
     return Case(name, parameters, engine, means, python_shares(read_metrics(url)[_WARM_UP:]))
 
 
-def prepared(folder: Path, name: str, engine: str, steps: int, **more: object) -> tuple[Config, int]:
-    """Make a model of this size and its data. Returns the config of a run, with ``more`` values of the keys of
-    ``cluster``, and the parameters.
+def prepared(
+    folder: Path, name: str, engine: str, steps: int, **more: object
+) -> tuple[Config, int]:
+    """Make a model of this size and its data. Returns the config of a run, with ``more`` values of
+    the keys of ``cluster``, and the parameters.
     """
     size = SIZES[name]
     model, parameters = endless_model(folder / "random", **size.shape)
@@ -155,7 +192,11 @@ def parts_of(worker: WorkerTime, steps: int) -> dict[str, float]:
 def python_shares(records: Sequence[Record]) -> dict[str, float]:
     shares = {}
     for node, part in _NODES.items():
-        values = [value for one in records if (value := one["metrics"].get(f"{PYTHON}/{node}")) is not None]
+        values = [
+            value
+            for one in records
+            if (value := one["metrics"].get(f"{PYTHON}/{node}")) is not None
+        ]
         if values:
             shares[part] = mean(values)
     return shares
@@ -169,7 +210,10 @@ def line_of(case: Case) -> str:
         cells.append(f"{case.parts[part]:.3f} ({case.parts[part] / case.seconds:.0%}{python})")
     size = SIZES[case.size]
     rows = f"{size.prompts * _SAMPLES} x {size.tokens}"
-    return f"| {case.parameters / 1e6:.1f}M | {case.engine} | {rows} | {case.seconds:.2f} | {' | '.join(cells)} |"
+    return (
+        f"| {case.parameters / 1e6:.1f}M | {case.engine} | {rows} | {case.seconds:.2f} | "
+        f"{' | '.join(cells)} |"
+    )
 
 
 def report(cases: Sequence[Case], steps: int) -> str:
@@ -178,7 +222,8 @@ def report(cases: Sequence[Case], steps: int) -> str:
         [
             "# Where a step's time goes",
             "",
-            f"`python benchmarks/step_parts.py --steps {steps}` on {date.today():%d %B %Y}, {platform.machine()}, "
+            f"`python benchmarks/step_parts.py --steps {steps}` on {date.today():%d %B %Y}, "
+            f"{platform.machine()}, "
             f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end.",
             "",
             doc[2].strip(),

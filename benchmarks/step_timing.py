@@ -1,4 +1,6 @@
-"""GRPO whose generation, log-probs and update run under torch's profiler in every other step: see step_parts.py."""
+"""GRPO whose generation, log-probs and update run under torch's profiler in every other step:
+see step_parts.py.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,20 @@ def profiled(fn: Callable[..., pa.Table], node: str, name: str) -> Callable[...,
         ctx.log(f"{PYTHON}/{node}", 1 - operator_seconds(seen) / seconds)
         return result
 
-    call.__module__, call.__name__, call.__qualname__ = __name__, name, name  # workers import it by its name
+    call.__module__, call.__name__, call.__qualname__ = (
+        __name__,
+        name,
+        name,
+    )  # workers import it by its name
     return call
 
 
 def operator_seconds(seen: profile) -> float:
     """Return the seconds inside operators, without the ranges that Python opens around them."""
-    return sum(each.self_cpu_time_total for each in seen.key_averages() if not each.is_user_annotation) / 1e6
+    return (
+        sum(each.self_cpu_time_total for each in seen.key_averages() if not each.is_user_annotation)
+        / 1e6
+    )
 
 
 profiled_generate = profiled(generate, "rollout", "profiled_generate")
@@ -53,7 +62,11 @@ profiled_update = profiled(update_policy, "update", "profiled_update")
 
 
 def profiled_grpo(config: Config) -> DAG:
-    functions = {"rollout": profiled_generate, "old_logprobs": profiled_logprobs, "update": profiled_update}
+    functions = {
+        "rollout": profiled_generate,
+        "old_logprobs": profiled_logprobs,
+        "update": profiled_update,
+    }
     dag = grpo(config)
     for node, fn in functions.items():
         dag = dag.replace(node, fn=fn)

@@ -1,10 +1,12 @@
-"""Turns whose environments answer after a while: `play` against a loop that waits for all of them after each turn.
+"""Turns whose environments answer after a while: `play` against a loop that waits for all of them
+after each turn.
 
     python benchmarks/turns.py [--engine transformers] [--episodes 256] [--rows 32] [--call 0.1] [--out FILE]
 
-Episodes have 1 to 8 turns of 24 tokens. A call of an environment takes ``--call`` seconds, and one in 20 ten times as
-long. Lock-step, as most frameworks play: all episodes take a turn, as many at a time as the engine has rows; then all
-environments answer; then comes the next turn. All ways must make the same rows.
+Episodes have 1 to 8 turns of 24 tokens. A call of an environment takes ``--call`` seconds, and one
+in 20 ten times as long. Lock-step, as most frameworks play: all episodes take a turn, as many at a
+time as the engine has rows; then all environments answer; then comes the next turn. All ways must
+make the same rows.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ _SIZES = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate":
 
 
 class World:
-    """An environment that answers after a while; its turns and times depend on the episode's prompt alone."""
+    """An environment that answers after a while; its turns and times depend on the episode's
+    prompt alone.
+    """
 
     call = 0.1
 
@@ -58,7 +62,9 @@ class World:
 
 
 class LockStep(EpisodeQueue):
-    """Gives turns only when the environments of all open episodes have answered, and then those of all."""
+    """Gives turns only when the environments of all open episodes have answered, and then those
+    of all.
+    """
 
     left = 0
     """Turns of the round that the engine has not got yet."""
@@ -86,21 +92,30 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32, help="of the engine")
     parser.add_argument("--call", type=float, default=World.call, help="seconds of a call")
-    parser.add_argument("--times", type=int, default=3, help="how often each case is measured, by turns")
+    parser.add_argument(
+        "--times", type=int, default=3, help="how often each case is measured, by turns"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     World.call = given.call
     cases = [Case("lock-step", LockStep, given.episodes)]
-    cases += [Case(f"play, {each * given.rows} open", EpisodeQueue, each * given.rows) for each in _OPEN]
+    cases += [
+        Case(f"play, {each * given.rows} open", EpisodeQueue, each * given.rows) for each in _OPEN
+    ]
     with TemporaryDirectory() as folder:
         model = ModelConfig(path=str(tiny_model(Path(folder) / "model", **_SIZES)))
         rollout = RolloutConfig(
-            engine=Engine(given.engine), n=1, max_rows=given.rows, max_response_length=_TURNS * (_TURN_TOKENS + 8)
+            engine=Engine(given.engine),
+            n=1,
+            max_rows=given.rows,
+            max_response_length=_TURNS * (_TURN_TOKENS + 8),
         )
         engine = build_engine(Device("bench"), Rank(), model=model, rollout=rollout)
         measured: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
@@ -121,9 +136,13 @@ def main() -> None:
         given.out.write_text(text)
 
 
-def measure(engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes: int) -> tuple[pa.Table, float, float]:
+def measure(
+    engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes: int
+) -> tuple[pa.Table, float, float]:
     """Return the rows, the seconds, and the share of the engine's rows that was filled."""
-    config = EnvironmentsConfig(turns=_TURNS, turn_tokens=_TURN_TOKENS, max_open=case.max_open, concurrency=episodes)
+    config = EnvironmentsConfig(
+        turns=_TURNS, turn_tokens=_TURN_TOKENS, max_open=case.max_open, concurrency=episodes
+    )
     device = Device("bench")
     world = build_environments(device, Rank(), environments=config, environment=World)
     ctx = Context(1, 0, Rank(), device, engine, resources={"environments": world})
@@ -143,19 +162,26 @@ def measure(engine: RolloutEngine, rollout: RolloutConfig, case: Case, episodes:
 def prompts(count: int) -> pa.Table:
     ids = pa.array(range(count), pa.int64())
     texts = pa.array([f"Play {at}:" for at in range(count)])
-    return pa.table({"row_id": ids, "group_id": ids, "tokens": ids, "prompt": texts, "answer": texts})
+    return pa.table(
+        {"row_id": ids, "group_id": ids, "tokens": ids, "prompt": texts, "answer": texts}
+    )
 
 
 def page(
-    given: argparse.Namespace, cases: Sequence[Case], measured: Mapping[str, Sequence[tuple[float, float]]]
+    given: argparse.Namespace,
+    cases: Sequence[Case],
+    measured: Mapping[str, Sequence[tuple[float, float]]],
 ) -> str:
     first = median(seconds for seconds, _ in measured[cases[0].name])
     lines = [
         "# Turns whose environments answer after a while",
         "",
-        f"`python benchmarks/turns.py --engine {given.engine}` on {platform.machine()}: {given.episodes} episodes of 1 "
-        f"to {_TURNS} turns of {_TURN_TOKENS} tokens, {given.rows} rows of the engine, one worker of one thread, a "
-        f"model of 0.4 million parameters. A call takes {given.call} s, one in {_RARE} {given.call * _SLOWER:g} s. "
+        f"`python benchmarks/turns.py --engine {given.engine}` on {platform.machine()}: "
+        f"{given.episodes} episodes of 1 "
+        f"to {_TURNS} turns of {_TURN_TOKENS} tokens, {given.rows} rows of the engine, one worker "
+        "of one thread, a "
+        f"model of 0.4 million parameters. A call takes {given.call} s, one in {_RARE} "
+        f"{given.call * _SLOWER:g} s. "
         f"Medians of {given.times}, with their range, the ways by turns; all make the same rows.",
         "",
         "| | seconds | rows filled | against lock-step |",
@@ -165,7 +191,9 @@ def page(
         seconds = [second for second, _ in measured[case.name]]
         filled = median(share for _, share in measured[case.name])
         middle, span = median(seconds), f"{min(seconds):.2f} to {max(seconds):.2f}"
-        lines.append(f"| {case.name} | {middle:.2f} ({span}) | {filled:.0%} | {first / middle:.2f} |")
+        lines.append(
+            f"| {case.name} | {middle:.2f} ({span}) | {filled:.0%} | {first / middle:.2f} |"
+        )
     return "\n".join([*lines, ""])
 
 

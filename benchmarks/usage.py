@@ -1,4 +1,6 @@
-"""Measures a set of processes: CPU seconds, and the peak of their memory while something runs. Linux only."""
+"""Measures a set of processes: CPU seconds, and the peak of their memory while something runs.
+Linux only.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Elsewhere:
         self._own = CpuClock(own_processes())
 
     def cores(self) -> float:
-        return (_machine_seconds() - self._machine - self._own.seconds()) / (time.perf_counter() - self._started)
+        return (_machine_seconds() - self._machine - self._own.seconds()) / (
+            time.perf_counter() - self._started
+        )
 
 
 def _machine_seconds() -> float:
@@ -62,8 +66,8 @@ def _cpu_seconds(pid: int) -> float:
 def memory_bytes(pids: Sequence[int]) -> int:
     """Anonymous memory of the processes and all shared memory of the machine, each page once.
 
-    That is their proportional set size without mapped files. ``smaps``, which has it ready, takes longer to read than a
-    transition lasts.
+    That is their proportional set size without mapped files. ``smaps``, which has it ready, takes
+    longer to read than a transition lasts.
     """
     anonymous = sum(_field(_PROC / str(pid) / "status", "RssAnon:") for pid in pids)
     return anonymous + _field(_PROC / "meminfo", "Shmem:")
@@ -93,8 +97,9 @@ def peak_memory(pids: Sequence[int], action: Callable[[], None]) -> int:
 def warm_free_memory(nbytes: int) -> None:
     """Touch as much memory, and free it again.
 
-    The host of a virtual machine takes back what has been free for a few seconds, and to get it again costs ten times
-    an ordinary page fault: without this, a method pays for how long the others before it took.
+    The host of a virtual machine takes back what has been free for a few seconds, and to get it
+    again costs ten times an ordinary page fault: without this, a method pays for how long the
+    others before it took.
     """
     memory = np.empty(nbytes, np.uint8)
     memory[::_PAGE] = 1

@@ -1,10 +1,12 @@
-"""Seconds of a forward and backward pass over rows that show images: packed, and padded in plain transformers.
+"""Seconds of a forward and backward pass over rows that show images: packed, and padded in plain
+transformers.
 
     python benchmarks/vlm_training.py [--prompts 8] [--n 8] [--side 96] [--rounds 3] [--out PAGE.md]
 
-All ways compute the log-probs of the same responses, and the gradient of the sum of their squares. Before the rounds,
-log-probs must be equal within 1e-5, and the gradients of the tower within 1e-5 of the largest. Rounds alternate, in one
-process with one thread; seconds are those that it computed. Pixels are made before.
+All ways compute the log-probs of the same responses, and the gradient of the sum of their squares.
+Before the rounds, log-probs must be equal within 1e-5, and the gradients of the tower within 1e-5
+of the largest. Rounds alternate, in one process with one thread; seconds are those that it
+computed. Pixels are made before.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ Seconds = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--n", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--side", type=int, default=96, help="pixels; 8 x 8 of them are a token")
@@ -71,7 +75,10 @@ def main() -> None:
 
 def _measure(folder: str, family: str, given: argparse.Namespace) -> Seconds:
     rows = _rows(folder, given)
-    apart = [(prompt, response, (_another(*images, row),)) for row, (prompt, response, images) in enumerate(rows)]
+    apart = [
+        (prompt, response, (_another(*images, row),))
+        for row, (prompt, response, images) in enumerate(rows)
+    ]
     network = _network(folder)
     cut = partial(micro_batches, budget=given.micro_batch, inputs=network.inputs)
     ways: dict[str, Callable[[], Tensor]] = {
@@ -87,7 +94,9 @@ def _measure(folder: str, family: str, given: argparse.Namespace) -> Seconds:
     for way in _WAYS[1:]:
         off = float((scores[way] - scores["packed"]).abs().max())
         assert off < 1e-5, f"{family}: log-probs of {way!r} are off by {off}"
-        off = float((gradients[way] - gradients["packed"]).abs().max() / gradients["packed"].abs().max())
+        off = float(
+            (gradients[way] - gradients["packed"]).abs().max() / gradients["packed"].abs().max()
+        )
         assert off < 1e-5, f"{family}: gradients of {way!r} are off by {off}"
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(given.rounds):
@@ -139,7 +148,9 @@ def _packed(network: PolicyNetwork, batches: Sequence[MicroBatch]) -> Tensor:
 
 
 def _padded(model: Any, folder: str, cuts: Sequence[Sequence[Row]]) -> Tensor:
-    """Score with the model's own forward: rows padded to the longest of their micro-batch, and pixels for each row."""
+    """Score with the model's own forward: rows padded to the longest of their micro-batch, and
+    pixels for each row.
+    """
     model.zero_grad()
     processor = load_processor(folder, READ)
     assert processor is not None
@@ -165,13 +176,17 @@ def _padded(model: Any, folder: str, cuts: Sequence[Sequence[Row]]) -> Tensor:
 
 
 def _learn(logprobs: Tensor) -> Tensor:
-    """Compute the gradients of a sum that does not depend on micro-batches; return the log-probs."""
+    """Compute the gradients of a sum that does not depend on micro-batches; return the
+    log-probs.
+    """
     logprobs.square().sum().backward()
     return logprobs.detach()
 
 
 def _tower_gradient(model: torch.nn.Module) -> Tensor:
-    named = {name: each.grad for name, each in model.named_parameters() if "visual.patch_embed" in name}
+    named = {
+        name: each.grad for name, each in model.named_parameters() if "visual.patch_embed" in name
+    }
     return torch.cat([gradient.flatten() for gradient in named.values() if gradient is not None])
 
 
@@ -213,7 +228,8 @@ Measured on {date.today():%d %B %Y} on {os.cpu_count()} cores, {platform.system(
 def _table(found: Mapping[str, Seconds]) -> str:
     head = [f"{way}, s" if way == "packed" else way for way in _WAYS]
     lines = [
-        f"| model | {' | '.join(head)} | padded over packed | tower in each row over once a group |",
+        f"| model | {' | '.join(head)} | padded over packed | tower in each row over once a group "
+        "|",
         f"| --- |{' ---: |' * (len(_WAYS) + 2)}",
     ]
     for family, seconds in found.items():

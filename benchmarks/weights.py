@@ -2,9 +2,10 @@
 
     python benchmarks/weights.py [--bucket 16MiB ...] [--layers 8] [--steps 6] [--engines 1] [--out FILE]
 
-One worker trains and the others generate, each a process; a step is nothing but the hand-over of a random model. A run
-of its own for each case. Memory is what a worker has beyond what it had once its roles were built: anonymous memory,
-and on an engine's worker the shared memory that it reads the weights from.
+One worker trains and the others generate, each a process; a step is nothing but the hand-over of a
+random model. A run of its own for each case. Memory is what a worker has beyond what it had once
+its roles were built: anonymous memory, and on an engine's worker the shared memory that it reads
+the weights from.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Case:
 
 @columns(reads=[PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE, PARAMETER_DATA])
 def load_whole(ctx: Context, table: pa.Table) -> pa.Table:
-    """Load weights like ``load_weights``, without declaring that they may come in parts: so all come at once."""
+    """Load weights like ``load_weights``, without declaring that they may come in parts: so all
+    come at once.
+    """
     given: pa.Table = load_weights(ctx, table)
     return given
 
@@ -66,7 +69,9 @@ def begin(ctx: Context, table: pa.Table) -> pa.Table:
 
 
 class Watcher:
-    """A role that looks at its worker's memory and writes the peak to a file when the run is over."""
+    """A role that looks at its worker's memory and writes the peak to a file when the run is
+    over.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -83,7 +88,9 @@ class Watcher:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
-        self._file.write_text(json.dumps({name: size - self._before[name] for name, size in self._peak.items()}))
+        self._file.write_text(
+            json.dumps({name: size - self._before[name] for name, size in self._peak.items()})
+        )
 
 
 def own_memory() -> dict[str, int]:
@@ -93,8 +100,12 @@ def own_memory() -> dict[str, int]:
     return {"anonymous": anonymous, "all": anonymous + shared}
 
 
-def build_filled(device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig) -> RolloutEngine:
-    """An engine whose weights are its own: those of a folder are pages of its files until they are written to."""
+def build_filled(
+    device: Device, rank: Rank, *, model: ModelConfig, rollout: RolloutConfig
+) -> RolloutEngine:
+    """An engine whose weights are its own: those of a folder are pages of its files until they
+    are written to.
+    """
     engine = build_engine(device, rank, model=model, rollout=rollout)
     engine.load_weights(load_file(f"{model.path}/model.safetensors").items(), 0)
     return engine
@@ -105,7 +116,9 @@ def build_watcher(device: Device, rank: Rank, *, folder: str) -> Watcher:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bucket", nargs="+", default=["16MiB", "64MiB", "256MiB"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
@@ -148,8 +161,12 @@ def measure(folder: str, model: str, data: str, bucket: str, given: argparse.Nam
     ]
     config = load(shipped("quickstart.yaml"), overrides)
     run(config, hand_over(config, whole=bucket == "whole"))
-    trainer, *others = (json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, *engines))
-    seconds = [record["seconds"] for record in read_metrics(str(url))[1:]]  # the first step warms up
+    trainer, *others = (
+        json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, *engines)
+    )
+    seconds = [
+        record["seconds"] for record in read_metrics(str(url))[1:]
+    ]  # the first step warms up
     return Case(bucket, trainer["anonymous"], max(other["all"] for other in others), seconds)
 
 
@@ -158,13 +175,17 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
     roles = (
         Role("policy", partial(build_trainer, model=model, trainer=trainer, rollout=rollout)),
         Role("rollout", partial(build_filled, model=model, rollout=rollout)),
-        Role("watcher", partial(build_watcher, folder=config.run.url)),  # the last, so that the others are built
+        Role(
+            "watcher", partial(build_watcher, folder=config.run.url)
+        ),  # the last, so that the others are built
     )
     reader = load_whole if whole else load_weights
     return DAG(
         roles,
         (
-            Node("begin", begin, role="rollout"),  # so that a step's weights wait until those before are loaded
+            Node(
+                "begin", begin, role="rollout"
+            ),  # so that a step's weights wait until those before are loaded
             Node("weights", publish_weights, role="policy", after="begin"),
             Node("load_weights", reader, role="rollout", after="weights", rows=Rows.REPLICATED),
         ),
@@ -173,15 +194,19 @@ def hand_over(config: Config, *, whole: bool) -> DAG:
 
 def report(cases: Sequence[Case], parameters: int, given: argparse.Namespace) -> str:
     lines = [
-        f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {given.engines} x {given.engine}; "
+        f"{parameters:,} parameters in float32, {4 * parameters / 1e6:.0f} MB; {given.engines} x "
+        f"{given.engine}; "
         f"{given.steps} hand-overs; "
-        f"{platform.machine()}, {os.cpu_count()} cores, {os.getloadavg()[0]:.0f} processes that want one",
+        f"{platform.machine()}, {os.cpu_count()} cores, {os.getloadavg()[0]:.0f} processes that "
+        "want one",
         "",
-        "| bucket | trainer's worker, MB more | an engine's worker, MB more | seconds, median | least |",
+        "| bucket | trainer's worker, MB more | an engine's worker, MB more | seconds, median | "
+        "least |",
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {case.bucket} | {case.trainer / 1e6:.0f} | {case.engine / 1e6:.0f} | {median(case.seconds):.2f} | "
+        f"| {case.bucket} | {case.trainer / 1e6:.0f} | {case.engine / 1e6:.0f} | "
+        f"{median(case.seconds):.2f} | "
         f"{min(case.seconds):.2f} |"
         for case in cases
     ]

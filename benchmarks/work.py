@@ -1,10 +1,12 @@
-"""The work that every system is given: rows change hands once, from the workers that hold them to those that need them.
+"""The work that every system is given: rows change hands once, from the workers that hold them to
+those that need them.
 
-Sources hold consecutive blocks of rows with four ragged columns (16 bytes a token). After the transition destination
-``d`` holds the rows with ``uid % destinations == d``, readable in its own address space. It reads one value of every
-4 KB page of them before it says that it is done, so that memory which is mapped but not there yet is paid for. The
-first workers are sources and the first are destinations: of 2 and 4, two are both; where they lie apart, none is. The
-rows are never changed.
+Sources hold consecutive blocks of rows with four ragged columns (16 bytes a token). After the
+transition destination ``d`` holds the rows with ``uid % destinations == d``, readable in its own
+address space. It reads one value of every 4 KB page of them before it says that it is done, so that
+memory which is mapped but not there yet is paid for. The first workers are sources and the first
+are destinations: of 2 and 4, two are both; where they lie apart, none is. The rows are never
+changed.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Work:
     def __post_init__(self) -> None:
         for name in ("sources", "destinations"):
             if self.rows % getattr(self, name):
-                raise ValueError(f"{self.rows} rows over {getattr(self, name)} {name}: expected equal shares")
+                raise ValueError(
+                    f"{self.rows} rows over {getattr(self, name)} {name}: expected equal shares"
+                )
 
     @property
     def targets(self) -> slice:
@@ -100,7 +104,10 @@ class Rows:
             columns = {name: values[span] for name, values in self.columns.items()}
         else:
             spans = [slice(self.offsets[row], self.offsets[row + 1]) for row in positions]
-            columns = {name: np.concatenate([values[s] for s in spans]) for name, values in self.columns.items()}
+            columns = {
+                name: np.concatenate([values[s] for s in spans])
+                for name, values in self.columns.items()
+            }
         return Rows(self.uids[positions], offsets_of(lengths), columns)
 
     def share_of(self, destination: int, destinations: int) -> Rows:
@@ -117,11 +124,17 @@ def make_rows(work: Work, source: int) -> Rows:
     uids = np.arange(source * share, (source + 1) * share)
     offsets = offsets_of(work.lengths[uids])
     ramp = np.arange(offsets[-1]) % _PERIOD + source
-    return Rows(uids, offsets, {name: (ramp + i).astype(kind) for i, (name, kind) in enumerate(COLUMNS.items())})
+    return Rows(
+        uids,
+        offsets,
+        {name: (ramp + i).astype(kind) for i, (name, kind) in enumerate(COLUMNS.items())},
+    )
 
 
 def pad_rows(rows: Rows, width: int) -> dict[str, Values]:
-    """Each column as [rows, width], zeros behind the shorter rows: what systems of dense tensors need."""
+    """Each column as [rows, width], zeros behind the shorter rows: what systems of dense tensors
+    need.
+    """
     inside = np.arange(width) < np.diff(rows.offsets)[:, None]
     padded: dict[str, Values] = {}
     for name, values in rows.columns.items():
@@ -132,7 +145,9 @@ def pad_rows(rows: Rows, width: int) -> dict[str, Values]:
 
 def touch(arrays: Iterable[Values]) -> int:
     """Read one value of every page."""
-    return sum(int(array.reshape(-1)[::_VALUES_PER_PAGE].astype(np.int64).sum()) for array in arrays)
+    return sum(
+        int(array.reshape(-1)[::_VALUES_PER_PAGE].astype(np.int64).sum()) for array in arrays
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +170,19 @@ def inspect_row(values: Iterable[Values]) -> int:
 
 
 def inspect(rows: Rows) -> Held:
-    spans = [slice(start, stop) for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
-    return Held(tuple(rows.uids.tolist()), tuple(inspect_row(v[s] for v in rows.arrays) for s in spans))
+    spans = [
+        slice(start, stop) for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)
+    ]
+    return Held(
+        tuple(rows.uids.tolist()), tuple(inspect_row(v[s] for v in rows.arrays) for s in spans)
+    )
 
 
 def inspect_padded(uids: Ints, columns: Sequence[Sequence[Values]], lengths: Ints) -> Held:
     """Checksum rows that may be padded: only the first ``lengths[uid]`` values of each count."""
-    checksums = (inspect_row(column[i][: lengths[uid]] for column in columns) for i, uid in enumerate(uids))
+    checksums = (
+        inspect_row(column[i][: lengths[uid]] for column in columns) for i, uid in enumerate(uids)
+    )
     return Held(tuple(uids.tolist()), tuple(checksums))
 
 
@@ -170,7 +191,8 @@ class Verdict:
     """Result of comparing the rows that arrived with the oracle."""
 
     complete: bool
-    """Each destination holds one residue class and no two the same; every byte of every row is right."""
+    """Each destination holds one residue class and no two the same; every byte of every row is
+    right."""
     in_order: bool
     """Each destination's rows lie by uid."""
 
@@ -181,12 +203,18 @@ class Oracle:
     def __init__(self, work: Work) -> None:
         self.work = work
         held = [inspect(make_rows(work, source)) for source in range(work.sources)]
-        self._checksums = {u: c for block in held for u, c in zip(block.uids, block.checksums, strict=True)}
+        self._checksums = {
+            u: c for block in held for u, c in zip(block.uids, block.checksums, strict=True)
+        }
 
     def judge(self, held: Sequence[Held]) -> Verdict:
-        """Compare with the oracle. A system may choose which destination gets which residue class."""
+        """Compare with the oracle. A system may choose which destination gets which residue
+        class.
+        """
         work = self.work
-        wanted = {tuple(work.uids_of(destination).tolist()) for destination in range(work.destinations)}
+        wanted = {
+            tuple(work.uids_of(destination).tolist()) for destination in range(work.destinations)
+        }
         found = {tuple(sorted(one.uids)) for one in held}
         right = all(
             self._checksums.get(uid) == checksum
@@ -200,20 +228,39 @@ class Oracle:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say which transition is measured, and how often."""
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=8192, help="per row; of the longest when ragged")
-    parser.add_argument("--from", type=int, default=2, dest="sources", metavar="N", help="workers that hold the rows")
-    parser.add_argument("--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them")
-    parser.add_argument("--ragged", action="store_true", help="row lengths uniform in 0.1 to 1 times --tokens")
-    parser.add_argument("--apart", action="store_true", help="rows go from the first N to the next M workers")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="per row; of the longest when ragged"
+    )
+    parser.add_argument(
+        "--from",
+        type=int,
+        default=2,
+        dest="sources",
+        metavar="N",
+        help="workers that hold the rows",
+    )
+    parser.add_argument(
+        "--to", type=int, default=4, dest="destinations", metavar="M", help="workers that get them"
+    )
+    parser.add_argument(
+        "--ragged", action="store_true", help="row lengths uniform in 0.1 to 1 times --tokens"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="rows go from the first N to the next M workers"
+    )
     parser.add_argument("--n", type=int, default=7, help="timed rounds, after one that warms up")
     parser.add_argument("--tag", default="", help="goes into the JSON as it is")
-    parser.add_argument("--json", action="store_true", help="one JSON line per method instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line per method instead of a table"
+    )
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> tuple[Work, argparse.Namespace]:
     """The work, and all arguments."""
     given = parser.parse_args()
     try:
-        return Work(given.rows, given.tokens, given.sources, given.destinations, given.ragged, given.apart), given
+        return Work(
+            given.rows, given.tokens, given.sources, given.destinations, given.ragged, given.apart
+        ), given
     except ValueError as error:
         parser.error(str(error))

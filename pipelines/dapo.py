@@ -1,4 +1,5 @@
-"""DAPO (arXiv:2503.14476) with half its penalty, and a query of its metrics. The DAG is in siirl_dask/recipes/dapo.py.
+"""DAPO (arXiv:2503.14476) with half its penalty, and a query of its metrics. The DAG is in
+siirl_dask/recipes/dapo.py.
 
 python pipelines/dapo.py configs/quickstart_dapo.yaml algorithm.loss_options.clip_high=0.3
 """

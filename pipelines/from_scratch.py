@@ -2,9 +2,9 @@
 
     python pipelines/from_scratch.py configs/quickstart.yaml run.name=from_scratch
 
-A node is a function of a table, run on the workers of its role. The planner reads the functions' ``@columns`` to find
-the columns of each edge. Rewards and log-probs are computed side by side on different workers, and joined by the
-advantage.
+A node is a function of a table, run on the workers of its role. The planner reads the functions'
+``@columns`` to find the columns of each edge. Rewards and log-probs are computed side by side on
+different workers, and joined by the advantage.
 """
 
 from functools import partial
@@ -34,8 +34,13 @@ def training(config: Config) -> DAG:
     model, rollout, minibatches = config.model, config.rollout, config.algorithm.minibatches
     roles = (
         Role("rollout", partial(build_engine, model=model, rollout=rollout)),
-        Role("reward", partial(build_scorer, rewards=config.rewards, reward=resolve(config.rewards.function))),
-        Role("policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)),
+        Role(
+            "reward",
+            partial(build_scorer, rewards=config.rewards, reward=resolve(config.rewards.function)),
+        ),
+        Role(
+            "policy", partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout)
+        ),
     )
     loss = partial(policy_loss, surrogate=partial(ppo_clip, clip_low=0.2, clip_high=0.28))
     encode = {"max_prompt_length": config.data.max_prompt_length}
@@ -43,7 +48,14 @@ def training(config: Config) -> DAG:
     update = {"minibatches": minibatches, "loss": loss}
     nodes = (
         Node("prompts", encode_prompts, role="rollout", options=encode),
-        Node("rollout", generate, role="rollout", after="prompts", stage=True, options={"rollout": rollout}),
+        Node(
+            "rollout",
+            generate,
+            role="rollout",
+            after="prompts",
+            stage=True,
+            options={"rollout": rollout},
+        ),
         Node("reward", score, role="reward", after="rollout"),
         Node("old_logprobs", policy_logprobs, role="policy", after="rollout", rows=Rows.BALANCED),
         Node(
@@ -56,7 +68,14 @@ def training(config: Config) -> DAG:
             options={"advantage": grpo},
         ),
         Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
-        Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
+        Node(
+            "update",
+            update_policy,
+            role="policy",
+            after="minibatches",
+            rows=Rows.BALANCED,
+            options=update,
+        ),
         Node("weights", publish_weights, role="policy", after="update"),
         Node("load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED),
     )

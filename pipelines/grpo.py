@@ -7,5 +7,7 @@ from siirl_dask import grpo, main
 
 if __name__ == "__main__":
     run = main(grpo)
-    for row in run.rollouts("SELECT step, avg(reward) AS reward FROM rollouts GROUP BY step ORDER BY step").to_pylist():
+    for row in run.rollouts(
+        "SELECT step, avg(reward) AS reward FROM rollouts GROUP BY step ORDER BY step"
+    ).to_pylist():
         print(row)

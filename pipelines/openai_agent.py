@@ -1,9 +1,10 @@
-"""GRPO of an agent that is written with the openai client: it may try twice, and a second try is worth half.
+"""GRPO of an agent that is written with the openai client: it may try twice, and a second try is
+worth half.
 
     python pipelines/openai_agent.py configs/quickstart.yaml run.name=openai_agent rollout.max_response_length=64
 
-``run_agents`` runs the agent for each row. Its requests go to the engine of its worker, and the tokens of one episode
-become one row, on which the trainer learns from those that the model wrote.
+``run_agents`` runs the agent for each row. Its requests go to the engine of its worker, and the
+tokens of one episode become one row, on which the trainer learns from those that the model wrote.
 """
 
 import openai
@@ -14,8 +15,12 @@ from siirl_dask.rollout.endpoint import Client
 
 
 async def agent(client: Client, row: dict[str, str]) -> dict[str, float]:
-    plain = openai.DefaultAsyncHttpxClient(verify=False)  # the endpoint is on this machine: no certificates to be read
-    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=plain) as ai:
+    plain = openai.DefaultAsyncHttpxClient(
+        verify=False
+    )  # the endpoint is on this machine: no certificates to be read
+    async with openai.AsyncOpenAI(
+        base_url=client.base_url, api_key=client.api_key, http_client=plain
+    ) as ai:
         text, worth = row["prompt"], 1.0
         while worth >= 0.5:
             done = await ai.completions.create(model=client.model, prompt=text, max_tokens=12)
@@ -27,11 +32,19 @@ async def agent(client: Client, row: dict[str, str]) -> dict[str, float]:
 
 
 def training(config: Config) -> DAG:
-    asks = {"agent": agent, "endpoint": config.endpoint, "max_prompt_length": config.data.max_prompt_length}
+    asks = {
+        "agent": agent,
+        "endpoint": config.endpoint,
+        "max_prompt_length": config.data.max_prompt_length,
+    }
     dag = grpo(config).replace("rollout", fn=run_agents, options=asks)
     return dag.replace("advantage", after=("rollout", "old_logprobs")).without("reward")
 
 
 if __name__ == "__main__":
     run = main(training)
-    print(run.metrics.select(["step", "reward/mean", "reward/first_try", "episodes/turns"]).to_pylist()[-1])
+    print(
+        run.metrics.select(
+            ["step", "reward/mean", "reward/first_try", "episodes/turns"]
+        ).to_pylist()[-1]
+    )

@@ -1,4 +1,5 @@
-"""PPO with a critic (arXiv:1707.06347), and a query of its metrics. The DAG is in siirl_dask/recipes/ppo.py.
+"""PPO with a critic (arXiv:1707.06347), and a query of its metrics. The DAG is in
+siirl_dask/recipes/ppo.py.
 
 python pipelines/ppo.py configs/quickstart_ppo.yaml critic.lr=1e-3
 """

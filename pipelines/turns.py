@@ -1,4 +1,5 @@
-"""GRPO over episodes of several turns, with an environment written here. The DAG is in siirl_dask/recipes/turns.py.
+"""GRPO over episodes of several turns, with an environment written here. The DAG is in
+siirl_dask/recipes/turns.py.
 
 python pipelines/turns.py configs/quickstart_turns.yaml environments.turns=5
 """
@@ -26,6 +27,9 @@ class Guess:
 
 if __name__ == "__main__":
     run = main(partial(turns, environment=Guess))
-    query = "SELECT step, avg(reward) AS found, avg(len(turns)) AS guesses FROM rollouts GROUP BY step ORDER BY step"
+    query = (
+        "SELECT step, avg(reward) AS found, avg(len(turns)) AS guesses FROM rollouts GROUP BY step "
+        "ORDER BY step"
+    )
     for row in run.rollouts(query).to_pylist():
         print(row)

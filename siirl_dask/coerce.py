@@ -1,4 +1,5 @@
-"""Converts plain values, as YAML gives them, to the type of an annotation: for config fields and options of nodes.
+"""Converts plain values, as YAML gives them, to the type of an annotation: for config fields and
+options of nodes.
 
     int, float, bool, str     a number may come as text (an environment variable), a whole number as 1e3
     an Enum, a Literal        one of its values
@@ -24,21 +25,26 @@ from siirl_dask.errors import UserError, did_you_mean
 Bind = Callable[[str, Any, str], Callable[..., Any]]
 """``(name, options, where) -> function``: the function called ``name`` with ``options`` bound."""
 field_types: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
-"""``get_type_hints`` of a dataclass, which evaluates the text of each annotation; it is asked for with every value."""
+"""``get_type_hints`` of a dataclass, which evaluates the text of each annotation; it is asked
+for with every value."""
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _CALL = ("run", "with")
 
 
 @dataclass(frozen=True, slots=True)
 class Coercer:
-    """Converts values. A value that cannot be converted raises ``error``, which names it and what was expected."""
+    """Converts values. A value that cannot be converted raises ``error``, which names it and
+    what was expected.
+    """
 
     error: type[UserError]
     bind: Bind | None = None
     """Function that finds a function by name and binds options. None: names stay texts."""
 
     def __call__(self, value: Any, hint: Any, where: str) -> Any:
-        """Return ``value`` converted to the annotation ``hint``; errors name it ``where`` (``run.yaml: rollout.n``)."""
+        """Return ``value`` converted to the annotation ``hint``; errors name it ``where``
+        (``run.yaml: rollout.n``).
+        """
         if get_origin(hint) in (Union, UnionType):
             if value is None or (type(None) in get_args(hint) and _names_nothing(value)):
                 return None
@@ -72,18 +78,28 @@ class Coercer:
             return self.bind(value.get("run", ""), value.get("with"), where)
         if callable(value):
             return value
-        raise self.error(f"{where}={value!r}: expected a function, 'module:function' or {{run: ..., with: {{...}}}}")
+        raise self.error(
+            f"{where}={value!r}: expected a function, 'module:function' or {{run: ..., with: "
+            f"{{...}}}}"
+        )
 
     def _dataclass(self, value: Any, kind: type, where: str) -> Any:
         if not isinstance(value, Mapping):
-            raise self.error(f"{where}={value!r}: expected a mapping with keys of {[f.name for f in fields(kind)]}")
+            raise self.error(
+                f"{where}={value!r}: expected a mapping with keys of "
+                f"{[f.name for f in fields(kind)]}"
+            )
         known = {field.name: field for field in fields(kind)}
         self.known_keys(value, list(known), where)
-        required = (f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING)
+        required = (
+            f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING
+        )
         if missing := [name for name in required if name not in value]:
             raise self.error(f"{where} lacks {missing}, which {kind.__name__} needs")
         hints = field_types(kind)
-        return kind(**{key: self(item, hints[key], f"{where}.{key}") for key, item in value.items()})
+        return kind(
+            **{key: self(item, hints[key], f"{where}.{key}") for key, item in value.items()}
+        )
 
     def _choice(self, value: Any, choices: Mapping[Any, Any], where: str) -> Any:
         if isinstance(value, (list, dict)) or value not in choices:
@@ -103,29 +119,42 @@ class Coercer:
         raise self.error(f"{where}={value!r}: expected {_EXPECTED[kind]} ({kind.__name__})")
 
     def _items(self, value: Any, hint: Any, where: str) -> Any:
-        """Convert lists and mappings item by item; a value whose annotation cannot be checked stays as it is."""
+        """Convert lists and mappings item by item; a value whose annotation cannot be checked
+        stays as it is.
+        """
         kind = hint if get_origin(hint) is None else get_origin(hint)
         arguments = get_args(hint)
         if _is_kind(kind, Mapping) and not isinstance(value, Mapping):
             raise self.error(f"{where}={value!r}: expected a mapping")
         listed = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         if _is_kind(kind, Sequence):
-            length = len(arguments) if kind is tuple and arguments and arguments[-1] is not Ellipsis else None
+            length = (
+                len(arguments)
+                if kind is tuple and arguments and arguments[-1] is not Ellipsis
+                else None
+            )
             if not listed or (length is not None and len(value) != length):
                 count = length or "any number of"
-                raise self.error(f"{where}={value!r}: expected a list of {count} values, as in [0, 1]")
+                raise self.error(
+                    f"{where}={value!r}: expected a list of {count} values, as in [0, 1]"
+                )
         if isinstance(value, Mapping):
             item_hint = arguments[1] if _is_kind(kind, Mapping) and arguments else Any
             return {key: self(item, item_hint, f"{where}.{key}") for key, item in value.items()}
         if not listed:
             return value
         hints = [item for item in arguments if item is not Ellipsis] or [Any]
-        items = [self(item, hints[min(at, len(hints) - 1)], f"{where}[{at}]") for at, item in enumerate(value)]
+        items = [
+            self(item, hints[min(at, len(hints) - 1)], f"{where}[{at}]")
+            for at, item in enumerate(value)
+        ]
         return tuple(items) if kind is tuple else items
 
 
 def _is_kind(hint: Any, kind: type) -> bool:
-    """Tell whether an annotation's class is a container of ``kind``; a text is no sequence of values."""
+    """Tell whether an annotation's class is a container of ``kind``; a text is no sequence of
+    values.
+    """
     return isinstance(hint, type) and issubclass(hint, kind) and not issubclass(hint, (str, bytes))
 
 

@@ -1,11 +1,13 @@
-"""Process groups of torch.distributed, with gathers and sums over them, and the addresses at which they listen.
+"""Process groups of torch.distributed, with gathers and sums over them, and the addresses at which
+they listen.
 
-Collectives use types that gloo, NCCL and HCCL all have: HCCL reduces no float64 and no uint8. Small numbers and bytes
-travel over a gloo group, whose waits end when a run is stopped; a device would have to be waited for.
+Collectives use types that gloo, NCCL and HCCL all have: HCCL reduces no float64 and no uint8. Small
+numbers and bytes travel over a gloo group, whose waits end when a run is stopped; a device would
+have to be waited for.
 
-By default gloo listens where the host's name leads: on Debian at 127.0.1.1, which no other host reaches, elsewhere at
-an address of the network even if all ranks are on one machine. torch 2.13 passes gloo no options, so the environment
-names the interface: that of the worker's own address.
+By default gloo listens where the host's name leads: on Debian at 127.0.1.1, which no other host
+reaches, elsewhere at an address of the network even if all ranks are on one machine. torch 2.13
+passes gloo no options, so the environment names the interface: that of the worker's own address.
 """
 
 from __future__ import annotations
@@ -36,19 +38,23 @@ BACKENDS: dict[str, str] = {kind: traits_of(kind).backend for kind in DeviceKind
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
 _worlds: WeakSet[Any] = WeakSet([distributed_c10d._world])
-_TORCH_CAN_LEAVE_UNSORTED = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 sorts them
+_TORCH_CAN_LEAVE_UNSORTED = (
+    "sort_ranks" in inspect.signature(dist.new_group).parameters
+)  # torch 2.11 sorts them
 
 
 def listen_at(host: str) -> None:
-    """Make all process groups that this process makes from now on listen at its own address ``host``.
+    """Make all process groups that this process makes from now on listen at its own address
+    ``host``.
 
-    A user who names interfaces of nccl or hccl in the environment is obeyed: those carry data on networks of their own.
-    ConfigError when no interface of this machine has the address.
+    A user who names interfaces of nccl or hccl in the environment is obeyed: those carry data on
+    networks of their own. ConfigError when no interface of this machine has the address.
     """
     interface = interface_of(host)
     os.environ[_GLOO] = interface
     for traits in map(traits_of, DeviceKind):
-        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and CANN's reference: "=" is an exact match
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and CANN's reference:
+        # "=" is an exact match
         if traits.interface is not None:
             os.environ.setdefault(traits.interface, f"={interface}")
         if traits.interface_family is not None:
@@ -57,7 +63,9 @@ def listen_at(host: str) -> None:
 
 @contextmanager
 def listening_at(host: str) -> Iterator[None]:
-    """Make gloo groups that are made inside the block listen at ``host``: a process may not be a worker's."""
+    """Make gloo groups that are made inside the block listen at ``host``: a process may not be a
+    worker's.
+    """
     before = os.environ.get(_GLOO)
     os.environ[_GLOO] = interface_of(host)
     try:
@@ -70,30 +78,38 @@ def listening_at(host: str) -> Iterator[None]:
 
 
 def interface_of(host: str) -> str:
-    """Return the name of the network interface that has the address ``host``. ConfigError when none has."""
+    """Return the name of the network interface that has the address ``host``. ConfigError when
+    none has.
+    """
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
         if any(address.address.partition("%")[0] == host for address in addresses):
             return name
     known = ", ".join(address.address for addresses in interfaces.values() for address in addresses)
     raise ConfigError(
-        f"a worker's address is {host}, which no network interface of its machine has (they have {known}); start it "
+        f"a worker's address is {host}, which no network interface of its machine has (they have "
+        f"{known}); start it "
         "with dask worker --host or --interface"
     )
 
 
 def backends() -> list[str]:
-    """Return those of gloo, nccl and hccl that this torch has; a plug-in's is there once torch has imported it."""
+    """Return those of gloo, nccl and hccl that this torch has; a plug-in's is there once torch
+    has imported it.
+    """
     return [name for name in BACKENDS.values() if _has_backend(name)]
 
 
 def _has_backend(name: str) -> bool:
-    built: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)  # of torch's own; it lists them all
+    built: Callable[[], bool] | None = getattr(
+        dist, f"is_{name}_available", None
+    )  # of torch's own; it lists them all
     return name in dist.Backend.backend_list if built is None else built()
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
-    """Make a group of some ranks of the default group, all of whose ranks must call this in the same order.
+    """Make a group of some ranks of the default group, all of whose ranks must call this in the
+    same order.
 
     A rank's place in ``ranks`` is its rank in the group.
     """
@@ -101,10 +117,11 @@ def new_group(ranks: Sequence[int], backend: str, timeout: float) -> Any:
 
 
 def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) -> Any:
-    """Make a group that only its own ranks need to call, by default with the backend of their group ``parent``.
+    """Make a group that only its own ranks need to call, by default with the backend of their group
+    ``parent``.
 
-    Its name depends on the number of groups that a process is in: ranks that differ in it would wait for ever. Its
-    timeout is that of ``parent``.
+    Its name depends on the number of groups that a process is in: ranks that differ in it would
+    wait for ever. Its timeout is that of ``parent``.
     """
     backend = backend or dist.get_backend(parent)
     timeout = parent._get_backend(parent._device_types[0]).options._timeout
@@ -112,10 +129,14 @@ def new_subgroup(ranks: Sequence[int], parent: Any, backend: str | None = None) 
 
 
 def _unsorted_group(ranks: Sequence[int], **options: Any) -> Any:
-    """Make a group in which a rank's place in ``ranks`` is its rank. ``options`` are those of torch's ``new_group``."""
+    """Make a group in which a rank's place in ``ranks`` is its rank. ``options`` are those of
+    torch's ``new_group``.
+    """
     if _TORCH_CAN_LEAVE_UNSORTED:
         return dist.new_group(list(ranks), sort_ranks=False, **options)
-    return dist.new_group([_RankAtPlace(rank, place) for place, rank in enumerate(ranks)], **options)
+    return dist.new_group(
+        [_RankAtPlace(rank, place) for place, rank in enumerate(ranks)], **options
+    )
 
 
 class _RankAtPlace(int):
@@ -138,24 +159,30 @@ def add_world(world: Any) -> None:
 
 
 def device_backends() -> list[Any]:
-    """Return what runs the collectives of this process's groups on its devices, such as nccl: all but gloo."""
+    """Return what runs the collectives of this process's groups on its devices, such as nccl:
+    all but gloo.
+    """
     found: list[Any] = []
     for world in [*_worlds]:
         for group in [*world.pg_map]:  # a copy: another thread may be making groups
             served = [group._get_backend(device) for device in group._device_types]
-            found += [backend for backend in served if backend.name() != "gloo" and backend not in found]
+            found += [
+                backend for backend in served if backend.name() != "gloo" and backend not in found
+            ]
     return found
 
 
 def abort_device_groups() -> None:
     """End all collectives that run on devices of this process. Any thread may call this.
 
-    A kernel of nccl waits for its peers on the device, and nothing but this or the group's timeout ends it. What such a
-    collective was to write is of no use afterwards, nor are the groups.
+    A kernel of nccl waits for its peers on the device, and nothing but this or the group's timeout
+    ends it. What such a collective was to write is of no use afterwards, nor are the groups.
     """
     backends = device_backends()
     first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if first is not None:  # apart from each other, aborts of several communicators may wait for each other
+    if (
+        first is not None
+    ):  # apart from each other, aborts of several communicators may wait for each other
         first._group_start()
     try:
         for backend in backends:
@@ -166,7 +193,9 @@ def abort_device_groups() -> None:
 
 
 def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    """Make a gloo group outside any world: ``size`` ranks that know the same ``store``. It listens at ``host``."""
+    """Make a gloo group outside any world: ``size`` ranks that know the same ``store``. It
+    listens at ``host``.
+    """
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stubs
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -174,19 +203,28 @@ def new_gloo_group(store: Any, rank: int, size: int, host: str, timeout: timedel
 
 
 def all_gather(group: Any, tensor: Tensor, check: Callable[[], None] | None = None) -> Tensor:
-    """Gather the tensors of all ranks on the CPU. [...] -> [ranks, ...], of one shape and type on all ranks.
+    """Gather the tensors of all ranks on the CPU. [...] -> [ranks, ...], of one shape and type on
+    all ranks.
 
-    ``tensor`` is on a device that the group's backend takes. RuntimeError if a rank is gone; for ``check`` see
-    ``finish``.
+    ``tensor`` is on a device that the group's backend takes. RuntimeError if a rank is gone; for
+    ``check`` see ``finish``.
     """
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     finish(group.allgather([parts], [tensor]), check)
     return torch.stack(parts).cpu()
 
 
-def all_gather_bytes(group: Any, message: bytes, check: Callable[[], None] | None = None) -> list[bytes]:
-    """Gather the messages of all ranks of a gloo group, in rank order; all must call. RuntimeError if one is gone."""
-    own = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.zeros(0, dtype=torch.uint8)
+def all_gather_bytes(
+    group: Any, message: bytes, check: Callable[[], None] | None = None
+) -> list[bytes]:
+    """Gather the messages of all ranks of a gloo group, in rank order; all must call.
+    RuntimeError if one is gone.
+    """
+    own = (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message
+        else torch.zeros(0, dtype=torch.uint8)
+    )
     lengths = all_gather(group, torch.tensor([len(own)]), check).flatten().tolist()
     parts = all_gather(group, pad(own, (0, max(lengths) - len(own))), check)
     return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
@@ -199,10 +237,11 @@ def all_sum(
     *,
     ranks: Sequence[int] | None = None,
 ) -> list[float]:
-    """Sum each number over the ranks of a gloo group, in float64 and in rank order; every rank gets the same bits.
+    """Sum each number over the ranks of a gloo group, in float64 and in rank order; every rank gets
+    the same bits.
 
-    All ranks must call; ``ranks`` are those whose numbers count, by default all. The numbers travel as the integers
-    that their bits are. None is a group of one.
+    All ranks must call; ``ranks`` are those whose numbers count, by default all. The numbers travel
+    as the integers that their bits are. None is a group of one.
     """
     numbers = torch.tensor(values, dtype=torch.float64)
     if group is None:
@@ -215,7 +254,8 @@ def all_sum(
 
 
 def finish(work: Any, check: Callable[[], None] | None = None) -> None:
-    """Wait until a collective is done. ``check`` is called ten times a second: what it raises ends the wait.
+    """Wait until a collective is done. ``check`` is called ten times a second: what it raises ends
+    the wait.
 
     gloo has no way to end a collective whose peers never come, other than its timeout.
     """

@@ -1,8 +1,8 @@
 """The exceptions that this package raises on purpose, as one tree.
 
-``SiirlError`` is the root. ``UserError`` and its subclasses are mistakes in the input (config, DAG, data, reward). They
-are raised before anything starts if possible, and their text names the value, what was expected and what to do.
-``RunError`` and its subclasses are failures of a run under way.
+``SiirlError`` is the root. ``UserError`` and its subclasses are mistakes in the input (config, DAG,
+data, reward). They are raised before anything starts if possible, and their text names the value,
+what was expected and what to do. ``RunError`` and its subclasses are failures of a run under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class SiirlError(Exception):
 
     origin = Origin()
     report = ""
-    """Lines about what was found when it happened, such as who waited for whom; shown also where the run goes on."""
+    """Lines about what was found when it happened, such as who waited for whom; shown also where
+    the run goes on."""
     announced = False
     """The user has read it already: it was printed before what followed from it was tidied up."""
 
@@ -52,7 +53,9 @@ class DataError(UserError):
 
 
 class ImageError(DataError):
-    """An image is missing, damaged or too large, or a prompt has other images than its text says."""
+    """An image is missing, damaged or too large, or a prompt has other images than its text
+    says.
+    """
 
 
 class RewardError(UserError):
@@ -71,7 +74,8 @@ class RunError(SiirlError):
     """A run under way cannot go on."""
 
     silence: float | None = None
-    """Seconds from the last sign of life of the worker that was lost until that was noticed, where they are known."""
+    """Seconds from the last sign of life of the worker that was lost until that was noticed,
+    where they are known."""
 
 
 class NodeError(RunError):
@@ -94,7 +98,8 @@ class WorkersJoined(RunError):
     """An elastic run is interrupted between two steps, to go on with more workers: no failure."""
 
     since: float | None = None
-    """Time, by ``time.monotonic``, at which the last step was done; a checkpoint of it was written since."""
+    """Time, by ``time.monotonic``, at which the last step was done; a checkpoint of it was
+    written since."""
 
 
 class SchedulerLost(RunError):
@@ -150,6 +155,8 @@ def counted(number: int, what: str) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest valid spelling, or an empty string if none is near."""
+    """Return ``"; did you mean 'x'?"`` for the nearest valid spelling, or an empty string if
+    none is near.
+    """
     near = get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,7 @@
 """Serializes a user's functions for other processes, which may be unable to import them.
 
-cloudpickle sends the code of such functions. Since 3.1.3 it leaves out the files that they are defined in, so that no
-stack of a reward that hangs or raises names the user's line: here they stay.
+cloudpickle sends the code of such functions. Since 3.1.3 it leaves out the files that they are
+defined in, so that no stack of a reward that hangs or raises names the user's line: here they stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import cloudpickle
 
 
 def dumps(value: object) -> bytes:
-    """Serialize ``value`` as ``cloudpickle.dumps`` does, with the names of the files of functions."""
+    """Serialize ``value`` as ``cloudpickle.dumps`` does, with the names of the files of
+    functions.
+    """
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()

@@ -1,7 +1,8 @@
 """The columns of the data plane: Arrow types with variable-length lists and no padding.
 
-A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's position in the step's
-global batch and never from a rank, so they are the same on any number of workers. Types are declared and never
+A row is a prompt, later a sample of one. ``row_id`` and ``group_id`` come from the prompt's
+position in the step's global batch and never from a rank, so they are the same on any number of
+workers. Types are declared and never
 inferred: an empty partition is normal, and Arrow would call its columns ``null``.
 """
 
@@ -16,15 +17,17 @@ Schema: TypeAlias = pa.Schema
 DataType: TypeAlias = pa.DataType
 
 ROW_ID = "row_id"
-"""int64. Position in the step's global batch: prompt position, after the rollout ``position * n + sample``."""
+"""int64. Position in the step's global batch: prompt position, after the rollout ``position * n
++ sample``."""
 GROUP_ID = "group_id"
 """int64. Position of the prompt in the step's global batch; the samples of one prompt share it."""
 TOKENS = "tokens"
-"""int64. Cost of the row for balancing: its tokens, prompt and response. Before there is a response, the expected cost
-of sampling one.
+"""int64. Cost of the row for balancing: its tokens, prompt and response. Before there is a
+response, the expected cost of sampling one.
 """
 PROMPT_NUMBER = "prompt_number"
-"""int64. Number of the prompt in the order in which the run draws prompts, over all steps and epochs."""
+"""int64. Number of the prompt in the order in which the run draws prompts, over all steps and
+epochs."""
 DATA_PART = "data_part"
 """int32. Index of the prompt's part in the dataset, in the order of the table's parts."""
 DATA_ROW = "data_row"
@@ -32,29 +35,33 @@ DATA_ROW = "data_row"
 SAMPLE_NUMBER = "sample_number"
 """int32. Number of the sample among those of its prompt, from 0."""
 SAMPLING_SEED = "sampling_seed"
-"""int64. Seed that the response was sampled with: with it, the prompt and the weights the engine samples it again."""
+"""int64. Seed that the response was sampled with: with it, the prompt and the weights the engine
+samples it again."""
 PROMPT = "prompt"
 """The prompt as the dataset has it: a string, or a list of ``{role, content}`` messages."""
 ENDS_WITH_ANSWER = (
-    "its last message is the assistant's, and a prompt ends where the assistant is to answer: data import --column "
-    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the messages, and "
+    "its last message is the assistant's, and a prompt ends where the assistant is to answer: data "
+    "import --column "
+    "prompt=messages[:-1] --column answer=messages[-1].content takes the answer out of the "
+    "messages, and "
     "data.continue_answers=true lets the model go on with what the message begins"
 )
 """Error of a prompt of messages whose last is the answer, with what to do."""
 ANSWER = "answer"
 """The answer as the dataset has it, which a reward compares with the response; any type."""
 IMAGES = "images"
-"""list<struct<bytes: binary, path: string>>. Images of the prompt, in the order of their placeholders: each has its
-bytes, or the URL of its file.
+"""list<struct<bytes: binary, path: string>>. Images of the prompt, in the order of their
+placeholders: each has its bytes, or the URL of its file.
 """
 OBSERVED_IMAGES = "observed_images"
-"""list<struct<start: int32, bytes: binary>>. Images that an environment has shown, in the order of their placeholders:
-each begins at token ``start`` of the row, prompt and response.
+"""list<struct<start: int32, bytes: binary>>. Images that an environment has shown, in the order of
+their placeholders: each begins at token ``start`` of the row, prompt and response.
 """
 SOURCE_NAME = "source_name"
 """string. Name in ``data.sources`` of the dataset that the prompt is from."""
 PROMPT_IDS = "prompt_ids"
-"""list<int32>. Token ids of the prompt; an image is as many of its placeholder as the model sees tokens of it."""
+"""list<int32>. Token ids of the prompt; an image is as many of its placeholder as the model sees
+tokens of it."""
 RESPONSE_IDS = "response_ids"
 """list<int32>. Sampled token ids, with the end token if there is one."""
 PROMPT_TEXT = "prompt_text"
@@ -62,59 +69,74 @@ PROMPT_TEXT = "prompt_text"
 RESPONSE = "response"
 """string. The decoded response, without special tokens."""
 ROLLOUT_LOGPROBS = "rollout_logprobs"
-"""list<float>. Log-probability of each sampled token under the distribution it was drawn from (after the
-temperature).
+"""list<float>. Log-probability of each sampled token under the distribution it was drawn from
+(after the temperature).
 """
 ROUTED_EXPERTS = "routed_experts"
-"""list<uint8>. Experts that the engine chose for each token of prompt and response but the last, which it never saw:
-token after token, of each layer that has experts, as many as a token goes to there.
+"""list<uint8>. Experts that the engine chose for each token of prompt and response but the last,
+which it never saw: token after token, of each layer that has experts, as many as a token goes to
+there.
 """
 FINISH_REASON = "finish_reason"
-"""string. ``stop`` (the model ended it) or ``length`` (the limit did). Of an episode also ``turns`` (it had as many as
-it may), ``environment`` (the environment ended it) or ``failed`` (a call of the environment did; its reward is null).
+"""string. ``stop`` (the model ended it) or ``length`` (the limit did). Of an episode also ``turns``
+(it had as many as it may), ``environment`` (the environment ended it) or ``failed`` (a call of the
+environment did; its reward is null).
 """
 WEIGHTS_VERSION = "weights_version"
-"""int64. Version of the weights that sampled this row: the steps that trained them; of several, the oldest."""
+"""int64. Version of the weights that sampled this row: the steps that trained them; of several,
+the oldest."""
 TOKEN_VERSIONS = "token_versions"
-"""list<int64>. Version of the weights that sampled each response token, for a row generated over several steps."""
+"""list<int64>. Version of the weights that sampled each response token, for a row generated over
+several steps."""
 WORKER = "worker"
 """string. Name of the worker that sampled this row."""
 REWARD = "reward"
 """float. Reward of the row; null if its function failed and that was allowed."""
 OLD_LOGPROBS = "old_logprobs"
-"""list<float>. Log-probability of each response token under the policy before this step's update."""
+"""list<float>. Log-probability of each response token under the policy before this step's
+update."""
 ENTROPIES = "entropies"
 """list<float>. Entropy, in nats, of the policy before this step's update at each response token."""
 COLLISION_PROBS = "collision_probs"
-"""list<float>. Collision probability (the sum of squared probabilities) of that policy at each response token."""
+"""list<float>. Collision probability (the sum of squared probabilities) of that policy at each
+response token."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """list<float>. Log-probability of each response token under the reference policy."""
 REWARD_PARTS = "reward_parts"
-"""map<string, float>. All numbers that the reward function returned, by name; empty if it returned one number."""
+"""map<string, float>. All numbers that the reward function returned, by name; empty if it
+returned one number."""
 GREEDY = "greedy"
-"""bool. True for the most likely response to a prompt, which serves as a baseline for its samples."""
+"""bool. True for the most likely response to a prompt, which serves as a baseline for its
+samples."""
 GREEDY_REWARD = "greedy_reward"
 """float. Reward of the most likely response to the row's prompt."""
 RESPONSE_MASK = "response_mask"
-"""list<bool>. True for a response token that the policy wrote and learns from; without the column all are."""
+"""list<bool>. True for a response token that the policy wrote and learns from; without the
+column all are."""
 EPISODE_ID = "episode_id"
-"""int64. ``prompt position * n + sample``: the rows of one episode share it. Without the column each row is one."""
+"""int64. ``prompt position * n + sample``: the rows of one episode share it. Without the column
+each row is one."""
 SEGMENT = "segment"
-"""int32. Number of the row among those of its episode and agent: a history that is rewritten begins a new one."""
+"""int32. Number of the row among those of its episode and agent: a history that is rewritten
+begins a new one."""
 AGENT = "agent"
 """string. The agent that wrote the row, where there are several."""
 TURNS = "turns"
-"""list<struct<start: int32, stop: int32, reward: float, state: int64>>. The policy's turns: their spans in
-``response_ids``, their rewards, and a hash of the state that each was taken in, 0 for none.
+"""list<struct<start: int32, stop: int32, reward: float, state: int64>>. The policy's turns: their
+spans in ``response_ids``, their rewards, and a hash of the state that each was taken in, 0 for
+none.
 """
 TOKEN_TURNS = "token_turns"
-"""list<int32>. Number, in its row, of the turn that each response token belongs to; -1 for tokens of none."""
+"""list<int32>. Number, in its row, of the turn that each response token belongs to; -1 for
+tokens of none."""
 EMBEDDING = "embedding"
 """list<float>. Embedding of the row's text, of a model that encodes texts."""
 POLICY_CHANGE = "policy_change"
-"""float. Sum of the log-ratios, new policy to old, of what agents that were updated earlier in the step wrote."""
+"""float. Sum of the log-ratios, new policy to old, of what agents that were updated earlier in
+the step wrote."""
 KL_PENALTY = "kl_penalty"
-"""list<float>. Reward of each response token for its divergence from the reference; at most 0 on average."""
+"""list<float>. Reward of each response token for its divergence from the reference; at most 0 on
+average."""
 VALUES = "values"
 """list<float>. Critic's estimate, before each response token, of the reward to come."""
 ADVANTAGE = "advantage"
@@ -173,7 +195,9 @@ TYPES: Mapping[str, pa.DataType] = {
     SEGMENT: pa.int32(),
     AGENT: pa.large_string(),
     TURNS: pa.large_list(
-        pa.struct({"start": pa.int32(), "stop": pa.int32(), "reward": pa.float32(), "state": pa.int64()})
+        pa.struct(
+            {"start": pa.int32(), "stop": pa.int32(), "reward": pa.float32(), "state": pa.int64()}
+        )
     ),
     TOKEN_TURNS: pa.large_list(pa.int32()),
     EMBEDDING: pa.large_list(pa.float32()),
@@ -200,13 +224,16 @@ ORIGIN = (PROMPT_NUMBER, DATA_PART, DATA_ROW)
 
 
 def is_blob(kind: DataType) -> bool:
-    """Tell whether values of this type are binary, or lists or structs that contain binary values."""
+    """Tell whether values of this type are binary, or lists or structs that contain binary
+    values.
+    """
     parts = [kind.field(index).type for index in range(kind.num_fields)]
     return any(map(is_blob, parts)) if parts else "binary" in str(kind)
 
 
 def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: kind) -> DataType:
-    """Return the type of the same values one by one: no dictionary, runs, views or extension, in what it nests as well.
+    """Return the type of the same values one by one: no dictionary, runs, views or extension, in
+    what it nests as well.
 
     ``leaf`` gives the type for one that nests nothing.
     """
@@ -228,7 +255,9 @@ def decoded(kind: DataType, leaf: Callable[[DataType], DataType] = lambda kind: 
     if types.is_fixed_size_list(kind):
         return pa.list_(_decoded(kind.value_field, leaf), kind.list_size)
     if types.is_map(kind):
-        return pa.map_(decoded(kind.key_type, leaf), _decoded(kind.item_field, leaf), kind.keys_sorted)
+        return pa.map_(
+            decoded(kind.key_type, leaf), _decoded(kind.item_field, leaf), kind.keys_sorted
+        )
     return leaf(kind)
 
 
@@ -237,7 +266,8 @@ def _decoded(field: pa.Field, leaf: Callable[[DataType], DataType]) -> pa.Field:
 
 
 def with_large_offsets(kind: DataType) -> DataType:
-    """Return the type with offsets of 64 bits, in what it nests as well: a column may then hold any number of elements.
+    """Return the type with offsets of 64 bits, in what it nests as well: a column may then hold any
+    number of elements.
 
     Maps stay as they are, since Arrow has none with such offsets.
     """
@@ -264,4 +294,6 @@ def fields(*names: str) -> dict[str, pa.DataType]:
 
 def make_schema(types: Mapping[str, pa.DataType]) -> Schema:
     """Return the Arrow schema of columns and their types, with offsets of 64 bits."""
-    return pa.schema({name: with_large_offsets(pa.field(name, kind).type) for name, kind in types.items()})
+    return pa.schema(
+        {name: with_large_offsets(pa.field(name, kind).type) for name, kind in types.items()}
+    )

@@ -1,8 +1,10 @@
-"""Records where a worker's time goes, in bounded memory: spans of its chain, spans beside it, and counts.
+"""Records where a worker's time goes, in bounded memory: spans of its chain, spans beside it, and
+counts.
 
-The chain is what a worker's own thread does, link after link: its spans follow one another or lie within one another.
-What runs beside it, such as a table that is written while the next node computes, may overlap anything. Times are
-nanoseconds of the monotonic clock, which stands still for nobody: a worker that was stopped shows as slow.
+The chain is what a worker's own thread does, link after link: its spans follow one another or lie
+within one another. What runs beside it, such as a table that is written while the next node
+computes, may overlap anything. Times are nanoseconds of the monotonic clock, which stands still for
+nobody: a worker that was stopped shows as slow.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from typing import NamedTuple
 
 START = "start"
 """Phase of what a worker does before its first iteration."""
-_MOST = 8192  # entries between two drains: a chain has some dozens of links, a weight stream some hundred tables
+# entries between two drains: a chain has some dozens of links, a weight stream some hundred tables
+_MOST = 8192
 _POINTS = 128  # of a count between two drains
-_FIRST_PAUSE = 10_000_000  # nanoseconds between two points of a count, doubled when there are too many of them
+_FIRST_PAUSE = (
+    10_000_000  # nanoseconds between two points of a count, doubled when there are too many of them
+)
 
 
 class Lane(StrEnum):
@@ -57,15 +62,20 @@ class Entry(NamedTuple):
     duration: int
     """Nanoseconds."""
     amount: int | None
-    """Bytes of a transfer or a file; bytes that the process had in memory when a node ended; value of a count."""
+    """Bytes of a transfer or a file; bytes that the process had in memory when a node ended;
+    value of a count."""
 
 
 class Span:
-    """A span that is under way; of the chain, if its thread is the chain's. ``amount`` may be set until it ends."""
+    """A span that is under way; of the chain, if its thread is the chain's. ``amount`` may be
+    set until it ends.
+    """
 
     __slots__ = ("_beside", "_lane", "_name", "_recorder", "_sequence", "_start", "_what", "amount")
 
-    def __init__(self, recorder: Recorder, lane: Lane, what: str, name: str, sequence: int | None) -> None:
+    def __init__(
+        self, recorder: Recorder, lane: Lane, what: str, name: str, sequence: int | None
+    ) -> None:
         self._recorder = recorder
         self._lane = lane
         self._what = what
@@ -108,9 +118,11 @@ class _Nothing(Span):
 
 
 class Recorder:
-    """Holds what one worker did since the last drain: the newest entries, and the number of those that were too many.
+    """Holds what one worker did since the last drain: the newest entries, and the number of those
+    that were too many.
 
-    Any thread may add an entry; the chain's is that of the task under way. One that is not ``enabled`` records nothing.
+    Any thread may add an entry; the chain's is that of the task under way. One that is not
+    ``enabled`` records nothing.
     """
 
     def __init__(self, *, enabled: bool = True, most: int = _MOST) -> None:
@@ -148,7 +160,9 @@ class Recorder:
             self._idle_since = time.monotonic_ns()
 
     def span(self, lane: Lane, what: str, name: str = "", *, sequence: int | None = None) -> Span:
-        """Return a context manager that records a span. Without ``name`` it has that of the chain's span around it."""
+        """Return a context manager that records a span. Without ``name`` it has that of the
+        chain's span around it.
+        """
         if not self.enabled:
             return _Nothing()
         return Span(self, lane, what, name or next(iter(self._open[-1:]), START), sequence)
@@ -170,10 +184,14 @@ class Recorder:
             return
         end = time.monotonic_ns() if end is None else end
         number = self._sequence if sequence is None else sequence
-        self._put(Entry(lane, what, name, beside, self._phase, number, start, max(0, end - start), amount))
+        self._put(
+            Entry(lane, what, name, beside, self._phase, number, start, max(0, end - start), amount)
+        )
 
     def count(self, lane: Lane, name: str, value: int) -> None:
-        """Record that a count has reached ``value``; of counts that change often, some points are kept."""
+        """Record that a count has reached ``value``; of counts that change often, some points
+        are kept.
+        """
         if not self.enabled:
             return
         count = self._counts.get((lane, name))
@@ -182,16 +200,32 @@ class Recorder:
         count.add(time.monotonic_ns(), value)
 
     def drain(self) -> list[Entry]:
-        """Return and forget all entries, in the order in which they ended. What is added meanwhile may stay."""
+        """Return and forget all entries, in the order in which they ended. What is added
+        meanwhile may stay.
+        """
         for (lane, name), count in [*self._counts.items()]:
             for at, value in count.drain():
-                self._put(Entry(lane, "count", name, True, self._phase, self._sequence, at, 0, value))
+                self._put(
+                    Entry(lane, "count", name, True, self._phase, self._sequence, at, 0, value)
+                )
         drained = [self._entries.popleft() for _ in range(len(self._entries))]
         if self._dropped and drained:
             dropped = self._dropped
             self._dropped = 0
             at = drained[0].start
-            drained.append(Entry(Lane.CONTROL, "count", "dropped", True, self._phase, self._sequence, at, 0, dropped))
+            drained.append(
+                Entry(
+                    Lane.CONTROL,
+                    "count",
+                    "dropped",
+                    True,
+                    self._phase,
+                    self._sequence,
+                    at,
+                    0,
+                    dropped,
+                )
+            )
         return drained
 
     def enter(self, name: str) -> bool:
@@ -212,7 +246,9 @@ class Recorder:
 
 
 class _Count:
-    """Points of a count: the more there are, the further apart, but none that is 0 or follows one is left out."""
+    """Points of a count: the more there are, the further apart, but none that is 0 or follows
+    one is left out.
+    """
 
     def __init__(self) -> None:
         self._points: list[tuple[int, int]] = []

@@ -19,18 +19,25 @@ IDLE = {
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.system-monitor.interval": "5s",
 }
-"""Dask's periodic work, slowed down: every 10, 20 and 500 ms it costs four waiting workers a fifth of a core."""
+"""Dask's periodic work, slowed down: every 10, 20 and 500 ms it costs four waiting workers a
+fifth of a core."""
 
 LOST = {"distributed.deploy.lost-worker-timeout": "1 day"}
 """Or Dask closes a nanny whose worker died 15 s ago, if it has just died once more."""
 
 
 @contextmanager
-def local_cluster(workers: int, threads_per_worker: int = 1, **options: object) -> Iterator[LocalCluster]:
-    """Start a cluster like a run does, without the run's settings. ``options`` are LocalCluster's."""
+def local_cluster(
+    workers: int, threads_per_worker: int = 1, **options: object
+) -> Iterator[LocalCluster]:
+    """Start a cluster like a run does, without the run's settings. ``options`` are
+    LocalCluster's.
+    """
     prepare_processes()
     with (
-        dask.config.set({"distributed.worker.multiprocessing-method": START_METHOD, **LOST, **IDLE}),
+        dask.config.set(
+            {"distributed.worker.multiprocessing-method": START_METHOD, **LOST, **IDLE}
+        ),
         LocalCluster(
             n_workers=workers,
             threads_per_worker=threads_per_worker,
@@ -45,7 +52,9 @@ def local_cluster(workers: int, threads_per_worker: int = 1, **options: object) 
 
 
 def announced_address(file: Path, scheduler: subprocess.Popen) -> str:
-    """Return the address that a scheduler writes into its file, which is there, and empty, before it is written."""
+    """Return the address that a scheduler writes into its file, which is there, and empty,
+    before it is written.
+    """
     while not file.exists() or not file.read_text().endswith("}"):
         assert scheduler.poll() is None
         time.sleep(0.02)
@@ -53,7 +62,9 @@ def announced_address(file: Path, scheduler: subprocess.Popen) -> str:
 
 
 def lasting_port() -> int:
-    """Return a free port for a server that starts later, or again: none of those that the kernel gives out."""
+    """Return a free port for a server that starts later, or again: none of those that the kernel
+    gives out.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(lowest // 2, lowest)

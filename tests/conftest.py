@@ -1,5 +1,5 @@
-"""Fixtures that several folders share: a tiny task, a cluster of processes that outlives single tests, and a run on
-it.
+"""Fixtures that several folders share: a tiny task, a cluster of processes that outlives single
+tests, and a run on it.
 """
 
 import atexit
@@ -23,30 +23,41 @@ from tests.reports import UNTIL, NoProcesses, Until, skipped_lines
 from tests.settings import digits_overrides
 
 hide()  # before any test module imports transformers
-gc.disable()  # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
-atexit.register(gc.unfreeze)  # nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
-settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
+gc.disable()
+atexit.register(
+    gc.unfreeze
+)  # nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
+settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared machine")
 
 ROOT = Path(__file__).parent
 FEWER_EXAMPLES = 20
-"""Examples of a property without processes, where a test does not say how many; make test takes 100."""
+"""Examples of a property without processes, where a test does not say how many; make test takes
+100."""
 SLOWEST = ("rollout", "e2e", "training")
 
 
 def pytest_collection_modifyitems(config, items):
-    """The slowest files begin first, so that no process is left alone with one. (pytest forgets the order in which
-    folders within one another are given.) Files that are named one by one run in that order.
+    """The slowest files begin first, so that no process is left alone with one. (pytest forgets the
+    order in which folders within one another are given.) Files that are named one by one run in
+    that order.
     """
     if any(argument.partition("::")[0].endswith(".py") for argument in config.args):
         return
     folders = {item: item.path.relative_to(ROOT).parts[0] for item in items}
-    items.sort(key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST))
+    items.sort(
+        key=lambda item: SLOWEST.index(folders[item]) if folders[item] in SLOWEST else len(SLOWEST)
+    )
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--no-processes", action="store_true", help="skip tests that start a process or import an engine's package"
+        "--no-processes",
+        action="store_true",
+        help="skip tests that start a process or import an engine's package",
     )
 
 
@@ -57,18 +68,24 @@ def pytest_configure(config):
         try:
             end = float(os.environ[UNTIL])
         except ValueError:
-            raise pytest.UsageError(f"{UNTIL}={os.environ[UNTIL]!r} is not a number of seconds since 1970") from None
+            raise pytest.UsageError(
+                f"{UNTIL}={os.environ[UNTIL]!r} is not a number of seconds since 1970"
+            ) from None
         config.pluginmanager.register(Until(end))
     if config.getoption("no_processes"):
         config.pluginmanager.register(NoProcesses())
-        settings.register_profile("no processes", settings.get_profile("shared machine"), max_examples=FEWER_EXAMPLES)
+        settings.register_profile(
+            "no processes", settings.get_profile("shared machine"), max_examples=FEWER_EXAMPLES
+        )
         settings.load_profile("no processes")
 
 
 def pytest_terminal_summary(terminalreporter):
     lines = skipped_lines(terminalreporter.stats.get("skipped", []))
     if lines:
-        terminalreporter.section(f"{len(terminalreporter.stats['skipped'])} skipped, and why", yellow=True)
+        terminalreporter.section(
+            f"{len(terminalreporter.stats['skipped'])} skipped, and why", yellow=True
+        )
         for line in lines:
             terminalreporter.write_line(line)
 
@@ -79,8 +96,8 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """Garbage is looked for often, by Python, by vLLM and by tests: a second each time, where it goes through all that
-    modules and tests before have left.
+    """Garbage is looked for often, by Python, by vLLM and by tests: a second each time, where it
+    goes through all that modules and tests before have left.
     """
     gc.collect()
     gc.freeze()
@@ -88,7 +105,9 @@ def frozen():
 
 @pytest.fixture(scope="session")
 def digits_task(tmp_path_factory):
-    """A random model of 91k parameters and prompts that ask for digits: learns without a warm start."""
+    """A random model of 91k parameters and prompts that ask for digits: learns without a warm
+    start.
+    """
     from siirl_dask.tasks.sorting import write_digits_task
 
     return write_digits_task(tmp_path_factory.mktemp("digits"))
@@ -96,7 +115,9 @@ def digits_task(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quickstarts_task(tmp_path_factory):
-    """A folder ``runs`` with what the quickstart prepares, for copies of it: its model has learned little."""
+    """A folder ``runs`` with what the quickstart prepares, for copies of it: its model has
+    learned little.
+    """
     from siirl_dask.tasks.sorting import write_sorting_task
 
     runs = tmp_path_factory.mktemp("quickstart") / "runs"
@@ -119,10 +140,11 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
-"""In a process of its own, which ends with its standard input: vLLM cannot start in one that has imported Flask.
+"""In a process of its own, which ends with its standard input: vLLM cannot start in one that has
+imported Flask.
 
-moto looks for a conditional PUT's object, and writes it later: on a busy machine two writers of one both succeed,
-where S3 lets one alone do so.
+moto looks for a conditional PUT's object, and writes it later: on a busy machine two writers of one
+both succeed, where S3 lets one alone do so.
 """
 
 
@@ -141,11 +163,15 @@ class Finished:
 
 @pytest.fixture(scope="session")
 def s3():
-    """A bucket of an S3 API on loopback, which processes that are started from here on reach as well."""
+    """A bucket of an S3 API on loopback, which processes that are started from here on reach as
+    well.
+    """
     import s3fs
 
     command = [sys.executable, "-c", S3_SERVER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None
         port = server.stdout.readline().strip()
         assert port, "moto's server did not start"
@@ -181,7 +207,9 @@ def shared_cluster():
 
 @pytest.fixture
 def cluster_address(shared_cluster):
-    """Address of the shared cluster, for tests that can live with used workers and leave them alive."""
+    """Address of the shared cluster, for tests that can live with used workers and leave them
+    alive.
+    """
     before = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
     yield shared_cluster.scheduler_address
     after = {name: nanny.pid for name, nanny in shared_cluster.workers.items()}
@@ -190,18 +218,24 @@ def cluster_address(shared_cluster):
 
 @pytest.fixture
 def train(digits_task, cluster_address, tmp_path):
-    """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=of_config, change=of_dag)``,
-    and ``fresh=True`` or ``force=True`` where there is a run.
+    """Run the digits task on the shared cluster: ``train("name", "key=value", ..., dag=of_config,
+    change=of_dag)``, and ``fresh=True`` or ``force=True`` where there is a run.
     """
     from siirl_dask.driver.phases import dags
     from siirl_dask.driver.run import run
 
     def start(name, *overrides, dag=None, config_file=None, change=lambda dag: dag, **how):
         url = tmp_path / name
-        given = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", *overrides]
+        given = [
+            *digits_overrides(digits_task, url),
+            f"cluster.address={cluster_address}",
+            *overrides,
+        ]
         file = load_config_file(config_file or shipped("quickstart.yaml"), given)
         own, validation = dags(file)
-        return Finished(url, run(file.config, change(dag(file.config) if dag else own), validation, **how))
+        return Finished(
+            url, run(file.config, change(dag(file.config) if dag else own), validation, **how)
+        )
 
     return start
 

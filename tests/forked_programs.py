@@ -1,8 +1,10 @@
-"""Starts programs forked from a process that has imported everything, in place of a new interpreter.
+"""Starts programs forked from a process that has imported everything, in place of a new
+interpreter.
 
-The imports of a run's driver, and once more those of the process that its workers are forked from, take longer than
-most runs of tests. What differs from a program that a shell starts: its imports have read the environment of this
-process, and it has no end of an interpreter but its exit functions. tests/e2e/test_stops.py starts real ones.
+The imports of a run's driver, and once more those of the process that its workers are forked from,
+take longer than most runs of tests. What differs from a program that a shell starts: its imports
+have read the environment of this process, and it has no end of an interpreter but its exit
+functions. tests/e2e/test_stops.py starts real ones.
 """
 
 import atexit
@@ -31,7 +33,8 @@ import psutil
 from siirl_dask.testing.hosts import Host
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): whoever loses its parent below this process becomes its child
+# PR_SET_CHILD_SUBREAPER of prctl(2): whoever loses its parent below this process becomes its child
+_SUBREAPER = 36
 _PATIENCE = 3.0  # seconds that processes of a program may outlive it
 _SERVER = "from multiprocessing.forkserver import main"
 _HIGH = 500  # the first number for a file that has to make way for others
@@ -62,10 +65,12 @@ class ForkedProgram:
         cwd: Path | None = None,
         alone: bool = False,
     ) -> None:
-        """Start what ``python *words`` would, in a session of its own: ``-m module``, ``-c code`` or a file.
+        """Start what ``python *words`` would, in a session of its own: ``-m module``, ``-c code``
+        or a file.
 
-        ``environment`` and ``cwd``: this process's, unless they are named. ``output`` and ``errors`` take what it
-        prints; without ``errors`` both go to ``output``. ``host``: of the lab. ``alone``: it starts no processes.
+        ``environment`` and ``cwd``: this process's, unless they are named. ``output`` and
+        ``errors`` take what it prints; without ``errors`` both go to ``output``. ``host``: of the
+        lab. ``alone``: it starts no processes.
         """
         if environment is None:
             environment = os.environ
@@ -104,7 +109,9 @@ class ForkedProgram:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return its exit status once it has ended. subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Return its exit status once it has ended. subprocess.TimeoutExpired after ``timeout``
+        seconds.
+        """
         if self.poll() is None:
             connection.wait([self._news], timeout)
         status = self.poll()
@@ -113,7 +120,9 @@ class ForkedProgram:
         return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what it printed since the last reading of ``stdout``, and its errors, once it has ended."""
+        """Return what it printed since the last reading of ``stdout``, and its errors, once it
+        has ended.
+        """
         self.wait(timeout)
         printed = self.stdout.read()
         if self._merged:
@@ -130,7 +139,9 @@ class ForkedProgram:
         self.send_signal(signal.SIGKILL)
 
     def left_over(self) -> list[str]:
-        """Return which processes, started by it or by what it started, run on a while after it has ended."""
+        """Return which processes, started by it or by what it started, run on a while after it
+        has ended.
+        """
         self.wait()
         left: list[str] = self._news.recv()
         self._keeper.join()
@@ -182,7 +193,9 @@ def _keep(program, news):
         if not (found / "user").samefile("/proc/self/ns/user"):  # the lab of a user who is not root
             _enter(libc, os.open(found / "user", os.O_RDONLY))
         spaces = [os.open(found / kind, os.O_RDONLY) for kind in ("ipc", "uts", "net", "mnt")]
-        _enter(libc, os.open(found / "pid", os.O_RDONLY))  # this process stays where it is, its children do not
+        _enter(
+            libc, os.open(found / "pid", os.O_RDONLY)
+        )  # this process stays where it is, its children do not
     pid = os.fork()
     if pid == 0:
         news.close()
@@ -295,7 +308,9 @@ def _forget_parent():
 
 
 def _fork_server_ahead():
-    """Fork, while this process has one thread, what becomes its fork server where it is about to start one."""
+    """Fork, while this process has one thread, what becomes its fork server where it is about to
+    start one.
+    """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ahead = os.fork()
     if ahead == 0:
@@ -308,7 +323,12 @@ def _fork_server_ahead():
         if ours.fileno() < 0 or not words[-1].startswith(_SERVER):
             return start(path, words, files)
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-        order = {"command": words[-1], "files": list(files), "environment": dict(os.environ), "mask": mask}
+        order = {
+            "command": words[-1],
+            "files": list(files),
+            "environment": dict(os.environ),
+            "mask": mask,
+        }
         socket.send_fds(ours, [json.dumps(order).encode()], files)
         ours.close()
         return ahead
@@ -317,7 +337,9 @@ def _fork_server_ahead():
 
 
 def _be_fork_server(orders):
-    """Wait for what an interpreter would be started with, and do that. Ends with the process that might send it."""
+    """Wait for what an interpreter would be started with, and do that. Ends with the process
+    that might send it.
+    """
     code = 1
     try:
         order, files, _, _ = socket.recv_fds(orders, 1 << 20, 8)
@@ -343,8 +365,12 @@ def _be_fork_server(orders):
         os._exit(code)
 
 
-def forked_on(folder: Path) -> Callable[[Host, Sequence[object], Mapping[str, str], Path | None], ForkedProgram]:
-    """Return how programs are started on hosts of the lab; those without a file for what they print get one."""
+def forked_on(
+    folder: Path,
+) -> Callable[[Host, Sequence[object], Mapping[str, str], Path | None], ForkedProgram]:
+    """Return how programs are started on hosts of the lab; those without a file for what they
+    print get one.
+    """
 
     def start(host, words, environment, output):
         if output is None:
@@ -359,7 +385,9 @@ def forked_on(folder: Path) -> Callable[[Host, Sequence[object], Mapping[str, st
 def run_forked(
     *words: object, folder: Path, cwd: Path | None = None, timeout: float = 170
 ) -> subprocess.CompletedProcess[str]:
-    """Return how a program ended, and what it printed, as ``subprocess.run`` does; ``folder`` takes that."""
+    """Return how a program ended, and what it printed, as ``subprocess.run`` does; ``folder``
+    takes that.
+    """
     if START_METHOD != "forkserver":
         command = [sys.executable, *map(str, words)]
         return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout)

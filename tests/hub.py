@@ -1,4 +1,6 @@
-"""A hub of Hugging Face on loopback: the part of its HTTP API that huggingface_hub reads repositories through."""
+"""A hub of Hugging Face on loopback: the part of its HTTP API that huggingface_hub reads
+repositories through.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "1" * 40
-_API = re.compile(r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_API = re.compile(
+    r"/api/(datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?"
+)
 _FILE = re.compile(r"/(?:(datasets)/)?([^/]+/[^/]+)/resolve/([^/]+)/(.*)")
 
 
 @contextmanager
 def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve ``root/datasets/org/name`` and ``root/models/org/name`` with one revision, ``main``, until the block ends.
+    """Serve ``root/datasets/org/name`` and ``root/models/org/name`` with one revision, ``main``,
+    until the block ends.
 
     Yields the endpoint and the list of the paths of files that were asked for.
     """
@@ -61,8 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         match = _API.fullmatch(unquote(urlsplit(self.path).path))
         assert match is not None
-        paths = json.loads(body)["paths"] if body.startswith("{") else re.findall(r"paths=([^&]*)", body)
-        self._api(match, [unquote(path.replace("+", " ")) for path in ([paths] if isinstance(paths, str) else paths)])
+        paths = (
+            json.loads(body)["paths"]
+            if body.startswith("{")
+            else re.findall(r"paths=([^&]*)", body)
+        )
+        self._api(
+            match,
+            [
+                unquote(path.replace("+", " "))
+                for path in ([paths] if isinstance(paths, str) else paths)
+            ],
+        )
 
     def _api(self, match: re.Match[str], paths: list[str]) -> None:
         kind, name, verb, revision, below = match.groups()
@@ -78,10 +93,16 @@ class _Handler(BaseHTTPRequestHandler):
             pattern = "**/*" if "recursive=true" in self.path.lower() else "*"
             self._json([_entry(folder, path) for path in sorted((folder / below).glob(pattern))])
         elif verb == "paths-info":
-            self._json([_entry(folder, folder / path) for path in paths if (folder / path).exists()])
+            self._json(
+                [_entry(folder, folder / path) for path in paths if (folder / path).exists()]
+            )
         else:
-            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-            self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in names]})
+            names = [
+                path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+            ]
+            self._json(
+                {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in names]}
+            )
 
     def _file(self, kind: str, name: str, revision: str, path: str) -> None:
         file = self._root / kind / name / path

@@ -11,12 +11,19 @@ _ROWS = 64
 
 
 def write_long_prompts(path, *parts, batch_size=8, seed=0):
-    """Write prompts that ask for digits, too long in ``parts``: (step, worker, workers), and return their Source."""
-    source = Source(url=str(path), prompt="prompt", answer="answer", batch_size=batch_size, seed=seed)
+    """Write prompts that ask for digits, too long in ``parts``: (step, worker, workers), and
+    return their Source.
+    """
+    source = Source(
+        url=str(path), prompt="prompt", answer="answer", batch_size=batch_size, seed=seed
+    )
     prompts = [f"Digits {number}:" for number in range(_ROWS)]
     _write(path, prompts)
     loader = Dataloader(source)
-    loaded = [loader.load(step - 1, ["row_id", "prompt"], worker, workers) for step, worker, workers in parts]
+    loaded = [
+        loader.load(step - 1, ["row_id", "prompt"], worker, workers)
+        for step, worker, workers in parts
+    ]
     loader.close()
     long = {prompt for table in loaded for prompt in table["prompt"].to_pylist()}
     _write(path, [prompt + "9" * LIMIT if prompt in long else prompt for prompt in prompts])

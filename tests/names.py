@@ -1,4 +1,6 @@
-"""Names in which software sees more than a name, and for each a neighbour that the name matches as a pattern."""
+"""Names in which software sees more than a name, and for each a neighbour that the name matches
+as a pattern.
+"""
 
 from hypothesis import strategies as st
 
@@ -42,4 +44,5 @@ NEIGHBOURS = (
     .map(lambda pair: (f"r{pair[0]}x", f"r{pair[1]}x"))
     .filter(lambda pair: pair[0] != pair[1])
 )
-"""Two names; the neighbour is one that the first would match, were it a pattern or an encoded text."""
+"""Two names; the neighbour is one that the first would match, were it a pattern or an encoded
+text."""

@@ -1,8 +1,9 @@
-"""``pytest --no-processes``, which ``make check`` runs, an end for slow machines, and lines for every skipped test.
+"""``pytest --no-processes``, which ``make check`` runs, an end for slow machines, and lines for
+every skipped test.
 
-Without processes, a test ends as skipped at the moment when it starts a process or imports an engine's package: Python
-reports both before they happen (sys.addaudithook). So nobody sorts tests into a list: a new one is in ``make check`` as
-long as it needs neither.
+Without processes, a test ends as skipped at the moment when it starts a process or imports an
+engine's package: Python reports both before they happen (sys.addaudithook). So nobody sorts tests
+into a list: a new one is in ``make check`` as long as it needs neither.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class RefusedInThreadError(RuntimeError):
 
 
 class NoProcesses:
-    """Ends tests that start a process or import an engine, and reports them as skipped. A plugin of pytest."""
+    """Ends tests that start a process or import an engine, and reports them as skipped. A plugin
+    of pytest.
+    """
 
     def __init__(self) -> None:
         self._watching = False
         self._refused: str | None = None
         self._spawn = multiprocessing.util.spawnv_passfds
-        multiprocessing.util.spawnv_passfds = self._refuse_spawn  # the one start that Python does not report
+        multiprocessing.util.spawnv_passfds = (
+            self._refuse_spawn
+        )  # the one start that Python does not report
         sys.addaudithook(self._audit)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -58,7 +63,9 @@ class NoProcesses:
         if self._refused is not None:
             for name in set(sys.modules) - before:
                 if name.startswith("tests."):
-                    del sys.modules[name]  # pytest leaves a module there whose import did not come to its end
+                    del sys.modules[
+                        name
+                    ]  # pytest leaves a module there whose import did not come to its end
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -67,9 +74,11 @@ class NoProcesses:
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-        """Report a test as skipped that went on after a refusal: one in a thread, or one that its code caught. A
-        fixture that was refused raises the same error again for each further test.
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[Any]:
+        """Report a test as skipped that went on after a refusal: one in a thread, or one that its
+        code caught. A fixture that was refused raises the same error again for each further test.
         """
         report = yield
         refused = self._refused
@@ -106,11 +115,15 @@ class NoProcesses:
         self._refused = f"{LEFT}{why}"
         if threading.current_thread() is threading.main_thread():
             pytest.skip(self._refused, allow_module_level=True)
-        raise RefusedInThreadError(self._refused)  # a thread hands an Exception to who waits for it, and no Skipped
+        raise RefusedInThreadError(
+            self._refused
+        )  # a thread hands an Exception to who waits for it, and no Skipped
 
 
 class Until:
-    """Skips tests that would begin after a time, so that the others are reported in time. A plugin of pytest."""
+    """Skips tests that would begin after a time, so that the others are reported in time. A
+    plugin of pytest.
+    """
 
     def __init__(self, end: float) -> None:
         """``end``: seconds since 1970."""
@@ -132,7 +145,9 @@ def refusal_in(error: BaseException | None) -> str | None:
 
 
 def skipped_lines(reports: list[Any]) -> list[str]:
-    """Return a line for each reason why tests were skipped: how many, the reason, and their files."""
+    """Return a line for each reason why tests were skipped: how many, the reason, and their
+    files.
+    """
     counts: Counter[str] = Counter()
     files: dict[str, set[str]] = {}
     for report in reports:

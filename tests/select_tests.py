@@ -1,11 +1,13 @@
-"""Prints the test files that a change can break: ``python tests/select_tests.py main``, or ``make test SINCE=main``.
-With ``--marked slow``, those in which a test can have that mark of pytest's, the longest first.
+"""Prints the test files that a change can break: ``python tests/select_tests.py main``, or ``make
+test SINCE=main``. With ``--marked slow``, those in which a test can have that mark of pytest's, the
+longest first.
 
-A change is what differs from the common ancestor with that commit, uncommitted and new files among it. A test file is
-chosen where it has changed, or where it imports a changed module: anywhere in it, through other modules, through the
-conftest.py of its folders, or by a name in a string such as ``"siirl_dask.nodes:score"``. Nothing is imported: the
-graph is read from the sources. A changed file that is no module chooses the test files that name it, or its folder, in
-a string, or that import a module which does. Files that walk a folder of sources are always chosen. EVERYTHING, and a
+A change is what differs from the common ancestor with that commit, uncommitted and new files among
+it. A test file is chosen where it has changed, or where it imports a changed module: anywhere in
+it, through other modules, through the conftest.py of its folders, or by a name in a string such as
+``"siirl_dask.nodes:score"``. Nothing is imported: the graph is read from the sources. A changed
+file that is no module chooses the test files that name it, or its folder, in a string, or that
+import a module which does. Files that walk a folder of sources are always chosen. EVERYTHING, and a
 file that nobody names, choose all.
 """
 
@@ -20,7 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-ROOTS = {"siirl_dask": "", "siirl_storage": "storage", "tests": "", "benchmarks": "", "pipelines": ""}
+ROOTS = {
+    "siirl_dask": "",
+    "siirl_storage": "storage",
+    "tests": "",
+    "benchmarks": "",
+    "pipelines": "",
+}
 """Top packages, and the folder that each lies in."""
 EVERYTHING = ("pyproject.toml", "Makefile", "tests/conftest.py", ".ci/run")
 NOWHERE = (".gitignore", "LICENSE")
@@ -57,7 +65,9 @@ class Source:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the chosen files on standard output, and why on standard error. Return 2 where there is no such commit."""
+    """Print the chosen files on standard output, and why on standard error. Return 2 where there
+    is no such commit.
+    """
     root = Path(__file__).resolve().parents[1]
     if len(arguments) == 2 and arguments[0] == "--marked":
         sources = {path: read(path, (root / path).read_bytes()) for path in python_files(root)}
@@ -75,7 +85,9 @@ def main(arguments: list[str]) -> int:
     chosen = select(changed, sources)
     total = sum(map(is_test, sources))
     print(
-        f"SINCE={arguments[0]}: {len(changed)} files changed, {len(chosen)} of {total} test files run", file=sys.stderr
+        f"SINCE={arguments[0]}: {len(changed)} files changed, {len(chosen)} of {total} test files "
+        "run",
+        file=sys.stderr,
     )
     for reason in dict.fromkeys(chosen.values()):
         count = sum(why == reason for why in chosen.values())
@@ -85,10 +97,25 @@ def main(arguments: list[str]) -> int:
 
 
 def changed_files(root: Path, commit: str) -> list[str]:
-    """Return the paths that differ from the common ancestor with ``commit``, and those that git does not know."""
+    """Return the paths that differ from the common ancestor with ``commit``, and those that git
+    does not know.
+    """
     _git(root, "rev-parse", "--git-dir", error="not a checkout of git: run make test without SINCE")
-    _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", error="git knows no such commit or branch")
-    ancestor = _git(root, "merge-base", commit, "HEAD", error="it has no common ancestor with what is checked out")
+    _git(
+        root,
+        "rev-parse",
+        "--verify",
+        "--quiet",
+        f"{commit}^{{commit}}",
+        error="git knows no such commit or branch",
+    )
+    ancestor = _git(
+        root,
+        "merge-base",
+        commit,
+        "HEAD",
+        error="it has no common ancestor with what is checked out",
+    )
     different = _git(root, "diff", "--name-only", "--no-renames", "-z", ancestor.strip())
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
     return sorted({path for path in f"{different}{new}".split("\0") if path})
@@ -136,7 +163,9 @@ def read(path: str, code: str | bytes) -> Source:
         _read_into(source, tree, above)
         return source
     for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef) and "autouse=True" not in map(ast.unparse, _keywords(statement)):
+        if isinstance(statement, ast.FunctionDef) and "autouse=True" not in map(
+            ast.unparse, _keywords(statement)
+        ):
             source.fixtures[statement.name] = Source()
             _read_into(source.fixtures[statement.name], statement, above)
         else:
@@ -175,10 +204,14 @@ def _read_into(source: Source, tree: ast.AST, above: list[str]) -> None:
 
 
 def _executed(tree: ast.AST, later: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield the nodes of a file, each before those in it, and whether a function has to be called first; without what
-    stands under ``if TYPE_CHECKING``.
+    """Yield the nodes of a file, each before those in it, and whether a function has to be called
+    first; without what stands under ``if TYPE_CHECKING``.
     """
-    if isinstance(tree, ast.If) and isinstance(tree.test, ast.Name) and tree.test.id == "TYPE_CHECKING":
+    if (
+        isinstance(tree, ast.If)
+        and isinstance(tree.test, ast.Name)
+        and tree.test.id == "TYPE_CHECKING"
+    ):
         for child in tree.orelse:
             yield from _executed(child, later)
         return
@@ -189,30 +222,45 @@ def _executed(tree: ast.AST, later: bool = False) -> Iterator[tuple[ast.AST, boo
 
 
 def graph_of(sources: Mapping[str, Source], gone: Iterable[str] = ()) -> dict[str, set[str]]:
-    """Return for each part of a file the parts that it leads to. A path stands for all that a file does; with LOADED,
-    for what is done when it is imported; with a fixture's name, for that fixture. ``gone``: files that no longer exist,
-    and may be imported still.
+    """Return for each part of a file the parts that it leads to. A path stands for all that a file
+    does; with LOADED, for what is done when it is imported; with a fixture's name, for that
+    fixture. ``gone``: files that no longer exist, and may be imported still.
     """
     paths = {module_name(path): path for path in (*gone, *sources)}
     graph: dict[str, set[str]] = {path: {path + LOADED} for path in paths.values()}
     for path, source in sources.items():
-        folders = [f"{folder}/conftest.py" for folder in PurePosixPath(path).parents if path.startswith("tests/")]
+        folders = [
+            f"{folder}/conftest.py"
+            for folder in PurePosixPath(path).parents
+            if path.startswith("tests/")
+        ]
         conftests = [file for file in folders if file in sources]
-        graph[path + LOADED] = _loaded_by(source.loads, paths) | {file + LOADED for file in conftests}
+        graph[path + LOADED] = _loaded_by(source.loads, paths) | {
+            file + LOADED for file in conftests
+        }
         graph[path] |= _used_by(source.loads | source.uses, paths)
         graph[path] |= _fixtures_of(source, conftests, sources)
         for name, fixture in source.fixtures.items():
-            graph[f"{path}::{name}"] = {path + LOADED} | _used_by(fixture.loads | fixture.uses, paths)
+            graph[f"{path}::{name}"] = {path + LOADED} | _used_by(
+                fixture.loads | fixture.uses, paths
+            )
             graph[f"{path}::{name}"] |= _fixtures_of(fixture, conftests, sources)
     return graph
 
 
 def _fixtures_of(user: Source, conftests: list[str], sources: Mapping[str, Source]) -> set[str]:
-    return {f"{file}::{name}" for file in conftests for name in sources[file].fixtures if name in user.words}
+    return {
+        f"{file}::{name}"
+        for file in conftests
+        for name in sources[file].fixtures
+        if name in user.words
+    }
 
 
 def _loaded_by(names: set[str], paths: Mapping[str, str]) -> set[str]:
-    """Return what is imported for the sake of these names: a module, and the packages that it lies in."""
+    """Return what is imported for the sake of these names: a module, and the packages that it
+    lies in.
+    """
     loaded = set()
     for name in names:
         parts = name.split(".")
@@ -221,7 +269,9 @@ def _loaded_by(names: set[str], paths: Mapping[str, str]) -> set[str]:
 
 
 def _used_by(names: set[str], paths: Mapping[str, str]) -> set[str]:
-    """Return what is imported for the sake of these names, and the modules that they are in, whose code may be run."""
+    """Return what is imported for the sake of these names, and the modules that they are in,
+    whose code may be run.
+    """
     used = _loaded_by(names, paths)
     for name in names:
         while name and name not in paths:
@@ -232,7 +282,9 @@ def _used_by(names: set[str], paths: Mapping[str, str]) -> set[str]:
 
 
 def reaching(graph: Mapping[str, set[str]], targets: Iterable[str]) -> dict[str, int]:
-    """Return the targets and all from which a path leads to one of them, with the length of the shortest."""
+    """Return the targets and all from which a path leads to one of them, with the length of the
+    shortest.
+    """
     users: dict[str, set[str]] = {}
     for path, used in graph.items():
         for target in used:
@@ -248,15 +300,17 @@ def reaching(graph: Mapping[str, set[str]], targets: Iterable[str]) -> dict[str,
 
 
 def select(changed: Iterable[str], sources: Mapping[str, Source]) -> dict[str, str]:
-    """Return the test files to run and why, in the order in which to run them: those that have changed, then those
-    from which the fewest imports lead to what has changed.
+    """Return the test files to run and why, in the order in which to run them: those that have
+    changed, then those from which the fewest imports lead to what has changed.
     """
     tests = [path for path in sources if is_test(path)]
     changed = [path for path in changed if path not in NOWHERE]
     for path in changed:
         if path in EVERYTHING:
             return dict.fromkeys(tests, f"all, for {path} has changed")
-    graph = graph_of(sources, gone=[path for path in changed if path.endswith(".py") and path not in sources])
+    graph = graph_of(
+        sources, gone=[path for path in changed if path.endswith(".py") and path not in sources]
+    )
     importing: dict[str, int] = {}
     naming: dict[str, int] = {}
     for path in changed:
@@ -266,7 +320,9 @@ def select(changed: Iterable[str], sources: Mapping[str, Source]) -> dict[str, s
             continue
         named_in = _naming(path, sources)
         if not named_in and not path.endswith((".md", ".py")):
-            return dict.fromkeys(tests, f"all, for no test imports or names {path}, which has changed")
+            return dict.fromkeys(
+                tests, f"all, for no test imports or names {path}, which has changed"
+            )
         naming = _nearest(naming, reaching(graph, named_in))
     walking = dict.fromkeys([path for path in tests if changed and sources[path].walks], 0)
     kinds = {
@@ -283,14 +339,17 @@ def select(changed: Iterable[str], sources: Mapping[str, Source]) -> dict[str, s
 
 
 def marked(mark: str, sources: Mapping[str, Source]) -> list[str]:
-    """Return the test files that can have a test with this mark, those that name it and those that import what names
-    it, in the order of LONGEST.
+    """Return the test files that can have a test with this mark, those that name it and those that
+    import what names it, in the order of LONGEST.
     """
     naming = [path + LOADED for path, source in sources.items() if mark in source.marks]
     reached = reaching(graph_of(sources), naming)
     found = [path for path in sources if is_test(path) and path + LOADED in reached]
     folders = {path: PurePosixPath(path).parts[1] for path in found}
-    return sorted(found, key=lambda path: LONGEST.index(folders[path]) if folders[path] in LONGEST else len(LONGEST))
+    return sorted(
+        found,
+        key=lambda path: LONGEST.index(folders[path]) if folders[path] in LONGEST else len(LONGEST),
+    )
 
 
 def _nearest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -298,8 +357,8 @@ def _nearest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 def _naming(path: str, sources: Mapping[str, Source]) -> set[str]:
-    """Return the parts of files whose strings hold a file's name; where none does, its folder's name, and so on. The
-    package names pages of docs/ in its errors, and does not read them.
+    """Return the parts of files whose strings hold a file's name; where none does, its folder's
+    name, and so on. The package names pages of docs/ in its errors, and does not read them.
     """
     parts = dict(sources)
     if path.endswith(".md"):

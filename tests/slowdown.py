@@ -3,15 +3,18 @@
 import threading
 import time
 
-_BURST = 0.003  # seconds of computing: longer than a scheduler's slice hides, short beside the pause
+_BURST = (
+    0.003  # seconds of computing: longer than a scheduler's slice hides, short beside the pause
+)
 _PAUSE = 0.1
 
 
 class Slowdown:
     """A thread that computes now and then, from ``with`` to its end.
 
-    Tests that bound how soon something happens allow ``factor`` times as long: 1 on an idle machine, so that the bound
-    is what it says there, and 3 where three processes compete for each core.
+    Tests that bound how soon something happens allow ``factor`` times as long: 1 on an idle
+    machine, so that the bound is what it says there, and 3 where three processes compete for each
+    core.
     """
 
     def __init__(self):

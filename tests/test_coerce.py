@@ -89,7 +89,11 @@ GOOD = [
         Outer,
         Outer("1", Inner(1), [Inner(2)], {"x": Inner(3)}),
     ),
-    ({"name": "x", "inner": {"size": 1}, "maybe": {"size": 5}}, Outer, Outer("x", Inner(1), maybe=Inner(5))),
+    (
+        {"name": "x", "inner": {"size": 1}, "maybe": {"size": 5}},
+        Outer,
+        Outer("x", Inner(1), maybe=Inner(5)),
+    ),
     ("math:sqrt", str, "math:sqrt"),
 ]
 
@@ -127,9 +131,17 @@ BAD = [
     ([1], dict[str, int], "key=[1]: expected a mapping"),
     ({"a": "x"}, dict[str, int], "key.a='x': expected a whole number (int)"),
     (5, Inner, "key=5: expected a mapping with keys of ['size', 'speed']"),
-    ({"sise": 1}, Inner, "key has an unknown key 'sise' (keys: ['size', 'speed']); did you mean 'size'?"),
+    (
+        {"sise": 1},
+        Inner,
+        "key has an unknown key 'sise' (keys: ['size', 'speed']); did you mean 'size'?",
+    ),
     ({"speed": "fast"}, Inner, "key lacks ['size'], which Inner needs"),
-    ({"name": "x", "inner": {"size": "y"}}, Outer, "key.inner.size='y': expected a whole number (int)"),
+    (
+        {"name": "x", "inner": {"size": "y"}},
+        Outer,
+        "key.inner.size='y': expected a whole number (int)",
+    ),
     (
         {"name": "x", "inner": {"size": 1, "sped": "fast"}},
         Outer,
@@ -176,7 +188,9 @@ def test_functions_within_lists_mappings_and_values_without_annotation():
     assert functions(["math:sqrt"], list[Callable[..., float]], "key") == [math.sqrt]
     assert functions({"a": "math:sqrt"}, dict[str, Score], "key") == {"a": math.sqrt}
     assert functions({"deep": [call]}, Any, "key")["deep"][0].keywords == {"abs_tol": 1}
-    assert functions("math:sqrt", Any, "key") == "math:sqrt"  # a text that nobody asked to be a function
+    assert (
+        functions("math:sqrt", Any, "key") == "math:sqrt"
+    )  # a text that nobody asked to be a function
 
 
 @pytest.mark.parametrize(
@@ -184,7 +198,10 @@ def test_functions_within_lists_mappings_and_values_without_annotation():
     [
         (5, "key=5: expected a function, 'module:function' or {run: ..., with: {...}}"),
         (None, "key=None: expected a function"),
-        ({"rnu": "math:sqrt"}, "key has an unknown key 'rnu' (keys: ['run', 'with']); did you mean 'run'?"),
+        (
+            {"rnu": "math:sqrt"},
+            "key has an unknown key 'rnu' (keys: ['run', 'with']); did you mean 'run'?",
+        ),
         ("math:sqr", "'math:sqr': module 'math' has no function 'sqr'; did you mean 'sqrt'?"),
         ({"with": {}}, "'' names no function"),
     ],
@@ -209,7 +226,9 @@ def test_a_protocol_without_call_is_no_function():
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -219,7 +238,12 @@ def test_plain_data_without_annotation_stays_as_it_is(value):
     assert values(value, Any, "key") == value
 
 
-@given(plain, st.sampled_from([int, float, bool, str, Speed, Inner, list[int], tuple[int, int], dict[str, int]]))
+@given(
+    plain,
+    st.sampled_from(
+        [int, float, bool, str, Speed, Inner, list[int], tuple[int, int], dict[str, int]]
+    ),
+)
 def test_any_value_becomes_the_type_or_is_refused_by_name(value, hint):
     try:
         made = values(value, hint, "key")

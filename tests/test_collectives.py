@@ -21,13 +21,22 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def test_each_backend_is_told_the_interface_of_the_address_and_no_other_with_its_prefix(environment):
+def test_each_backend_is_told_the_interface_of_the_address_and_no_other_with_its_prefix(
+    environment,
+):
     collectives.listen_at(collectives.LOOPBACK)
     loopback = collectives.interface_of(collectives.LOOPBACK)
-    assert [os.environ[name] for name in NAMES] == [loopback, f"={loopback}", f"={loopback}", "AF_INET"]
+    assert [os.environ[name] for name in NAMES] == [
+        loopback,
+        f"={loopback}",
+        f"={loopback}",
+        "AF_INET",
+    ]
 
 
-def test_an_interface_that_the_user_named_for_accelerators_is_kept_and_gloo_follows_the_worker(environment):
+def test_an_interface_that_the_user_named_for_accelerators_is_kept_and_gloo_follows_the_worker(
+    environment,
+):
     for name in NAMES[:3]:
         environment.setenv(name, "fast0")
     collectives.listen_at(collectives.LOOPBACK)
@@ -48,7 +57,9 @@ def test_groups_made_in_a_process_that_is_no_workers_leave_its_environment_as_it
 
 
 def test_an_address_that_is_on_no_interface_is_refused_with_those_that_are():
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1, which no network interface .*127\.0\.0\.1.*--host"):
+    with pytest.raises(
+        ConfigError, match=r"192\.0\.2\.1, which no network interface .*127\.0\.0\.1.*--host"
+    ):
         collectives.listen_at("192.0.2.1")
 
 

@@ -1,4 +1,6 @@
-"""README.md and docs/: every key is described, with its default, and what is shown to be typed can be typed."""
+"""README.md and docs/: every key is described, with its default, and what is shown to be typed
+can be typed.
+"""
 
 import re
 import shlex
@@ -27,7 +29,10 @@ def described():
                 named, shown = re.split(r" *(?<!\\)\| *", row.strip("| "))[:2]
                 names = re.findall(r"`([\w.]+)`", named)
                 if head == "option":
-                    names, values = [f"trainer.{name}" for name in names], re.findall(r"\([^)]*\)|[^,\s][^,]*", shown)
+                    names, values = (
+                        [f"trainer.{name}" for name in names],
+                        re.findall(r"\([^)]*\)|[^,\s][^,]*", shown),
+                    )
                 else:
                     values = [shown]
                 yield from zip(names, values, strict=True)
@@ -44,7 +49,9 @@ def defaults():
 
 
 def is_of(shown, value):
-    """Words stand for a default that is none, or that follows from other keys; nothing for a value that is needed."""
+    """Words stand for a default that is none, or that follows from other keys; nothing for a
+    value that is needed.
+    """
     if value is None or (value == [] and shown != "`[]`"):
         return bool(shown)
     if value == "???":
@@ -58,14 +65,20 @@ def test_every_key_is_described_once_with_its_default():
     shown = list(described())
     expected = {key: value for key, value in defaults() if not key.startswith("critic.")}
     assert sorted(key for key, _ in shown) == sorted(expected)
-    wrong = [f"{key}: {text}, not {expected[key]!r}" for key, text in shown if not is_of(text, expected[key])]
+    wrong = [
+        f"{key}: {text}, not {expected[key]!r}"
+        for key, text in shown
+        if not is_of(text, expected[key])
+    ]
     assert not wrong
 
 
 def shown_commands():
     """Return the arguments of each ``siirl-dask ...`` that stands in a line of its own."""
     found = [
-        line for page in PAGES for line in re.findall(r"^(?:    |\$ )siirl-dask (.*)$", page.read_text(), re.MULTILINE)
+        line
+        for page in PAGES
+        for line in re.findall(r"^(?:    |\$ )siirl-dask (.*)$", page.read_text(), re.MULTILINE)
     ]
     assert len(found) > 15
     return found
@@ -78,7 +91,9 @@ def test_what_is_shown_can_be_typed(line, capsys):
         main([command, *words[: command == "data"], "--help"])
     known = re.findall(r"--[a-z]+(?:-[a-z]+)*", capsys.readouterr().out)
     assert not [word for word in words if word.startswith("--") and word not in known]
-    file = next((ROOT / word for word in words if word.startswith("configs/")), shipped("quickstart.yaml"))
+    file = next(
+        (ROOT / word for word in words if word.startswith("configs/")), shipped("quickstart.yaml")
+    )
     load_config_file(file, [word for word in words if re.match(r"[a-z_]+\.[a-z_]+=", word)])
 
 
@@ -89,7 +104,9 @@ def test_what_is_linked_to_is_there(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), to
         heads = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if section else []
-        assert not section or section in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads], to
+        assert not section or section in [
+            re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads
+        ], to
 
 
 def shown_tree(page):
@@ -98,9 +115,16 @@ def shown_tree(page):
     open_folders, paths = {}, set()
     for line in block.splitlines():
         depth = len(line) - len(line.lstrip())
-        parent = next((path for level, path in sorted(open_folders.items(), reverse=True) if level < depth), "")
+        parent = next(
+            (path for level, path in sorted(open_folders.items(), reverse=True) if level < depth),
+            "",
+        )
         open_folders = {level: path for level, path in open_folders.items() if level < depth}
-        names = [word for word in re.split(r"  +", line.strip()) if re.fullmatch(r"[\w./]+(?:\.py|/)", word)]
+        names = [
+            word
+            for word in re.split(r"  +", line.strip())
+            if re.fullmatch(r"[\w./]+(?:\.py|/)", word)
+        ]
         for name in names:
             paths.add(f"{parent}{name}")
             open_folders[depth] = f"{parent}{name}" if name.endswith("/") else parent
@@ -109,10 +133,16 @@ def shown_tree(page):
 
 def rooms():
     folders = (path.parent for path in (ROOT / "siirl_dask").rglob("*.py"))
-    return {f"{folder.relative_to(ROOT).as_posix()}/" for folder in folders if "configs" not in folder.parts}
+    return {
+        f"{folder.relative_to(ROOT).as_posix()}/"
+        for folder in folders
+        if "configs" not in folder.parts
+    }
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "architecture.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "architecture.md"], ids=lambda page: page.name
+)
 def test_the_tree_that_is_shown_is_the_tree_on_disk(page):
     shown = shown_tree(page)
     assert not [path for path in shown if not (ROOT / path).exists()]
@@ -126,7 +156,9 @@ def test_the_architecture_page_shows_every_room_and_every_loose_module():
         room for room in rooms() if not re.search(r"vllm_engine|config/file", room)
     }  # in the lines of their parents
     assert told <= shown, f"not shown: {sorted(told - shown)}"
-    loose = {f"siirl_dask/{path.name}" for path in (ROOT / "siirl_dask").glob("*.py")} - {"siirl_dask/__init__.py"}
+    loose = {f"siirl_dask/{path.name}" for path in (ROOT / "siirl_dask").glob("*.py")} - {
+        "siirl_dask/__init__.py"
+    }
     assert loose <= shown
     assert len(loose) <= 8, "a module that lies loose belongs into a room"
 

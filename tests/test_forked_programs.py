@@ -46,7 +46,9 @@ raise ValueError("bad")
 
 @pytest.mark.parametrize("status", ["0", "3", "words"])
 @pytest.mark.parametrize("way", ["-c", "-m", "file"])
-def test_it_has_the_words_folder_environment_and_end_of_an_interpreters(way, status, tmp_path, monkeypatch):
+def test_it_has_the_words_folder_environment_and_end_of_an_interpreters(
+    way, status, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SAID", "this")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "says_it.py").write_text(SAYS)
@@ -54,7 +56,9 @@ def test_it_has_the_words_folder_environment_and_end_of_an_interpreters(way, sta
     words += [status, "a b", "key=value"]
     forked = run_forked(*words, folder=tmp_path, cwd=tmp_path)
     command = [sys.executable, *map(str, words)]
-    expected = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, start_new_session=True)
+    expected = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, start_new_session=True
+    )
     assert (forked.returncode, forked.stdout) == (expected.returncode, expected.stdout)
     assert forked.stderr == expected.stderr
     assert expected.returncode == (1 if status == "words" else int(status)), expected.stderr

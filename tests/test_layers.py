@@ -1,4 +1,6 @@
-"""The layers of the house: who may import whom, and who may know which third party (see docs/architecture.md)."""
+"""The layers of the house: who may import whom, and who may know which third party (see
+docs/architecture.md).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     {"siirl_storage"},
-    {"errors", "schema", "context", "devices", "coerce", "collectives", "pickling", "trace", "models", "config"},
+    {
+        "errors",
+        "schema",
+        "context",
+        "devices",
+        "coerce",
+        "collectives",
+        "pickling",
+        "trace",
+        "models",
+        "config",
+    },
     {"planner"},
     {"algorithms", "rewards", "images"},
     {"coordinator", "rollout", "training", "observe", "environments"},
@@ -24,19 +37,39 @@ LAYERS = (
     {"cli"},
     {"__init__"},
 )
-"""Rooms and modules of the package. Each imports only from the layers above its own; names on one line do not import
-each other, but for the second line, which is the ground that all stand on: there they do, and in no circle."""
+"""Rooms and modules of the package. Each imports only from the layers above its own; names on one
+line do not import each other, but for the second line, which is the ground that all stand on: there
+they do, and in no circle."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUND = LAYERS[1]
-WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}  # nor any node: it runs whatever it is given
-DASK = ("coordinator/transport/dask_streams.py", "worker/", "scheduler/", "driver/", "views/dashboard/")
+WORKER_SEES_NO = {
+    "algorithms",
+    "rewards",
+    "rollout",
+    "training",
+}  # nor any node: it runs whatever it is given
+DASK = (
+    "coordinator/transport/dask_streams.py",
+    "worker/",
+    "scheduler/",
+    "driver/",
+    "views/dashboard/",
+)
 ONLY_IN = {
     "dask": DASK,
     "distributed": DASK,
     "bokeh": ("views/dashboard/",),
     "tokenizers": ("runs/", "tasks/"),
     "PIL": ("images/", "tasks/", "testing/"),
-    "transformers": ("models/", "images/", "rollout/", "environments/", "training/", "tasks/", "testing/"),
+    "transformers": (
+        "models/",
+        "images/",
+        "rollout/",
+        "environments/",
+        "training/",
+        "tasks/",
+        "testing/",
+    ),
     "vllm": ("rollout/", "testing/"),
     "sglang": ("rollout/sglang_engine/",),
     "torch.distributed": (
@@ -67,11 +100,14 @@ NEEDS_ONLY = {
     "images": {"PIL", "fsspec", "numpy", "pyarrow", "torch", "transformers"},
     "models": {"filelock", "fsspec", "huggingface_hub", "safetensors", "torch", "transformers"},
 }
-"""Packages that may import nothing else of third parties. siirl_storage's conformance suite needs pytest as well."""
+"""Packages that may import nothing else of third parties. siirl_storage's conformance suite
+needs pytest as well."""
 
 
 def sources() -> list[Path]:
-    return sorted([*(ROOT / "siirl_dask").rglob("*.py"), *(ROOT / "storage" / "siirl_storage").rglob("*.py")])
+    return sorted(
+        [*(ROOT / "siirl_dask").rglob("*.py"), *(ROOT / "storage" / "siirl_storage").rglob("*.py")]
+    )
 
 
 def within(path: Path) -> str:
@@ -89,7 +125,10 @@ def part_of(path: Path) -> str:
 
 def walk(tree: ast.AST, skipped: set[str]) -> Iterator[ast.AST]:
     """All nodes of a file but those under an ``if`` on one of the names."""
-    if isinstance(tree, ast.If) and {node.id for node in ast.walk(tree.test) if isinstance(node, ast.Name)} & skipped:
+    if (
+        isinstance(tree, ast.If)
+        and {node.id for node in ast.walk(tree.test) if isinstance(node, ast.Name)} & skipped
+    ):
         return
     yield tree
     for child in ast.iter_child_nodes(tree):
@@ -97,8 +136,9 @@ def walk(tree: ast.AST, skipped: set[str]) -> Iterator[ast.AST]:
 
 
 def imported(path: Path, *, typing: bool = True) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that a file imports, anywhere in it, and of ``torch.distributed`` used by that name;
-    not what it imports when it is run as a script, nor, without ``typing``, for type checkers alone.
+    """Line and full name of all that a file imports, anywhere in it, and of ``torch.distributed``
+    used by that name; not what it imports when it is run as a script, nor, without ``typing``, for
+    type checkers alone.
     """
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     skipped = {"__name__"} if typing else {"__name__", "TYPE_CHECKING"}
@@ -119,13 +159,17 @@ def is_of(name: str, package: str) -> bool:
 
 
 def target_part(name: str) -> str | None:
-    """The part of LAYERS that an imported name belongs to; None for third parties and for the package itself."""
+    """The part of LAYERS that an imported name belongs to; None for third parties and for the
+    package itself.
+    """
     parts = name.split(".")
     if parts[0] == "siirl_storage":
         return "siirl_storage"
     if parts[0] != "siirl_dask" or len(parts) == 1:
         return None
-    exists = (ROOT / "siirl_dask" / parts[1]).is_dir() or (ROOT / "siirl_dask" / f"{parts[1]}.py").is_file()
+    exists = (ROOT / "siirl_dask" / parts[1]).is_dir() or (
+        ROOT / "siirl_dask" / f"{parts[1]}.py"
+    ).is_file()
     return parts[1] if exists else None
 
 
@@ -133,14 +177,21 @@ def modules() -> dict[str, Path]:
     """Every module's full name and its file."""
     roots = {"siirl_dask": ROOT, "siirl_storage": ROOT / "storage"}
     named = {
-        path: path.relative_to(roots["siirl_storage" if "siirl_storage" in path.parts else "siirl_dask"])
+        path: path.relative_to(
+            roots["siirl_storage" if "siirl_storage" in path.parts else "siirl_dask"]
+        )
         for path in sources()
     }
-    return {".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for path, name in named.items()}
+    return {
+        ".".join(name.with_suffix("").parts).removesuffix(".__init__"): path
+        for path, name in named.items()
+    }
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle; none, an empty list. Peels off what imports nothing that is left."""
+    """Modules that import each other in a circle; none, an empty list. Peels off what imports
+    nothing that is left.
+    """
     left = {module: set(targets) for module, targets in imports.items()}
     while free := [module for module, targets in left.items() if not targets & left.keys()]:
         for module in free:
@@ -150,13 +201,18 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
 
 def test_every_module_is_in_a_layer():
     parts = {part_of(path) for path in sources()}
-    assert parts == set(LEVEL), "a module or a room that no layer names, or a layer's name that is nowhere"
+    assert parts == set(LEVEL), (
+        "a module or a room that no layer names, or a layer's name that is nowhere"
+    )
 
 
 def test_no_modules_import_each_other_in_a_circle():
     there = modules()
     imports = {
-        module: {name if name in there else name.rpartition(".")[0] for _, name in imported(path, typing=False)}
+        module: {
+            name if name in there else name.rpartition(".")[0]
+            for _, name in imported(path, typing=False)
+        }
         & there.keys() - {module}
         for module, path in there.items()
     }
@@ -184,7 +240,9 @@ def test_imports_go_up_the_layers(path):
             continue
         where = f"{path.relative_to(ROOT)}:{line} imports {name}"
         assert LEVEL[target] < LEVEL[part], f"{where}, but {part!r} is not below {target!r}"
-        assert part != "worker" or target not in WORKER_SEES_NO, f"{where}, but the worker sees no {target}"
+        assert part != "worker" or target not in WORKER_SEES_NO, (
+            f"{where}, but the worker sees no {target}"
+        )
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{part_of(path)}:{within(path)}")
@@ -194,11 +252,19 @@ def test_third_parties_stay_where_they_belong(path):
         where = f"{path.relative_to(ROOT)}:{line} imports {name}"
         for package, places in ONLY_IN.items():
             if is_of(name, package) and part != "siirl_storage":
-                assert within(path).startswith(places), f"{where}: {package} belongs in {', '.join(places)}"
+                assert within(path).startswith(places), (
+                    f"{where}: {package} belongs in {', '.join(places)}"
+                )
         top = name.split(".")[0]
-        if part in NEEDS_ONLY and top not in sys.stdlib_module_names and top not in ("siirl_dask", "siirl_storage"):
+        if (
+            part in NEEDS_ONLY
+            and top not in sys.stdlib_module_names
+            and top not in ("siirl_dask", "siirl_storage")
+        ):
             allowed = NEEDS_ONLY[part] | ({"pytest"} if within(path) == "conformance.py" else set())
-            assert top in allowed, f"{where}: {part} gets by with {sorted(allowed) or 'the standard library'}"
+            assert top in allowed, (
+                f"{where}: {part} gets by with {sorted(allowed) or 'the standard library'}"
+            )
 
 
 @pytest.mark.parametrize("path", [p for p in sources() if part_of(p) == "planner"], ids=within)
@@ -211,5 +277,7 @@ def test_the_planner_knows_no_config_and_no_engine(path):
 def test_an_import_is_light(module):
     heavy = ("torch", "dask", "distributed", "transformers", "vllm", "sglang")
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""Packages may be absent: tests of devices are collected without those of a cluster, and workers never load DuckDB."""
+"""Packages may be absent: tests of devices are collected without those of a cluster, and workers
+never load DuckDB.
+"""
 
 import os
 import subprocess
@@ -33,7 +35,16 @@ import pytest
 chosen = ["--collect-only", "-q", "-m", "gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", "tests/gpu"]
 sys.exit(pytest.main(chosen))
 """
-ROOMS = ("algorithms", "coordinator", "environments", "nodes", "rewards", "rollout", "training", "worker")
+ROOMS = (
+    "algorithms",
+    "coordinator",
+    "environments",
+    "nodes",
+    "rewards",
+    "rollout",
+    "training",
+    "worker",
+)
 """Rooms whose code runs in workers."""
 IMPORT_ALL = """
 import importlib
@@ -62,7 +73,9 @@ print(imported)
 def python(code, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "storage")])}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
 
 
 def test_tests_of_devices_are_collected_without_the_packages_of_a_cluster():

@@ -1,4 +1,6 @@
-"""Devices have one door: nothing outside of siirl_dask/devices/ names a kind of accelerator in its code."""
+"""Devices have one door: nothing outside of siirl_dask/devices/ names a kind of accelerator in
+its code.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (ROOT / "siirl_dask", ROOT / "storage" / "siirl_storage")
 DOOR = "siirl_dask/devices/"
-APART = {"siirl_dask/training/megatron/": "Megatron-core itself says torch.cuda; what stands in for it must name it"}
+APART = {
+    "siirl_dask/training/megatron/": "Megatron-core itself says torch.cuda; what stands in for it must name it"
+}
 KINDS = re.compile(r"(?<![a-z])(cuda|npu|nccl|hccl|ascend)(?![a-z])", re.IGNORECASE)
 
 
 def sources() -> list[Path]:
     files = (path for package in PACKAGES for path in package.rglob("*.py"))
-    return sorted(path for path in files if not path.relative_to(ROOT).as_posix().startswith((DOOR, *APART)))
+    return sorted(
+        path for path in files if not path.relative_to(ROOT).as_posix().startswith((DOOR, *APART))
+    )
 
 
 def documentation(tree: ast.Module) -> set[int]:
@@ -28,11 +34,18 @@ def documentation(tree: ast.Module) -> set[int]:
 
 
 def named(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each kind of accelerator in code; prose, which has spaces, may speak of any."""
+    """Line and text of each kind of accelerator in code; prose, which has spaces, may speak of
+    any.
+    """
     prose = documentation(tree)
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text)):
+            case (
+                ast.Name(id=text)
+                | ast.Attribute(attr=text)
+                | ast.arg(arg=text)
+                | ast.keyword(arg=str(text))
+            ):
                 pass
             case ast.alias(name=text):
                 pass
@@ -73,6 +86,8 @@ def test_a_kind_in_code_is_seen(code):
     assert [*named(ast.parse(code))]
 
 
-@pytest.mark.parametrize("code", ['"""Of CUDA."""', "raise ValueError('nccl takes no two on one npu')", "input(x)"])
+@pytest.mark.parametrize(
+    "code", ['"""Of CUDA."""', "raise ValueError('nccl takes no two on one npu')", "input(x)"]
+)
 def test_prose_may_speak_of_devices(code):
     assert not [*named(ast.parse(code))]

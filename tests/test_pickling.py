@@ -25,7 +25,9 @@ sys.stdout.buffer.write(dumps({"by name": reward, "with options": partial(reward
 
 @pytest.fixture
 def sent(tmp_path):
-    """A script of the user's, and the functions that it sends, which no other process can import."""
+    """A script of the user's, and the functions that it sends, which no other process can
+    import.
+    """
     script = tmp_path / "my_rewards.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, check=True)

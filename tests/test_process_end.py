@@ -17,5 +17,7 @@ import pytest
 def test_frozen_processes_end_without_reports_of_leaks(freeze):
     script = f"import duckdb; duckdb.sql('SELECT 1'); {freeze}"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True
+    )
     assert "leaked" not in done.stdout + done.stderr

@@ -11,7 +11,9 @@ REFUSED = re.compile(r"(Of|Those|That|By|What)\b")
 
 
 def docstrings(module: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every string that stands alone in a module, class or function, also below a field."""
+    """Yield line and text of every string that stands alone in a module, class or function, also
+    below a field.
+    """
     for scope in ast.walk(ast.parse(module.read_text())):
         if isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in scope.body:

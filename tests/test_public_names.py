@@ -1,4 +1,6 @@
-"""``siirl_dask``'s public names: pinned, imported when they are first used, and nothing before that."""
+"""``siirl_dask``'s public names: pinned, imported when they are first used, and nothing before
+that.
+"""
 
 import json
 import subprocess
@@ -8,7 +10,9 @@ import pytest
 
 import siirl_dask
 
-PUBLIC = "DAG Config Context Node Role Rows agents columns dapo grpo load main open_run ppo run turns"
+PUBLIC = (
+    "DAG Config Context Node Role Rows agents columns dapo grpo load main open_run ppo run turns"
+)
 
 
 def test_the_public_names_are_these():
@@ -30,7 +34,8 @@ def test_importing_the_package_loads_no_other():
     code = (
         "import json, sys; before = set(sys.modules)\n"
         "import siirl_dask\n"
-        "loaded = {name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names\n"
+        "loaded = {name.split('.')[0] for name in set(sys.modules) - before} - "
+        "sys.stdlib_module_names\n"
         "inner = [name for name in sys.modules if name.startswith('siirl_dask.')]\n"
         "siirl_dask.DAG\n"
         "print(json.dumps([sorted(loaded), inner, 'siirl_dask.planner' in sys.modules]))"

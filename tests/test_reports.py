@@ -1,4 +1,6 @@
-"""``pytest --no-processes`` starts none and imports no engine, whatever a test does; no skipped test is silent."""
+"""``pytest --no-processes`` starts none and imports no engine, whatever a test does; no skipped
+test is silent.
+"""
 
 import subprocess
 import sys
@@ -92,22 +94,39 @@ print([name for name in ("torch", "transformers", "distributed", "vllm") if name
 
 
 def python(code, *arguments, **environment):
-    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"}
+    paths = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'storage'}",
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/nowhere",
+    }
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=paths | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=ROOT, env=paths | environment, capture_output=True, text=True, timeout=120
+    )
 
 
-def test_without_processes_what_starts_one_or_imports_an_engine_is_skipped_and_the_rest_runs(tmp_path):
+def test_without_processes_what_starts_one_or_imports_an_engine_is_skipped_and_the_rest_runs(
+    tmp_path,
+):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "test_uses.py").write_text(USES)
-    options = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--junitxml={tmp_path / 'report.xml'}", tmp_path]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        f"--junitxml={tmp_path / 'report.xml'}",
+        tmp_path,
+    ]
     done = python(RUN, *options, MARK=str(tmp_path / "started"))
     outcomes = {}
     for case in ElementTree.parse(tmp_path / "report.xml").iter("testcase"):
         found = case.find("skipped") if case.find("skipped") is not None else case.find("failure")
         outcomes[case.get("name")] = found if found is None else found.tag
     assert len(outcomes) == 14, done.stdout
-    assert {name for name, outcome in outcomes.items() if outcome is None} == {"test_computes", "test_the_end"}
+    assert {name for name, outcome in outcomes.items() if outcome is None} == {
+        "test_computes",
+        "test_the_end",
+    }
     assert [name for name, outcome in outcomes.items() if outcome == "failure"] == ["test_fails"]
     assert not (tmp_path / "started").exists()
 
@@ -116,10 +135,23 @@ def test_the_last_lines_say_how_many_tests_were_skipped_and_why(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "conftest.py").write_text("from tests.conftest import pytest_terminal_summary")
-    skips = [f"def test_{n}():\n    pytest.skip('no {'tree' if n % 3 else 'sea'} here')\n" for n in range(7)]
-    (folder / "test_here.py").write_text("import pytest\n" + "".join(skips) + "def test_passes(): ...")
-    (folder / "test_absent.py").write_text("import pytest\npytest.importorskip('no_such_package', reason='no package')")
-    done = python("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", "-q", "-p", "no:cacheprovider", folder)
+    skips = [
+        f"def test_{n}():\n    pytest.skip('no {'tree' if n % 3 else 'sea'} here')\n"
+        for n in range(7)
+    ]
+    (folder / "test_here.py").write_text(
+        "import pytest\n" + "".join(skips) + "def test_passes(): ..."
+    )
+    (folder / "test_absent.py").write_text(
+        "import pytest\npytest.importorskip('no_such_package', reason='no package')"
+    )
+    done = python(
+        "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        folder,
+    )
     lines = [line.strip() for line in done.stdout.splitlines()]
     assert any("8 skipped, and why" in line for line in lines), done.stdout
     found = [line.partition(" (")[0] for line in lines if line.endswith(".py)")]

@@ -1,4 +1,6 @@
-"""``make test SINCE=...`` runs every test file that a change can break; on import graphs, it and nothing else."""
+"""``make test SINCE=...`` runs every test file that a change can break; on import graphs, it and
+nothing else.
+"""
 
 import shutil
 import subprocess
@@ -18,10 +20,15 @@ TESTS = 4
 
 @st.composite
 def repositories(draw):
-    """Modules and tests that import modules in any way, and for each file the files that it imports."""
+    """Modules and tests that import modules in any way, and for each file the files that it
+    imports.
+    """
     names = [f"siirl_dask/room{number % 2}/m{number}.py" for number in range(MODULES)]
     tests = [f"tests/room/test_t{number}.py" for number in range(TESTS)]
-    imports = {path: draw(st.sets(st.sampled_from(names), max_size=2)) - {path} for path in [*names, *tests]}
+    imports = {
+        path: draw(st.sets(st.sampled_from(names), max_size=2)) - {path}
+        for path in [*names, *tests]
+    }
     spellings = (
         "from {package} import {name}",
         "from {package}.{name} import anything",
@@ -79,10 +86,14 @@ def test_a_mark_is_in_the_files_that_name_it_and_in_those_that_import_what_names
 
 
 def test_the_files_nearest_to_the_change_run_first():
-    files = {f"siirl_dask/m{n}.py": f"import siirl_dask.m{n - 1}" for n in range(1, 5)} | {"siirl_dask/m0.py": ""}
+    files = {f"siirl_dask/m{n}.py": f"import siirl_dask.m{n - 1}" for n in range(1, 5)} | {
+        "siirl_dask/m0.py": ""
+    }
     files |= {f"tests/test_{9 - n}.py": f"from siirl_dask.m{n} import anything" for n in range(5)}
     sources = {path: read(path, code) for path, code in files.items()}
-    assert list(select(["siirl_dask/m0.py"], sources)) == [f"tests/test_{9 - n}.py" for n in range(5)]
+    assert list(select(["siirl_dask/m0.py"], sources)) == [
+        f"tests/test_{9 - n}.py" for n in range(5)
+    ]
 
 
 def chosen_among(files, *changed):
@@ -110,7 +121,10 @@ EVERY_TEST = {path for path in FILES if path.rpartition("/")[2].startswith("test
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("siirl_dask/far.py", {"tests/test_far.py"}),  # the package's first file names it, and is imported by all
+        (
+            "siirl_dask/far.py",
+            {"tests/test_far.py"},
+        ),  # the package's first file names it, and is imported by all
         (
             "siirl_dask/near.py",
             {"tests/test_near.py", "tests/room/test_room.py", "tests/room/deeper/test_deeper.py"},
@@ -142,7 +156,9 @@ def git(folder, *arguments):
 def checkout(tmp_path):
     """A repository with FILES, the Makefile, and programs that write down how they are called."""
     copied = ("Makefile", "tests/select_tests.py")
-    for path, code in (FILES | dict.fromkeys(copied, "") | {".gitignore": "build/\nbin/\ncalls\n"}).items():
+    for path, code in (
+        FILES | dict.fromkeys(copied, "") | {".gitignore": "build/\nbin/\ncalls\n"}
+    ).items():
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
@@ -196,8 +212,12 @@ def test_make_runs_no_test_where_nothing_has_changed_and_all_without_since(check
     assert calls[0].endswith(" tests")
 
 
-@pytest.mark.parametrize(("says", "since", "fails"), [(1, True, True), (5, True, False), (5, False, True)])
-def test_make_fails_with_pytest_but_where_the_chosen_files_hold_no_test_of_this_circle(checkout, says, since, fails):
+@pytest.mark.parametrize(
+    ("says", "since", "fails"), [(1, True, True), (5, True, False), (5, False, True)]
+)
+def test_make_fails_with_pytest_but_where_the_chosen_files_hold_no_test_of_this_circle(
+    checkout, says, since, fails
+):
     (checkout / "siirl_dask" / "near.py").write_text("changed = True")
     done, _ = make(checkout, "test", *(["SINCE=main"] if since else []), pytest_says=says)
     assert (done.returncode != 0) == fails
@@ -223,7 +243,10 @@ def test_an_unknown_commit_is_one_line_and_no_test_runs(checkout):
 def test_a_folder_that_is_no_checkout_is_one_line(checkout):
     shutil.rmtree(checkout / ".git")
     done = subprocess.run(
-        [sys.executable, "tests/select_tests.py", "main"], cwd=checkout, capture_output=True, text=True
+        [sys.executable, "tests/select_tests.py", "main"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert done.stdout == ""

@@ -1,7 +1,9 @@
-"""One statement does one thing: how often each room packs several into one, which may only become less.
+"""One statement does one thing: how often each room packs several into one, which may only become
+less.
 
-Counts, of every file by its syntax, what makes a line be read twice. A room over its limit fails with the places; a
-room under its limit fails too, until the limit is lowered: so no count ever rises again.
+Counts, of every file by its syntax, what makes a line be read twice. A room over its limit fails
+with the places; a room under its limit fails too, until the limit is lowered: so no count ever
+rises again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HABITS = ("packed assignment", "walrus", "nested ternary", "and/or as a value", "f(*name)", "six positional arguments")
-"""``a, b = x, y``; ``:=`` outside the condition of an if, a while or a comprehension; a ternary in a ternary;
-``x = a or b`` and ``return a and b``; a call with ``*name``; and one with six or more positional arguments."""
+HABITS = (
+    "packed assignment",
+    "walrus",
+    "nested ternary",
+    "and/or as a value",
+    "f(*name)",
+    "six positional arguments",
+)
+"""``a, b = x, y``; ``:=`` outside the condition of an if, a while or a comprehension; a ternary in
+a ternary; ``x = a or b`` and ``return a and b``; a call with ``*name``; and one with six or more
+positional arguments."""
 LIMITS = {
     "algorithms": (0, 0, 0, 0, 1, 0),
     "commands": (0, 0, 0, 16, 15, 2),
@@ -45,7 +55,8 @@ LIMITS = {
     "views": (0, 0, 1, 16, 7, 0),
     "worker": (0, 0, 0, 0, 0, 0),
 }
-"""Counts of each habit, by room: as many as there are. The modules outside rooms are the room ``siirl_dask``."""
+"""Counts of each habit, by room: as many as there are. The modules outside rooms are the room
+``siirl_dask``."""
 CONDITIONS = (ast.If, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -80,7 +91,11 @@ def habits(source: str) -> Iterator[tuple[str, int]]:
             case ast.NamedExpr() if node not in conditions:
                 yield "walrus", node.lineno
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                if any(isinstance(piece, ast.IfExp) for part in (test, body, orelse) for piece in ast.walk(part)):
+                if any(
+                    isinstance(piece, ast.IfExp)
+                    for part in (test, body, orelse)
+                    for piece in ast.walk(part)
+                ):
                     yield "nested ternary", node.lineno
             case ast.Call(args=args):
                 if any(isinstance(x, ast.Starred) and isinstance(x.value, ast.Name) for x in args):
@@ -90,7 +105,9 @@ def habits(source: str) -> Iterator[tuple[str, int]]:
 
 
 def room_of(path: Path) -> str:
-    """The top-level folder of the package that a file is in; ``siirl_dask`` for the modules outside all folders."""
+    """The top-level folder of the package that a file is in; ``siirl_dask`` for the modules
+    outside all folders.
+    """
     parts = path.relative_to(ROOT).parts
     if parts[0] == "storage":
         return parts[1]
@@ -118,7 +135,10 @@ def test_a_room_packs_no_more_into_a_statement_than_before(room):
     wrong = []
     for habit, limit, places in zip(HABITS, LIMITS[room], found()[room].values(), strict=True):
         if len(places) > limit:
-            wrong.append(f"{room} has {len(places)} times {habit}, at most {limit} allowed: {' '.join(places)}")
+            wrong.append(
+                f"{room} has {len(places)} times {habit}, at most {limit} allowed: "
+                f"{' '.join(places)}"
+            )
         elif len(places) < limit:
             wrong.append(f"lower the limit of {room} to {len(places)} for {habit}, from {limit}")
     assert not wrong, "\n".join(wrong)
@@ -147,3 +167,13 @@ def test_a_room_packs_no_more_into_a_statement_than_before(room):
 )
 def test_what_counts_as_which_habit(source, expected):
     assert [habit for habit, _ in habits(source)] == expected
+
+
+def test_no_class_name_stands_for_two_things():
+    homes: dict[str, list[str]] = {}
+    for path in sorted([*(ROOT / "siirl_dask").rglob("*.py"), *(ROOT / "storage").rglob("*.py")]):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert len(homes) > 500
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -1,7 +1,8 @@
-"""Every name of torch and transformers that the product uses is there, and takes the arguments that it is called with.
+"""Every name of torch and transformers that the product uses is there, and takes the arguments that
+it is called with.
 
-A machine with a GPU often comes with a torch of its own. A name or an argument that its version lacks would end a run
-in the middle; here it is a line that fails.
+A machine with a GPU often comes with a torch of its own. A name or an argument that its version
+lacks would end a run in the middle; here it is a line that fails.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ ASKED_FOR = {
     "torch.distributed.all_gather_single": 'if hasattr(dist, "all_gather_single") else',
     "torch.distributed.new_group(sort_ranks=)": '"sort_ranks" in inspect.signature(dist.new_group).parameters',
 }
-"""Names and arguments that some versions lack, each with the check that a file makes before it uses them."""
+"""Names and arguments that some versions lack, each with the check that a file makes before it
+uses them."""
 
 
 def sources() -> list[Path]:
-    return sorted(path for path in ROOT.rglob("*.py") if any(name in path.read_text() for name in LIBRARIES))
+    return sorted(
+        path for path in ROOT.rglob("*.py") if any(name in path.read_text() for name in LIBRARIES)
+    )
 
 
 def of_libraries(name: str) -> bool:
@@ -72,8 +76,8 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def find(name: str) -> Any:
-    """The object with a full name. AttributeError or ImportError where there is none; None past an object whose
-    attributes are not known before it is used.
+    """The object with a full name. AttributeError or ImportError where there is none; None past an
+    object whose attributes are not known before it is used.
     """
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
@@ -88,13 +92,17 @@ def find(name: str) -> Any:
 
 
 def lacking(name: str) -> str | None:
-    """Return what is wrong with a name; None where it is there, or would be if a package of others were installed."""
+    """Return what is wrong with a name; None where it is there, or would be if a package of
+    others were installed.
+    """
     try:
         find(name)
     except ModuleNotFoundError as error:
         return f"{name}: {error}" if of_libraries(str(error.name)) else None
     except (AttributeError, ImportError) as error:
-        return None if "requires the" in str(error) else f"{name}: {error}"  # transformers' word for other packages
+        return (
+            None if "requires the" in str(error) else f"{name}: {error}"
+        )  # transformers' word for other packages
     return None
 
 
@@ -102,7 +110,12 @@ def refused_arguments(name: str, call: ast.Call) -> Iterator[str]:
     """Arguments by name that the function would not take."""
     try:
         parameters = inspect.signature(find(name)).parameters
-    except (AttributeError, ImportError, TypeError, ValueError):  # it is not there; it is one of C's; it is no function
+    except (
+        AttributeError,
+        ImportError,
+        TypeError,
+        ValueError,
+    ):  # it is not there; it is one of C's; it is no function
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -142,7 +155,10 @@ def test_a_file_uses_no_name_that_this_torch_or_transformers_lacks(path):
         ("from torch.distributed.tensor import NoSuchTensor", "NoSuchTensor"),
         ("from torch.no_such_module import name", "no_such_module"),
         ("import torch\nclass A(torch.nn.NoSuchModule): pass", "NoSuchModule"),
-        ("import torch.distributed as dist\ndist.new_group([0], no_such=True)", "new_group(no_such=)"),
+        (
+            "import torch.distributed as dist\ndist.new_group([0], no_such=True)",
+            "new_group(no_such=)",
+        ),
         ("def f():\n    from transformers import NoSuchModel", "NoSuchModel"),
     ],
 )

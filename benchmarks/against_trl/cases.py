@@ -43,18 +43,41 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return the cases: first the losses that both libraries define alike, then those that differ."""
+    """Return the cases: first the losses that both libraries define alike, then those that
+    differ.
+    """
     return [*_plain(), *_with_a_reference(), *_with_more(), *_in_parts()]
 
 
 def _plain() -> list[Case]:
-    clip, higher = partial(ppo_clip, clip_low=0.2, clip_high=0.2), partial(ppo_clip, clip_low=0.2, clip_high=0.28)
+    clip, higher = (
+        partial(ppo_clip, clip_low=0.2, clip_high=0.2),
+        partial(ppo_clip, clip_low=0.2, clip_high=0.28),
+    )
     asymmetric = {"epsilon": 0.2, "epsilon_high": 0.28}
     whole = partial(sequence_mean_token_sum_norm, length=MAX_RESPONSE)
     return [
-        Case("grpo", {"loss_type": "grpo"}, clip, sequence_mean_token_mean, "ppo_clip 0.2, sequence_mean_token_mean"),
-        Case("dapo", {"loss_type": "dapo", **asymmetric}, higher, token_mean, "ppo_clip 0.2/0.28, token_mean"),
-        Case("bnpo", {"loss_type": "bnpo", **asymmetric}, higher, token_mean, "ppo_clip 0.2/0.28, token_mean"),
+        Case(
+            "grpo",
+            {"loss_type": "grpo"},
+            clip,
+            sequence_mean_token_mean,
+            "ppo_clip 0.2, sequence_mean_token_mean",
+        ),
+        Case(
+            "dapo",
+            {"loss_type": "dapo", **asymmetric},
+            higher,
+            token_mean,
+            "ppo_clip 0.2/0.28, token_mean",
+        ),
+        Case(
+            "bnpo",
+            {"loss_type": "bnpo", **asymmetric},
+            higher,
+            token_mean,
+            "ppo_clip 0.2/0.28, token_mean",
+        ),
         Case(
             "dr_grpo",
             {"loss_type": "dr_grpo", "scale_rewards": "none"},
@@ -71,14 +94,24 @@ def _plain() -> list[Case]:
         ),
         Case(
             "gspo",
-            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 3e-4,
+                "epsilon_high": 4e-4,
+            },
             gspo,
             sequence_mean_token_mean,
             "gspo, sequence_mean_token_mean",
         ),
         Case(
             "gspo, clipping that seldom bites",
-            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.2, "epsilon_high": 0.2},
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 0.2,
+                "epsilon_high": 0.2,
+            },
             partial(gspo, clip_low=0.2, clip_high=0.2),
             sequence_mean_token_mean,
             "gspo 0.2, sequence_mean_token_mean",
@@ -87,7 +120,10 @@ def _plain() -> list[Case]:
 
 
 def _with_a_reference() -> list[Case]:
-    clip, higher = partial(ppo_clip, clip_low=0.2, clip_high=0.2), partial(ppo_clip, clip_low=0.2, clip_high=0.28)
+    clip, higher = (
+        partial(ppo_clip, clip_low=0.2, clip_high=0.2),
+        partial(ppo_clip, clip_low=0.2, clip_high=0.28),
+    )
     asymmetric = {"epsilon": 0.2, "epsilon_high": 0.28}
     plain = {"beta": _BETA, "use_bias_correction_kl": False}
     corrected = {"beta": _BETA, "use_bias_correction_kl": True}
@@ -109,14 +145,21 @@ def _with_a_reference() -> list[Case]:
         Case(
             "cispo, beta 0.04",
             {"loss_type": "cispo", "epsilon_high": 1.28, **plain},
-            partial(policy_loss, surrogate=partial(cispo, clip_low=1.0, clip_high=0.28), kl=k3, kl_coefficient=_BETA),
+            partial(
+                policy_loss,
+                surrogate=partial(cispo, clip_low=1.0, clip_high=0.28),
+                kl=k3,
+                kl_coefficient=_BETA,
+            ),
             token_mean,
             "kl k3, kl_coefficient 0.04",
         ),
         Case(
             "grpo, beta 0.04, use_bias_correction_kl",
             {"loss_type": "grpo", **corrected},
-            partial(policy_loss, surrogate=clip, kl=k3, kl_coefficient=_BETA, kl_bias_correction=True),
+            partial(
+                policy_loss, surrogate=clip, kl=k3, kl_coefficient=_BETA, kl_bias_correction=True
+            ),
             sequence_mean_token_mean,
             "kl k3, kl_coefficient 0.04, kl_bias_correction",
         ),
@@ -147,8 +190,17 @@ def _in_parts() -> list[Case]:
     clip = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
     own = "as above, in micro-batches"
     return [
-        Case("grpo in 4 micro-batches", {"loss_type": "grpo"}, clip, sequence_mean_token_mean, own, micro_batches=4),
-        Case("dapo in 4 micro-batches", {"loss_type": "dapo"}, clip, token_mean, own, micro_batches=4),
+        Case(
+            "grpo in 4 micro-batches",
+            {"loss_type": "grpo"},
+            clip,
+            sequence_mean_token_mean,
+            own,
+            micro_batches=4,
+        ),
+        Case(
+            "dapo in 4 micro-batches", {"loss_type": "dapo"}, clip, token_mean, own, micro_batches=4
+        ),
         Case(
             "bnpo in 4 micro-batches",
             {"loss_type": "bnpo"},
@@ -156,7 +208,10 @@ def _in_parts() -> list[Case]:
             token_mean,
             own,
             micro_batches=4,
-            differs="TRL means each micro-batch's tokens, then the micro-batches; here micro-batches change nothing",
+            differs=(
+                "TRL means each micro-batch's tokens, then the micro-batches; here micro-batches "
+                "change nothing"
+            ),
         ),
         Case(
             "dapo, first of 4 mini-batches",
@@ -165,6 +220,9 @@ def _in_parts() -> list[Case]:
             token_mean,
             "token_mean",
             minibatches=4,
-            differs="TRL divides by a quarter of all tokens generated, token_mean by those of the mini-batch",
+            differs=(
+                "TRL divides by a quarter of all tokens generated, token_mean by those of the "
+                "mini-batch"
+            ),
         ),
     ]

@@ -2,8 +2,9 @@
 
     python -m against_trl.equality MODEL RECORD.json
 
-TRL's own ``GRPOTrainer`` samples and scores the completions and computes its losses; ours learns through the Trainer
-protocol. The old and the reference log-probs are the model's with noise, so that ratios are clipped.
+TRL's own ``GRPOTrainer`` samples and scores the completions and computes its losses; ours learns
+through the Trainer protocol. The old and the reference log-probs are the model's with noise, so
+that ratios are clipped.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ def compare(case: Case, model: Path, scratch: Path, rows: Rows) -> dict[str, Any
 
 
 def trl_update(case: Case, model: Path, scratch: Path, rows: Rows) -> Update:
-    """``GRPOTrainer.compute_loss`` and its gradient, accumulated over micro-batches as its training loop does."""
+    """``GRPOTrainer.compute_loss`` and its gradient, accumulated over micro-batches as its
+    training loop does.
+    """
     parts, accumulated = case.micro_batches * case.minibatches, case.micro_batches
-    trainer = trl_trainer(model, scratch, len(rows), parts=parts, accumulated=accumulated, **case.trl)
+    trainer = trl_trainer(
+        model, scratch, len(rows), parts=parts, accumulated=accumulated, **case.trl
+    )
     inputs = padded(rows, trainer.processing_class.pad_token_id)
     tokens, size, loss = inputs["completion_mask"].sum(), len(rows) // parts, 0.0
     for part in range(case.micro_batches):
@@ -85,7 +90,9 @@ def _advantages(by_group: Scored, by_none: Scored) -> dict[str, float]:
 def _noisy(rows: Rows, trainer: Trainer) -> Rows:
     scores = trainer.logprobs(packed_tokens(rows)).logprobs.split(rows.lengths)
     noise = torch.Generator().manual_seed(0)
-    old, reference = ([row + _NOISE * torch.randn(len(row), generator=noise) for row in scores] for _ in range(2))
+    old, reference = (
+        [row + _NOISE * torch.randn(len(row), generator=noise) for row in scores] for _ in range(2)
+    )
     return replace(rows, old_logprobs=old, reference_logprobs=reference)
 
 

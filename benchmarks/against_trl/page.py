@@ -18,7 +18,16 @@ from .plot import plot_curves
 from .runs import OURS, SIDES, TOLD, TRL
 from .texts import ALIKE, CURVES, INTRODUCTION, LOSSES, NOT_ALIKE, SPEED
 
-_PACKAGES = ("siirl_dask", "trl", "torch", "transformers", "accelerate", "datasets", "dask", "distributed")
+_PACKAGES = (
+    "siirl_dask",
+    "trl",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "dask",
+    "distributed",
+)
 _LAST = 10  # steps that stand for the end of a run
 QUIET = 1.5  # load beyond which times are not to be trusted
 _MANY = 20  # samples per second that need no decimals
@@ -47,14 +56,19 @@ def measured_now(command: str, found: dict[str, Any]) -> Measured:
         found=found,
         command=command,
         machine=_machine(),
-        versions=f"Python {platform.python_version()}, {', '.join(f'{name} {version(name)}' for name in _PACKAGES)}",
+        versions=(
+            f"Python {platform.python_version()}, "
+            f"{', '.join(f'{name} {version(name)}' for name in _PACKAGES)}"
+        ),
         day=f"{date.today():%d %B %Y}",
         load=os.getloadavg()[0],
     )
 
 
 def write_page(out: Path, record: Path, parts: Mapping[str, Measured]) -> None:
-    """Write the page ``out`` with its ``.png``, and the raw ``record``. Parts that were never measured are left out."""
+    """Write the page ``out`` with its ``.png``, and the raw ``record``. Parts that were never
+    measured are left out.
+    """
     for place in (out.parent, record.parent):
         place.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(parts, indent=1) + "\n")
@@ -84,9 +98,12 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
     if "losses" in parts:
         cases = parts["losses"]["found"]["cases"]
         same = [case for case in cases if not case["differs"]]
-        loss, gradient = (max(case[f"{what}_apart"] for case in same) for what in ("loss", "gradient"))
+        loss, gradient = (
+            max(case[f"{what}_apart"] for case in same) for what in ("loss", "gradient")
+        )
         yield (
-            f"{sum(case['equal'] for case in same)} of {len(same)} loss configurations that both have are equal "
+            f"{sum(case['equal'] for case in same)} of {len(same)} loss configurations that both "
+            "have are equal "
             f"(loss within {loss:.0e}, gradient within {gradient:.0e}, relatively); "
             f"{len(cases) - len(same)} are defined otherwise"
         )
@@ -95,12 +112,19 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
         shown = [kind for kind in (*SIDES, TOLD) if kind in found]
         ends = (f"{kind} {mean(run['accuracy'][-1] for run in found[kind]):.3f}" for kind in shown)
         before = mean(run["accuracy"][0] for run in found[OURS])
-        yield f"validation accuracy, from {before:.3f}: {', '.join(ends)}, means of {len(found[OURS])} seeds"
+        yield (
+            f"validation accuracy, from {before:.3f}: {', '.join(ends)}, means of "
+            f"{len(found[OURS])} seeds"
+        )
     for name, part in _speeds(parts):
         found = part["found"]
         ours, trl = (found["medians"][side] for side in SIDES)
         loud = max(found["loads"])
-        trust = f"; other things were running (load {loud:.1f}): not to be trusted" if loud > QUIET else ""
+        trust = (
+            f"; other things were running (load {loud:.1f}): not to be trusted"
+            if loud > QUIET
+            else ""
+        )
         rates = f"ours {ours:.0f}, trl {trl:.0f}, ratio {found['ratio']:.2f}"
         if (told := found["medians"].get(TOLD)) is not None:
             rates += f"; {TOLD} {told:.0f}, ratio {told / trl:.2f}"
@@ -124,15 +148,26 @@ def _loss_table(found: Mapping[str, Any]) -> str:
 def _advantages(found: Mapping[str, Any]) -> str:
     apart = found["advantages"]
     return (
-        "Advantages of the same rewards, how far apart relatively: without the standard deviation (`dr_grpo`, TRL's "
-        f"`scale_rewards=none`) {apart['dr_grpo']:.0e}; with it (`grpo`, TRL's `group`) {apart['grpo']:.0e}, because "
+        "Advantages of the same rewards, how far apart relatively: without the standard deviation "
+        "(`dr_grpo`, TRL's "
+        f"`scale_rewards=none`) {apart['dr_grpo']:.0e}; with it (`grpo`, TRL's `group`) "
+        f"{apart['grpo']:.0e}, because "
         "TRL adds 1e-4 to it and this package 1e-6; "
         f"with 1e-4 here as well {apart['grpo_with_trls_epsilon']:.0e}."
     )
 
 
 def _curve_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    rows = [["run", "accuracy before", "after", f"reward, last {_LAST}", f"entropy, first {_LAST}", f"last {_LAST}"]]
+    rows = [
+        [
+            "run",
+            "accuracy before",
+            "after",
+            f"reward, last {_LAST}",
+            f"entropy, first {_LAST}",
+            f"last {_LAST}",
+        ]
+    ]
     for kind, runs in found.items():
         for at, run in enumerate(runs, start=1):
             numbers = [*run["accuracy"], mean(run["rewards"][-_LAST:])]
@@ -142,7 +177,9 @@ def _curve_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def speed_table(found: Mapping[str, Any]) -> str:
-    """Return samples per second of each round and kind of run, and what each of ours is of TRL's."""
+    """Return samples per second of each round and kind of run, and what each of ours is of
+    TRL's.
+    """
     rounds, medians = found["samples_per_second"], found["medians"]
     ours = [kind for kind in rounds if kind != TRL]
     rows = [["round", *rounds, *(f"{kind} / trl" for kind in ours), "load before"]]
@@ -155,13 +192,17 @@ def speed_table(found: Mapping[str, Any]) -> str:
 def _rates(rates: Mapping[str, float], ours: Sequence[str]) -> list[str]:
     """Return samples per second of each kind of run, and the ratios of ours to TRL's."""
     digits = 0 if min(rates.values()) >= _MANY else 2
-    return [*(f"{rate:.{digits}f}" for rate in rates.values()), *(f"{rates[kind] / rates[TRL]:.2f}" for kind in ours)]
+    return [
+        *(f"{rate:.{digits}f}" for rate in rates.values()),
+        *(f"{rates[kind] / rates[TRL]:.2f}" for kind in ours),
+    ]
 
 
 def how(part: Measured) -> str:
     """Return under what circumstances a part was measured, and the command that does it again."""
     circumstances = (
-        f"Measured on {part['day']} on {part['machine']}, load {part['load']:.1f} at the end; {part['versions']}."
+        f"Measured on {part['day']} on {part['machine']}, load {part['load']:.1f} at the end; "
+        f"{part['versions']}."
     )
     return f"{circumstances} To repeat it:\n\n    {part['command']}"
 
@@ -176,5 +217,9 @@ def _machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if "model name" in line] or [platform.machine()]
-    return f"{psutil.cpu_count()} cores ({names[0]}), {memory:.0f} GiB of memory, {platform.system()}"
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line] or [
+        platform.machine()
+    ]
+    return (
+        f"{psutil.cpu_count()} cores ({names[0]}), {memory:.0f} GiB of memory, {platform.system()}"
+    )

@@ -12,7 +12,9 @@ from .setting import Setting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealSetting(Setting):
-    """GRPO on chats. The numbers are those of benchmarks/real_model.yaml, with two workers, each on a core."""
+    """GRPO on chats. The numbers are those of benchmarks/real_model.yaml, with two workers, each
+    on a core.
+    """
 
     prompts: int = 8
     minibatches: int = 1

@@ -20,9 +20,14 @@ from .run_trl import run_trl  # noqa: E402
 from .setting import answer_to  # noqa: E402
 
 
-def score(completions: Sequence[Sequence[Mapping[str, str]]], answer: Sequence[str], **others: object) -> list[float]:
+def score(
+    completions: Sequence[Sequence[Mapping[str, str]]], answer: Sequence[str], **others: object
+) -> list[float]:
     """Return 1 where the last number of a message is the sum, else 0."""
-    return [sum_is_right(None, given[-1]["content"], wanted) for given, wanted in zip(completions, answer, strict=True)]
+    return [
+        sum_is_right(None, given[-1]["content"], wanted)
+        for given, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class Rows:
     advantages: Tensor
     """[R] float32."""
     old_logprobs: Sequence[Tensor] = ()
-    """Log-probs under the policy that sampled: one float32 tensor [length of the response] a row."""
+    """Log-probs under the policy that sampled: one float32 tensor [length of the response] a
+    row."""
     reference_logprobs: Sequence[Tensor] = ()
     """Log-probs under the reference policy, shaped like ``old_logprobs``."""
 
@@ -45,7 +46,9 @@ class Rows:
 
 
 def packed_tokens(rows: Rows) -> PackedRows:
-    texts = [[*prompt, *response] for prompt, response in zip(rows.prompts, rows.responses, strict=True)]
+    texts = [
+        [*prompt, *response] for prompt, response in zip(rows.prompts, rows.responses, strict=True)
+    ]
     return PackedRows(
         tokens=torch.tensor([token for text in texts for token in text]),
         offsets=torch.tensor([0, *map(len, texts)]).cumsum(0),
@@ -54,7 +57,9 @@ def packed_tokens(rows: Rows) -> PackedRows:
 
 
 def packed(rows: Rows) -> TrainBatch:
-    """Pack the rows as our trainers take them, with the old log-probs as those that the engine reported."""
+    """Pack the rows as our trainers take them, with the old log-probs as those that the engine
+    reported.
+    """
     old = torch.cat(list(rows.old_logprobs))
     return TrainBatch(
         rows=packed_tokens(rows),
@@ -66,8 +71,12 @@ def packed(rows: Rows) -> TrainBatch:
 
 
 def padded(rows: Rows, pad_token: int) -> dict[str, Tensor]:
-    """Pad the rows as TRL's ``GRPOTrainer`` hands them to its loss: prompts on the left, completions on the right."""
-    prompts, completions = ([torch.tensor(ids) for ids in side] for side in (rows.prompts, rows.responses))
+    """Pad the rows as TRL's ``GRPOTrainer`` hands them to its loss: prompts on the left,
+    completions on the right.
+    """
+    prompts, completions = (
+        [torch.tensor(ids) for ids in side] for side in (rows.prompts, rows.responses)
+    )
 
     def side_by_side(values: Sequence[Tensor], fill: float, side: str) -> Tensor:
         return pad_sequence(list(values), batch_first=True, padding_value=fill, padding_side=side)

@@ -34,7 +34,14 @@ class Notes(TrainerCallback):
         self.entropy: list[float] = []
         self.ends: list[float] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **others: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float] | None = None,
+        **others: Any,
+    ) -> None:
         if logs and "reward" in logs:  # the last word is of the whole run
             self.ends.append(time.perf_counter())
             self.rewards.append(logs["reward"])
@@ -42,7 +49,10 @@ class Notes(TrainerCallback):
 
 
 def score(completions: list[str], answer: list[str], **others: object) -> list[float]:
-    return [sorted_digits(None, given, wanted) for given, wanted in zip(completions, answer, strict=True)]
+    return [
+        sorted_digits(None, given, wanted)
+        for given, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def run_trl(setting: Setting, reward: Callable[..., list[float]] = score) -> Curves:
@@ -69,7 +79,9 @@ def train(trainer: GRPOTrainer, setting: Setting) -> None:
     """Train with our schedule of learning rates."""
     optimizer = trainer.create_optimizer()
     warmup = max(1, setting.warmup)
-    trainer.lr_scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))  # its own begins at 0
+    trainer.lr_scheduler = LambdaLR(
+        optimizer, lambda done: min(1.0, (done + 1) / warmup)
+    )  # its own begins at 0
     trainer.train()
 
 

@@ -33,8 +33,8 @@ def losses(setting: Setting) -> dict[str, Any]:
 
 
 def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-    """Run each side once a seed, ours once more with the engine's log-probs, and once with the mini-batches that it
-    draws by default.
+    """Run each side once a seed, ours once more with the engine's log-probs, and once with the
+    mini-batches that it draws by default.
     """
     kinds = {
         OURS: (OURS, setting),
@@ -51,9 +51,9 @@ def curves(setting: Setting, seeds: Sequence[int]) -> dict[str, list[dict[str, A
 def speed(
     setting: Setting, rounds: int, steps: int, modules: str = "run", kinds: Sequence[str] = SIDES
 ) -> dict[str, Any]:
-    """Samples per second of each kind of run in ``rounds`` runs of ``steps`` timed steps, which alternate; on the
-    setting's cores, everything that a side starts included. A side is the module ``MODULES_SIDE``; the ratio is that of
-    the first kind to TRL.
+    """Samples per second of each kind of run in ``rounds`` runs of ``steps`` timed steps, which
+    alternate; on the setting's cores, everything that a side starts included. A side is the module
+    ``MODULES_SIDE``; the ratio is that of the first kind to TRL.
     """
     short = replace(setting, steps=steps + _WARM_UP, validate=False)
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -66,26 +66,42 @@ def speed(
             found[kind].append(run.samples_per_second(setting.rows, _WARM_UP))
     medians = {kind: median(values) for kind, values in found.items()}
     ratio = medians[kinds[0]] / medians[TRL]
-    return {"samples_per_second": found, "medians": medians, "ratio": ratio, "steps": steps, "loads": loads}
+    return {
+        "samples_per_second": found,
+        "medians": medians,
+        "ratio": ratio,
+        "steps": steps,
+        "loads": loads,
+    }
 
 
 def run_side(side: str, setting: Setting, modules: str = "run", *, pinned: bool = False) -> Curves:
     """Run a side in a process of its own, on the setting's cores alone where it is pinned."""
     threads = setting.threads if side == OURS else setting.cores
     given = [json.dumps(asdict(setting))]
-    return Curves(**_child(f"{modules}_{side}", given, threads, cores=setting.cores if pinned else 0))
+    return Curves(
+        **_child(f"{modules}_{side}", given, threads, cores=setting.cores if pinned else 0)
+    )
 
 
 def _child(module: str, arguments: Sequence[str], threads: int, *, cores: int = 0) -> Any:
-    """Run a module of this package, on so many cores, 0 for all, and return the JSON that it writes. RuntimeError with
-    the end of its output.
+    """Run a module of this package, on so many cores, 0 for all, and return the JSON that it
+    writes. RuntimeError with the end of its output.
     """
-    command = [*(_pin(cores) if cores else []), sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    command = [
+        *(_pin(cores) if cores else []),
+        sys.executable,
+        "-m",
+        f"{__package__}.{module}",
+        *arguments,
+    ]
     with TemporaryDirectory() as folder:
         log, out = Path(folder, "log"), Path(folder, "out.json")
         with log.open("w") as said:
             environment = {**os.environ, **_environment(threads)}
-            done = subprocess.run([*command, str(out)], cwd=_BENCHMARKS, env=environment, stdout=said, stderr=said)
+            done = subprocess.run(
+                [*command, str(out)], cwd=_BENCHMARKS, env=environment, stdout=said, stderr=said
+            )
         if done.returncode:
             raise RuntimeError(f"{module} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
         return json.loads(out.read_text())
@@ -97,12 +113,16 @@ def _environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",  # bars for reading weights
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_BENCHMARKS), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(_BENCHMARKS), os.environ.get("PYTHONPATH")))
+        ),
     }
 
 
 def _pin(cores: int) -> list[str]:
-    """A command's beginning that keeps it, and all that it starts, on so many cores; nothing where none can."""
+    """A command's beginning that keeps it, and all that it starts, on so many cores; nothing
+    where none can.
+    """
     if not shutil.which("taskset"):
         return []
     mine = sorted(os.sched_getaffinity(0))[:cores]

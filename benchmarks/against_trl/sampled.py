@@ -1,4 +1,6 @@
-"""Completions by TRL's own ``GRPOTrainer``, with its own advantages: what both sides are to learn from."""
+"""Completions by TRL's own ``GRPOTrainer``, with its own advantages: what both sides are to
+learn from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from .cases import MAX_RESPONSE
 from .rows import Rows
 
 PROMPTS, SAMPLES = 16, 8
-_BEST, _WORST = 60, 4  # a loss that is a difference of nearly equal numbers has few digits in float32: fewer bad rows
+_BEST, _WORST = (
+    60,
+    4,
+)  # a loss that is a difference of nearly equal numbers has few digits in float32: fewer bad rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,12 @@ class Scored:
     """[N]."""
 
 
-def trl_trainer(model: Path, scratch: Path, rows: int, *, parts: int = 1, accumulated: int = 1, **options: Any) -> Any:
-    """A GRPOTrainer in float32 on the CPU that generates ``rows`` at once and learns from them in ``parts``."""
+def trl_trainer(
+    model: Path, scratch: Path, rows: int, *, parts: int = 1, accumulated: int = 1, **options: Any
+) -> Any:
+    """A GRPOTrainer in float32 on the CPU that generates ``rows`` at once and learns from them
+    in ``parts``.
+    """
     config = GRPOConfig(
         output_dir=str(scratch),
         per_device_train_batch_size=rows // parts,
@@ -55,8 +64,12 @@ def trl_trainer(model: Path, scratch: Path, rows: int, *, parts: int = 1, accumu
     return trainer
 
 
-def score(completions: Sequence[str], answer: Sequence[str], **others: object) -> list[float | None]:
-    """1 for the sorted digits, and a little for every digit in its place: there must be groups that have a spread."""
+def score(
+    completions: Sequence[str], answer: Sequence[str], **others: object
+) -> list[float | None]:
+    """1 for the sorted digits, and a little for every digit in its place: there must be groups
+    that have a spread.
+    """
     return [
         sorted_digits(None, completion, wanted)
         + 0.125 * sum(a == b for a, b in zip(completion.split(), wanted.split(), strict=False))
@@ -65,12 +78,14 @@ def score(completions: Sequence[str], answer: Sequence[str], **others: object) -
 
 
 def sample(model: Path, scratch: Path, scale_rewards: str, seed: int = 0) -> tuple[Rows, Scored]:
-    """Rows with responses cut at random lengths, so that means over tokens and over rows are not the same; and what TRL
-    made of the rewards of all.
+    """Rows with responses cut at random lengths, so that means over tokens and over rows are not
+    the same; and what TRL made of the rewards of all.
     """
     order = random.Random(seed)
     tasks = [order.choices("0123456789", k=order.randint(3, 7)) for _ in range(PROMPTS)]
-    asked = [{"prompt": f"Sort: {' '.join(task)} =", "answer": " ".join(sorted(task))} for task in tasks]
+    asked = [
+        {"prompt": f"Sort: {' '.join(task)} =", "answer": " ".join(sorted(task))} for task in tasks
+    ]
     trainer = trl_trainer(model, scratch, PROMPTS * SAMPLES, seed=seed, scale_rewards=scale_rewards)
     output = trainer._generate_and_score_completions([row for row in asked for _ in range(SAMPLES)])
     rewards = torch.tensor(list(trainer._logs["rewards"]["score"]))
@@ -79,11 +94,15 @@ def sample(model: Path, scratch: Path, scale_rewards: str, seed: int = 0) -> tup
     order.shuffle(chosen)  # a micro-batch shall not be of good rows alone
     rows = Rows(
         prompts=_unpadded(output, "prompt", chosen),
-        responses=[ids[: order.randint(1, MAX_RESPONSE)] for ids in _unpadded(output, "completion", chosen)],
+        responses=[
+            ids[: order.randint(1, MAX_RESPONSE)] for ids in _unpadded(output, "completion", chosen)
+        ],
         advantages=output["advantages"][chosen],
     )
     return rows, Scored(rewards, output["advantages"])
 
 
 def _unpadded(output: dict[str, Tensor], side: str, chosen: Sequence[int]) -> list[list[int]]:
-    return [output[f"{side}_ids"][row][output[f"{side}_mask"][row].bool()].tolist() for row in chosen]
+    return [
+        output[f"{side}_ids"][row][output[f"{side}_mask"][row].bool()].tolist() for row in chosen
+    ]

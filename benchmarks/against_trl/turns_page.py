@@ -59,7 +59,12 @@ def write_page(out: Path, record: Path, parts: Mapping[str, Measured]) -> None:
     record.write_text(json.dumps(parts, indent=1) + "\n")
     blocks = [INTRODUCTION, "\n".join(f"* {line}" for line in summary(parts)), ALIKE]
     if "success" in parts:
-        blocks += ["## Success", SUCCESS, _success_table(parts["success"]["found"]), how(parts["success"])]
+        blocks += [
+            "## Success",
+            SUCCESS,
+            _success_table(parts["success"]["found"]),
+            how(parts["success"]),
+        ]
     for at, (name, part) in enumerate(_speeds(parts)):
         blocks += [*(["## Samples per second", SPEED] if not at else []), f"### {_PARTS[name]}"]
         blocks += [speed_table(part["found"]), how(part)]
@@ -70,13 +75,22 @@ def summary(parts: Mapping[str, Measured]) -> Iterator[str]:
     """A line a part."""
     if "success" in parts:
         found = parts["success"]["found"]
-        ends = (f"{side} {_success(found[side], 0):.3f} -> {_success(found[side], -1):.3f}" for side in SIDES)
-        yield f"success, {len(found[OURS][0]['rewards'])} steps: {', '.join(ends)}, means of {len(found[OURS])} seeds"
+        ends = (
+            f"{side} {_success(found[side], 0):.3f} -> {_success(found[side], -1):.3f}"
+            for side in SIDES
+        )
+        yield (
+            f"success, {len(found[OURS][0]['rewards'])} steps: {', '.join(ends)}, means of "
+            f"{len(found[OURS])} seeds"
+        )
     for name, part in _speeds(parts):
         found = part["found"]
         loud = max(found["loads"])
         trust = f" (load of up to {loud:.1f} before a round)" if loud > QUIET else ""
-        rates = f"ours {found['medians'][OURS]:.0f}, trl {found['medians'][TRL]:.0f}, ratio {found['ratio']:.2f}"
+        rates = (
+            f"ours {found['medians'][OURS]:.0f}, trl {found['medians'][TRL]:.0f}, ratio "
+            f"{found['ratio']:.2f}"
+        )
         yield f"samples per second, {name}: {rates}{trust}"
 
 

@@ -1,4 +1,6 @@
-"""The task with a tool, for both sides: its settings, its tools, and a tokenizer that both read calls with."""
+"""The task with a tool, for both sides: its settings, its tools, and a tokenizer that both read
+calls with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{{ (eos_token if message['role'] == 'assistant' else '') + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-"""The tiny model's chats with two things more that TRL wants: calls are written, and an end token after a turn."""
+"""The tiny model's chats with two things more that TRL wants: calls are written, and an end
+token after a turn."""
 
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
@@ -45,8 +48,8 @@ RESPONSE_TEMPLATE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnsSetting(Setting):
-    """GRPO with a calculator. The numbers are those of configs/quickstart_tools.yaml but for the tokens of one turn,
-    which TRL has no bound for.
+    """GRPO with a calculator. The numbers are those of configs/quickstart_tools.yaml but for the
+    tokens of one turn, which TRL has no bound for.
     """
 
     steps: int = 20
@@ -75,7 +78,9 @@ class SlowCalculator(Calculator):
 
 
 def write_task(folder: Path) -> None:
-    """Write data and model, where they are not there yet, and give the tokenizer what both sides read."""
+    """Write data and model, where they are not there yet, and give the tokenizer what both sides
+    read.
+    """
     from transformers import AutoTokenizer
 
     task = task_in(folder)

@@ -22,7 +22,13 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
-from siirl_dask.config import Engine, EnvironmentsConfig, ModelConfig, RolloutConfig, ValidationConfig  # noqa: E402
+from siirl_dask.config import (  # noqa: E402
+    Engine,
+    EnvironmentsConfig,
+    ModelConfig,
+    RolloutConfig,
+    ValidationConfig,
+)
 from siirl_dask.context import Context, Device, Rank  # noqa: E402
 from siirl_dask.environments import build_environments  # noqa: E402
 from siirl_dask.nodes import encode_prompts, play_answers  # noqa: E402
@@ -37,7 +43,9 @@ from .turns_setting import SlowCalculator, TurnsSetting  # noqa: E402
 
 
 class Tools:
-    """The calculator in TRL's shape: ``reset`` gets the row, and each other public method is a tool."""
+    """The calculator in TRL's shape: ``reset`` gets the row, and each other public method is a
+    tool.
+    """
 
     _calculator: Calculator
 
@@ -90,19 +98,30 @@ def run_trl(setting: TurnsSetting) -> Curves:
     return Curves(rewards=notes.rewards, entropy=notes.entropy, ends=notes.ends, accuracy=success)
 
 
-def score(completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **others: object) -> list[float]:
+def score(
+    completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[str], **others: object
+) -> list[float]:
     """Return 1 where the last message, which the policy wrote, is the sum, else 0."""
-    return [float(given[-1]["content"].strip() == wanted) for given, wanted in zip(completions, answer, strict=True)]
+    return [
+        float(given[-1]["content"].strip() == wanted)
+        for given, wanted in zip(completions, answer, strict=True)
+    ]
 
 
 def measure_success(setting: TurnsSetting, model: str) -> float:
-    """Return the mean reward of sampled episodes of the validation data, by the node that measures our runs."""
-    rollout = RolloutConfig(engine=Engine.transformers, max_response_length=setting.max_response, max_rows=setting.rows)
+    """Return the mean reward of sampled episodes of the validation data, by the node that
+    measures our runs.
+    """
+    rollout = RolloutConfig(
+        engine=Engine.transformers, max_response_length=setting.max_response, max_rows=setting.rows
+    )
     environments = EnvironmentsConfig(turns=setting.turns)
     validation = ValidationConfig(n=EPISODES, temperature=setting.temperature)
     device, given = Device("bench"), ModelConfig(path=model)
     engine = build_engine(device, Rank(), model=given, rollout=rollout)
-    world = build_environments(device, Rank(), environments=environments, environment=Calculator, model=given)
+    world = build_environments(
+        device, Rank(), environments=environments, environment=Calculator, model=given
+    )
     table = pq.read_table(setting.task.validation)
     for name in (ROW_ID, GROUP_ID, TOKENS):
         table = table.append_column(name, pa.array(range(table.num_rows), TYPES[name]))

@@ -2,9 +2,10 @@
 
     make gpu-bundle
 
-The machine has Python 3.12, torch, transformers and what else ``there.txt`` lists, and no network. Wheels are those of
-this package's dependencies, of liger-kernel and of TRL, and of what these need in turn, without what is there. Carry
-the repository with ``.gpu`` to the machine, and run ``OUT=folder bash .gpu/first_run.sh`` in the repository's root.
+The machine has Python 3.12, torch, transformers and what else ``there.txt`` lists, and no network.
+Wheels are those of this package's dependencies, of liger-kernel and of TRL, and of what these need
+in turn, without what is there. Carry the repository with ``.gpu`` to the machine, and run
+``OUT=folder bash .gpu/first_run.sh`` in the repository's root.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ SCRIPTS = (
 )
 """The machine runs these. The page is made where its results are brought."""
 LEFT_OUT = {"duckdb"}
-"""It answers questions to a run that has ended, and is two thirds of the bundle; nothing of the day imports it."""
+"""It answers questions to a run that has ended, and is two thirds of the bundle; nothing of the
+day imports it."""
 OF_EXTRAS = {"liger": "liger-kernel", "bench": "trl"}
 """Packages that the day measures as well, each with the extra that bounds its version."""
 MANYLINUX = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2014", "1")
@@ -66,11 +68,17 @@ def packages_there(text: str) -> set[str]:
 
 
 def wanted(pyproject: Mapping[str, object], there: set[str]) -> list[Requirement]:
-    """Return what to begin with: dependencies of the project and of what the day measures, without what is there."""
+    """Return what to begin with: dependencies of the project and of what the day measures,
+    without what is there.
+    """
     project = pyproject["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     for extra, name in OF_EXTRAS.items():
-        (text,) = [each for each in project["optional-dependencies"][extra] if Requirement(each).name == name]
+        (text,) = [
+            each
+            for each in project["optional-dependencies"][extra]
+            if Requirement(each).name == name
+        ]
         found.append(Requirement(text))
     return [each for each in found if is_missing(each, there)]
 
@@ -85,7 +93,11 @@ def is_missing(requirement: Requirement, there: set[str]) -> bool:
 def needed_by(wheel: Path) -> Iterator[Requirement]:
     """The requirements of a wheel, as its metadata has them."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA") and each.count("/") == 1]
+        (name,) = [
+            each
+            for each in archive.namelist()
+            if each.endswith(".dist-info/METADATA") and each.count("/") == 1
+        ]
         headers = HeaderParser().parsestr(archive.read(name).decode())
     for text in headers.get_all("Requires-Dist", []):
         yield Requirement(text)
@@ -103,11 +115,14 @@ def gather(first: Sequence[Requirement], there: set[str], download: Download) ->
         name = canonicalize_name(requirement.name)
         if name not in wheels:
             wheels[name] = download(requirement)
-            open_requirements += [each for each in needed_by(wheels[name]) if is_missing(each, there)]
+            open_requirements += [
+                each for each in needed_by(wheels[name]) if is_missing(each, there)
+            ]
         version = parse_wheel_filename(wheels[name].name)[1]
         if not requirement.specifier.contains(version, prereleases=True):
             raise ValueError(
-                f"{requirement} is needed, and {wheels[name].name} was downloaded before: bound it tighter"
+                f"{requirement} is needed, and {wheels[name].name} was downloaded before: bound it "
+                "tighter"
             )
     return wheels
 
@@ -120,8 +135,16 @@ def pip_download(folder: Path, requirement: Requirement) -> Path:
     plain = Requirement(str(requirement))
     plain.marker = None
     before = set(folder.glob("*.whl"))
-    platforms = [f"--platform=manylinux{'' if tag in ('1', '2014') else '_'}{tag}_x86_64" for tag in MANYLINUX]
-    target = ["--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", *platforms]
+    platforms = [
+        f"--platform=manylinux{'' if tag in ('1', '2014') else '_'}{tag}_x86_64"
+        for tag in MANYLINUX
+    ]
+    target = [
+        "--only-binary=:all:",
+        f"--python-version={PYTHON}",
+        "--implementation=cp",
+        *platforms,
+    ]
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "-d", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, *target, str(plain)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,6 +1,8 @@
-"""Measures one part of the figures, alone on the device, in a process of its own.  python figures.py OUT NAME
+"""Measures one part of the figures, alone on the device, in a process of its own.  python
+figures.py OUT NAME
 
-A process for each keeps peaks of memory apart, and an error of the device in one part from the next.
+A process for each keeps peaks of memory apart, and an error of the device in one part from the
+next.
 """
 
 from __future__ import annotations
@@ -25,22 +27,38 @@ def config(**options: object) -> TrainerConfig:
 
 def train_torch(out: Path) -> None:
     """Measure the backend torch."""
-    train(out, "train-torch", config(backend=Backend.torch, max_tokens_per_micro_batch=TOKENS), "torch", profiled=True)
+    train(
+        out,
+        "train-torch",
+        config(backend=Backend.torch, max_tokens_per_micro_batch=TOKENS),
+        "torch",
+        profiled=True,
+    )
 
 
 def train_fsdp(out: Path) -> None:
     """Measure the backend fsdp on one device."""
-    train(out, "train-fsdp", config(backend=Backend.fsdp, max_tokens_per_micro_batch=TOKENS), "fsdp", profiled=True)
+    train(
+        out,
+        "train-fsdp",
+        config(backend=Backend.fsdp, max_tokens_per_micro_batch=TOKENS),
+        "fsdp",
+        profiled=True,
+    )
 
 
 def train_variants(out: Path) -> None:
-    """Measure smaller micro-batches, recomputation, and Liger's kernels where there is a GPU for them."""
+    """Measure smaller micro-batches, recomputation, and Liger's kernels where there is a GPU for
+    them.
+    """
     part = "train-variants"
     train(out, part, config(max_tokens_per_micro_batch=TOKENS // 4), "torch, 4k tokens")
     recomputing = config(max_tokens_per_micro_batch=TOKENS, gradient_checkpointing=True)
     train(out, part, recomputing, "torch, recomputation")
     if devices.ON_CPU:
-        results.append(out, part=part, figure="train/torch, liger", left_out="Liger's kernels need a GPU")
+        results.append(
+            out, part=part, figure="train/torch, liger", left_out="Liger's kernels need a GPU"
+        )
         return
     train(out, part, config(max_tokens_per_micro_batch=TOKENS, liger=True), "torch, liger")
 

@@ -1,8 +1,10 @@
-"""Runs the parts of the day on one device, each with a limit of its own, and writes a line for each at once.
+"""Runs the parts of the day on one device, each with a limit of its own, and writes a line for each
+at once.
 
-Called by ``first_run.sh`` in the repository's root. In the folder of ``--out`` it leaves results.jsonl, which page.py
-reads, summary.txt, all.log and logs.tgz. When it is ended by SIGTERM or SIGINT, it kills what runs, writes a line for
-that and for each part that did not begin, and packs the logs.
+Called by ``first_run.sh`` in the repository's root. In the folder of ``--out`` it leaves
+results.jsonl, which page.py reads, summary.txt, all.log and logs.tgz. When it is ended by SIGTERM
+or SIGINT, it kills what runs, writes a line for that and for each part that did not begin, and
+packs the logs.
 """
 
 from __future__ import annotations
@@ -59,24 +61,32 @@ class Day:
         self.pack()
 
     def cut_off(self, begun: set[str], parts: Sequence[Part]) -> None:
-        """Kill what runs, write a line for it, for each part that has not begun and for the day, and pack."""
+        """Kill what runs, write a line for it, for each part that has not begun and for the day,
+        and pack.
+        """
         for running in self._running:
             running.kill()
             self._write(running.outcome(cut_off=True))
         self._running.clear()
         for part in parts:
             if part.name not in begun:
-                self._write({"part": part.name, "state": "left out", "why": "the day was cut off before"})
+                self._write(
+                    {"part": part.name, "state": "left out", "why": "the day was cut off before"}
+                )
         self.close("cut off")
 
     def close(self, state: str) -> None:
         """Write the day's own line, which comes last, and pack."""
-        self._write({"part": "day", "state": state, "seconds": round(time.monotonic() - self._began, 1)})
+        self._write(
+            {"part": "day", "state": state, "seconds": round(time.monotonic() - self._began, 1)}
+        )
         self.pack()
 
     def pack(self) -> None:
         """Write summary.txt, all.log and logs.tgz of what is there so far."""
-        (self.out / "summary.txt").write_text(results.summary(results.read(self.out / results.FILE)))
+        (self.out / "summary.txt").write_text(
+            results.summary(results.read(self.out / results.FILE))
+        )
         logs = sorted(self.logs.glob("*.log"))
         text = b"".join(f"===== {log.stem}\n".encode() + log.read_bytes() for log in logs)
         (self.out / "all.log").write_bytes(text[-LARGEST_LOG:])
@@ -98,7 +108,9 @@ class Day:
 
 
 def _environment() -> dict[str, str]:
-    """Variables of parts: no network, one thread for each of many processes, no GPU in a rehearsal."""
+    """Variables of parts: no network, one thread for each of many processes, no GPU in a
+    rehearsal.
+    """
     environment = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
@@ -130,9 +142,14 @@ def _run_all(day: Day, parts: Sequence[Part]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the results; lines are added to those there"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for the results; lines are added to those there",
     )
     parser.add_argument("--only", default="", help="groups or parts, separated by spaces (all)")
     parser.add_argument("--seconds", type=float, default=560.0, help="for all of it (560)")
@@ -146,7 +163,9 @@ def main() -> int:
     day.logs.mkdir(parents=True, exist_ok=True)
 
     def end(number: int, frame: FrameType | None) -> None:
-        day.ended_by = signal.Signals(number).name  # and nothing else: a part may be starting at this moment
+        day.ended_by = signal.Signals(
+            number
+        ).name  # and nothing else: a part may be starting at this moment
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)

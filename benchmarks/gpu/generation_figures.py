@@ -1,4 +1,6 @@
-"""Figures of generation: the transformers engine by rows, the sampler at a large vocabulary, ceilings of the device."""
+"""Figures of generation: the transformers engine by rows, the sampler at a large vocabulary,
+ceilings of the device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from training_figures import write_profile
 
 
 def ceilings(out: Path) -> None:
-    """Measure what the device does at best: a product of bfloat16 matrices, and a copy within its memory."""
+    """Measure what the device does at best: a product of bfloat16 matrices, and a copy within
+    its memory.
+    """
     chosen = setting()
     name = devices.device().torch_name
     left = torch.randn(chosen.square, chosen.square, device=name, dtype=torch.bfloat16)
@@ -37,7 +41,9 @@ def ceilings(out: Path) -> None:
 
 
 def decode(out: Path) -> None:
-    """Measure tokens a second of the transformers engine at several numbers of rows, and profile eight tokens."""
+    """Measure tokens a second of the transformers engine at several numbers of rows, and profile
+    eight tokens.
+    """
     chosen = setting()
     model = ModelConfig(path=str(model_folder()), dtype=Dtype.bfloat16)
     rollout = RolloutConfig(engine=Engine.transformers, max_rows=256)
@@ -49,7 +55,9 @@ def decode(out: Path) -> None:
             lengths: list[int] = []
 
             def generate(
-                prompts: list[list[int]] = prompts, sampling: Sampling = sampling, lengths: list[int] = lengths
+                prompts: list[list[int]] = prompts,
+                sampling: Sampling = sampling,
+                lengths: list[int] = lengths,
             ) -> None:
                 samples = engine.generate(prompts, range(len(prompts)), sampling)
                 lengths[:] = [len(sample.token_ids) for sample in samples]
@@ -65,7 +73,9 @@ def decode(out: Path) -> None:
                 ms_per_token=results.rounded(seconds / max(lengths) * 1e3),
             )
         few = [_prompt(row) for row in range(4)]
-        write_profile(out, "decode", "decode", lambda: engine.generate(few, range(4), Sampling(max_tokens=8)))
+        write_profile(
+            out, "decode", "decode", lambda: engine.generate(few, range(4), Sampling(max_tokens=8))
+        )
     finally:
         engine.close()
 
@@ -75,7 +85,9 @@ def _prompt(row: int) -> list[int]:
 
 
 def sampler(out: Path) -> None:
-    """Measure a draw of one token for each row, and hold that a row's token does not depend on the others."""
+    """Measure a draw of one token for each row, and hold that a row's token does not depend on
+    the others.
+    """
     rows, vocabulary = setting().sampled
     logits = torch.randn(rows, vocabulary, device=devices.device().torch_name)
     seeds = np.arange(rows, dtype=np.uint64)

@@ -1,4 +1,5 @@
-"""Makes docs/benchmarks/gpu.md of the lines that first_run.py wrote, with the predictions next to what was measured.
+"""Makes docs/benchmarks/gpu.md of the lines that first_run.py wrote, with the predictions next to
+what was measured.
 
     python benchmarks/gpu/page.py benchmarks/results/gpu.jsonl
 
@@ -70,7 +71,9 @@ def _introduction(machine: results.Line | None) -> str:
         return _NONE_YET
     if machine["on_cpu"]:
         return _REHEARSAL
-    return f"One {machine['device']}, and what it did within ten minutes, next to what was expected."
+    return (
+        f"One {machine['device']}, and what it did within ten minutes, next to what was expected."
+    )
 
 
 def _machine(machine: results.Line | None) -> Iterator[str]:
@@ -79,7 +82,8 @@ def _machine(machine: results.Line | None) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     yield "## The machine"
     yield (
-        f"{machine['device']}, {machine['memory_gib']:g} GiB of device memory, {machine['cores']} cores, Python "
+        f"{machine['device']}, {machine['memory_gib']:g} GiB of device memory, {machine['cores']} "
+        "cores, Python "
         f"{machine['python']}, CUDA {machine['cuda']}; {versions}. Commit {machine['commit']}."
     )
 
@@ -91,7 +95,9 @@ def _checks(outcomes: Mapping[str, results.Line]) -> Iterator[str]:
     yield "## Checks"
     heads = ("part", "state", "passed", "failed", "skipped", "seconds")
     yield _table(heads, (_check(outcomes[part.name]) for part in tested))
-    failures = [f"* `{name}`" for part in tested for name in outcomes[part.name].get("failures", ())]
+    failures = [
+        f"* `{name}`" for part in tested for name in outcomes[part.name].get("failures", ())
+    ]
     if failures:
         yield "\n".join(["Failed:", "", *failures])
     printed = [f"    {text}" for part in tested for text in outcomes[part.name].get("printed", ())]
@@ -128,7 +134,9 @@ def _missing(outcomes: Mapping[str, results.Line], any_lines: bool) -> Iterator[
     """Say which parts have no result, and of those that did not pass, how their logs end."""
     if not any_lines:
         return
-    absent = [f"* {part.name}: it has no line of results" for part in PARTS if part.name not in outcomes]
+    absent = [
+        f"* {part.name}: it has no line of results" for part in PARTS if part.name not in outcomes
+    ]
     unfinished = [line for line in outcomes.values() if line["state"] != "passed"]
     if not absent and not unfinished:
         return
@@ -147,9 +155,13 @@ def _table(heads: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", type=Path, nargs="?", help="lines of a day (none)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks" / "gpu.md", help="the page")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "benchmarks" / "gpu.md", help="the page"
+    )
     options = parser.parse_args()
     lines = [] if options.results is None else results.read(options.results)
     options.out.write_text(page(lines))

@@ -37,8 +37,19 @@ def _script(name: str, group: str, seconds: float, script: str, *arguments: str)
     return Part(name, group, seconds, arguments=(str(HERE / script), "OUT", *arguments))
 
 
-def _check(name: str, seconds: float, files: tuple[str, ...], pick: str, group: str = "checks") -> Part:
-    options = ("-v", "-m", "gpu", "--confcutdir=tests/gpu", "-o", "timeout=300", "-p", "no:cacheprovider")
+def _check(
+    name: str, seconds: float, files: tuple[str, ...], pick: str, group: str = "checks"
+) -> Part:
+    options = (
+        "-v",
+        "-m",
+        "gpu",
+        "--confcutdir=tests/gpu",
+        "-o",
+        "timeout=300",
+        "-p",
+        "no:cacheprovider",
+    )
     paths = tuple(f"tests/gpu/{file}" for file in files)
     chosen = ("-k", pick) if pick else ()
     arguments = ("-m", "pytest", *options, "--durations=5", *paths, *chosen)
@@ -49,7 +60,12 @@ PARTS = (
     _script("probe", "probe", 60, "probe.py"),
     _check("kernels", 170, ("test_kernels.py",), ""),
     _check("trainers", 170, ("test_trainers.py",), "TestWholePolicy"),
-    _check("device", 170, ("test_trainers.py", "test_places.py"), "scores or checkpoint or broadcast or bound"),
+    _check(
+        "device",
+        170,
+        ("test_trainers.py", "test_places.py"),
+        "scores or checkpoint or broadcast or bound",
+    ),
     _check("engines", 170, ("test_engines.py",), "TestTransformers or transformers"),
     _check("runs", 170, ("test_runs.py",), "one_device or share"),
     _check("quickstart", 190, ("test_runs.py",), "quickstart and transformers"),
@@ -67,7 +83,8 @@ NAMES = tuple(part.name for part in PARTS)
 
 
 def choose(only: str) -> tuple[Part, ...]:
-    """Return the parts that ``only`` names, by group or by part, separated by spaces; all for an empty text.
+    """Return the parts that ``only`` names, by group or by part, separated by spaces; all for an
+    empty text.
 
     ValueError names what is neither.
     """
@@ -75,7 +92,8 @@ def choose(only: str) -> tuple[Part, ...]:
     unknown = [name for name in asked if name not in GROUPS and name not in NAMES]
     if unknown:
         raise ValueError(
-            f"ONLY={only!r}: {', '.join(unknown)} is no group and no part; groups are {', '.join(GROUPS)}; parts are "
+            f"ONLY={only!r}: {', '.join(unknown)} is no group and no part; groups are "
+            f"{', '.join(GROUPS)}; parts are "
             f"{', '.join(NAMES)}"
         )
     if not asked:

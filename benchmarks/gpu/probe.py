@@ -1,4 +1,6 @@
-"""Writes what the machine is: device, driver, versions, packages that may be absent.  python probe.py OUT"""
+"""Writes what the machine is: device, driver, versions, packages that may be absent.  python
+probe.py OUT
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,33 @@ import results
 from tests.gpu import devices
 
 HERE = Path(__file__).resolve().parent
-VERSIONS = ("torch", "transformers", "triton", "numpy", "pyarrow", "dask", "distributed", "liger-kernel", "trl")
-OPTIONAL = ("vllm", "flash_attn", "flash_attn_interface", "liger_kernel", "trl", "peft", "distributed", "duckdb")
-PROGRAMS = (("nvidia-smi",), ("nvidia-smi", "topo", "-m"), ("free", "-g"), ("df", "-h", "/dev/shm", "/tmp"))
+VERSIONS = (
+    "torch",
+    "transformers",
+    "triton",
+    "numpy",
+    "pyarrow",
+    "dask",
+    "distributed",
+    "liger-kernel",
+    "trl",
+)
+OPTIONAL = (
+    "vllm",
+    "flash_attn",
+    "flash_attn_interface",
+    "liger_kernel",
+    "trl",
+    "peft",
+    "distributed",
+    "duckdb",
+)
+PROGRAMS = (
+    ("nvidia-smi",),
+    ("nvidia-smi", "topo", "-m"),
+    ("free", "-g"),
+    ("df", "-h", "/dev/shm", "/tmp"),
+)
 
 
 def version_of(package: str) -> str:

@@ -19,7 +19,9 @@ LAST_LINES = 15
 PATIENCE = 8.0  # seconds for pytest to write its report after SIGINT
 _VERDICT = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]")
 _NAMED = re.compile(r"^(?:FAILED|ERROR) (\S+)")
-_PRINTED = re.compile(r"computed by|GB/s|step [123]:|peak of torch|heads of|parameters, \d+ rows|accuracy")
+_PRINTED = re.compile(
+    r"computed by|GB/s|step [123]:|peak of torch|heads of|parameters, \d+ rows|accuracy"
+)
 
 
 @dataclass
@@ -35,9 +37,13 @@ class Running:
     timed_out: bool = False
 
     @classmethod
-    def start(cls, part: Part, out: Path, log: Path, environment: Mapping[str, str], seconds: float) -> Running:
+    def start(
+        cls, part: Part, out: Path, log: Path, environment: Mapping[str, str], seconds: float
+    ) -> Running:
         """Start the part with at most ``seconds`` to run. To be called in the main thread."""
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background, whose children inherit it
+        if (
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        ):  # of a job in the background, whose children inherit it
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("wb") as file:
             process = subprocess.Popen(
@@ -51,7 +57,9 @@ class Running:
         return cls(part=part, log=log, process=process, deadline=time.monotonic() + seconds)
 
     def ended(self) -> bool:
-        """Whether it has ended by itself or for its time, in which case all that it started is killed."""
+        """Whether it has ended by itself or for its time, in which case all that it started is
+        killed.
+        """
         if self.process.poll() is not None:
             self.kill()
             return True
@@ -69,9 +77,14 @@ class Running:
         self.process.wait()
 
     def outcome(self, *, cut_off: bool = False) -> dict[str, Any]:
-        """Its line of results: state, seconds, what the tests gave, and the end of its log where it did not pass."""
+        """Its line of results: state, seconds, what the tests gave, and the end of its log where
+        it did not pass.
+        """
         code = self.process.returncode
-        line: dict[str, Any] = {"part": self.part.name, "state": _state(code, self.timed_out, cut_off)}
+        line: dict[str, Any] = {
+            "part": self.part.name,
+            "state": _state(code, self.timed_out, cut_off),
+        }
         line["seconds"] = round(time.monotonic() - self.began, 1)
         text = self.log.read_text(errors="replace")
         if self.part.tests:
@@ -99,14 +112,20 @@ def _state(code: int | None, timed_out: bool, cut_off: bool) -> str:
 
 
 def tests_of(text: str) -> dict[str, Any]:
-    """Counts of verdicts in a log of ``pytest -v``, which it has for tests that ended before a kill; and figures."""
+    """Counts of verdicts in a log of ``pytest -v``, which it has for tests that ended before a
+    kill; and figures.
+    """
     verdicts = [match[1] for match in _VERDICT.finditer(text)]
-    found: dict[str, Any] = {name.lower(): verdicts.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    found: dict[str, Any] = {
+        name.lower(): verdicts.count(name) for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    }
     lines = text.splitlines()
     failures = [match[1] for match in map(_NAMED.match, lines) if match is not None]
     if failures:
         found["failures"] = failures
-    found["printed"] = [line.strip()[:300] for line in lines if _PRINTED.search(line) and "::" not in line][:20]
+    found["printed"] = [
+        line.strip()[:300] for line in lines if _PRINTED.search(line) and "::" not in line
+    ][:20]
     return found
 
 

@@ -1,4 +1,6 @@
-"""Results of the day: a line of JSON for each, written as soon as it is known, and a summary to read."""
+"""Results of the day: a line of JSON for each, written as soon as it is known, and a summary to
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Line = Mapping[str, Any]
 
 
 def append(out: Path, **values: Any) -> None:
-    """Append a line to the results in ``out``. It is on the disk before this returns, whatever ends the process."""
+    """Append a line to the results in ``out``. It is on the disk before this returns, whatever
+    ends the process.
+    """
     text = json.dumps(values, default=str) + "\n"
     descriptor = os.open(out / FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -24,7 +28,8 @@ def append(out: Path, **values: Any) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read all lines; one without its end, which was being written when its process ended, does not count.
+    """Read all lines; one without its end, which was being written when its process ended, does not
+    count.
 
     ValueError names the line that is no JSON object.
     """
@@ -34,9 +39,13 @@ def read(path: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number} is no JSON: {error}; expected a line that first_run.py wrote") from error
+            raise ValueError(
+                f"{path}:{number} is no JSON: {error}; expected a line that first_run.py wrote"
+            ) from error
         if not isinstance(line, dict) or "part" not in line:
-            raise ValueError(f"{path}:{number} is no result: expected an object with the key 'part'")
+            raise ValueError(
+                f"{path}:{number} is no result: expected an object with the key 'part'"
+            )
         found.append(line)
     return found
 
@@ -52,7 +61,11 @@ def summary(lines: Sequence[Line]) -> str:
 
 
 def _described(line: Line) -> Iterator[str]:
-    rest = {key: value for key, value in line.items() if key not in ("part", "state", "figure", "last", "printed")}
+    rest = {
+        key: value
+        for key, value in line.items()
+        if key not in ("part", "state", "figure", "last", "printed")
+    }
     shown = ", ".join(f"{key} {_shown(value)}" for key, value in rest.items())
     if "figure" in line:
         yield f"{line['figure']}: {shown}"

@@ -1,4 +1,6 @@
-"""The model and rows of all figures and of TRL: the shape of Qwen2.5-0.5B with random weights, tiny in a rehearsal."""
+"""The model and rows of all figures and of TRL: the shape of Qwen2.5-0.5B with random weights,
+tiny in a rehearsal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Figures of training: tokens a second, MFU, peak memory next to the plan's, profiles; a step without this package."""
+"""Figures of training: tokens a second, MFU, peak memory next to the plan's, profiles; a step
+without this package.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,32 @@ from tests.gpu import devices
 _CALLS = ("cudaLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "aten::item")
 
 
-def train(out: Path, part: str, config: TrainerConfig, label: str, *, profiled: bool = False) -> None:
-    """Measure log-probs and updates of the setting's rows with a trainer of the configuration, in bfloat16."""
+def train(
+    out: Path, part: str, config: TrainerConfig, label: str, *, profiled: bool = False
+) -> None:
+    """Measure log-probs and updates of the setting's rows with a trainer of the configuration,
+    in bfloat16.
+    """
     chosen = setting()
     model = ModelConfig(path=str(model_folder()), dtype=Dtype.bfloat16)
     _reset_peak()
-    trainer = build_trainer(devices.device(), Rank(), model=model, trainer=config, rollout=RolloutConfig())
+    trainer = build_trainer(
+        devices.device(), Rank(), model=model, trainer=config, rollout=RolloutConfig()
+    )
     try:
         rows = random_rows([(chosen.prompt, chosen.response)] * chosen.rows)
         parameters = sum(tensor.numel() for _, tensor in trainer.weights())
         scored = trainer.logprobs(rows).logprobs
-        batch = TrainBatch(rows=rows, old_logprobs=scored, rollout_logprobs=scored, advantages=signs(rows))
+        batch = TrainBatch(
+            rows=rows, old_logprobs=scored, rollout_logprobs=scored, advantages=signs(rows)
+        )
         loss = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
         scoring = median_seconds(lambda: trainer.logprobs(rows))
         updating = median_seconds(lambda: trainer.update([batch], loss))
         tokens = len(rows.tokens)
-        flops = 6 * parameters * tokens / updating  # without those of attention, which are 5 % at 512 tokens
+        flops = (
+            6 * parameters * tokens / updating
+        )  # without those of attention, which are 5 % at 512 tokens
         results.append(
             out,
             part=part,
@@ -82,7 +94,9 @@ def _mfu(flops: float) -> dict[str, float]:
 
 
 def planned_bytes(config: TrainerConfig) -> float:
-    """Bytes that ``plan`` expects of this trainer on its device: what it holds, and what a pass takes besides."""
+    """Bytes that ``plan`` expects of this trainer on its device: what it holds, and what a pass
+    takes besides.
+    """
     chosen = setting()
     folder = str(model_folder())
     expected = footprint(
@@ -92,14 +106,18 @@ def planned_bytes(config: TrainerConfig) -> float:
             trainer=config,
             dtype=Dtype.bfloat16,
             ranks=1,
-            tokens=min(config.max_tokens_per_micro_batch, chosen.rows * (chosen.prompt + chosen.response)),
+            tokens=min(
+                config.max_tokens_per_micro_batch, chosen.rows * (chosen.prompt + chosen.response)
+            ),
         )
     )
     return sum(expected.held.values()) + sum(expected.working.values())
 
 
 def write_profile(out: Path, part: str, name: str, work: Callable[[], object]) -> None:
-    """Profile one call: the share of time in which the device was busy, and calls that wait for it or launch on it."""
+    """Profile one call: the share of time in which the device was busy, and calls that wait for
+    it or launch on it.
+    """
     kinds = [ProfilerActivity.CPU]
     if not devices.ON_CPU:
         kinds.append(ProfilerActivity.CUDA)
@@ -110,9 +128,15 @@ def write_profile(out: Path, part: str, name: str, work: Callable[[], object]) -
         devices.finish()
     wall = time.perf_counter() - began
     table = seen.key_averages()
-    kernels = [each for each in table if str(each.device_type).endswith("CUDA") and not each.is_user_annotation]
+    kernels = [
+        each
+        for each in table
+        if str(each.device_type).endswith("CUDA") and not each.is_user_annotation
+    ]
     busy = sum(each.self_device_time_total for each in kernels) / 1e6
-    calls = {each.key: each.count for each in table if "ynchronize" in each.key or each.key in _CALLS}
+    calls = {
+        each.key: each.count for each in table if "ynchronize" in each.key or each.key in _CALLS
+    }
     results.append(
         out,
         part=part,
@@ -128,11 +152,15 @@ def write_profile(out: Path, part: str, name: str, work: Callable[[], object]) -
 
 
 def plain(out: Path) -> None:
-    """Measure the same step without this package: padded rows, whole logits, autocast over float32 weights."""
+    """Measure the same step without this package: padded rows, whole logits, autocast over
+    float32 weights.
+    """
     chosen = setting()
     name = devices.device().torch_name
     folder = str(model_folder())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").to(name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).to(name)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     ids = torch.randint(1, 250, (chosen.rows, chosen.prompt + chosen.response), device=name)
     micro_batches = ids.split(max(1, chosen.micro_rows // 2))
@@ -167,16 +195,27 @@ def _logprobs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Log-probs of the responses' tokens. [B, T] -> [B, R]."""
     response = setting().response
     with torch.autocast(ids.device.type, torch.bfloat16):
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=response + 1).logits[:, :-1].float()
+        logits = (
+            model(input_ids=ids, use_cache=False, logits_to_keep=response + 1)
+            .logits[:, :-1]
+            .float()
+        )
     return torch.log_softmax(logits, -1).gather(2, ids[:, -response:, None]).squeeze(2)
 
 
 def _plain_decode(out: Path, model: PreTrainedModel, prompts: torch.Tensor) -> None:
     rows, new_tokens = setting().decoded[1]
     prompts = prompts[:rows]
-    options = {"do_sample": True, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "pad_token_id": 0}
+    options = {
+        "do_sample": True,
+        "max_new_tokens": new_tokens,
+        "min_new_tokens": new_tokens,
+        "pad_token_id": 0,
+    }
     mask = torch.ones_like(prompts)
-    seconds = median_seconds(lambda: model.generate(prompts, attention_mask=mask, **options), times=1)
+    seconds = median_seconds(
+        lambda: model.generate(prompts, attention_mask=mask, **options), times=1
+    )
     results.append(
         out,
         part="plain",

@@ -1,4 +1,6 @@
-"""Measures steps of TRL's GRPOTrainer on the model and rows of the figures.  python trl_steps.py OUT"""
+"""Measures steps of TRL's GRPOTrainer on the model and rows of the figures.  python trl_steps.py
+OUT
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def main() -> None:
         step_s=clock.seconds,
         rows=chosen.rows,
         response=chosen.response,
-        peak_gib=results.rounded(0.0 if devices.ON_CPU else torch.cuda.max_memory_allocated() / 2**30),
+        peak_gib=results.rounded(
+            0.0 if devices.ON_CPU else torch.cuda.max_memory_allocated() / 2**30
+        ),
     )
 
 

@@ -46,14 +46,19 @@ class DaskGraph:
             self._submit(
                 target,
                 _join,
-                *(self._submit(address, _split, rows, destination, work) for address, rows in self._sources()),
+                *(
+                    self._submit(address, _split, rows, destination, work)
+                    for address, rows in self._sources()
+                ),
             )
             for destination, target in enumerate(self._cluster.addresses[work.targets])
         ]
         wait_for(self._joined)
 
     def check(self) -> list[Held]:
-        held: list[Held] = self._cluster.client.gather([self._cluster.client.submit(_check, f) for f in self._joined])
+        held: list[Held] = self._cluster.client.gather(
+            [self._cluster.client.submit(_check, f) for f in self._joined]
+        )
         return held
 
     def driver_bytes(self) -> int:

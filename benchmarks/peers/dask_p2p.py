@@ -1,7 +1,8 @@
 """Dask's own P2P shuffle of a dataframe.
 
-It cannot carry lists, so a row's columns travel as binary. It chooses the workers of its output by itself, hashes the
-key to choose a partition, keeps no order, and is not asked to touch what arrived.
+It cannot carry lists, so a row's columns travel as binary. It chooses the workers of its output by
+itself, hashes the key to choose a partition, keeps no order, and is not asked to touch what
+arrived.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ def _keys_of_their_own(partitions: int) -> Floats:
 
 def _make_frame(work: Work, source: int, keys: Floats) -> pd.DataFrame:
     rows = make_rows(work, source)
-    spans = [slice(start, stop) for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)]
-    binary = {n: pa.array([v[s].tobytes() for s in spans], pa.large_binary()) for n, v in rows.columns.items()}
+    spans = [
+        slice(start, stop) for start, stop in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)
+    ]
+    binary = {
+        n: pa.array([v[s].tobytes() for s in spans], pa.large_binary())
+        for n, v in rows.columns.items()
+    }
     frame = pa.table({"uid": pa.array(rows.uids)} | binary).to_pandas(types_mapper=pd.ArrowDtype)
     return frame.assign(uid=rows.uids, **{_KEY: keys[rows.uids % work.destinations]})
 
@@ -46,8 +52,13 @@ def _empty(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check(frame: pd.DataFrame) -> Held:
-    columns = [[np.frombuffer(cell, kind) for cell in frame[name]] for name, kind in COLUMNS.items()]
-    return Held(tuple(int(uid) for uid in frame["uid"]), tuple(inspect_row(row) for row in zip(*columns, strict=True)))
+    columns = [
+        [np.frombuffer(cell, kind) for cell in frame[name]] for name, kind in COLUMNS.items()
+    ]
+    return Held(
+        tuple(int(uid) for uid in frame["uid"]),
+        tuple(inspect_row(row) for row in zip(*columns, strict=True)),
+    )
 
 
 class DaskP2P:
@@ -60,7 +71,9 @@ class DaskP2P:
         self._cluster = cluster
         client, keys = cluster.client, _keys_of_their_own(work.destinations)
         sources = enumerate(cluster.addresses[: work.sources])
-        frames = [client.submit(_make_frame, work, s, keys, workers=[a], pure=False) for s, a in sources]
+        frames = [
+            client.submit(_make_frame, work, s, keys, workers=[a], pure=False) for s, a in sources
+        ]
         wait_for(frames)
         meta = client.submit(_empty, frames[0]).result()
         self._frame = dd.from_delayed(frames, meta=meta, verify_meta=False)
@@ -70,7 +83,9 @@ class DaskP2P:
         self._bytes_before = self._cluster.traffic()
 
     def run(self) -> None:
-        shuffled = self._frame.shuffle(on=_KEY, npartitions=self._work.destinations, shuffle_method="p2p")
+        shuffled = self._frame.shuffle(
+            on=_KEY, npartitions=self._work.destinations, shuffle_method="p2p"
+        )
         self._shuffled = shuffled.persist()
         wait_for(futures_of(self._shuffled))
 

@@ -11,7 +11,8 @@ from work import Work
 
 
 class DaskPeers:
-    """``address`` is that of a cluster that is there, whose workers must find these scripts. P2P is not on offer
+    """``address`` is that of a cluster that is there, whose workers must find these scripts. P2P is
+    not on offer
     there: it chooses by itself on which workers the rows end.
     """
 

@@ -1,8 +1,8 @@
 """Ray's object store, used in three ways.
 
-``ray_refs``: every source splits its rows into one object per destination, and each destination is handed references:
-the driver sees no row. ``ray_refs_arrow`` is the same with Arrow tables. ``ray_driver``: the driver fetches the rows,
-regroups and puts them.
+``ray_refs``: every source splits its rows into one object per destination, and each destination is
+handed references: the driver sees no row. ``ray_refs_arrow`` is the same with Arrow tables.
+``ray_driver``: the driver fetches the rows, regroups and puts them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class _Holder(RowHolder):
 
 def _to_table(rows: Rows) -> pa.Table:
     offsets = pa.array(rows.offsets)
-    lists = {name: pa.LargeListArray.from_arrays(offsets, pa.array(column)) for name, column in rows.columns.items()}
+    lists = {
+        name: pa.LargeListArray.from_arrays(offsets, pa.array(column))
+        for name, column in rows.columns.items()
+    }
     return pa.table({"uid": pa.array(rows.uids)} | lists)
 
 
@@ -65,14 +68,19 @@ def _of_table(table: pa.Table) -> Rows:
 
 
 class _References(HolderMethod):
-    def __init__(self, name: str, work: Work, holders: Sequence[Any], split: str, join: str) -> None:
+    def __init__(
+        self, name: str, work: Work, holders: Sequence[Any], split: str, join: str
+    ) -> None:
         super().__init__(name, work, holders)
         self._split = split
         self._join = join
 
     def run(self) -> None:
         count = self.work.destinations
-        parts = [getattr(source, self._split).options(num_returns=count).remote() for source in self.sources]
+        parts = [
+            getattr(source, self._split).options(num_returns=count).remote()
+            for source in self.sources
+        ]
         parts = parts if count > 1 else [[part] for part in parts]
         joins = [getattr(destination, self._join) for destination in self.destinations]
         get([join.remote(*(part[index] for part in parts)) for index, join in enumerate(joins)])
@@ -83,7 +91,9 @@ class _ThroughDriver(HolderMethod):
         count = self.work.destinations
         blocks: list[Rows] = get([source.whole.remote() for source in self.sources])
         lengths = np.concatenate([np.diff(block.offsets) for block in blocks])
-        columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in COLUMNS}
+        columns = {
+            name: np.concatenate([block.columns[name] for block in blocks]) for name in COLUMNS
+        }
         rows = Rows(np.concatenate([block.uids for block in blocks]), offsets_of(lengths), columns)
         shares = [rows.share_of(destination, count) for destination in range(count)]
         pairs = zip(self.destinations, shares, strict=True)

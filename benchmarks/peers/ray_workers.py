@@ -19,20 +19,24 @@ from work import Held, Work, make_rows
 _HERE = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "TQ_NUM_THREADS": "1",  # with its default of 8, TransferQueue takes thirty times as long on a small machine
+    # with its default of 8, TransferQueue takes thirty times as long on a small machine
+    "TQ_NUM_THREADS": "1",
     "PYTHONPATH": str(_HERE),
 }
 _SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_AUTH_MODE": "disabled"}
-"""Ray kills no worker when others fill the machine's memory, and asks for no token: one of an earlier start lies in the
-home folder, and nodes that start side by side do not agree on it."""
+"""Ray kills no worker when others fill the machine's memory, and asks for no token: one of an
+earlier start lies in the home folder, and nodes that start side by side do not agree on it."""
 _LEAST_STORE = 2_000_000_000  # bytes
 
 
 class RowHolder:
-    """An actor. The first ``work.sources`` of them hold rows; what arrives is kept in ``self.received``."""
+    """An actor. The first ``work.sources`` of them hold rows; what arrives is kept in
+    ``self.received``.
+    """
 
     def __init__(self, work: Work, rank: int) -> None:
-        # There are as many workers as cores: with more threads each, torch.cat takes ten times as long.
+        # There are as many workers as cores: with more threads each, torch.cat takes ten times as
+        # long.
         torch.set_num_threads(1)
         self.work = work
         self.rows = make_rows(work, rank) if rank < work.sources else None
@@ -70,13 +74,20 @@ class HolderMethod:
 
 
 def start_ray(work: Work, address: str = "") -> None:
-    """Start Ray on this machine unless another system here has done so, or join the one at ``address``."""
+    """Start Ray on this machine unless another system here has done so, or join the one at
+    ``address``.
+    """
     if ray.is_initialized():
         return
     torch.set_num_threads(1)
     os.environ.update(_SETTINGS)
     if address:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": _ENVIRONMENT})
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": _ENVIRONMENT},
+        )
         return
     ray.init(
         num_cpus=max(16, 2 * (work.sources + work.destinations)),
@@ -94,20 +105,27 @@ def stop_ray() -> None:
 
 
 def start_holders(kind: type[RowHolder], work: Work, address: str = "") -> list[Any]:
-    """One actor of ``kind`` per worker; rows are made when this returns. On a Ray that was there each is on a node of
-    its own, in the order of the nodes' addresses.
+    """One actor of ``kind`` per worker; rows are made when this returns. On a Ray that was there
+    each is on a node of its own, in the order of the nodes' addresses.
     """
     start_ray(work, address)
     actor: Any = ray.remote(num_cpus=0)(kind)
     nodes = _nodes(work.workers) if address else []
-    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes] or ["DEFAULT"] * work.workers
-    holders = [actor.options(scheduling_strategy=place).remote(work, rank) for rank, place in enumerate(places)]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes] or [
+        "DEFAULT"
+    ] * work.workers
+    holders = [
+        actor.options(scheduling_strategy=place).remote(work, rank)
+        for rank, place in enumerate(places)
+    ]
     get([holder.ready.remote() for holder in holders])
     return holders
 
 
 def _nodes(count: int) -> list[str]:
-    """Return the ids of ``count`` nodes, in the order of their addresses, as soon as there are so many."""
+    """Return the ids of ``count`` nodes, in the order of their addresses, as soon as there are
+    so many.
+    """
     deadline = time.monotonic() + PATIENCE
     while len(nodes := [node for node in ray.nodes() if node["Alive"]]) < count:
         if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
-"""TransferQueue: sources put rows under keys, destinations get theirs, storage units lie in between.
+"""TransferQueue: sources put rows under keys, destinations get theirs, storage units lie in
+between.
 
-``tq_dense`` moves padded tensors, ``tq_jagged`` nested ones of the rows' own lengths. Tuned: one thread a client
-(``peers.ray_workers``), two storage units.
+``tq_dense`` moves padded tensors, ``tq_jagged`` nested ones of the rows' own lengths. Tuned: one
+thread a client (``peers.ray_workers``), two storage units.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class _Holder(RowHolder):
     def connect(self) -> None:
         transfer_queue.init()
         if self.rows is not None:
-            self.dense = {name: torch.from_numpy(v) for name, v in pad_rows(self.rows, self.work.tokens).items()}
+            self.dense = {
+                name: torch.from_numpy(v)
+                for name, v in pad_rows(self.rows, self.work.tokens).items()
+            }
 
     def put(self, partition: str, jagged: bool) -> None:
         assert self.rows is not None
@@ -37,9 +41,14 @@ class _Holder(RowHolder):
         fields: dict[str, Any] = dict(self.dense)
         if jagged:
             nest = torch.nested.nested_tensor_from_jagged
-            fields = {name: nest(torch.from_numpy(values), offsets) for name, values in self.rows.columns.items()}
+            fields = {
+                name: nest(torch.from_numpy(values), offsets)
+                for name, values in self.rows.columns.items()
+            }
         batch = TensorDict(fields | {"uid": uids}, batch_size=len(uids))
-        transfer_queue.kv_batch_put(keys=_keys(partition, self.rows.uids), partition_id=partition, fields=batch)
+        transfer_queue.kv_batch_put(
+            keys=_keys(partition, self.rows.uids), partition_id=partition, fields=batch
+        )
 
     def fetch(self, partition: str, destination: int) -> None:
         keys = _keys(partition, self.work.uids_of(destination))
@@ -47,7 +56,9 @@ class _Holder(RowHolder):
         touch((v.values() if v.is_nested else v).numpy() for v in self._columns())
 
     def clear(self, partition: str) -> None:
-        transfer_queue.kv_clear(keys=_keys(partition, range(self.work.rows)), partition_id=partition)
+        transfer_queue.kv_clear(
+            keys=_keys(partition, range(self.work.rows)), partition_id=partition
+        )
 
     def check(self) -> Held:
         uids = self.received["uid"].numpy().reshape(-1)
@@ -70,7 +81,12 @@ class _Queue(HolderMethod):
 
     def run(self) -> None:
         get([source.put.remote(self._partition, self._jagged) for source in self.sources])
-        get([destination.fetch.remote(self._partition, d) for d, destination in enumerate(self.destinations)])
+        get(
+            [
+                destination.fetch.remote(self._partition, d)
+                for d, destination in enumerate(self.destinations)
+            ]
+        )
 
     def after(self) -> None:
         super().after()

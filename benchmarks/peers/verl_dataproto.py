@@ -1,8 +1,9 @@
 """verl's DataProto through the driver, as its ray_trainer moves a batch between worker groups.
 
-The driver collects and concatenates (``collect_dp_compute_data_proto``), reorders (``_balance_batch``), chunks and puts
-(``dispatch_nd_compute``). ``verl`` uses the default serialisation of DataProto, ``verl_numpy`` the one that an
-environment variable selects. Rows are padded to one length, as DataProto wants them.
+The driver collects and concatenates (``collect_dp_compute_data_proto``), reorders
+(``_balance_batch``), chunks and puts (``dispatch_nd_compute``). ``verl`` uses the default
+serialisation of DataProto, ``verl_numpy`` the one that an environment variable selects. Rows are
+padded to one length, as DataProto wants them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class _Holder(RowHolder):
         if self.rows is not None:
             padded = pad_rows(self.rows, self.work.tokens)
             tensors = {name: torch.from_numpy(column) for name, column in padded.items()}
-            self.proto = DataProto.from_dict(tensors={"uid": torch.from_numpy(self.rows.uids)} | tensors)
+            self.proto = DataProto.from_dict(
+                tensors={"uid": torch.from_numpy(self.rows.uids)} | tensors
+            )
             self.rows = None
 
     def use_serialization(self, name: str) -> None:
@@ -50,7 +53,9 @@ class _Holder(RowHolder):
         touch(self._columns())
 
     def check(self) -> Held:
-        return inspect_padded(self.received.batch["uid"].numpy(), self._columns(), self.work.lengths)
+        return inspect_padded(
+            self.received.batch["uid"].numpy(), self._columns(), self.work.lengths
+        )
 
     def _columns(self) -> list[Any]:
         return [self.received.batch[name].numpy() for name in COLUMNS]

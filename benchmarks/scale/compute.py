@@ -1,4 +1,6 @@
-"""Measures an engine and a trainer in this process, in core seconds, and fits what they cost a row and a token."""
+"""Measures an engine and a trainer in this process, in core seconds, and fits what they cost a
+row and a token.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,18 @@ _PROMPT = 16
 def measure_engine(model: Path) -> EngineCost:
     torch.set_num_threads(1)
     engine = build_engine(
-        Device("0"), Rank(), model=ModelConfig(path=str(model)), rollout=RolloutConfig(engine=Engine.transformers)
+        Device("0"),
+        Rank(),
+        model=ModelConfig(path=str(model)),
+        rollout=RolloutConfig(engine=Engine.transformers),
     )
     seconds, columns = [], []
     for rows, length, prompt in _ENGINE_CASES:
         prompts = [[1 + (row + at) % 200 for at in range(prompt)] for row in range(rows)]
         sampling = Sampling(max_tokens=length)
-        seconds.append(_core_seconds(partial(engine.generate, prompts, list(range(rows)), sampling)))
+        seconds.append(
+            _core_seconds(partial(engine.generate, prompts, list(range(rows)), sampling))
+        )
         columns.append([1.0, float(rows * prompt), float(length), float(rows * length)])
     return EngineCost(*line_fit(list(zip(*columns, strict=True)), seconds))
 
@@ -45,13 +52,17 @@ def measure_engine(model: Path) -> EngineCost:
 def measure_trainer(model: Path) -> TrainerCost:
     torch.set_num_threads(1)
     config = ModelConfig(path=str(model))
-    trainer = build_trainer(Device("0"), Rank(), model=config, trainer=TrainerConfig(lr=1e-6), rollout=RolloutConfig())
+    trainer = build_trainer(
+        Device("0"), Rank(), model=config, trainer=TrainerConfig(lr=1e-6), rollout=RolloutConfig()
+    )
     passes, updates, columns = [], [], []
     for rows, length in _TRAINER_CASES:
         packed = _rows(rows, length)
         scores = trainer.logprobs(packed).logprobs
         advantages = 1.0 - 2.0 * (torch.arange(len(scores)) % 2)
-        batch = TrainBatch(rows=packed, old_logprobs=scores, rollout_logprobs=scores, advantages=advantages)
+        batch = TrainBatch(
+            rows=packed, old_logprobs=scores, rollout_logprobs=scores, advantages=advantages
+        )
         passes.append(_core_seconds(partial(trainer.logprobs, packed)))
         updates.append(_core_seconds(partial(trainer.update, [batch], _loss)))
         columns.append([1.0, float(rows * length)])
@@ -69,7 +80,9 @@ def _rows(rows: int, length: int) -> PackedRows:
 
 
 def _core_seconds(action: Callable[[], object]) -> float:
-    """Return the median seconds that this process computed, at a quiet core's pace, after a round that warms up."""
+    """Return the median seconds that this process computed, at a quiet core's pace, after a
+    round that warms up.
+    """
     found: list[float] = []
     for _ in range(_ROUNDS + 1):
         before, began = pace(), time.process_time()

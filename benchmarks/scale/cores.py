@@ -1,7 +1,9 @@
-"""Core seconds of a process's busiest thread, and how long it was ready and no core was free, as the kernel counts.
+"""Core seconds of a process's busiest thread, and how long it was ready and no core was free, as
+the kernel counts.
 
-The other threads of a worker wake for a message and sleep again; while they wait for a core, the thread that computes
-is mostly waiting for something else. Their waiting is therefore not added to its own.
+The other threads of a worker wake for a message and sleep again; while they wait for a core, the
+thread that computes is mostly waiting for something else. Their waiting is therefore not added to
+its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Cores:
 
     @property
     def slowdown(self) -> float:
-        """Return how long a second of computing took, on average; 1 where a core was always free."""
+        """Return how long a second of computing took, on average; 1 where a core was always
+        free.
+        """
         return 1 + self.waited / self.used if self.used else 1.0
 
 
@@ -38,7 +42,9 @@ Threads = Mapping[str, Cores]
 
 
 def threads(pid: int | str = "self") -> dict[str, Cores]:
-    """Return the threads of a process, and of all processes that come from it if it is given by its number."""
+    """Return the threads of a process, and of all processes that come from it if it is given by
+    its number.
+    """
     pids = [pid] if isinstance(pid, str) else _tree(pid)
     found = {}
     for file in (file for each in pids for file in Path(f"/proc/{each}/task").glob("*/schedstat")):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A worker's link to the others: the alpha-beta model of a message, alpha being half a round trip."""
+    """A worker's link to the others: the alpha-beta model of a message, alpha being half a round
+    trip.
+    """
 
     rate: float
     """Bytes a second of one TCP stream."""
@@ -28,7 +30,9 @@ class Demand:
     """Round trips, one after the other."""
 
     def __add__(self, other: Demand) -> Demand:
-        return Demand(self.compute + other.compute, self.wire + other.wire, self.trips + other.trips)
+        return Demand(
+            self.compute + other.compute, self.wire + other.wire, self.trips + other.trips
+        )
 
     def __mul__(self, times: float) -> Demand:
         return Demand(self.compute * times, self.wire * times, self.trips * times)

@@ -1,4 +1,6 @@
-"""The machine of the paper: many accelerators. Its constants are of data sheets and habit, none of them is fitted."""
+"""The machine of the paper: many accelerators. Its constants are of data sheets and habit, none
+of them is fitted.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ class Baseline:
     """Differences of a system with a central driver, each to be switched on by itself."""
 
     driver_rate: float | None = None
-    """Bytes a second of padded rows through the driver's process, in and out. None: rows do not pass it."""
+    """Bytes a second of padded rows through the driver's process, in and out. None: rows do not
+    pass it."""
     passes: int = 3
     """Times that all columns pass it: to log-probs, to the reference's log-probs, to the update."""
     padded: bool = False
@@ -118,7 +121,8 @@ class Devices:
         return self._pass(rows, owners, learners, PASS, gathers=1)
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        # the backward pass computes the forward one again; parameters are gathered twice, gradients scattered once
+        # the backward pass computes the forward one again; parameters are gathered twice, gradients
+        # scattered once
         return self._pass(rows, owners, learners, 2 * PASS + BACKWARD, gathers=3)
 
     def hand_over(self, layout: Layout) -> Demand:
@@ -128,7 +132,8 @@ class Devices:
         rate, width = self.baseline.driver_rate, self.longest
         if rate is not None:
             response = width - self.prompt
-            # int64: ids, mask and positions of the row, ids and mask of the response; float32: four columns a token
+            # int64: ids, mask and positions of the row, ids and mask of the response; float32: four
+            # columns a token
             padded = len(rows) * (width * 3 * 8 + response * (2 * 8 + 4 * 4))
             return Demand(compute=padded * self.baseline.passes / rate)
         own = rows.tokens.sum() / layout.learners * BYTES_PER_TOKEN
@@ -141,7 +146,10 @@ class Devices:
         if self.baseline.padded:
             rows = np.full_like(rows, self.longest)
         shape, device = self.shape, self.device
-        linear, attention = 2 * shape.parameters * rows, 2.0 * shape.layers * shape.hidden * rows.astype(float) ** 2
+        linear, attention = (
+            2 * shape.parameters * rows,
+            2.0 * shape.layers * shape.hidden * rows.astype(float) ** 2,
+        )
         flops = most(linear + attention, owners, learners)
         pace = 1 + device.jitter * (2 * log(learners)) ** 0.5
         micro_batches = max(1, ceil(most(rows, owners, learners) / MICRO_BATCH))
@@ -154,7 +162,9 @@ class Devices:
         )
 
     def _engine_seconds(self, prompts: list[int], responses: list[int]) -> float:
-        """Return the seconds in which an engine ends its rows: as many at once as its cache has room for."""
+        """Return the seconds in which an engine ends its rows: as many at once as its cache has
+        room for.
+        """
         shape, device = self.shape, self.device
         devices, weights = shape.engine, 2 * shape.parameters
         room = (devices * device.memory * 0.9 - weights) / shape.cache_bytes
@@ -171,7 +181,9 @@ class Devices:
                 cached += prompt
             steps = running[0][0] - step
             mean_cache = cached + len(running) * steps / 2
-            memory = (weights + mean_cache * shape.cache_bytes) / (devices * device.memory_rate * device.decoding)
+            memory = (weights + mean_cache * shape.cache_bytes) / (
+                devices * device.memory_rate * device.decoding
+            )
             compute = weights * len(running) / (devices * device.flops * device.prefill)
             seconds += steps * (device.launch + max(memory, compute))
             step += steps

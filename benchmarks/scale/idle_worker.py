@@ -1,6 +1,8 @@
-"""Workers that compute nothing, many in one process, for measuring what a step costs the scheduler and the client.
+"""Workers that compute nothing, many in one process, for measuring what a step costs the scheduler
+and the client.
 
-python benchmarks/scale/idle_worker.py SCHEDULER FIRST END    # workers FIRST to END - 1, until the process is killed
+python benchmarks/scale/idle_worker.py SCHEDULER FIRST END    # workers FIRST to END - 1, until the
+process is killed
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ _QUIET = {
     "distributed.admin.system-monitor.interval": "60s",
     "distributed.comm.timeouts.connect": "120s",
 }
-"""Dask's periodic work in a worker, slowed down: here a hundred workers share a process and two cores."""
+"""Dask's periodic work in a worker, slowed down: here a hundred workers share a process and two
+cores."""
 
 
 class IdleWorker(DAGWorker):
-    """A DAG worker without roles, peers or links: it takes its tasks and reports metrics like any other."""
+    """A DAG worker without roles, peers or links: it takes its tasks and reports metrics like
+    any other.
+    """
 
     async def setup(self, worker: Worker) -> None:
         self.stop = StopFlag()

@@ -1,6 +1,8 @@
-"""A program: the driver of the lab's runs, one after the other, so that Python's imports are paid once.
+"""A program: the driver of the lab's runs, one after the other, so that Python's imports are paid
+once.
 
-Each line of standard input is a run, ``["training", "KEY=VALUE", ...]`` as JSON; a line ``done`` follows each.
+Each line of standard input is a run, ``["training", "KEY=VALUE", ...]`` as JSON; a line ``done``
+follows each.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from .model import Ints, Layout, StepRows, most
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Seconds of a core that the transformers engine takes; a batch runs until its longest row ends."""
+    """Seconds of a core that the transformers engine takes; a batch runs until its longest row
+    ends.
+    """
 
     batch: float
     prompt_token: float
@@ -57,7 +59,9 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class LabMachine:
-    """Parts that were measured, by core seconds, bytes and round trips. It is one model's: its weights are given."""
+    """Parts that were measured, by core seconds, bytes and round trips. It is one model's: its
+    weights are given.
+    """
 
     weights: int
     """Bytes of the model's parameters, and of its gradients."""
@@ -75,17 +79,28 @@ class LabMachine:
     def generate(self, prompts: Ints, responses: Ints) -> Demand:
         cost = self.engine
         longest, rows = responses.max(1), responses.shape[1]
-        seconds = cost.batch + cost.prompt_token * prompts.sum(1) + longest * (cost.step + cost.row_step * rows)
+        seconds = (
+            cost.batch
+            + cost.prompt_token * prompts.sum(1)
+            + longest * (cost.step + cost.row_step * rows)
+        )
         return Demand(compute=float(seconds.max()))
 
     def logprobs(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        return Demand(compute=self.trainer.logprobs + self.trainer.logprobs_token * most(rows, owners, learners))
+        return Demand(
+            compute=self.trainer.logprobs
+            + self.trainer.logprobs_token * most(rows, owners, learners)
+        )
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        own = Demand(compute=self.trainer.update + self.trainer.update_token * most(rows, owners, learners))
+        own = Demand(
+            compute=self.trainer.update + self.trainer.update_token * most(rows, owners, learners)
+        )
         if learners == 1:
             return own
-        wire = 2 * (learners - 1) / learners * self.weights  # of a ring: each byte leaves a worker once and comes once
+        wire = (
+            2 * (learners - 1) / learners * self.weights
+        )  # of a ring: each byte leaves a worker once and comes once
         sums = Demand(self.sums.byte * wire, wire, self.sums.trips * (learners - 1))
         return own + sums
 
@@ -94,9 +109,12 @@ class LabMachine:
         loaded = Demand(compute=self.copy_byte * self.weights)
         if layout.together:  # each engine takes what its own trainer has
             return loaded
-        # an engine gets an equal part from every learner, at once: a window for each, so that round trips are shared
+        # an engine gets an equal part from every learner, at once: a window for each, so that round
+        # trips are shared
         trips = cost.trips / layout.learners
-        wire = self.weights * max(1.0, layout.engines / layout.learners)  # a learner sends its part to every engine
+        wire = self.weights * max(
+            1.0, layout.engines / layout.learners
+        )  # a learner sends its part to every engine
         return loaded + Demand(cost.byte * self.weights, wire, trips)
 
     def fixed(self, layout: Layout, rows: StepRows) -> Demand:
@@ -126,7 +144,8 @@ def from_plain(values: dict[str, Any]) -> LabMachine:
 
 
 def line_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return non-negative coefficients of ``columns`` whose sum is nearest to ``seconds``, in relative terms.
+    """Return non-negative coefficients of ``columns`` whose sum is nearest to ``seconds``, in
+    relative terms.
 
     A coefficient that would be negative is 0 and the others are fitted anew.
     """

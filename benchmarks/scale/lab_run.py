@@ -1,4 +1,6 @@
-"""Whole runs in the lab of hosts: one worker a host, the scheduler and the driver on a host of their own."""
+"""Whole runs in the lab of hosts: one worker a host, the scheduler and the driver on a host of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _WARM = 2  # steps that are not counted
 _LIMIT = 300.0  # seconds of a run
 _POLL = 0.02
 NODES = ("rollout", "old_logprobs", "update")
-"""Nodes that only compute, or compute and sum gradients: the seconds of others are of waiting for peers as well."""
+"""Nodes that only compute, or compute and sum gradients: the seconds of others are of waiting
+for peers as well."""
 
 LAYOUTS = (
     Layout("1, together", 1, 1, together=True, minibatches=MINIBATCHES),
@@ -41,7 +44,8 @@ class Measured:
     steps: list[float]
     """Seconds of each."""
     slowdowns: list[float]
-    """How long a second of computing took in each step: waiting for a core, and the core's own pace."""
+    """How long a second of computing took in each step: waiting for a core, and the core's own
+    pace."""
     used: float
     """Core seconds a step of all workers, all threads, at the pace of a quiet core."""
     nodes: list[dict[str, float]]
@@ -51,7 +55,9 @@ class Measured:
 
     @property
     def quiet(self) -> list[int]:
-        """Return the half of the steps in which computing took least long; by what is known before any prediction."""
+        """Return the half of the steps in which computing took least long; by what is known
+        before any prediction.
+        """
         order = sorted(range(len(self.steps)), key=lambda step: self.slowdowns[step])
         return order[: max(1, len(order) // 2)]
 
@@ -95,7 +101,9 @@ class LabCluster:
         environment = {"PYTHONPATH": paths, "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}
         hosts, control = self.lab.hosts[:-1], self.lab.hosts[-1]
         self._cluster = DaskCluster(control, hosts, folder, environment=environment)
-        self._driver = self._cluster.run(control, "-m", "benchmarks.scale.lab_driver", stdin=subprocess.PIPE)
+        self._driver = self._cluster.run(
+            control, "-m", "benchmarks.scale.lab_driver", stdin=subprocess.PIPE
+        )
 
     def __enter__(self) -> LabCluster:
         return self
@@ -104,9 +112,13 @@ class LabCluster:
         self.lab.close()
 
     def run(self, kind: str, size: Size, layout: Layout, steps: int) -> Measured:
-        """Run ``training`` or ``hand_over`` of ``steps`` steps. RuntimeError with its output if it fails."""
+        """Run ``training`` or ``hand_over`` of ``steps`` steps. RuntimeError with its output if
+        it fails.
+        """
         url = Path(mkdtemp(dir=self._folder), "run")
-        values = overrides(self._folder, url, size, steps + _WARM, layout.workers, placement(layout, kind))
+        values = overrides(
+            self._folder, url, size, steps + _WARM, layout.workers, placement(layout, kind)
+        )
         stdin, stdout = self._driver.stdin, self._driver.stdout
         assert stdin is not None
         assert stdout is not None
@@ -119,7 +131,9 @@ class LabCluster:
                 time.sleep(_POLL)
                 if time.monotonic() > late:
                     self._driver.kill()
-            marks.append([threads(worker.pid) for worker in self._cluster.workers[: layout.workers]])
+            marks.append(
+                [threads(worker.pid) for worker in self._cluster.workers[: layout.workers]]
+            )
             paces.append(pace())
         printed = ""
         while (line := stdout.readline()) != "done\n":
@@ -127,12 +141,19 @@ class LabCluster:
             if not line:
                 raise RuntimeError(f"a run in the lab failed:\n{printed[-3000:]}")
         records = [json.loads(line) for line in metrics.read_text().splitlines()][_WARM:]
-        passed, pace_of = [_passed(*pair) for pair in pairwise(marks)], [mean(pair) for pair in pairwise(paces)]
+        passed, pace_of = (
+            [_passed(*pair) for pair in pairwise(marks)],
+            [mean(pair) for pair in pairwise(paces)],
+        )
         metrics_of = [record["metrics"] for record in records]
-        nodes = [{name: each.get(f"seconds/{name}") or 0.0 for name in NODES} for each in metrics_of]
+        nodes = [
+            {name: each.get(f"seconds/{name}") or 0.0 for name in NODES} for each in metrics_of
+        ]
         return Measured(
             steps=[record["seconds"] for record in records],
-            slowdowns=[busiest.slowdown * each for (busiest, _), each in zip(passed, pace_of, strict=True)],
+            slowdowns=[
+                busiest.slowdown * each for (busiest, _), each in zip(passed, pace_of, strict=True)
+            ],
             used=mean(used / each for (_, used), each in zip(passed, pace_of, strict=True)),
             nodes=nodes,
             load=os.getloadavg()[0],
@@ -140,9 +161,13 @@ class LabCluster:
 
 
 def _passed(before: list[dict[str, Cores]], after: list[dict[str, Cores]]) -> tuple[Cores, float]:
-    """Return what the busiest thread of each worker used and waited for, and the core seconds of all threads."""
+    """Return what the busiest thread of each worker used and waited for, and the core seconds of
+    all threads.
+    """
     workers = [since(*pair) for pair in zip(before, after, strict=True)]
-    return total(each[0] for each in workers if each), total(cores for each in workers for cores in each).used
+    return total(each[0] for each in workers if each), total(
+        cores for each in workers for cores in each
+    ).used
 
 
 def _lines(file: Path) -> int:

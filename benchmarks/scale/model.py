@@ -1,8 +1,9 @@
-"""Predicts a training step: rows with lengths, a layout of workers, and a machine whose parts say what they ask for.
+"""Predicts a training step: rows with lengths, a layout of workers, and a machine whose parts say
+what they ask for.
 
-The same function is used of two cores in a lab, with parts that ``parts.py`` measured, and of a thousand devices, with
-parts from data sheets (``devices.py``). Which worker learns from which row is decided by the code that decides it in a
-run, ``siirl_dask.coordinator.layout``.
+The same function is used of two cores in a lab, with parts that ``parts.py`` measured, and of a
+thousand devices, with parts from data sheets (``devices.py``). Which worker learns from which row
+is decided by the code that decides it in a run, ``siirl_dask.coordinator.layout``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _SCHEMA = make_schema({name: pa.int64() for name in (ROW_ID, GROUP_ID, TOKENS)})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Workers by what they do: ``together`` they all do both, otherwise engines and learners are different workers."""
+    """Workers by what they do: ``together`` they all do both, otherwise engines and learners are
+    different workers.
+    """
 
     name: str
     engines: int
@@ -62,17 +65,21 @@ class Machine(Protocol):
     """The parts of a step on one kind of machine."""
 
     def generate(self, prompts: Ints, responses: Ints) -> Demand:
-        """Return the demand of generating on the slowest engine. [engines, rows of one] -> Demand."""
+        """Return the demand of generating on the slowest engine. [engines, rows of one] ->
+        Demand.
+        """
         ...
 
     def logprobs(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        """Return the demand of a forward pass on the slowest learner; ``rows`` are the tokens that are computed of each
-        row, and ``owners[i]`` has row i.
+        """Return the demand of a forward pass on the slowest learner; ``rows`` are the tokens that
+        are computed of each row, and ``owners[i]`` has row i.
         """
         ...
 
     def update(self, rows: Ints, owners: Ints, learners: int) -> Demand:
-        """Return the demand of one mini-batch on the slowest learner: passes, sums of gradients, the optimizer."""
+        """Return the demand of one mini-batch on the slowest learner: passes, sums of gradients,
+        the optimizer.
+        """
         ...
 
     def hand_over(self, layout: Layout) -> Demand:
@@ -90,7 +97,9 @@ class Machine(Protocol):
 
     @property
     def quadratic_from(self) -> int:
-        """Tokens at which attention costs as much as all the rest, by which rows are balanced; 0: by tokens alone."""
+        """Tokens at which attention costs as much as all the rest, by which rows are balanced;
+        0: by tokens alone.
+        """
         ...
 
 
@@ -108,7 +117,9 @@ def predict(layout: Layout, rows: StepRows, machine: Machine) -> Step:
         tokens = (once(rows, owners_of_update) + rows.responses)[chosen]
         update += machine.update(tokens, owners_of_update[chosen], layout.learners)
     return {
-        "generate": machine.generate(once(rows, engines).reshape(blocks), rows.responses.reshape(blocks)),
+        "generate": machine.generate(
+            once(rows, engines).reshape(blocks), rows.responses.reshape(blocks)
+        ),
         "logprobs": machine.logprobs(once(rows, owners) + rows.responses, owners, layout.learners),
         "update": update,
         "weights": machine.hand_over(layout),
@@ -122,7 +133,9 @@ def all_prompts(rows: StepRows, owners: Ints) -> Ints:
 
 
 def prompts_once(rows: StepRows, owners: Ints) -> Ints:
-    """Return the prompt tokens of each row that is the first of its prompt on its owner, and 0 of others. [rows]."""
+    """Return the prompt tokens of each row that is the first of its prompt on its owner, and 0
+    of others. [rows].
+    """
     groups = np.arange(len(rows)) // rows.group_size
     first = np.unique(np.stack([groups, owners]), axis=1, return_index=True)[1]
     tokens = np.zeros_like(rows.prompts)
@@ -133,14 +146,31 @@ def prompts_once(rows: StepRows, owners: Ints) -> Ints:
 def minibatches(layout: Layout, rows: StepRows) -> Ints:
     """Return each row's mini-batch: equal blocks of whole groups."""
     groups = len(rows) // rows.group_size
-    return np.repeat(np.arange(groups) * layout.minibatches // groups, rows.group_size).astype(np.int64)
+    return np.repeat(np.arange(groups) * layout.minibatches // groups, rows.group_size).astype(
+        np.int64
+    )
 
 
-def balanced(layout: Layout, rows: StepRows, quadratic_from: int = 0, minibatch: Ints | None = None) -> Ints:
+def balanced(
+    layout: Layout, rows: StepRows, quadratic_from: int = 0, minibatch: Ints | None = None
+) -> Ints:
     """Return the learner of each row, as a run would choose it."""
     learners = tuple(f"{number}" for number in range(layout.learners))
-    engines = learners[: layout.engines] if layout.together else tuple(f"e{n}" for n in range(layout.engines))
-    edge = Edge("rollout", "update", engines, learners, Rows.BALANCED, minibatch is not None, _SCHEMA, "rollout")
+    engines = (
+        learners[: layout.engines]
+        if layout.together
+        else tuple(f"e{n}" for n in range(layout.engines))
+    )
+    edge = Edge(
+        "rollout",
+        "update",
+        engines,
+        learners,
+        Rows.BALANCED,
+        minibatch is not None,
+        _SCHEMA,
+        "rollout",
+    )
     index = np.arange(len(rows))
     zero = np.zeros_like(index)
     statistics = EdgeStatistics(

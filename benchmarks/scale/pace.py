@@ -1,5 +1,5 @@
-"""Measures how fast a core of this machine is right now: neighbours and clocks make one of a cloud's differ by half
-within minutes, which the kernel's count of core seconds does not show.
+"""Measures how fast a core of this machine is right now: neighbours and clocks make one of a
+cloud's differ by half within minutes, which the kernel's count of core seconds does not show.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ _SECONDS = (3.6e-3, 1.6e-3, 2.7e-3)
 
 
 def pace() -> float:
-    """Return how long a core takes for work that never changes, as a multiple of what a quiet one took.
+    """Return how long a core takes for work that never changes, as a multiple of what a quiet one
+    took.
 
     It takes some 40 ms. Numpy must be limited to one thread.
     """
-    return mean(_core_seconds(work) / quiet for work, quiet in zip((_read, _multiply, _loop), _SECONDS, strict=True))
+    return mean(
+        _core_seconds(work) / quiet
+        for work, quiet in zip((_read, _multiply, _loop), _SECONDS, strict=True)
+    )
 
 
 def _core_seconds(work: Callable[[], object]) -> float:

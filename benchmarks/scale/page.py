@@ -1,4 +1,6 @@
-"""The model's page of documentation: what was fitted, what whole runs took, the paper's figures, and a plot."""
+"""The model's page of documentation: what was fitted, what whole runs took, the paper's figures,
+and a plot.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,28 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73")
 def page(results: Mapping[str, Any], machine: LabMachine, compared: Sequence[Compared]) -> str:
     """Return the page down to what is written by hand."""
     parts, runs, paper = (results[stage] for stage in ("parts", "runs", "paper"))
-    measured = ", ".join(f"{name} on {stage['date']}" for name, stage in (("Parts", parts), ("runs", runs)))
+    measured = ", ".join(
+        f"{name} on {stage['date']}" for name, stage in (("Parts", parts), ("runs", runs))
+    )
     return "\n\n".join(
         [
             "# A step by a model: fitted on parts, held against runs, asked about 1,024 devices",
             _INTRODUCTION,
-            f"{measured}; {os.cpu_count()} cores ({platform.machine()}), shared with other work. To repeat it:",
+            f"{measured}; {os.cpu_count()} cores ({platform.machine()}), shared with other work. "
+            "To repeat it:",
             "    python benchmarks/scale_model.py",
             f"## Parts\n\n{_PARTS}\n\n{_parts(machine)}\n\n{_links(parts['links'])}",
-            f"## Against whole runs\n\n{_RUNS}\n\n{_verdict(compared)}\n\n{_runs(compared)}\n\n{_PHASES}\n\n"
+            "## Against whole "
+            f"runs\n\n{_RUNS}\n\n{_verdict(compared)}\n\n{_runs(compared)}\n\n{_PHASES}\n\n"
             f"{_phases(compared)}",
-            f"## The paper's figures\n\n{_PAPER}\n\n![Throughput by devices, and beside baselines](scale_model.png)",
-            f"### Throughput of a device, of that on the fewest\n\n{_EFFICIENCY}\n\n{_efficiency(paper['efficiency'])}",
+            f"## The paper's figures\n\n{_PAPER}\n\n![Throughput by devices, and beside "
+            "baselines](scale_model.png)",
+            "### Throughput of a device, of that on the "
+            f"fewest\n\n{_EFFICIENCY}\n\n{_efficiency(paper['efficiency'])}",
             f"### The same with other constants\n\n{_otherwise(paper['otherwise'])}",
             f"### Seconds of a step\n\n{_seconds(paper['parts'])}",
-            f"### Our throughput over that of a baseline, by devices\n\n{_BASELINES}\n\n{_devices(paper['devices'])}",
+            "### Our throughput over that of a baseline, by "
+            f"devices\n\n{_BASELINES}\n\n{_devices(paper['devices'])}",
             f"### The same by context, 7B on 64 devices\n\n{_context(paper['context'])}",
         ]
     )
@@ -105,7 +114,10 @@ def _parts(machine: LabMachine) -> str:
         ("weights, made and loaded", f"{machine.copy_byte * 1e9:.2f} core s/GB"),
         ("weights, between hosts", _transfer(machine.stream)),
         *(
-            (f"a step without work, {name}", f"{cost.compute * 1e3:.0f} ms, {cost.trips:.1f} round trips")
+            (
+                f"a step without work, {name}",
+                f"{cost.compute * 1e3:.0f} ms, {cost.trips:.1f} round trips",
+            )
             for name, cost in machine.steps.items()
         ),
     ]
@@ -118,7 +130,12 @@ def _transfer(cost: TransferCost) -> str:
 
 def _links(links: Mapping[str, Mapping[str, float]]) -> str:
     lines = [
-        (name, f"{links[name]['rate'] / 1e6:,.0f} MB/s", f"{links[name]['round_trip'] * 1e3:.2f} ms", use)
+        (
+            name,
+            f"{links[name]['rate'] / 1e6:,.0f} MB/s",
+            f"{links[name]['round_trip'] * 1e3:.2f} ms",
+            use,
+        )
         for use, named in (("parts", FITTED), ("runs", HELD_OUT))
         for name in named
     ]
@@ -180,23 +197,42 @@ def _efficiency(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
     tables = []
     for model, devices in DEVICES.items():
         header = (model, *(f"{count:,}" for count in devices[1:]))
-        own = {name.removeprefix(f"{model}, "): ranges for name, ranges in found.items() if name.startswith(model)}
+        own = {
+            name.removeprefix(f"{model}, "): ranges
+            for name, ranges in found.items()
+            if name.startswith(model)
+        }
         tables.append(
-            _table(header, ((name, *(_range(each, ".1%") for each in ranges[1:])) for name, ranges in own.items()))
+            _table(
+                header,
+                (
+                    (name, *(_range(each, ".1%") for each in ranges[1:]))
+                    for name, ranges in own.items()
+                ),
+            )
         )
     return "\n\n".join(tables)
 
 
 def _otherwise(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    header = ("64 rows a device", *(f"{model}, {devices[-1]:,} of {devices[0]}" for model, devices in DEVICES.items()))
-    return _table(header, ((name, *(_range(each, ".1%") for each in ranges)) for name, ranges in found.items()))
+    header = (
+        "64 rows a device",
+        *(f"{model}, {devices[-1]:,} of {devices[0]}" for model, devices in DEVICES.items()),
+    )
+    return _table(
+        header,
+        ((name, *(_range(each, ".1%") for each in ranges)) for name, ranges in found.items()),
+    )
 
 
 def _seconds(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    cases = [(model, devices, parts) for model, by in found.items() for devices, parts in by.items()]
+    cases = [
+        (model, devices, parts) for model, by in found.items() for devices, parts in by.items()
+    ]
     names = tuple(cases[0][2])
     lines = [
-        (f"{model} on {int(devices):,}", *(f"{parts[name]:.1f}" for name in names)) for model, devices, parts in cases
+        (f"{model} on {int(devices):,}", *(f"{parts[name]:.1f}" for name in names))
+        for model, devices, parts in cases
     ]
     return "64 rows a device, means over seeds.\n\n" + _table(("", *names), lines)
 
@@ -204,25 +240,43 @@ def _seconds(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 def _devices(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
     tables = []
     for model, devices in DEVICES.items():
-        own = {name.removeprefix(f"{model}, "): ranges for name, ranges in found.items() if name.startswith(model)}
+        own = {
+            name.removeprefix(f"{model}, "): ranges
+            for name, ranges in found.items()
+            if name.startswith(model)
+        }
         header = (model, *(f"{count:,}" for count in devices))
         tables.append(
-            _table(header, ((name, *(_range(each, ".2f") for each in ranges)) for name, ranges in own.items()))
+            _table(
+                header,
+                ((name, *(_range(each, ".2f") for each in ranges)) for name, ranges in own.items()),
+            )
         )
     return "\n\n".join(tables)
 
 
 def _context(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
     header = ("", *(f"{context // 1024}k" for context in CONTEXTS))
-    return _table(header, ((name, *(_range(each, ".2f") for each in ranges)) for name, ranges in found.items()))
+    return _table(
+        header,
+        ((name, *(_range(each, ".2f") for each in ranges)) for name, ranges in found.items()),
+    )
 
 
 def draw(paper: Mapping[str, Any], path: Path) -> None:
-    """Draw efficiency by devices, and our throughput over that of baselines by devices and by context."""
+    """Draw efficiency by devices, and our throughput over that of baselines by devices and by
+    context.
+    """
     figure = Figure(figsize=(12, 4), dpi=120, layout="constrained")
     first, second, third = figure.subplots(1, 3)
     for colour, (model, devices) in zip(_COLOURS, DEVICES.items(), strict=False):
-        _band(first, devices, paper["efficiency"][f"{model}, 64 rows a device"], f"{model}, 64 rows a device", colour)
+        _band(
+            first,
+            devices,
+            paper["efficiency"][f"{model}, 64 rows a device"],
+            f"{model}, 64 rows a device",
+            colour,
+        )
     for colour, way in zip(_COLOURS, _WAYS, strict=True):
         _band(second, DEVICES["7B"], paper["devices"][f"7B, {way}"], way, colour)
         _band(third, CONTEXTS, paper["context"][f"16 rows a device, {way}"], way, colour)
@@ -237,7 +291,9 @@ def draw(paper: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _band(axes: Any, places: Sequence[int], ranges: Sequence[Sequence[float]], label: str, colour: str) -> None:
+def _band(
+    axes: Any, places: Sequence[int], ranges: Sequence[Sequence[float]], label: str, colour: str
+) -> None:
     low, middle, high = zip(*ranges, strict=True)
     axes.plot(places, middle, color=colour, label=label, marker="o", markersize=3)
     axes.fill_between(places, low, high, color=colour, alpha=0.3)

@@ -1,7 +1,8 @@
-"""Draws the figures of DistFlow (arXiv:2507.13833) with the model: devices, context, and a central driver beside.
+"""Draws the figures of DistFlow (arXiv:2507.13833) with the model: devices, context, and a central
+driver beside.
 
-Lengths of responses are log-normal with a median of a quarter of the longest, as long-tailed as reasoning is
-(sigma 0.8); each figure is a range over seeds of them.
+Lengths of responses are log-normal with a median of a quarter of the longest, as long-tailed as
+reasoning is (sigma 0.8); each figure is a range over seeds of them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ SEEDS = range(5)
 GROUP, SIGMA, SHORT, PROMPT = 8, 0.8, 4096, 1024
 MINIBATCHES = 4
 NUMPY_RATE, DEFAULT_RATE = 0.5e9, 0.1e9
-"""Bytes a second of verl's DataProto through one process, as docs/benchmarks/dataplane.md has it: numpy, default."""
+"""Bytes a second of verl's DataProto through one process, as docs/benchmarks/dataplane.md has
+it: numpy, default."""
 SCHEDULER = 0.7e-3
-"""Core seconds of Dask's scheduler for a worker and step (docs/benchmarks/scale.md); a step is no shorter than it."""
+"""Core seconds of Dask's scheduler for a worker and step (docs/benchmarks/scale.md); a step is
+no shorter than it."""
 Exchange = Callable[[int], float]
 
 
@@ -69,7 +72,9 @@ def _parts(case: Case, seed: int, exchange: Exchange) -> tuple[dict[str, float],
     rows = draw_rows(case, seed)
     machine = Devices(shape, case.context, PROMPT, case.baseline, case.device, exchange)
     step = predict(layout, rows, machine)
-    return {name: seconds({name: part}, case.device.network) for name, part in step.items()}, int(rows.tokens.sum())
+    return {name: seconds({name: part}, case.device.network) for name, part in step.items()}, int(
+        rows.tokens.sum()
+    )
 
 
 def parts(case: Case, exchange: Exchange) -> Mapping[str, float]:
@@ -87,7 +92,11 @@ def draw_rows(case: Case, seed: int) -> StepRows:
 
 
 def efficiency(
-    model: str, devices: Sequence[int], rows: Callable[[int], int], exchange: Exchange, device: Accelerator = H100
+    model: str,
+    devices: Sequence[int],
+    rows: Callable[[int], int],
+    exchange: Exchange,
+    device: Accelerator = H100,
 ) -> list[Range]:
     """Return throughput a device over that of the fewest devices."""
     found = []
@@ -105,7 +114,10 @@ def _each_device(many: Case, few: Case, seed: int, exchange: Exchange) -> float:
 def ratio(case: Case, baseline: Baseline, exchange: Exchange) -> Range:
     """Return our throughput over that of a baseline."""
     other = replace(case, baseline=baseline)
-    return Range.of(tokens_a_second(case, seed, exchange) / tokens_a_second(other, seed, exchange) for seed in SEEDS)
+    return Range.of(
+        tokens_a_second(case, seed, exchange) / tokens_a_second(other, seed, exchange)
+        for seed in SEEDS
+    )
 
 
 BASELINES: Mapping[str, Baseline] = {
@@ -128,14 +140,23 @@ OTHERWISE: Mapping[str, Accelerator] = {
     "pace that varies by 10 %": replace(H100, jitter=0.1),
 }
 """Other constants, to see how much a figure depends on them."""
-DEVICES: Mapping[str, tuple[int, ...]] = {"7B": (32, 64, 128, 256, 512, 1024), "32B": (64, 128, 256, 512)}
+DEVICES: Mapping[str, tuple[int, ...]] = {
+    "7B": (32, 64, 128, 256, 512, 1024),
+    "32B": (64, 128, 256, 512),
+}
 CONTEXTS = (8192, 16_384, 32_768, 65_536)
 _MANY, _FEW, _OF_CONTEXT = 64, 16, 64  # rows of a device; devices of the figure over context
 
 
 def figures(exchange: Exchange) -> dict[str, Any]:
     """Return all figures as plain values; each range is its least, middle and most over seeds."""
-    found: dict[str, Any] = {"efficiency": {}, "devices": {}, "context": {}, "parts": {}, "otherwise": {}}
+    found: dict[str, Any] = {
+        "efficiency": {},
+        "devices": {},
+        "context": {},
+        "parts": {},
+        "otherwise": {},
+    }
     for model, devices in DEVICES.items():
         growths: dict[str, Callable[[int], int]] = {
             f"{each} rows a device": partial(operator.mul, each) for each in (_MANY, _FEW)
@@ -148,9 +169,12 @@ def figures(exchange: Exchange) -> dict[str, Any]:
             found["efficiency"][f"{model}, {name}"] = [astuple(each) for each in ranges]
         for name, baseline in BASELINES.items():
             cases = [Case(model, count, _MANY * count) for count in devices]
-            found["devices"][f"{model}, {name}"] = [astuple(ratio(case, baseline, exchange)) for case in cases]
+            found["devices"][f"{model}, {name}"] = [
+                astuple(ratio(case, baseline, exchange)) for case in cases
+            ]
         found["parts"][model] = {
-            count: parts(Case(model, count, _MANY * count), exchange) for count in (devices[0], devices[-1])
+            count: parts(Case(model, count, _MANY * count), exchange)
+            for count in (devices[0], devices[-1])
         }
     found["otherwise"] = otherwise(exchange)
     for per in (_MANY, _FEW):
@@ -168,5 +192,7 @@ def otherwise(exchange: Exchange) -> dict[str, Any]:
         ends = [(devices[0], devices[-1]) for devices in DEVICES.values()]
         pairs = zip(DEVICES, ends, strict=True)
         rows = partial(operator.mul, _MANY)
-        found[name] = [astuple(efficiency(model, pair, rows, exchange, device)[1]) for model, pair in pairs]
+        found[name] = [
+            astuple(efficiency(model, pair, rows, exchange, device)[1]) for model, pair in pairs
+        ]
     return found

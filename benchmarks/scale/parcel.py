@@ -1,8 +1,10 @@
-"""Measures what the scheduler sends to the workers at the start of a run: plans and settings, from 64 to 1,024 workers.
+"""Measures what the scheduler sends to the workers at the start of a run: plans and settings, from
+64 to 1,024 workers.
 
     python benchmarks/scale/parcel.py [--workers 64 256 1024] [--config quickstart.yaml] [--json]
 
-The parcel is serialized as Dask serializes it. What a worker does with it, opening and planning, is timed as well.
+The parcel is serialized as Dask serializes it. What a worker does with it, opening and planning, is
+timed as well.
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ class Parcel:
 
 
 def measure(config_name: str, workers: int) -> Parcel:
-    """Serialize the parcel of a run of GRPO on ``workers`` workers, 8 on a host, all roles on each."""
+    """Serialize the parcel of a run of GRPO on ``workers`` workers, 8 on a host, all roles on
+    each.
+    """
     config = load(shipped(config_name))
     config = replace(config, cluster=replace(config.cluster, workers=workers, placement={}))
     dag = grpo(config)
     names = [str(number) for number in range(workers)]
-    members = {name: f"tcp://10.0.{int(name) // _PER_HOST}.7:{40_000 + 7 * int(name) % 9_973}" for name in names}
+    members = {
+        name: f"tcp://10.0.{int(name) // _PER_HOST}.7:{40_000 + 7 * int(name) % 9_973}"
+        for name in names
+    }
     phases = plan_phases(config, dag, validation_of(config, dag, None), names, assume_columns=True)
     parcel = pickle.dumps(DAGWorker(RunSpec.of(config, members, phases)))
     before = time.perf_counter()
@@ -65,10 +72,16 @@ def table(parcels: Sequence[Parcel]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each number of workers and print the sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--config", default="quickstart.yaml", help="a configuration that ships with the package")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per number of workers")
+    parser.add_argument(
+        "--config", default="quickstart.yaml", help="a configuration that ships with the package"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per number of workers"
+    )
     options = parser.parse_args(arguments)
     parcels = [measure(options.config, workers) for workers in options.workers]
     if options.json:

@@ -1,7 +1,7 @@
 """Measures the parts of a step one by one, over links without a limit and with 30 ms of delay.
 
-Core seconds are those that the kernel counts, so that other work on the machine does not add to them. Round trips are
-what a link with delay adds beyond core seconds and bytes.
+Core seconds are those that the kernel counts, so that other work on the machine does not add to
+them. Round trips are what a link with delay adds beyond core seconds and bytes.
 """
 
 from __future__ import annotations
@@ -64,22 +64,29 @@ def raw_link(links: Links) -> Link:
     with _lab(2, links) as lab:
         first, second = lab.hosts
         program = str(Path(__file__).with_name("raw_link.py"))
-        receiver = second.start(sys.executable, program, "receive", second.address, stdout=subprocess.PIPE)
+        receiver = second.start(
+            sys.executable, program, "receive", second.address, stdout=subprocess.PIPE
+        )
         assert receiver.stdout is not None
         receiver.stdout.readline()
-        return Link(**json.loads(first.run(sys.executable, program, "send", second.address, timeout=120)))
+        return Link(
+            **json.loads(first.run(sys.executable, program, "send", second.address, timeout=120))
+        )
 
 
 def gloo_sum(links: Links, size: int) -> GlooSum:
-    """Return what a sum of gradients of ``size`` bytes takes of two workers, on average over connections: on a far link
-    the same bytes take 36 to 45 round trips, by the connection.
+    """Return what a sum of gradients of ``size`` bytes takes of two workers, on average over
+    connections: on a far link the same bytes take 36 to 45 round trips, by the connection.
     """
     found = [_gloo_sum(links, size) for _ in range(_CONNECTIONS)]
     return GlooSum(mean(one.seconds for one in found), mean(one.used for one in found))
 
 
 def _gloo_sum(links: Links, size: int) -> GlooSum:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     with _lab(2, links) as lab:
         address = lab.hosts[0].address
         ranks = [
@@ -110,7 +117,10 @@ def measure(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     compute = {}
     for size in (EMPTY, WORK):
         model = folder / size.name
-        compute[size.name] = {"engine": asdict(measure_engine(model)), "trainer": asdict(measure_trainer(model))}
+        compute[size.name] = {
+            "engine": asdict(measure_engine(model)),
+            "trainer": asdict(measure_trainer(model)),
+        }
         say(f"{size.name}: {compute[size.name]}")
     links, sums = {}, {}
     for name, link in (FITTED | HELD_OUT).items():
@@ -126,12 +136,17 @@ def measure(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
             for kind, size, layout in _runs_on(name):
                 found = cluster.run(kind, size, layout, _STEPS)
                 runs[name][f"{kind} {size.name} {layout.name}"] = asdict(found)
-                say(f"{name}: {kind} {size.name} {layout.name}: {found.mean:.3f} s, slowdown {found.slowdown:.2f}")
+                say(
+                    f"{name}: {kind} {size.name} {layout.name}: {found.mean:.3f} s, slowdown "
+                    f"{found.slowdown:.2f}"
+                )
     return {"weights": weights, "compute": compute, "links": links, "sums": sums, "runs": runs}
 
 
 def _runs_on(link: str) -> list[tuple[str, Size, Layout]]:
-    """Return the small runs on a link: steps without work in all layouts, and hand-overs of weights."""
+    """Return the small runs on a link: steps without work in all layouts, and hand-overs of
+    weights.
+    """
     layouts = LAYOUTS if link == FAST else [layout for layout in LAYOUTS if layout.workers > 1]
     moved = (_APART, _ALONE) if link == FAST else (_APART,)
     return [
@@ -143,10 +158,13 @@ def _runs_on(link: str) -> list[tuple[str, Size, Layout]]:
 def model_links(measured: Mapping[str, Any]) -> dict[str, Link]:
     """Return the links for the model: the rate of one that is limited, and else none.
 
-    How many bytes are on their way over a far link, a window limits: twice as far is half as fast. So what they take
-    there is counted in round trips, by the part that sends them, and what they take of a core in core seconds.
+    How many bytes are on their way over a far link, a window limits: twice as far is half as fast.
+    So what they take there is counted in round trips, by the part that sends them, and what they
+    take of a core in core seconds.
     """
-    limited = {name for name, links in (FITTED | HELD_OUT).items() if links.bits_per_second is not None}
+    limited = {
+        name for name, links in (FITTED | HELD_OUT).items() if links.bits_per_second is not None
+    }
     return {
         name: Link(link["rate"] if name in limited else inf, link["round_trip"])
         for name, link in measured["links"].items()
@@ -155,7 +173,10 @@ def model_links(measured: Mapping[str, Any]) -> dict[str, Link]:
 
 def fit(measured: Mapping[str, Any]) -> LabMachine:
     """Return the machine that the measured parts make."""
-    runs = {link: {name: Measured(**run) for name, run in found.items()} for link, found in measured["runs"].items()}
+    runs = {
+        link: {name: Measured(**run) for name, run in found.items()}
+        for link, found in measured["runs"].items()
+    }
     links = model_links(measured)
     weights, compute = measured["weights"], measured["compute"]
     sums = {name: GlooSum(**found) for name, found in measured["sums"].items()}
@@ -183,13 +204,17 @@ def fit(measured: Mapping[str, Any]) -> LabMachine:
 
 
 def _difference(runs: Mapping[str, Measured], layout: Layout) -> float:
-    """Return the core seconds that the weights of the larger model add to a hand-over, at both ends."""
+    """Return the core seconds that the weights of the larger model add to a hand-over, at both
+    ends.
+    """
     empty, work = (runs[f"hand_over {size.name} {layout.name}"] for size in (EMPTY, WORK))
     return max(0.0, work.used - empty.used)
 
 
 def _fit_sums(sums: Mapping[str, GlooSum], links: Mapping[str, Link], weights: int) -> TransferCost:
-    """Fit core seconds a byte where the link is no limit, and the round trips of a sum where it is far."""
+    """Fit core seconds a byte where the link is no limit, and the round trips of a sum where it
+    is far.
+    """
     used = min(found.used for found in sums.values())
     far, link = sums[FAR], links[FAR]
     trips = (far.seconds - far.used) / link.round_trip
@@ -197,7 +222,10 @@ def _fit_sums(sums: Mapping[str, GlooSum], links: Mapping[str, Link], weights: i
 
 
 def _fit_stream(
-    runs: Mapping[str, Mapping[str, Measured]], links: Mapping[str, Link], weights: int, alone: float
+    runs: Mapping[str, Mapping[str, Measured]],
+    links: Mapping[str, Link],
+    weights: int,
+    alone: float,
 ) -> TransferCost:
     byte = max(0.0, _difference(runs[FAST], _APART) / weights - alone)
     empty, work = (runs[FAR][f"hand_over {size.name} {_APART.name}"] for size in (EMPTY, WORK))
@@ -208,10 +236,18 @@ def _fit_stream(
 
 
 def _fit_step(
-    layout: Layout, runs: Mapping[str, Mapping[str, Measured]], links: Mapping[str, Link], small: LabMachine
+    layout: Layout,
+    runs: Mapping[str, Mapping[str, Measured]],
+    links: Mapping[str, Link],
+    small: LabMachine,
 ) -> StepCost:
-    """Fit a step without work: what is left beyond engine and trainer, and the round trips where the link is far."""
-    known = sum(part.compute for part in predict(layout, draw_rows(EMPTY, np.random.default_rng(0)), small).values())
+    """Fit a step without work: what is left beyond engine and trainer, and the round trips where
+    the link is far.
+    """
+    known = sum(
+        part.compute
+        for part in predict(layout, draw_rows(EMPTY, np.random.default_rng(0)), small).values()
+    )
     near = runs[FAST][f"training {EMPTY.name} {layout.name}"]
     compute = max(0.0, near.undisturbed - known)
     if layout.workers == 1:

@@ -1,6 +1,7 @@
 """A program: one raw TCP stream and round trips between two hosts.
 
-``receive ADDRESS`` on one host, ``send ADDRESS`` on the other, which prints rate and round trip as JSON.
+``receive ADDRESS`` on one host, ``send ADDRESS`` on the other, which prints rate and round trip as
+JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 from statistics import median
 
 PORT, SIZE, ROUNDS, PINGS = 7911, 48 * 2**20, 5, 50
-"""A stream is as long as the model's weights, and each begins after a pause: so does each of a step."""
+"""A stream is as long as the model's weights, and each begins after a pause: so does each of a
+step."""
 
 
 def receive(address: str) -> None:
@@ -46,7 +48,8 @@ def send(address: str) -> None:
         peer.sendall(data)
         peer.recv(1)
         streams.append(time.perf_counter() - began)
-    # cores that others take make a link look slow: the best stream, less the round trip that asks for its end
+    # cores that others take make a link look slow: the best stream, less the round trip that asks
+    # for its end
     print(json.dumps({"rate": SIZE / (min(streams) - min(pings)), "round_trip": median(pings)}))
 
 

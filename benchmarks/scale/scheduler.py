@@ -2,9 +2,9 @@
 
     python benchmarks/scale/scheduler.py [--workers 64 256 1024] [--steps 8] [--json]
 
-A scheduler in a process of its own, real workers of one thread, a hundred in a process, and the run's own driver: it
-registers, submits, listens and merges as in a run. The workers compute nothing and report 40 metrics a step. What is
-printed is the mean of the steps after the first ones.
+A scheduler in a process of its own, real workers of one thread, a hundred in a process, and the
+run's own driver: it registers, submits, listens and merges as in a run. The workers compute nothing
+and report 40 metrics a step. What is printed is the mean of the steps after the first ones.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def measure(workers: int, steps: int) -> Cost:
         driver = Driver(client, spec, _LOOKAHEAD, _PATIENCE, lambda step: "")
         with patch.object(run_on_cluster, "DAGWorker", IdleWorker):
             driver.start(_PATIENCE)
-        done = driver.run(Iteration(Phase.TRAIN, step, step) for step in range(1, steps + _WARM_UP + 1))
+        done = driver.run(
+            Iteration(Phase.TRAIN, step, step) for step in range(1, steps + _WARM_UP + 1)
+        )
         for _ in range(_WARM_UP):
             next(done)
         before = Usage.now(scheduler, driver)
@@ -97,12 +99,23 @@ def cluster(workers: int) -> Iterator[tuple[Client, psutil.Process]]:
     """Start a scheduler and workers, and give a client and the scheduler's process."""
     with ExitStack() as undo:
         where = Path(undo.enter_context(TemporaryDirectory())) / "scheduler.json"
-        options = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(where))
+        options = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--scheduler-file",
+            str(where),
+        )
         scheduler = _start(undo, "-m", "dask", "scheduler", *options)
         client = undo.enter_context(Client(scheduler_file=str(where), timeout=_PATIENCE))
         address = client.scheduler_info(n_workers=0)["address"]
         firsts = range(0, workers, _PER_PROCESS)
-        started = [_start(undo, _IDLE_WORKER, address, first, min(first + _PER_PROCESS, workers)) for first in firsts]
+        started = [
+            _start(undo, _IDLE_WORKER, address, first, min(first + _PER_PROCESS, workers))
+            for first in firsts
+        ]
         client.wait_for_workers(workers, timeout=_PATIENCE)
         assert all(process.poll() is None for process in started)
         yield client, psutil.Process(scheduler.pid)
@@ -118,7 +131,9 @@ def _start(undo: ExitStack, *arguments: object) -> subprocess.Popen[bytes]:
 
 def table(costs: Sequence[Cost]) -> Table:
     """Return the costs as a table."""
-    shown = Table("workers", "s a step", "scheduler CPU s", "client CPU s", "MB through the scheduler")
+    shown = Table(
+        "workers", "s a step", "scheduler CPU s", "client CPU s", "MB through the scheduler"
+    )
     for cost in costs:
         numbers = (cost.seconds, cost.scheduler_cpu, cost.client_cpu, cost.megabytes)
         shown.add_row(f"{cost.workers:,}", *(f"{number:.2f}" for number in numbers))
@@ -127,12 +142,18 @@ def table(costs: Sequence[Cost]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each number of workers and print the costs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per number of workers")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per number of workers"
+    )
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # or it would leave its processes behind
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("stopped")
+    )  # or it would leave its processes behind
     costs = [measure(workers, options.steps) for workers in options.workers]
     if options.json:
         for cost in costs:

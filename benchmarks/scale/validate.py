@@ -1,4 +1,6 @@
-"""Holds the model against whole runs of 1, 2 and 4 workers in the lab, over links that no part was fitted on."""
+"""Holds the model against whole runs of 1, 2 and 4 workers in the lab, over links that no part
+was fitted on.
+"""
 
 from __future__ import annotations
 
@@ -50,26 +52,41 @@ def measure(folder: Path, links: Iterable[str], say: Callable[[str], None]) -> l
     found = []
     for name in links:
         with LabCluster(4, (FITTED | HELD_OUT)[name], folder) as cluster:
-            for layout in LAYOUTS if name == next(iter(HELD_OUT)) else LAYOUTS[1:]:  # one worker alone has no link
+            for layout in (
+                LAYOUTS if name == next(iter(HELD_OUT)) else LAYOUTS[1:]
+            ):  # one worker alone has no link
                 run = cluster.run("training", WORK, layout, _STEPS)
                 found.append({"link": name, "layout": layout.name, "run": asdict(run)})
-                say(f"{name}: {layout.name}: {run.mean:.2f} s a step, slowdown {run.slowdown:.2f}, load {run.load:.0f}")
+                say(
+                    f"{name}: {layout.name}: {run.mean:.2f} s a step, slowdown {run.slowdown:.2f}, "
+                    f"load {run.load:.0f}"
+                )
     return found
 
 
-def compare(machine: LabMachine, links: Mapping[str, Link], runs: Iterable[Mapping[str, Any]]) -> list[Compared]:
+def compare(
+    machine: LabMachine, links: Mapping[str, Link], runs: Iterable[Mapping[str, Any]]
+) -> list[Compared]:
     """Return each run beside its prediction, those over one link after the other."""
     order = [*HELD_OUT]
     ordered = sorted(runs, key=lambda each: (order.index(each["link"]), each["layout"]))
-    return [_compare(machine, links, each["link"], each["layout"], Measured(**each["run"])) for each in ordered]
+    return [
+        _compare(machine, links, each["link"], each["layout"], Measured(**each["run"]))
+        for each in ordered
+    ]
 
 
-def _compare(machine: LabMachine, links: Mapping[str, Link], link: str, layout: str, run: Measured) -> Compared:
+def _compare(
+    machine: LabMachine, links: Mapping[str, Link], link: str, layout: str, run: Measured
+) -> Compared:
     (known,) = (each for each in LAYOUTS if each.name == layout)
     step, raw = mean_step(machine, known), links[link]
     whole, undisturbed = seconds(step, raw, run.slowdown), seconds(step, raw)
     computing = sum(part.compute for part in step.values()) * run.slowdown
-    parts = {part: (run.node(node), step[part].seconds(raw, run.slowdown)) for part, node in _PARTS.items()}
+    parts = {
+        part: (run.node(node), step[part].seconds(raw, run.slowdown))
+        for part, node in _PARTS.items()
+    }
     shares = {"on_links": 1 - computing / whole, "slowdown": run.slowdown, "load": run.load}
     return Compared(link, layout, run.mean, whole, undisturbed, **shares, parts=parts)
 
@@ -79,7 +96,10 @@ def averaged(runs: Sequence[Compared]) -> Compared:
     numbers = ("measured", "predicted", "undisturbed", "on_links", "slowdown", "load")
     found = {name: mean(getattr(run, name) for run in runs) for name in numbers}
     pairs = {part: [run.parts[part] for run in runs] for part in runs[0].parts}
-    parts = {part: (mean(one for one, _ in each), mean(two for _, two in each)) for part, each in pairs.items()}
+    parts = {
+        part: (mean(one for one, _ in each), mean(two for _, two in each))
+        for part, each in pairs.items()
+    }
     return Compared(runs[0].link, runs[0].layout, **found, parts=parts)
 
 

@@ -1,4 +1,6 @@
-"""Workload of the lab's runs: a GRPO step whose rows have given lengths, and a hand-over of weights alone."""
+"""Workload of the lab's runs: a GRPO step whose rows have given lengths, and a hand-over of
+weights alone.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ EMPTY = Size("0.1M", hidden=64, layers=1, median=1, longest=1)
 
 
 def make_model(folder: Path, size: Size) -> int:
-    """Write a model whose responses end where they are told to, and return the bytes of its parameters."""
+    """Write a model whose responses end where they are told to, and return the bytes of its
+    parameters.
+    """
     hide()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -69,7 +73,9 @@ def make_model(folder: Path, size: Size) -> int:
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
     GenerationConfig().save_pretrained(folder)
-    return sum(tensor.numel() * 4 for tensor in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    return sum(
+        tensor.numel() * 4 for tensor in AutoModelForCausalLM.from_pretrained(folder).parameters()
+    )
 
 
 def make_data(path: Path, size: Size) -> None:
@@ -128,7 +134,9 @@ def hand_over(config: Config) -> DAG:
     return DAG(roles, nodes)
 
 
-def overrides(folder: Path, url: Path, size: Size, steps: int, workers: int, placement: str) -> Sequence[str]:
+def overrides(
+    folder: Path, url: Path, size: Size, steps: int, workers: int, placement: str
+) -> Sequence[str]:
     """Return what a run of the lab is told besides its cluster's address."""
     return [
         f"run.url={url}",

@@ -16,7 +16,12 @@ from siirl_dask.algorithms.advantages import (
     remax,
     rloo,
 )
-from siirl_dask.algorithms.agent_advantages import AgentAdvantageFn, AgentOutcomes, dr_mas, hierarchical_grpo
+from siirl_dask.algorithms.agent_advantages import (
+    AgentAdvantageFn,
+    AgentOutcomes,
+    dr_mas,
+    hierarchical_grpo,
+)
 from siirl_dask.algorithms.agent_losses import happo_clip, turn_clip
 from siirl_dask.algorithms.aggregation import (
     Aggregation,
@@ -56,7 +61,17 @@ from siirl_dask.algorithms.packed import row_maxima, row_means, row_sums, spread
 from siirl_dask.algorithms.policy_loss import policy_loss
 from siirl_dask.algorithms.role_baselines import RoleBaselines, build_role_baselines
 from siirl_dask.algorithms.similarity import nearest_distances, srpo_rewards
-from siirl_dask.algorithms.surrogates import cispo, cpgd, dppo, dro, gmpo, gspo, sapo, sequence_clip, vespo
+from siirl_dask.algorithms.surrogates import (
+    cispo,
+    cpgd,
+    dppo,
+    dro,
+    gmpo,
+    gspo,
+    sapo,
+    sequence_clip,
+    vespo,
+)
 from siirl_dask.algorithms.token_advantages import (
     TokenAdvantageFn,
     TokenAdvantages,
@@ -70,7 +85,12 @@ from siirl_dask.algorithms.token_advantages import (
 )
 from siirl_dask.algorithms.turn_advantages import gigpo, magrpo, mt_grpo, turn_returns
 from siirl_dask.algorithms.turn_gae import marft, marft_tokens, turn_gae
-from siirl_dask.algorithms.turn_outcomes import EpisodeRows, TurnAdvantageFn, TurnAdvantages, TurnOutcomes
+from siirl_dask.algorithms.turn_outcomes import (
+    EpisodeRows,
+    TurnAdvantageFn,
+    TurnAdvantages,
+    TurnOutcomes,
+)
 from siirl_dask.algorithms.value_loss import ValueInputs, ValueLossFn, value_clip
 
 __all__ = [

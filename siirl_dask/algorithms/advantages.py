@@ -1,11 +1,13 @@
-"""Advantages of whole responses, computed from their rewards and from the group (the prompt) each belongs to.
+"""Advantages of whole responses, computed from their rewards and from the group (the prompt) each
+belongs to.
 
-Shapes: R responses, in groups that are always complete. Most functions here use nothing beyond a group's own rows, and
-sum in float64 with exact rounding. Their results are therefore the same, bit for bit, in any row order, beside any
-other rows and on any number of workers. Some also scale every row by numbers of the whole batch: ``grpo`` with
-``scale="batch"``, ``gpg`` and ``gdpo``.
+Shapes: R responses, in groups that are always complete. Most functions here use nothing beyond a
+group's own rows, and sum in float64 with exact rounding. Their results are therefore the same, bit
+for bit, in any row order, beside any other rows and on any number of workers. Some also scale every
+row by numbers of the whole batch: ``grpo`` with ``scale="batch"``, ``gpg`` and ``gdpo``.
 
-A group whose rewards are all equal has advantage 0, exactly. A group with a reward that is not finite has nan.
+A group whose rewards are all equal has advantage 0, exactly. A group with a reward that is not
+finite has nan.
 """
 
 from __future__ import annotations
@@ -32,19 +34,24 @@ class Outcomes:
     lengths: Tensor
     """[R] int64 count of response tokens that the loss trains on."""
     baselines: Tensor | None = None
-    """[R] float32 reward of the greedy response to the same prompt; None when no node generated one."""
+    """[R] float32 reward of the greedy response to the same prompt; None when no node generated
+    one."""
     parts: Mapping[str, Tensor] = field(default_factory=dict)
-    """Rewards of several kinds by name, [R] float32 each: what the reward function returned in a dict, those parts that
-    the option ``parts`` of the node names.
+    """Rewards of several kinds by name, [R] float32 each: what the reward function returned in a
+    dict, those parts that the option ``parts`` of the node names.
     """
     all_sum: Callable[[Sequence[float]], Sequence[float]] = list
-    """Sums each number over all workers that hold rows of the batch. Every worker must call it equally often, rows or
-    not. The default treats these rows as the whole batch.
+    """Sums each number over all workers that hold rows of the batch. Every worker must call it
+    equally often, rows or not. The default treats these rows as the whole batch.
     """
 
     def __post_init__(self) -> None:
         check_shapes(
-            "[R]", rewards=self.rewards, group_ids=self.group_ids, lengths=self.lengths, baselines=self.baselines
+            "[R]",
+            rewards=self.rewards,
+            group_ids=self.group_ids,
+            lengths=self.lengths,
+            baselines=self.baselines,
         )
         check_shapes("[R]", rewards=self.rewards, **self.parts)
 
@@ -52,26 +59,34 @@ class Outcomes:
 AdvantageFn = Callable[[Outcomes], Tensor]
 """``Outcomes -> advantages [R] float32``."""
 
-_EPSILON = 1e-6  # as in siiRL and verl (TRL: 1e-4); a group without spread has advantage 0, not 0 / 0
+_EPSILON = (
+    1e-6  # as in siiRL and verl (TRL: 1e-4); a group without spread has advantage 0, not 0 / 0
+)
 _Row = tuple[float, int]  # reward, length
 
 
-def grpo(outcomes: Outcomes, *, scale: Literal["group", "batch"] = "group", epsilon: float = _EPSILON) -> Tensor:
-    """Standardise rewards in each group: ``(r - mean) / (std + epsilon)``, std unbiased (GRPO, arXiv:2402.03300). [R].
+def grpo(
+    outcomes: Outcomes, *, scale: Literal["group", "batch"] = "group", epsilon: float = _EPSILON
+) -> Tensor:
+    """Standardise rewards in each group: ``(r - mean) / (std + epsilon)``, std unbiased (GRPO,
+    arXiv:2402.03300). [R].
 
-    ``scale="batch"`` divides by the std of all rewards of the batch, over all workers, instead of the group's (Lite
-    PPO, arXiv:2508.08221), so that groups which nearly agree are not blown up. ``epsilon`` is 1e-6 in verl and 1e-4 in
-    TRL.
+    ``scale="batch"`` divides by the std of all rewards of the batch, over all workers, instead of
+    the group's (Lite PPO, arXiv:2508.08221), so that groups which nearly agree are not blown up.
+    ``epsilon`` is 1e-6 in verl and 1e-4 in TRL.
 
-    A group of one keeps mean 0, and with ``scale="group"`` std 1: its advantage is its reward. With ``scale="batch"`` a
-    batch without spread has std 1, and a reward that is not finite makes every row nan. ValueError for any other
-    ``scale``, and when ``epsilon`` is not above 0.
+    A group of one keeps mean 0, and with ``scale="group"`` std 1: its advantage is its reward. With
+    ``scale="batch"`` a batch without spread has std 1, and a reward that is not finite makes every
+    row nan. ValueError for any other ``scale``, and when ``epsilon`` is not above 0.
     """
     _check_epsilon(epsilon)
     if scale == "group":
         return _map_groups(outcomes, partial(_standardise, epsilon=epsilon))
     if scale != "batch":
-        raise ValueError(f"scale={scale!r}: expected 'group' or 'batch'; dr_grpo divides by no standard deviation")
+        raise ValueError(
+            f"scale={scale!r}: expected 'group' or 'batch'; dr_grpo divides by no standard "
+            "deviation"
+        )
     _, std = _batch_moments(outcomes.rewards, outcomes.all_sum)
     divisor = std + epsilon
     return _map_groups(outcomes, lambda rows: [centred / divisor for centred in _centre(rows)])
@@ -84,24 +99,29 @@ def gdpo(
     divide_by_std: bool = True,
     epsilon: float = _EPSILON,
 ) -> Tensor:
-    """Standardise each kind of reward in its group, add them up, and standardise the sums over the batch (GDPO,
-    arXiv:2601.05242). [R].
+    """Standardise each kind of reward in its group, add them up, and standardise the sums over the
+    batch (GDPO, arXiv:2601.05242). [R].
 
-    ``sum over kinds of weight (r - mean) / (std + epsilon)``, as ``grpo`` has it or without ``divide_by_std``
-    ``dr_grpo``, and then ``(a - mean) / (std + epsilon)`` over the rows of all workers. GRPO adds the rewards up first:
-    rows that differ in which of them they earned then have the same advantage, and a reward of small spread has no say.
-    ``weights`` are 1 where they name no other. A batch without spread has 0.
+    ``sum over kinds of weight (r - mean) / (std + epsilon)``, as ``grpo`` has it or without
+    ``divide_by_std`` ``dr_grpo``, and then ``(a - mean) / (std + epsilon)`` over the rows of all
+    workers. GRPO adds the rewards up first: rows that differ in which of them they earned then have
+    the same advantage, and a reward of small spread has no say. ``weights`` are 1 where they name
+    no other. A batch without spread has 0.
 
-    ValueError without ``Outcomes.parts``, for a weight of none of them, and when ``epsilon`` is not above 0.
+    ValueError without ``Outcomes.parts``, for a weight of none of them, and when ``epsilon`` is not
+    above 0.
     """
     _check_epsilon(epsilon)
     if not outcomes.parts:
         raise ValueError(
-            "gdpo needs the parts of a reward that is a dict: name them, as in nodes: {advantage: {with: {parts: "
+            "gdpo needs the parts of a reward that is a dict: name them, as in nodes: {advantage: "
+            "{with: {parts: "
             "[accuracy, format]}}}"
         )
     if unknown := sorted(weights.keys() - outcomes.parts.keys()):
-        raise ValueError(f"weights={dict(weights)}: {unknown[0]!r} is none of the parts {sorted(outcomes.parts)}")
+        raise ValueError(
+            f"weights={dict(weights)}: {unknown[0]!r} is none of the parts {sorted(outcomes.parts)}"
+        )
     totals = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
     for name, rewards in outcomes.parts.items():
         of_kind = replace(outcomes, rewards=rewards)
@@ -114,13 +134,15 @@ def gdpo(
 def dr_grpo(outcomes: Outcomes) -> Tensor:
     """Centre rewards in each group: ``r - mean`` (Dr.GRPO, arXiv:2503.20783). [R].
 
-    Dividing by the std, as GRPO does, favours prompts that are too easy or too hard. A group of one keeps mean 0.
+    Dividing by the std, as GRPO does, favours prompts that are too easy or too hard. A group of one
+    keeps mean 0.
     """
     return _map_groups(outcomes, _centre)
 
 
 def rloo(outcomes: Outcomes) -> Tensor:
-    """Subtract the mean of the others in the group: ``r - mean of the others`` (RLOO, arXiv:2402.14740). [R].
+    """Subtract the mean of the others in the group: ``r - mean of the others`` (RLOO,
+    arXiv:2402.14740). [R].
 
     A group of one has no others, and advantage 0.
     """
@@ -148,45 +170,56 @@ def opo(outcomes: Outcomes) -> Tensor:
     return _map_groups(outcomes, _subtract_weighted_mean)
 
 
-def pass_at_k(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
-    """Credit a response with what it adds to its group's best reward, k being the group's size (arXiv:2503.19595). [R].
+def pass_at_k(
+    outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON
+) -> Tensor:
+    """Credit a response with what it adds to its group's best reward, k being the group's size
+    (arXiv:2503.19595). [R].
 
-    The best response has its lead over the second best and all others have 0, which is the leave-one-out baseline of
-    the maximum. Two that share the best reward, and a group of one, have 0. ``divide_by_std`` divides by
-    ``std + epsilon`` of the group's rewards, as ``grpo`` does; Pass@k Training (arXiv:2508.10751) standardises its
-    advantages as well. ValueError when ``epsilon`` is not above 0.
+    The best response has its lead over the second best and all others have 0, which is the
+    leave-one-out baseline of the maximum. Two that share the best reward, and a group of one, have
+    0. ``divide_by_std`` divides by ``std + epsilon`` of the group's rewards, as ``grpo`` does;
+    Pass@k Training (arXiv:2508.10751) standardises its advantages as well. ValueError when
+    ``epsilon`` is not above 0.
     """
     _check_epsilon(epsilon)
     if not divide_by_std:
         return _map_groups(outcomes, _lead_over_second)
-    return _map_groups(outcomes, lambda rows: [lead / (_std(rows) + epsilon) for lead in _lead_over_second(rows)])
+    return _map_groups(
+        outcomes, lambda rows: [lead / (_std(rows) + epsilon) for lead in _lead_over_second(rows)]
+    )
 
 
 def max_rl(outcomes: Outcomes) -> Tensor:
-    """Centre rewards in each group and divide by their mean, ``(r - mean) / mean`` (MaxRL, arXiv:2602.02710). [R].
+    """Centre rewards in each group and divide by their mean, ``(r - mean) / mean`` (MaxRL,
+    arXiv:2602.02710). [R].
 
-    With rewards of 0 and 1 the gradient is then that of ln p, p being the chance of success, up to the order of the
-    group's size: a prompt counts as 1 / p, which neither RLOO (1) nor GRPO (1 / sqrt(p (1 - p))) does. A group without
-    success and a group of one have 0. ValueError for a reward below 0, which is no share of success.
+    With rewards of 0 and 1 the gradient is then that of ln p, p being the chance of success, up to
+    the order of the group's size: a prompt counts as 1 / p, which neither RLOO (1) nor GRPO (1 /
+    sqrt(p (1 - p))) does. A group without success and a group of one have 0. ValueError for a
+    reward below 0, which is no share of success.
     """
     if negative := int((outcomes.rewards < 0).sum()):
         raise ValueError(
-            f"max_rl: {negative} of {len(outcomes.rewards)} rewards are below 0: expected at least 0, such as 1 for a "
+            f"max_rl: {negative} of {len(outcomes.rewards)} rewards are below 0: expected at least "
+            "0, such as 1 for a "
             "success; a KL or a length penalty in the reward does not go with it"
         )
     return _map_groups(outcomes, _divide_by_mean)
 
 
 def gpg(outcomes: Outcomes, *, divide_by_std: bool = False, epsilon: float = _EPSILON) -> Tensor:
-    """Centre rewards in each group and multiply by ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546, equation 7). [R].
+    """Centre rewards in each group and multiply by ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546,
+    equation 7). [R].
 
-    B counts the groups of the batch on all workers, M those whose advantages are all 0. These add nothing to the
-    gradient and still count in the loss's denominator; alpha makes up for that. The loss to train with is
-    ``policy_gradient``. The correction is exact where every response counts alike (``sequence_mean_token_mean``); the
-    paper aggregates by ``token_mean``.
+    B counts the groups of the batch on all workers, M those whose advantages are all 0. These add
+    nothing to the gradient and still count in the loss's denominator; alpha makes up for that. The
+    loss to train with is ``policy_gradient``. The correction is exact where every response counts
+    alike (``sequence_mean_token_mean``); the paper aggregates by ``token_mean``.
 
-    ``divide_by_std`` chooses the paper's F_norm: False is 1, as in its best runs, True is ``std + epsilon`` as in
-    ``grpo``. A group of one keeps mean 0 and std 1. ValueError when ``epsilon`` is not above 0.
+    ``divide_by_std`` chooses the paper's F_norm: False is 1, as in its best runs, True is ``std +
+    epsilon`` as in ``grpo``. A group of one keeps mean 0 and std 1. ValueError when ``epsilon`` is
+    not above 0.
     """
     advantages = grpo(outcomes, epsilon=epsilon) if divide_by_std else dr_grpo(outcomes)
     groups = outcomes.group_ids.unique()
@@ -241,14 +274,17 @@ def _lead_over_second(rows: list[_Row]) -> list[float]:
     return [best - second if reward == best else 0.0 for reward, _ in rows]
 
 
-def _batch_moments(numbers: Tensor, all_sum: Callable[[Sequence[float]], Sequence[float]]) -> tuple[float, float]:
-    """Return mean and unbiased standard deviation of all workers' numbers: std 1 without spread, nan if one is not
-    finite.
+def _batch_moments(
+    numbers: Tensor, all_sum: Callable[[Sequence[float]], Sequence[float]]
+) -> tuple[float, float]:
+    """Return mean and unbiased standard deviation of all workers' numbers: std 1 without spread,
+    nan if one is not finite.
     """
     own = numbers.tolist()
     count, total = all_sum([float(len(own)), _sum(own)])
     mean = total / max(1.0, count)
-    # A second pass over differences: a sum of squares minus the squared mean would not be 0 for equal numbers.
+    # A second pass over differences: a sum of squares minus the squared mean would not be 0 for
+    # equal numbers.
     (squares,) = all_sum([_sum([(number - mean) ** 2 for number in own])])
     return mean, sqrt(squares / max(1.0, count - 1)) or 1.0
 
@@ -261,12 +297,14 @@ def _sum(numbers: list[float]) -> float:
 def _check_epsilon(epsilon: float) -> None:
     if not epsilon > 0:
         raise ValueError(
-            f"epsilon={epsilon}: expected more than 0, so that equal rewards have advantage 0 and not 0 / 0"
+            f"epsilon={epsilon}: expected more than 0, so that equal rewards have advantage 0 and "
+            "not 0 / 0"
         )
 
 
 def _map_groups(outcomes: Outcomes, function: Callable[[list[_Row]], list[float]]) -> Tensor:
-    """Apply ``function`` to the rows of each group and put the results back in the rows' places. [R] float32.
+    """Apply ``function`` to the rows of each group and put the results back in the rows' places.
+    [R] float32.
 
     A group with a reward that is not finite has nan throughout and never reaches ``function``.
     """

@@ -1,6 +1,7 @@
 """Advantages of rows that several agents wrote: whom each is compared with.
 
-Statistics stay within a group and count the parts of episodes (``turn_outcomes.py``), however many segments a part has.
+Statistics stay within a group and count the parts of episodes (``turn_outcomes.py``), however many
+segments a part has.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ AgentAdvantageFn = Callable[[AgentOutcomes], Tensor]
 """``AgentOutcomes -> advantages [R] float32``."""
 
 
-def dr_mas(outcomes: AgentOutcomes, *, divide_by_std: bool = True, epsilon: float = _EPSILON) -> Tensor:
-    """Standardise rewards over the parts of the same agent in the group, ``(R - mean_k) / (std_k + epsilon)`` (Dr. MAS,
-    arXiv:2602.08847). [R].
+def dr_mas(
+    outcomes: AgentOutcomes, *, divide_by_std: bool = True, epsilon: float = _EPSILON
+) -> Tensor:
+    """Standardise rewards over the parts of the same agent in the group, ``(R - mean_k) / (std_k +
+    epsilon)`` (Dr. MAS, arXiv:2602.08847). [R].
 
-    With statistics over all agents, one whose rewards lie elsewhere, or who takes part more often, gets advantages that
-    are no advantages, and gradients that blow up. Without ``divide_by_std`` the mean is subtracted alone. A part that
-    is alone keeps mean 0 and std 1.
+    With statistics over all agents, one whose rewards lie elsewhere, or who takes part more often,
+    gets advantages that are no advantages, and gradients that blow up. Without ``divide_by_std``
+    the mean is subtracted alone. A part that is alone keeps mean 0 and std 1.
     """
     groups = outcomes.rows.group_ids.tolist()
     agents = outcomes.rows.agents.tolist()
@@ -61,22 +64,30 @@ def hierarchical_grpo(
     divide_by_std: bool = True,
     epsilon: float = _EPSILON,
 ) -> Tensor:
-    """Compare proposers with proposers of the same prompt, and others with those that answer the same proposal. [R].
+    """Compare proposers with proposers of the same prompt, and others with those that answer the
+    same proposal. [R].
 
-    Each is GRPO (arXiv:2402.03300) in its own set, as in verifiers' hierarchical GRPO: what a proposal is worth does
-    not count for those who answer it. With ``mean_of_answers`` a proposer's reward is the mean reward of the parts that
-    answer it, plus its own. ValueError without ``proposals``, and where no agent is called ``proposer``.
+    Each is GRPO (arXiv:2402.03300) in its own set, as in verifiers' hierarchical GRPO: what a
+    proposal is worth does not count for those who answer it. With ``mean_of_answers`` a proposer's
+    reward is the mean reward of the parts that answer it, plus its own. ValueError without
+    ``proposals``, and where no agent is called ``proposer``.
     """
     if outcomes.proposals is None:
-        raise ValueError("hierarchical_grpo needs the proposal of each row: name its column in the node's 'proposal'")
+        raise ValueError(
+            "hierarchical_grpo needs the proposal of each row: name its column in the node's "
+            "'proposal'"
+        )
     if len(outcomes.rewards) and proposer not in outcomes.names:
-        raise ValueError(f"proposer={proposer!r}: expected one of the agents {sorted(outcomes.names)}")
+        raise ValueError(
+            f"proposer={proposer!r}: expected one of the agents {sorted(outcomes.names)}"
+        )
     proposals = outcomes.proposals.tolist()
     groups = outcomes.rows.group_ids.tolist()
     agents = [outcomes.names[agent] for agent in outcomes.rows.agents.tolist()]
     proposes = [agent == proposer for agent in agents]
     keys: list[Hashable] = [
-        (groups[row], agent, None if proposes[row] else proposals[row]) for row, agent in enumerate(agents)
+        (groups[row], agent, None if proposes[row] else proposals[row])
+        for row, agent in enumerate(agents)
     ]
     rewards = _rewards(outcomes)
     if mean_of_answers:
@@ -94,7 +105,9 @@ def hierarchical_grpo(
 def _rewards(outcomes: AgentOutcomes) -> dict[int, float]:
     """Return the reward of each part: the sum of its rows'."""
     rewards = outcomes.rewards.tolist()
-    return {part: sum(rewards[row] for row in rows) for part, rows in outcomes.rows.members().items()}
+    return {
+        part: sum(rewards[row] for row in rows) for part, rows in outcomes.rows.members().items()
+    }
 
 
 def _compare_parts(
@@ -104,7 +117,9 @@ def _compare_parts(
     divide_by_std: bool,
     epsilon: float,
 ) -> Tensor:
-    """Compare each part's reward with those of parts with the same key, and give the result to its rows. [R]."""
+    """Compare each part's reward with those of parts with the same key, and give the result to
+    its rows. [R].
+    """
     members = outcomes.rows.members()
     values = torch.tensor([rewards[part] for part in members], dtype=torch.float32)
     first = [keys[rows[0]] for rows in members.values()]

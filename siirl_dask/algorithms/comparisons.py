@@ -1,4 +1,6 @@
-"""Compares numbers with those that share a key: the statistics behind advantages of turns and of agents."""
+"""Compares numbers with those that share a key: the statistics behind advantages of turns and of
+agents.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,19 @@ from siirl_dask.algorithms.advantages import Outcomes, dr_grpo, grpo
 
 
 def compare_within(
-    values: Tensor, keys: Sequence[Hashable], *, divide_by_std: bool, epsilon: float, lone: bool = True
+    values: Tensor,
+    keys: Sequence[Hashable],
+    *,
+    divide_by_std: bool,
+    epsilon: float,
+    lone: bool = True,
 ) -> Tensor:
-    """Subtract from each number the mean of those with an equal key, as ``dr_grpo`` does with groups. [N] -> [N].
+    """Subtract from each number the mean of those with an equal key, as ``dr_grpo`` does with
+    groups. [N] -> [N].
 
-    With ``divide_by_std`` the result is divided by ``std + epsilon``, as in ``grpo``. A number that is alone with its
-    key keeps mean 0 and std 1; without ``lone`` it becomes 0, since there is nothing to compare it with.
+    With ``divide_by_std`` the result is divided by ``std + epsilon``, as in ``grpo``. A number that
+    is alone with its key keeps mean 0 and std 1; without ``lone`` it becomes 0, since there is
+    nothing to compare it with.
     """
     numbers: dict[Hashable, int] = {}
     ids = torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)

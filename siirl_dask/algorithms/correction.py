@@ -1,9 +1,10 @@
-"""Importance weights for a sampler that is not quite the policy: engine and trainer compute the probability of the same
-token differently.
+"""Importance weights for a sampler that is not quite the policy: engine and trainer compute the
+probability of the same token differently.
 
-The ratio of a token is ``w = exp(old - rollout)``: the policy before the update over the engine that sampled. The ratio
-of a row is the product of its tokens' ratios, or their geometric mean. Weights carry no gradient. Where either
-log-probability is not finite the weight is nan. A token of weight 0 still counts in the loss's denominator.
+The ratio of a token is ``w = exp(old - rollout)``: the policy before the update over the engine
+that sampled. The ratio of a row is the product of its tokens' ratios, or their geometric mean.
+Weights carry no gradient. Where either log-probability is not finite the weight is nan. A token of
+weight 0 still counts in the loss's denominator.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ _HIGH_ENTROPY = "high_entropy"
 
 
 def truncated_is(inputs: LossInputs, *, cap: float = 2.0, level: Level = "token") -> Tensor:
-    """Truncate the ratio from above, ``min(w, cap)`` (TIS: Yao et al., Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training, https://fengyao.notion.site/off-policy-rl). [K].
+    """Truncate the ratio from above, ``min(w, cap)`` (TIS: Yao et al., Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training, https://fengyao.notion.site/off-policy-rl). [K].
 
-    With ``level="sequence"`` w is the product of the row's ratios (Seq-TIS in Liu, Li et al., When Speed Kills
-    Stability, https://richardli.xyz/rl-collapse): without bias up to the cap, and of a variance that grows with the
-    row's length. ValueError when ``cap`` is not above 0, and for any other ``level``.
+    With ``level="sequence"`` w is the product of the row's ratios (Seq-TIS in Liu, Li et al., When
+    Speed Kills Stability, https://richardli.xyz/rl-collapse): without bias up to the cap, and of a
+    variance that grows with the row's length. ValueError when ``cap`` is not above 0, and for any
+    other ``level``.
     """
     if not cap > 0:
         raise ValueError(f"cap={cap}: expected more than 0")
     return _ratio(inputs, level).clamp(max=cap)
 
 
-def masked_is(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token") -> Tensor:
-    """Keep the ratio w where it lies in [low, high] and put 0 elsewhere (IcePop, arXiv:2510.18855, section 2.3). [K].
+def masked_is(
+    inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level: Level = "token"
+) -> Tensor:
+    """Keep the ratio w where it lies in [low, high] and put 0 elsewhere (IcePop, arXiv:2510.18855,
+    section 2.3). [K].
 
-    With ``level="sequence"`` w is the product of the row's ratios (Seq-MIS, https://richardli.xyz/rl-collapse).
-    ValueError for an empty range, and for any other ``level``.
+    With ``level="sequence"`` w is the product of the row's ratios (Seq-MIS,
+    https://richardli.xyz/rl-collapse). ValueError for an empty range, and for any other ``level``.
     """
     _check_range(low, high)
     ratio = _ratio(inputs, level)
@@ -51,7 +56,8 @@ def masked_is(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0, level:
 
 
 def reject_tokens(inputs: LossInputs, *, low: float, high: float) -> Tensor:
-    """Weigh a token by 1 if its ratio lies in [low, high], else by 0: IcePop's mask without its weight. [K].
+    """Weigh a token by 1 if its ratio lies in [low, high], else by 0: IcePop's mask without its
+    weight. [K].
 
     ValueError for an empty range.
     """
@@ -59,12 +65,14 @@ def reject_tokens(inputs: LossInputs, *, low: float, high: float) -> Tensor:
     return _accepted(_ratio(inputs, "token"), low, high)
 
 
-def reject_sequences(inputs: LossInputs, *, low: float, high: float, over: Literal["mean", "sum"] = "mean") -> Tensor:
-    """Weigh the tokens of a row by 1 if the geometric mean of its ratios lies in [low, high], else by 0 (Liu, Li et
-    al., When Speed Kills Stability, https://richardli.xyz/rl-collapse). [K].
+def reject_sequences(
+    inputs: LossInputs, *, low: float, high: float, over: Literal["mean", "sum"] = "mean"
+) -> Tensor:
+    """Weigh the tokens of a row by 1 if the geometric mean of its ratios lies in [low, high], else
+    by 0 (Liu, Li et al., When Speed Kills Stability, https://richardli.xyz/rl-collapse). [K].
 
-    With ``over="sum"`` (of logarithms) the product of the ratios has to lie there, which longer rows seldom do.
-    ValueError for an empty range, and for any other ``over``.
+    With ``over="sum"`` (of logarithms) the product of the ratios has to lie there, which longer
+    rows seldom do. ValueError for an empty range, and for any other ``over``.
     """
     _check_range(low, high)
     if over not in ("mean", "sum"):
@@ -81,13 +89,14 @@ def reject_divergent(
     estimate: KLFn = k3,
     over: Literal["token", "mean", "sum", "max"] = "max",
 ) -> Tensor:
-    """Weigh the tokens of a row by 1 if the engine's divergence from the policy there is at most ``limit``, else by 0.
-    [K].
+    """Weigh the tokens of a row by 1 if the engine's divergence from the policy there is at most
+    ``limit``, else by 0. [K].
 
-    ``estimate`` estimates KL(rollout, old) at each token, in nats; take one that is never negative, such as k2 or k3.
-    The divergence of a row is the largest of its tokens' (Trust Region Masking, arXiv:2512.23075, where one token that
-    leaves the trust region masks the row), or their ``mean`` or ``sum``; with ``over="token"`` each token has its own.
-    The paper computes the divergence from whole distributions, this from the tokens that were sampled, as verl does.
+    ``estimate`` estimates KL(rollout, old) at each token, in nats; take one that is never negative,
+    such as k2 or k3. The divergence of a row is the largest of its tokens' (Trust Region Masking,
+    arXiv:2512.23075, where one token that leaves the trust region masks the row), or their ``mean``
+    or ``sum``; with ``over="token"`` each token has its own. The paper computes the divergence from
+    whole distributions, this from the tokens that were sampled, as verl does.
 
     ValueError when ``limit`` is not above 0, and for any other ``over``.
     """
@@ -110,13 +119,13 @@ def reject_divergent(
 
 
 def mask_off_policy(inputs: LossInputs, *, limit: float) -> Tensor:
-    """Weigh the tokens of a row by 0 if A < 0 and the *current* policy is far from the sampler, else by 1
-    (DeepSeek-V3.2, arXiv:2512.02556, equation 9). [K].
+    """Weigh the tokens of a row by 0 if A < 0 and the *current* policy is far from the sampler,
+    else by 1 (DeepSeek-V3.2, arXiv:2512.02556, equation 9). [K].
 
-    Far is where the row's mean of ``rollout - logp`` exceeds ``limit``, in nats a token: it estimates KL(rollout,
-    current policy), and so holds what engine and policy differ by and the updates since. Mistakes of a policy that has
-    become unlikely to make them teach it little and upset it; successes are kept. ValueError when ``limit`` is not
-    above 0.
+    Far is where the row's mean of ``rollout - logp`` exceeds ``limit``, in nats a token: it
+    estimates KL(rollout, current policy), and so holds what engine and policy differ by and the
+    updates since. Mistakes of a policy that has become unlikely to make them teach it little and
+    upset it; successes are kept. ValueError when ``limit`` is not above 0.
     """
     if not limit > 0:
         raise ValueError(f"limit={limit}: expected more than 0 nats a token")
@@ -127,15 +136,18 @@ def mask_off_policy(inputs: LossInputs, *, limit: float) -> Tensor:
 
 
 def keep_high_entropy(inputs: LossInputs) -> Tensor:
-    """Weigh the tokens that the column ``high_entropy`` marks by 1 and all others by 0 (arXiv:2506.01939). [K].
+    """Weigh the tokens that the column ``high_entropy`` marks by 1 and all others by 0
+    (arXiv:2506.01939). [K].
 
-    The node ``choose_high_entropy`` writes it. A token that is left out still counts in the loss's denominator, as in
-    the paper. ValueError without the column, [K] bool.
+    The node ``choose_high_entropy`` writes it. A token that is left out still counts in the loss's
+    denominator, as in the paper. ValueError without the column, [K] bool.
     """
     if _HIGH_ENTROPY not in inputs.columns:
         raise ValueError(
-            f"keep_high_entropy needs the column {_HIGH_ENTROPY!r} (there are: {sorted(inputs.columns)}): add a node "
-            f"that runs siirl_dask.nodes:choose_high_entropy before the update, and columns: [{_HIGH_ENTROPY}] to it"
+            f"keep_high_entropy needs the column {_HIGH_ENTROPY!r} (there are: "
+            f"{sorted(inputs.columns)}): add a node "
+            "that runs siirl_dask.nodes:choose_high_entropy before the update, and columns: "
+            f"[{_HIGH_ENTROPY}] to it"
         )
     return inputs.columns[_HIGH_ENTROPY].to(inputs.old_logprobs.dtype)
 
@@ -165,7 +177,8 @@ def _ratio(inputs: LossInputs, level: Level) -> Tensor:
 
 
 def _accepted(numbers: Tensor, low: float | None, high: float) -> Tensor:
-    """Return 1 where a number is at most ``high``, and at least ``low`` unless that is None, and 0 elsewhere.
+    """Return 1 where a number is at most ``high``, and at least ``low`` unless that is None, and 0
+    elsewhere.
 
     A nan stays one: weight 0 would hide from the trainer that the row's numbers are broken.
     """

@@ -1,6 +1,8 @@
-"""Policy losses of packed response tokens, one number per token: the caller decides how tokens are averaged.
+"""Policy losses of packed response tokens, one number per token: the caller decides how tokens are
+averaged.
 
-Masked tokens, and rows without an advantage, are removed beforehand: a loss sees only tokens that it trains on.
+Masked tokens, and rows without an advantage, are removed beforehand: a loss sees only tokens that
+it trains on.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class LossInputs:
     reference_logprobs: Tensor | None = None
     """[K] log-probabilities under the reference policy; None when no node computed them."""
     offsets: Tensor
-    """[R + 1] int64: row r owns tokens ``offsets[r]`` to ``offsets[r + 1]``, perhaps none. No row is ever split."""
+    """[R + 1] int64: row r owns tokens ``offsets[r]`` to ``offsets[r + 1]``, perhaps none. No
+    row is ever split."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns, [K] each, by the names that the update's ``columns`` option lists."""
 
@@ -43,39 +46,47 @@ class LossInputs:
 class TokenLoss:
     """The result of a loss function.
 
-    The trainer sums the loss with the weights of an ``Aggregation``, and averages each metric over the mini-batch's
-    tokens on all ranks.
+    The trainer sums the loss with the weights of an ``Aggregation``, and averages each metric over
+    the mini-batch's tokens on all ranks.
     """
 
     loss: Tensor
     """[K] loss of each token, with gradient."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics by name, [K] each, detached. The names must not depend on the rows: a rank without rows reports the same
-    ones.
+    """Metrics by name, [K] each, detached. The names must not depend on the rows: a rank without
+    rows reports the same ones.
     """
 
 
 LossFn = Callable[[LossInputs], TokenLoss]
-"""``LossInputs -> TokenLoss``: a policy's loss, or its surrogate, the part that moves probabilities by advantages."""
+"""``LossInputs -> TokenLoss``: a policy's loss, or its surrogate, the part that moves
+probabilities by advantages."""
 
 
 def policy_gradient(inputs: LossInputs) -> TokenLoss:
-    """Return ``-A logp`` (REINFORCE, Williams 1992), as if the current policy had sampled. [K]. No metrics."""
+    """Return ``-A logp`` (REINFORCE, Williams 1992), as if the current policy had sampled. [K].
+    No metrics.
+    """
     return TokenLoss(loss=-inputs.advantages * inputs.logprobs)
 
 
 def ppo_clip(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> TokenLoss:
-    """Return ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, ``r = exp(logp - old)`` (PPO, arXiv:1707.06347).
-    [K].
+    """Return ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``, ``r = exp(logp - old)`` (PPO,
+    arXiv:1707.06347). [K].
 
-    ``clip_high > clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip`` bounds the loss of tokens with
-    A < 0 by ``-A dual_clip`` (arXiv:1912.09729; 3 there). ValueError when it is not above 1, for other bounds below 0
-    and for ``clip_low`` above 1.
+    ``clip_high > clip_low`` is DAPO's clip-higher (arXiv:2503.14476). ``dual_clip`` bounds the loss
+    of tokens with A < 0 by ``-A dual_clip`` (arXiv:1912.09729; 3 there). ValueError when it is not
+    above 1, for other bounds below 0 and for ``clip_low`` above 1.
 
-    Metrics: ``ratio`` r; ``clip_fraction``, tokens whose loss is at a bound of the ratio; with ``dual_clip``,
-    ``dual_clip_fraction``, tokens whose loss is at that bound. No token is at both, and one at either has no gradient.
+    Metrics: ``ratio`` r; ``clip_fraction``, tokens whose loss is at a bound of the ratio; with
+    ``dual_clip``, ``dual_clip_fraction``, tokens whose loss is at that bound. No token is at both,
+    and one at either has no gradient.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip={dual_clip}: expected more than 1 (the paper has 3), or none")
@@ -92,7 +103,8 @@ def ppo_clip(
 
 
 def clipped_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
-    """Return PPO's clipped loss of any ratio, with the metrics ``ratio`` and ``clip_fraction``. [K], [K] -> [K].
+    """Return PPO's clipped loss of any ratio, with the metrics ``ratio`` and ``clip_fraction``.
+    [K], [K] -> [K].
 
     ValueError for bounds below 0 and for ``clip_low`` above 1.
     """

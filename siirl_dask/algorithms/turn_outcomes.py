@@ -1,9 +1,10 @@
-"""Turns of episodes that were scored: whose they are, in what order they were taken, and what each was rewarded with.
+"""Turns of episodes that were scored: whose they are, in what order they were taken, and what each
+was rewarded with.
 
-Shapes: R rows, S turns of them, K tokens that the policy wrote in these turns. An episode may have several rows: one
-for each agent that takes part, and one more wherever an agent's history was rewritten (a segment). The segments of one
-agent in one episode are a *part*. Statistics count parts or turns and never rows, so that they do not depend on how a
-part is cut into segments.
+Shapes: R rows, S turns of them, K tokens that the policy wrote in these turns. An episode may have
+several rows: one for each agent that takes part, and one more wherever an agent's history was
+rewritten (a segment). The segments of one agent in one episode are a *part*. Statistics count parts
+or turns and never rows, so that they do not depend on how a part is cut into segments.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ class EpisodeRows:
     """R rows of scored episodes, in complete groups. ValueError when the shapes differ."""
 
     row_ids: Tensor
-    """[R] int64 number of each row: the segments of a part, and the agents of a round, follow each other in this order,
-    whatever the order of rows here."""
+    """[R] int64 number of each row: the segments of a part, and the agents of a round, follow each
+    other in this order, whatever the order of rows here."""
     group_ids: Tensor
     """[R] int64 number of the prompt that the episode began with."""
     episode_ids: Tensor
     """[R] int64 number of the episode; different in different groups."""
     agents: Tensor
-    """[R] int64 number of the agent that wrote the row: the same agent, the same number. 0 with one agent."""
+    """[R] int64 number of the agent that wrote the row: the same agent, the same number. 0 with
+    one agent."""
     parts: Tensor
-    """[R] int64 number of the part: rows that share it are segments of one agent's part of one episode."""
+    """[R] int64 number of the part: rows that share it are segments of one agent's part of one
+    episode."""
 
     @staticmethod
     def empty() -> EpisodeRows:
@@ -54,7 +57,9 @@ class EpisodeRows:
         return len(self.row_ids)
 
     def members(self) -> dict[int, list[int]]:
-        """Return the rows of each part by its number, in order; parts in the order of their first rows."""
+        """Return the rows of each part by its number, in order; parts in the order of their
+        first rows.
+        """
         found: dict[int, list[int]] = {}
         parts = self.parts.tolist()
         for row in self.row_ids.argsort().tolist():
@@ -70,14 +75,15 @@ class TurnOutcomes:
     offsets: Tensor
     """[R + 1] int64: row r has turns ``offsets[r]`` to ``offsets[r + 1]``, perhaps none."""
     rewards: Tensor
-    """[S] float32 reward of each turn. The turns of a part sum to its reward: what an episode is given at its end is on
-    its last turn."""
+    """[S] float32 reward of each turn. The turns of a part sum to its reward: what an episode is
+    given at its end is on its last turn."""
     states: Tensor
     """[S] int64 hash of the state that the turn was taken in; 0 where there is none."""
     lengths: Tensor
     """[S] int64 count of the turn's tokens that the loss trains on."""
     values: Tensor | None = None
-    """[K] float32 value of a critic before each of these tokens, turn after turn; None when no node estimated them."""
+    """[K] float32 value of a critic before each of these tokens, turn after turn; None when no
+    node estimated them."""
 
     def __post_init__(self) -> None:
         check_shapes("[S]", rewards=self.rewards, states=self.states, lengths=self.lengths)
@@ -86,20 +92,28 @@ class TurnOutcomes:
         tokens = int(self.lengths.sum())
         if self.offsets.shape != (rows + 1,) or int(self.offsets[-1]) != turns:
             raise ValueError(
-                f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected [{rows + 1}] for {rows} "
+                f"offsets {list(self.offsets.shape)} end at {int(self.offsets[-1])}: expected "
+                f"[{rows + 1}] for {rows} "
                 f"rows, and {turns}, the number of rewards"
             )
         if self.values is not None and self.values.shape != (tokens,):
-            raise ValueError(f"values {list(self.values.shape)}: expected [{tokens}], one for each token of the turns")
+            raise ValueError(
+                f"values {list(self.values.shape)}: expected [{tokens}], one for each token of the "
+                "turns"
+            )
 
     @property
     def row_of_turn(self) -> Tensor:
         """[S] int64 row of each turn."""
-        return torch.arange(len(self.rows), device=self.offsets.device).repeat_interleave(self.offsets.diff())
+        return torch.arange(len(self.rows), device=self.offsets.device).repeat_interleave(
+            self.offsets.diff()
+        )
 
     @property
     def token_offsets(self) -> Tensor:
-        """[S + 1] int64: turn s owns tokens ``token_offsets[s]`` to ``token_offsets[s + 1]``, perhaps none."""
+        """[S + 1] int64: turn s owns tokens ``token_offsets[s]`` to ``token_offsets[s + 1]``,
+        perhaps none.
+        """
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     def parts(self) -> dict[int, list[int]]:
@@ -111,8 +125,8 @@ class TurnOutcomes:
         }
 
     def rounds(self) -> list[list[list[int]]]:
-        """Return the turns of each episode, round after round: the first turns of all its parts, in the order of their
-        rows, then the second ones, and so on.
+        """Return the turns of each episode, round after round: the first turns of all its parts, in
+        the order of their rows, then the second ones, and so on.
         """
         members = self.rows.members()
         episode_of = self.rows.episode_ids.tolist()

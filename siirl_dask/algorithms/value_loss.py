@@ -13,7 +13,9 @@ from siirl_dask.algorithms.losses import TokenLoss
 
 @dataclass(kw_only=True, slots=True)
 class ValueInputs:
-    """The K tokens of R rows that a critic's loss trains on, row after row. Gradients flow through ``values``."""
+    """The K tokens of R rows that a critic's loss trains on, row after row. Gradients flow
+    through ``values``.
+    """
 
     values: Tensor
     """[K] values of the current critic."""
@@ -30,14 +32,14 @@ ValueLossFn = Callable[[ValueInputs], TokenLoss]
 
 
 def value_clip(inputs: ValueInputs, *, clip: float = 0.5) -> TokenLoss:
-    """Return ``0.5 max((v - R)^2, (v' - R)^2)``, v' being v clipped to the old value +- ``clip``, as in PPO's published
-    code (arXiv:2005.12729). [K].
+    """Return ``0.5 max((v - R)^2, (v' - R)^2)``, v' being v clipped to the old value +- ``clip``,
+    as in PPO's published code (arXiv:2005.12729). [K].
 
     ``clip: .inf`` leaves the plain squared error.
 
-    Metrics: ``value``; ``clip_fraction``, tokens whose clipped square is the larger; ``return``, ``return_squared`` and
-    ``error_squared``. Their means give the explained variance:
-    ``1 - (error_squared - (return - value)^2) / (return_squared - return^2)``.
+    Metrics: ``value``; ``clip_fraction``, tokens whose clipped square is the larger; ``return``,
+    ``return_squared`` and ``error_squared``. Their means give the explained variance: ``1 -
+    (error_squared - (return - value)^2) / (return_squared - return^2)``.
     """
     clipped_values = torch.clamp(inputs.values, inputs.old_values - clip, inputs.old_values + clip)
     unclipped = (inputs.values - inputs.returns).square()

@@ -1,4 +1,6 @@
-"""``siirl-dask plan --analyze RUN``: the plan of a run beside what the run has measured; it starts nothing."""
+"""``siirl-dask plan --analyze RUN``: the plan of a run beside what the run has measured; it
+starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ _GAIN = 0.98  # of the measured step: a smaller gain is no news
 _SHOWN = 3  # splits
 _MARK = "!"
 _LINE = 120
-_FUNCTION = re.compile(r":\s*\w+\s*\Z")  # any option that is a function may be spelled by its name alone
+_FUNCTION = re.compile(
+    r":\s*\w+\s*\Z"
+)  # any option that is a function may be spelled by its name alone
 _OWN = re.compile(r"siirl_dask(\.\w+)*:\w+", re.ASCII)
 _MARKED = (
-    "seconds and bytes that differ from their estimates by half as much again (bytes: above them alone, since rows "
-    "that stay on their worker bring none), rows that differ by more than 1 %, and memory above its bound. '-': not "
+    "seconds and bytes that differ from their estimates by half as much again (bytes: above them "
+    "alone, since rows "
+    "that stay on their worker bring none), rows that differ by more than 1 %, and memory above "
+    "its bound. '-': not "
     "measured, or not estimated."
 )
 
@@ -45,17 +51,23 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
 
     To plan a DAG its functions are imported: those of other packages and files only with ``trust``.
 
-    ConfigError without a run or for a DAG that cannot be planned here, DataError without a trace of a training step.
+    ConfigError without a run or for a DAG that cannot be planned here, DataError without a trace of
+    a training step.
     """
     if form == "svg":
-        raise ConfigError("--format svg: expected text or json with --analyze; siirl-dask report draws a run's DAG")
+        raise ConfigError(
+            "--format svg: expected text or json with --analyze; siirl-dask report draws a run's "
+            "DAG"
+        )
     run = open_run(url)
     config = run.config
     if not trust and (named := sorted(_foreign([run.dag, _engines_and_backends(config)]))):
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         raise ConfigError(
-            f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it that code is "
-            "imported and runs here, whoever wrote it: give --trust if you know it, or leave --analyze out; report and "
+            f"run {url!r} names code that is not of siirl_dask: {named[0]!r}{more}. To plan it "
+            "that code is "
+            "imported and runs here, whoever wrote it: give --trust if you know it, or leave "
+            "--analyze out; report and "
             "trace show what was measured without it"
         )
     measured = _measured(url)
@@ -63,14 +75,20 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
     if len(measured.workers) != config.cluster.workers:
         config, note = _on_as_many(config, len(measured.workers))
         notes.append(note)
-    phases = plan_phases(config, dag_from_spec(**run.dag), None, worker_names(config), assume_columns=True)
+    phases = plan_phases(
+        config, dag_from_spec(**run.dag), None, worker_names(config), assume_columns=True
+    )
     plan, source = phases[Phase.TRAIN]
     memory: Sequence[WorkerMemory] = ()
     try:
         memory = check(config, phases, refuse_devices=False).memory
     except UserError as error:  # this machine may lack what the run's had
         notes.append(f"memory is not estimated: {error}")
-    records = [one for one in read_metrics(url) if one["phase"] == Phase.TRAIN and one["step"] in measured.steps]
+    records = [
+        one
+        for one in read_metrics(url)
+        if one["phase"] == Phase.TRAIN and one["step"] in measured.steps
+    ]
     lengths = mean_lengths(records, config.rollout.max_response_length)
     resolved = timing.resolve(config)
     speed = None if resolved is None else resolved.speed
@@ -87,12 +105,17 @@ def analyze_run(url: str, form: str, timing: TimingOptions, *, trust: bool = Fal
         lengths=lengths,
     )
     if form == "json":
-        return json.dumps({"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)}, indent=1)
+        return json.dumps(
+            {"version": 1, "run": redacted(url), "notes": redacted(notes), **_as_data(found)},
+            indent=1,
+        )
     return _text(config, found, redacted(notes), None if speed is None else speed.name)
 
 
 def _engines_and_backends(config: Config) -> list[object]:
-    """Return what a configuration names as engines and as backends of trainers, for roles whose options do not."""
+    """Return what a configuration names as engines and as backends of trainers, for roles whose
+    options do not.
+    """
     agents = config.agents.values()
     engines = [rollout.engine for rollout in (config.rollout, *(agent.rollout for agent in agents))]
     trainers = [config.trainer, config.critic, *(agent.trainer for agent in agents)]
@@ -100,7 +123,9 @@ def _engines_and_backends(config: Config) -> list[object]:
 
 
 def _foreign(spec: object) -> set[str]:
-    """Return the texts in a recorded DAG that name functions, or may, which are not of siirl_dask."""
+    """Return the texts in a recorded DAG that name functions, or may, which are not of
+    siirl_dask.
+    """
     match spec:
         case Mapping():
             return {name for value in spec.values() for name in _foreign(value)}
@@ -113,7 +138,9 @@ def _foreign(spec: object) -> set[str]:
 
 def _measured(url: str) -> Measured:
     trace = read_trace(url, most_bytes=_BYTES, most_parts=_PARTS)
-    later = [span for span in trace.spans if span.step > 1]  # the first one compiles, and fills caches
+    later = [
+        span for span in trace.spans if span.step > 1
+    ]  # the first one compiles, and fills caches
     if (measured := measure(later) or measure(trace.spans)) is None:
         raise DataError(f"{url!r}: its trace has no training step (it has: {trace.steps})")
     return measured
@@ -128,11 +155,20 @@ def _of_steps(measured: Measured) -> str:
 
 
 def _on_as_many(config: Config, workers: int) -> tuple[Config, str]:
-    """Return the configuration for as many workers as the trace has, where no placement forbids it."""
-    said = f"the trace has {counted(workers, 'worker')}, and cluster.workers={config.cluster.workers}"
+    """Return the configuration for as many workers as the trace has, where no placement forbids
+    it.
+    """
+    said = (
+        f"the trace has {counted(workers, 'worker')}, and cluster.workers={config.cluster.workers}"
+    )
     if config.cluster.placement:
-        return config, f"{said}: the plan is that of the configuration, and numbers may not belong together"
-    return replace(config, cluster=replace(config.cluster, workers=workers)), f"{said}: the plan is for {workers}"
+        return (
+            config,
+            f"{said}: the plan is that of the configuration, and numbers may not belong together",
+        )
+    return replace(
+        config, cluster=replace(config.cluster, workers=workers)
+    ), f"{said}: the plan is for {workers}"
 
 
 def _text(config: Config, found: Analysis, notes: Sequence[str], device: str | None) -> str:
@@ -152,7 +188,8 @@ def _edges(found: Analysis) -> str:
     lengths = found.lengths
     mean = "" if lengths is None else f" of {lengths.prompt:.0f} + {lengths.response:.0f} tokens"
     title = (
-        f"In an average step. Bytes: at most; for rows{mean}, as if each row moved; and what came from other workers"
+        f"In an average step. Bytes: at most; for rows{mean}, as if each row moved; and what came "
+        "from other workers"
     )
     rows = []
     for edge in found.edges:
@@ -180,8 +217,15 @@ def _rows(rows: Compared) -> str:
 
 
 def _nodes(found: Analysis, device: str | None) -> str:
-    on = "not estimated (--on cpu or another device)" if device is None else f"estimated for {device}"
-    title = f"Seconds of the slowest worker, without its waits; {on}.\nMemory: most of a process at the node's end"
+    on = (
+        "not estimated (--on cpu or another device)"
+        if device is None
+        else f"estimated for {device}"
+    )
+    title = (
+        f"Seconds of the slowest worker, without its waits; {on}.\nMemory: most of a process at "
+        "the node's end"
+    )
     rows = [
         (
             node.name,
@@ -196,7 +240,9 @@ def _nodes(found: Analysis, device: str | None) -> str:
         for node in found.nodes
     ]
     step = found.seconds
-    rows.append(("step", "", _seconds(step.estimated), _seconds(step.measured), _ratio(step), "", "", ""))
+    rows.append(
+        ("step", "", _seconds(step.estimated), _seconds(step.measured), _ratio(step), "", "", "")
+    )
     heads = ("node", "role", "estimated", "measured", "ratio", "share", "slowest on", "memory")
     return f"{title}\n{table(heads, rows)}"
 
@@ -225,9 +271,14 @@ def _memory(found: Analysis) -> str:
 def _splits(config: Config, found: Analysis, device: str | None) -> str:
     workers = len(found.measured.workers)
     if not found.splits:
-        return "There is no other split: one worker, or no node that generates." if workers == 1 else "Not known."
+        return (
+            "There is no other split: one worker, or no node that generates."
+            if workers == 1
+            else "Not known."
+        )
     how = (
-        "a role's work is divided evenly among its workers, as if each had a device of its own (--on takes the "
+        "a role's work is divided evenly among its workers, as if each had a device of its own "
+        "(--on takes the "
         "performance model instead)"
         if device is None
         else f"measured seconds change as the performance model says for {device}"
@@ -238,8 +289,14 @@ def _splits(config: Config, found: Analysis, device: str | None) -> str:
     if not faster:
         best = found.splits[0]
         said = f"{best.text(workers)}, {_seconds(best.seconds)} a step"
-        return f"{title}\nNo other split gains 2 %: the fastest would be {said}; measured now {_seconds(now)}."
-    rows = [(one.text(workers), _seconds(one.seconds), f"{1 - one.seconds / now:.0%} less") for one in faster]
+        return (
+            f"{title}\nNo other split gains 2 %: the fastest would be {said}; measured now "
+            f"{_seconds(now)}."
+        )
+    rows = [
+        (one.text(workers), _seconds(one.seconds), f"{1 - one.seconds / now:.0%} less")
+        for one in faster
+    ]
     return f"{title}\n{table(('split', 'a step', f'than the measured {_seconds(now)}'), rows)}"
 
 

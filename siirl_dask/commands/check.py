@@ -1,4 +1,6 @@
-"""``siirl-dask check``: verifies every file of a run, and says what is whole, what is not, and what a resume does."""
+"""``siirl-dask check``: verifies every file of a run, and says what is whole, what is not, and
+what a resume does.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _STYLES = {PartState.WHOLE: "green", PartState.UNFINISHED: "yellow", PartState.D
 
 
 def check(url: str) -> int:
-    """Print what is found of the run at ``url``, and return the exit code. ConfigError if there is no run."""
+    """Print what is found of the run at ``url``, and return the exit code. ConfigError if there
+    is no run.
+    """
     console = PipeConsole()
     begun = time.monotonic()
     with _Bar() as bar:
@@ -27,7 +31,9 @@ def check(url: str) -> int:
         _print(console, finding)
     damaged = sum(finding.state is PartState.DAMAGED for finding in findings)
     said = f"{damaged} damaged" if damaged else "nothing is damaged"
-    console.print(Text(f"{said}; {bar.done:,} bytes read in {time.monotonic() - begun:.1f} s"), soft_wrap=True)
+    console.print(
+        Text(f"{said}; {bar.done:,} bytes read in {time.monotonic() - begun:.1f} s"), soft_wrap=True
+    )
     return 1 if damaged else 0
 
 
@@ -47,7 +53,9 @@ class _Bar:
     def __init__(self) -> None:
         console = PipeConsole(stderr=True)
         columns = (bars.BarColumn(bar_width=30), bars.DownloadColumn(), bars.TimeRemainingColumn())
-        self._bars = bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bars = bars.Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._bars.add_task("check", total=None)
         self._lock = threading.Lock()
         self.done = 0

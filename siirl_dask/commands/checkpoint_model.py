@@ -1,4 +1,6 @@
-"""Puts the model of a run's checkpoint where every worker of an evaluation can read it, for as long as that takes."""
+"""Puts the model of a run's checkpoint where every worker of an evaluation can read it, for as
+long as that takes.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ _LEASE = 30.0  # seconds without a sign of life, after which a clean-up may dele
 def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
     """Yield a path or URL at which nothing is, and remove at the end what has come there.
 
-    It is a temporary folder where the workers are processes of this machine, and one below ``store`` where they may be
-    on others. That one has a sign of life beside it, by which ``siirl-dask clean`` sees that it is in use.
+    It is a temporary folder where the workers are processes of this machine, and one below
+    ``store`` where they may be on others. That one has a sign of life beside it, by which
+    ``siirl-dask clean`` sees that it is in use.
     """
     if not (cluster.exists or cluster.spec):
         with TemporaryDirectory() as folder:
@@ -44,13 +47,18 @@ def folder_for_workers(cluster: ClusterConfig, store: str) -> Iterator[str]:
         finally:
             try:
                 remove_tree(fs, path)
-            except Exception as error:  # each store has errors of its own; what ended the evaluation is the one to tell
-                text = redacted(f"the model at {url} could not be removed: {type(error).__name__}: {error}")
+            except Exception as error:
+                # each store has errors of its own; what ended the evaluation is the one to tell
+                text = redacted(
+                    f"the model at {url} could not be removed: {type(error).__name__}: {error}"
+                )
                 logger.warning("%s", text)
 
 
 def write_checkpoint(run: str, to: str, found: Checkpoint) -> None:
-    """Write the policy of the checkpoint ``found`` of ``run`` to ``to``, as ``siirl-dask export`` does."""
+    """Write the policy of the checkpoint ``found`` of ``run`` to ``to``, as ``siirl-dask
+    export`` does.
+    """
     fs, path = open_fs(to)
     if isinstance(fs, LocalFileSystem):  # nobody reads it yet, so it need not be whole at once
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""``siirl-dask data``: ``import`` writes datasets of any kind as a table, ``show`` looks into one."""
+"""``siirl-dask data``: ``import`` writes datasets of any kind as a table, ``show`` looks into
+one.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,42 @@ _TOKENIZER = "Hugging Face folder of the model whose tokens are counted, or its 
 
 def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command line of ``data``."""
-    command = commands.add_parser("data", help="import datasets into a table, or look into one", epilog=EXIT_CODES)
+    command = commands.add_parser(
+        "data", help="import datasets into a table, or look into one", epilog=EXIT_CODES
+    )
     actions = command.add_subparsers(dest="action", required=True)
-    _add_import(actions.add_parser("import", help="write datasets of any kind as a table", epilog=EXIT_CODES))
-    show = actions.add_parser("show", help="show columns, parts, lengths and samples of a dataset", epilog=EXIT_CODES)
+    _add_import(
+        actions.add_parser(
+            "import", help="write datasets of any kind as a table", epilog=EXIT_CODES
+        )
+    )
+    show = actions.add_parser(
+        "show", help="show columns, parts, lengths and samples of a dataset", epilog=EXIT_CODES
+    )
     show.add_argument("url", metavar="URL", help="a table, or anything that can be imported")
     _add_separator(show)
     show.add_argument("--tokenizer", metavar="PATH", help=f"{_TOKENIZER}; default: characters are")
-    show.add_argument("--model", metavar="PATH", help="as --tokenizer, and print the first prompt as the model sees it")
-    show.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
-    show.add_argument("--prompt", metavar="COLUMN", help="column whose lengths are counted; default: prompt")
-    show.add_argument("--rows", type=int, default=100_000, metavar="N", help="rows to look at; 0: all; default: 100000")
-    show.add_argument("--samples", type=int, default=3, metavar="N", help="rows to print; default: 3")
+    show.add_argument(
+        "--model",
+        metavar="PATH",
+        help="as --tokenizer, and print the first prompt as the model sees it",
+    )
+    show.add_argument(
+        "--max-prompt-length", type=int, metavar="N", help="count prompts that are longer"
+    )
+    show.add_argument(
+        "--prompt", metavar="COLUMN", help="column whose lengths are counted; default: prompt"
+    )
+    show.add_argument(
+        "--rows",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="rows to look at; 0: all; default: 100000",
+    )
+    show.add_argument(
+        "--samples", type=int, default=3, metavar="N", help="rows to print; default: 3"
+    )
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -46,7 +72,10 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         "paths",
         metavar="SRC... DEST",
         nargs="+",
-        help="sources: files, globs, folders, saved datasets, hf://datasets/...; then the URL of the table",
+        help=(
+            "sources: files, globs, folders, saved datasets, hf://datasets/...; then the URL of "
+            "the table"
+        ),
     )
     command.add_argument(
         "--column",
@@ -55,24 +84,44 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         metavar="NAME=PATH[:TYPE]",
         help="add a column: answer=reward_model.truth:text",
     )
-    command.add_argument("--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=text")
+    command.add_argument(
+        "--type", action="append", default=[], metavar="NAME=TYPE", help="such as answer=text"
+    )
     command.add_argument("--select", metavar="A,B", help="the table's columns; default: all")
     command.add_argument("--drop", metavar="A,B", help="columns that the table does not have")
-    command.add_argument("--source-column", metavar="NAME", help="add a column with the source of each row")
-    command.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
-    command.add_argument("--max-prompt-length", type=int, metavar="N", help="count prompts that are longer")
-    command.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompts; default: prompt")
-    command.add_argument("--length-column", metavar="NAME", help="add a column with each prompt's tokens")
     command.add_argument(
-        "--row-group-bytes", default="16MiB", metavar="SIZE", help="size of row groups, at most; default: 16MiB"
+        "--source-column", metavar="NAME", help="add a column with the source of each row"
+    )
+    command.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
+    command.add_argument(
+        "--max-prompt-length", type=int, metavar="N", help="count prompts that are longer"
+    )
+    command.add_argument(
+        "--prompt",
+        default="prompt",
+        metavar="COLUMN",
+        help="column of the prompts; default: prompt",
+    )
+    command.add_argument(
+        "--length-column", metavar="NAME", help="add a column with each prompt's tokens"
+    )
+    command.add_argument(
+        "--row-group-bytes",
+        default="16MiB",
+        metavar="SIZE",
+        help="size of row groups, at most; default: 16MiB",
     )
     _add_separator(command)
-    command.add_argument("--append", action="store_true", help="add rows to the table that is at DEST")
+    command.add_argument(
+        "--append", action="store_true", help="add rows to the table that is at DEST"
+    )
 
 
 def _add_separator(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--separator", metavar="TEXT", help="what CSV files have between columns; default: a comma, or a tab in .tsv"
+        "--separator",
+        metavar="TEXT",
+        help="what CSV files have between columns; default: a comma, or a tab in .tsv",
     )
 
 
@@ -84,7 +133,9 @@ def data(chosen: argparse.Namespace) -> None:
         else:
             _show(chosen)
     except KeyboardInterrupt:
-        remark = f": there is nothing new at {chosen.paths[-1]}" if chosen.action == "import" else ""
+        remark = (
+            f": there is nothing new at {chosen.paths[-1]}" if chosen.action == "import" else ""
+        )
         raise Interrupted(f"stopped by the user{remark}") from None
 
 
@@ -96,7 +147,10 @@ def _import(chosen: argparse.Namespace) -> None:
     _check_separator(chosen.separator)
     *sources, to = chosen.paths
     if not sources:
-        raise ConfigError(f"data import {to}: expected sources and then a destination, as in data import a.jsonl DEST")
+        raise ConfigError(
+            f"data import {to}: expected sources and then a destination, as in data import a.jsonl "
+            "DEST"
+        )
     for option in ("max_prompt_length", "length_column"):
         if getattr(chosen, option) is not None and chosen.tokenizer is None:
             raise ConfigError(f"--{option.replace('_', '-')} counts tokens, and needs --tokenizer")
@@ -154,7 +208,10 @@ def _show(chosen: argparse.Namespace) -> None:
         if getattr(chosen, option) < 0:
             raise ConfigError(f"--{option} {getattr(chosen, option)}: expected 0 or more")
     if chosen.model is not None and chosen.tokenizer is not None:
-        raise ConfigError("--model and --tokenizer: expected one of them, both name the model whose tokens are counted")
+        raise ConfigError(
+            "--model and --tokenizer: expected one of them, both name the model whose tokens are "
+            "counted"
+        )
     path = chosen.model or chosen.tokenizer
     if chosen.max_prompt_length is not None and path is None:
         raise ConfigError("--max-prompt-length counts tokens, and needs --tokenizer or --model")
@@ -173,30 +230,44 @@ def _show(chosen: argparse.Namespace) -> None:
             separator=chosen.separator,
             progress=lambda rows: progress(rows, 0, chosen.rows or None),
         )
-    print_summary(console, found, "characters" if tokenizer is None else "tokens", chosen.max_prompt_length)
+    print_summary(
+        console, found, "characters" if tokenizer is None else "tokens", chosen.max_prompt_length
+    )
     if chosen.model is not None and tokenizer is not None:
         _show_first_prompt(console, found, tokenizer)
 
 
-def _show_first_prompt(console: PipeConsole, found: DatasetSummary, tokenizer: HuggingFaceTokenizer) -> None:
+def _show_first_prompt(
+    console: PipeConsole, found: DatasetSummary, tokenizer: HuggingFaceTokenizer
+) -> None:
     """Print the first prompt as the model sees it, or why it cannot be shown."""
     from siirl_dask.driver.checks.prompt_rows import rendered
 
     if found.first_prompt is None:
-        console.print(Text("\nThere is no first prompt to show: it is null, or there is no column of prompts"))
+        console.print(
+            Text("\nThere is no first prompt to show: it is null, or there is no column of prompts")
+        )
         return
     try:
         prompt = rendered(tokenizer, found.first_prompt, "it is refused")
     except DataError as error:
         console.print(Text(f"\nFirst prompt: {error}"), soft_wrap=True)
         return
-    console.print(Text(f"\nFirst prompt as the model sees it, {counted(prompt.tokens, 'token')}", style="bold"))
+    console.print(
+        Text(
+            f"\nFirst prompt as the model sees it, {counted(prompt.tokens, 'token')}", style="bold"
+        )
+    )
     console.print(Text(prompt.text), soft_wrap=True)
 
 
 @contextmanager
-def row_progress(console: PipeConsole, text: str) -> Iterator[Callable[[int, int, int | None], None]]:
-    """Show a bar of rows on a terminal; yields the function that moves it: ``(rows, bytes, rows in all or None)``."""
+def row_progress(
+    console: PipeConsole, text: str
+) -> Iterator[Callable[[int, int, int | None], None]]:
+    """Show a bar of rows on a terminal; yields the function that moves it: ``(rows, bytes, rows
+    in all or None)``.
+    """
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -204,25 +275,35 @@ def row_progress(console: PipeConsole, text: str) -> Iterator[Callable[[int, int
         bars.TimeElapsedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(text, total=None, size="")
 
         def show(rows: int, nbytes: int, total: int | None) -> None:
             seconds = bar.tasks[0].elapsed or 0.0
-            size = f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s" if nbytes and seconds else ""
+            size = (
+                f"{nbytes / 1e6:,.0f} MB, {nbytes / 1e6 / seconds:,.0f} MB/s"
+                if nbytes and seconds
+                else ""
+            )
             bar.update(task, completed=rows, total=total, size=size)
 
         yield show
 
 
 def _tokenizer(path: str, option: str = "--tokenizer") -> HuggingFaceTokenizer:
-    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
+    from siirl_dask.rollout.tokenizer import (
+        load_tokenizer,
+    )  # transformers: seconds that others need not wait for
 
     return load_tokenizer(folder_here(path, weights=False), f"{option} {path!r}")
 
 
 def _pairs(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` texts. ConfigError for another text, and for a name that is given twice."""
+    """Split ``NAME=VALUE`` texts. ConfigError for another text, and for a name that is given
+    twice.
+    """
     pairs: dict[str, str] = {}
     for text in texts:
         name, sign, value = (part.strip() for part in text.partition("="))

@@ -1,4 +1,6 @@
-"""``siirl-dask doctor``: examines the machine and, with a configuration, its store and its cluster."""
+"""``siirl-dask doctor``: examines the machine and, with a configuration, its store and its
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,27 @@ _STYLES = {DoctorState.OK: "green", DoctorState.NOTE: "yellow", DoctorState.FAUL
 
 
 def doctor(config: str | None, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Print what is found, and return the exit code. ConfigError for a configuration that cannot be used."""
+    """Print what is found, and return the exit code. ConfigError for a configuration that cannot
+    be used.
+    """
     given = [*([config] if config and "=" in config else []), *overrides]
     if given and (config is None or "=" in config):
-        raise ConfigError(f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value")
+        raise ConfigError(
+            f"{given[0]!r} is given without a CONFIG: expected siirl-dask doctor CONFIG key=value"
+        )
     found = examine(None if config is None else load_config_file(config, overrides).config)
-    findings = [replace(finding, text=redacted(finding.text), cure=redacted(finding.cure)) for finding in found]
+    findings = [
+        replace(finding, text=redacted(finding.text), cure=redacted(finding.cure))
+        for finding in found
+    ]
     faults = sum(finding.state is DoctorState.FAULT for finding in findings)
     if as_json:
-        print(json.dumps({"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]}, indent=1))
+        print(
+            json.dumps(
+                {"version": 1, "faults": faults, "findings": [asdict(each) for each in findings]},
+                indent=1,
+            )
+        )
     else:
         _print(findings, faults)
     return 1 if faults else 0
@@ -37,7 +51,9 @@ def _print(findings: Sequence[DoctorFinding], faults: int) -> None:
     width = max(len(finding.part) for finding in findings)
     for finding in findings:
         text = Text(f"{finding.state:<6}", style=_STYLES[finding.state])
-        text.append(f"{printable(finding.part):<{width}}  {printable(finding.text)}", style="default")
+        text.append(
+            f"{printable(finding.part):<{width}}  {printable(finding.text)}", style="default"
+        )
         if finding.cure:
             text.append(f"\n{'':<{width + 8}}{printable(finding.cure)}", style="dim")
         console.print(text, soft_wrap=True)

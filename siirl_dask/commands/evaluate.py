@@ -1,7 +1,8 @@
 """``siirl-dask eval``: samples from a model over a dataset, scores the samples and reports metrics.
 
-The pass over the data is a phase like a validation: the same workers, plan and nodes, without a trainer. Seeds are
-made of run seed, checkpoint step and row id, so the result equals that of the run's own validation.
+The pass over the data is a phase like a validation: the same workers, plan and nodes, without a
+trainer. Seeds are made of run seed, checkpoint step and row id, so the result equals that of the
+run's own validation.
 """
 
 from __future__ import annotations
@@ -50,15 +51,19 @@ class EvalRequest:
     step: int | None = None
     """Step of the run's checkpoint; None takes the newest."""
     out: str | None = None
-    """URL to write to; None takes a folder below the run, or below ``evaluations`` in the working directory."""
+    """URL to write to; None takes a folder below the run, or below ``evaluations`` in the
+    working directory."""
     world: str | None = None
-    """Role of the run's DAG with the environments to play in; None takes those in which it was trained."""
+    """Role of the run's DAG with the environments to play in; None takes those in which it was
+    trained."""
     overrides: Sequence[str] = ()
-    """Overrides, ``key=value``, of the run's configuration, or of the defaults for a Hugging Face folder."""
+    """Overrides, ``key=value``, of the run's configuration, or of the defaults for a Hugging
+    Face folder."""
 
 
 def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
-    """Write every sample and ``metrics.json``, and return the result with the URL that it is written to.
+    """Write every sample and ``metrics.json``, and return the result with the URL that it is
+    written to.
 
     UserError before anything starts.
     """
@@ -69,12 +74,16 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
     config = _config(request, out, run)
     if config.agents:
         raise ConfigError(
-            f"run {request.model!r} has the agents {[*config.agents]}, and eval samples from one model: the run's own "
-            "validation (validation.url) answers with all of them; to evaluate one of them, write its model with "
+            f"run {request.model!r} has the agents {[*config.agents]}, and eval samples from one "
+            "model: the run's own "
+            "validation (validation.url) answers with all of them; to evaluate one of them, write "
+            "its model with "
             "`siirl-dask export --role policy_NAME`"
         )
     set_retry_seconds(config.storage.retry_seconds)
-    answering = answering_of(Run(request.model) if run else None, config, request.overrides, request.world)
+    answering = answering_of(
+        Run(request.model) if run else None, config, request.overrides, request.world
+    )
     with ExitStack() as over:
         if run:
             store = request.out or join(request.model, _FOLDER)
@@ -87,24 +96,39 @@ def evaluate(request: EvalRequest) -> tuple[EvalResult, str]:
                 config.run.url = out = _default_out(request, step)
                 check_unused(out, "--out")
         try:
-            logged = one_pass(config, dag, source, step or 0, passing=[config.model.path] if run else ())
+            logged = one_pass(
+                config, dag, source, step or 0, passing=[config.model.path] if run else ()
+            )
         except Unreachable as error:
             kept = ", as are the weights of the run's checkpoint while it lasts" if run else ""
-            raise ConfigError(f"{error}; what an evaluation writes is below --out, here {out!r}{kept}") from error
+            raise ConfigError(
+                f"{error}; what an evaluation writes is below --out, here {out!r}{kept}"
+            ) from error
     result = _eval_result(request, config, answering, step, logged)
     write_eval_result(out, result)
     return result, out
 
 
 def _config(request: EvalRequest, out: str, run: bool) -> Config:
-    """Return the configuration of the evaluation: that of a run, or the defaults, with the request's overrides."""
+    """Return the configuration of the evaluation: that of a run, or the defaults, with the
+    request's overrides.
+    """
     for text in request.overrides:
         key, _, value = text.partition("=")
         if key in _ARGUMENTS:
-            raise ConfigError(f"{text}: eval takes {value!r} as {_ARGUMENTS[key]}, and {key} from there")
+            raise ConfigError(
+                f"{text}: eval takes {value!r} as {_ARGUMENTS[key]}, and {key} from there"
+            )
     settings = {**_settings(request.data, out), **({} if run else {"model.path": request.model})}
-    overrides = [*(f"{key}={json.dumps(value)}" for key, value in settings.items()), *request.overrides]
-    return Run(request.model).config_with(overrides) if run else load_text("{}", "the defaults", overrides)
+    overrides = [
+        *(f"{key}={json.dumps(value)}" for key, value in settings.items()),
+        *request.overrides,
+    ]
+    return (
+        Run(request.model).config_with(overrides)
+        if run
+        else load_text("{}", "the defaults", overrides)
+    )
 
 
 def _is_run(request: EvalRequest) -> bool:
@@ -112,21 +136,29 @@ def _is_run(request: EvalRequest) -> bool:
         return True
     if not is_remote(request.model) and not Path(request.model, "config.json").is_file():
         raise ConfigError(
-            f"{request.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, with a config.json"
+            f"{request.model!r} is neither a run, with a config.yaml, nor a Hugging Face folder, "
+            "with a config.json"
         )
     if request.step is not None:
         raise ConfigError(
-            f"{request.model!r} is a Hugging Face folder, and has no step {request.step}: leave out --step"
+            f"{request.model!r} is a Hugging Face folder, and has no step {request.step}: leave "
+            "out --step"
         )
     return False
 
 
 def _default_out(request: EvalRequest, step: int | None) -> str:
-    """Return ``RUN/evaluations/test-step000010`` for a run, ``evaluations/MODEL-test`` for a model."""
+    """Return ``RUN/evaluations/test-step000010`` for a run, ``evaluations/MODEL-test`` for a
+    model.
+    """
     data = PurePosixPath(request.data).stem
     if step is not None:
         return join(request.model, _FOLDER, f"{data}-step{step:06d}")
-    name = PurePosixPath(request.model).name if is_remote(request.model) else Path(request.model).resolve().name
+    name = (
+        PurePosixPath(request.model).name
+        if is_remote(request.model)
+        else Path(request.model).resolve().name
+    )
     return join(_FOLDER, f"{name}-{data}")
 
 
@@ -151,19 +183,32 @@ def _settings(data: str, out: str) -> Mapping[str, object]:
 
 
 def _planned(config: Config, answering: Answering) -> tuple[DAG, Source]:
-    """Return the DAG and its dataset. DataError or PlanError for unusable data, source or columns."""
+    """Return the DAG and its dataset. DataError or PlanError for unusable data, source or
+    columns.
+    """
     source = Source.of(config.data)
     schema = open_source(source).schema
-    if config.validation.source_column is not None:  # a field of a struct, which the plan does not check
+    if (
+        config.validation.source_column is not None
+    ):  # a field of a struct, which the plan does not check
         source_schema(schema, replace(source, answer=config.validation.source_column))
     columns = source_schema(schema, source)
     dag = evaluation_dag(config, answering, columns)
-    compile_chains(dag, [str(worker) for worker in range(config.cluster.workers)], columns, config.cluster.placement)
+    compile_chains(
+        dag,
+        [str(worker) for worker in range(config.cluster.workers)],
+        columns,
+        config.cluster.placement,
+    )
     return dag, source
 
 
 def _eval_result(
-    request: EvalRequest, config: Config, answering: Answering, step: int | None, logged: Mapping[str, float | None]
+    request: EvalRequest,
+    config: Config,
+    answering: Answering,
+    step: int | None,
+    logged: Mapping[str, float | None],
 ) -> EvalResult:
     metrics = {name: value for name, value in logged.items() if value is not None}
     validation = config.validation

@@ -1,4 +1,6 @@
-"""The DAG of an evaluation: what answers the prompts, as a run does or the configuration says, and what rewards it."""
+"""The DAG of an evaluation: what answers the prompts, as a run does or the configuration says,
+and what rewards it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from siirl_dask.schema import ANSWER, PROMPT, Schema
 
 TABLE = "generations"
 _REWARD = "rewards.function="
-_ENVIRONMENTS = tuple(f"environments.{key}" for key in ("environment", "by_name", "tools", "mcp_servers"))
+_ENVIRONMENTS = tuple(
+    f"environments.{key}" for key in ("environment", "by_name", "tools", "mcp_servers")
+)
 """Keys that name what a policy acts on."""
 
 
@@ -54,25 +58,40 @@ class Answering:
     """Whether an episode has several agents."""
 
 
-def answering_of(run: Run | None, config: Config, overrides: Sequence[str], world: str | None) -> Answering:
-    """Return what answers as ``run`` does, or, without one, as ``config`` says; its ``overrides`` come before the run.
+def answering_of(
+    run: Run | None, config: Config, overrides: Sequence[str], world: str | None
+) -> Answering:
+    """Return what answers as ``run`` does, or, without one, as ``config`` says; its ``overrides``
+    come before the run.
 
-    ``world`` is the role with the environments to play in; None: that of the run. ConfigError where it cannot be had.
+    ``world`` is the role with the environments to play in; None: that of the run. ConfigError where
+    it cannot be had.
     """
     spec = None if run is None else _episodes_of(run)
-    named = _is_set(config.environments) if run is None else any(text.startswith(_ENVIRONMENTS) for text in overrides)
+    named = (
+        _is_set(config.environments)
+        if run is None
+        else any(text.startswith(_ENVIRONMENTS) for text in overrides)
+    )
     own_reward = any(text.startswith(_REWARD) for text in overrides)
     if own_reward and (spec or named):
         raise ConfigError(
-            "a reward function (--reward, rewards.function) scores single responses, and episodes are rewarded by "
+            "a reward function (--reward, rewards.function) scores single responses, and episodes "
+            "are rewarded by "
             "their environments, or by their agents: leave it out"
         )
     if world is not None and (run is None or (spec or {}).get("run") is not play):
-        raise ConfigError(f"--world {world} is for a run with environments: its DAG has no node that plays")
+        raise ConfigError(
+            f"--world {world} is for a run with environments: its DAG has no node that plays"
+        )
     if named:
         return _playing(config, environments_role(config), "environments")
     if run is None or spec is None:
-        scored = RunReward(resolve(config.rewards.function)) if run is None or own_reward else run.scoring()
+        scored = (
+            RunReward(resolve(config.rewards.function))
+            if run is None or own_reward
+            else run.scoring()
+        )
         return _scored(config, scored)
     if spec["run"] is run_agents:
         return _living(run, config, spec)
@@ -86,9 +105,14 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
     ``data`` is the schema of the dataloader's tables.
     """
     measure = measure_options(config)
-    rollout = Role("rollout", partial(build_engine, model=config.model, rollout=config.rollout, images=config.images))
+    rollout = Role(
+        "rollout",
+        partial(build_engine, model=config.model, rollout=config.rollout, images=config.images),
+    )
     encode = partial(encode_prompts, **prompt_options(config))
-    keep = partial(eval_table, n=measure["n"], source=measure["source"], episodes=answering.episodes)
+    keep = partial(
+        eval_table, n=measure["n"], source=measure["source"], episodes=answering.episodes
+    )
     types = (data.field(name).type for name in (PROMPT, ANSWER))
     columns = eval_table_schema(*types, episodes=answering.episodes, agents=answering.agents)
     counted = partial(measure_answers, **measure, alone=True)
@@ -104,7 +128,9 @@ def evaluation_dag(config: Config, answering: Answering, data: Schema) -> DAG:
 
 def _scored(config: Config, scoring: RunReward) -> Answering:
     reward = Role("reward", partial(build_scorer, rewards=config.rewards, reward=scoring.reward))
-    rewarded = Node("reward", partial(score, columns=scoring.columns), role="reward", after="rollout")
+    rewarded = Node(
+        "reward", partial(score, columns=scoring.columns), role="reward", after="rollout"
+    )
     name = function_name(getattr(scoring.reward, "func", scoring.reward))
     return Answering(name, (_sampling(config, generate_answers), rewarded), (reward,))
 
@@ -113,8 +139,14 @@ def _playing(config: Config, role: Role, name: str) -> Answering:
     """Return episodes with the environments of ``role``, which gets ``name``."""
     node = _sampling(config, play_answers, **play_options(config), world=name)
     given = options_of(role.build)
-    kinds = [given.get("environment"), *(given.get("by_name") or {}).values(), *(given.get("tools") or ())]
-    named = ", ".join(function_name(getattr(kind, "func", kind)) for kind in kinds if kind is not None)
+    kinds = [
+        given.get("environment"),
+        *(given.get("by_name") or {}).values(),
+        *(given.get("tools") or ()),
+    ]
+    named = ", ".join(
+        function_name(getattr(kind, "func", kind)) for kind in kinds if kind is not None
+    )
     return Answering(
         named or ", ".join(config.environments.mcp_servers),
         (node,),
@@ -135,13 +167,23 @@ def _living(run: Run, config: Config, spec: Mapping[str, Any]) -> Answering:
         **options,
     )
     agent = options["agent"]
-    name = " ".join(options["command"]) if agent is None else function_name(getattr(agent, "func", agent))
+    name = (
+        " ".join(options["command"])
+        if agent is None
+        else function_name(getattr(agent, "func", agent))
+    )
     return Answering(name, (node,), episodes=True)
 
 
 def _sampling(config: Config, fn: Callable[..., Any], **options: Any) -> Node:
     sample = partial(fn, rollout=config.rollout, validation=config.validation, **options)
-    return Node("rollout", sample, role="rollout", after="prompts", rows=Rows(str(config.rollout.prompt_placement)))
+    return Node(
+        "rollout",
+        sample,
+        role="rollout",
+        after="prompts",
+        rows=Rows(str(config.rollout.prompt_placement)),
+    )
 
 
 def _is_set(environments: EnvironmentsConfig) -> bool:
@@ -149,7 +191,8 @@ def _is_set(environments: EnvironmentsConfig) -> bool:
 
 
 def _episodes_of(run: Run) -> dict[str, Any] | None:
-    """Return function and options of the node that makes episodes in a run's DAG; None where none does.
+    """Return function and options of the node that makes episodes in a run's DAG; None where none
+    does.
 
     ConfigError where its options cannot be imported.
     """
@@ -161,20 +204,26 @@ def _episodes_of(run: Run) -> dict[str, Any] | None:
         if fn not in (play, run_agents):
             continue
         try:
-            return {"run": fn, "options": all_options(bind(fn, node["with"], f"node {node['name']!r}"))}
+            return {
+                "run": fn,
+                "options": all_options(bind(fn, node["with"], f"node {node['name']!r}")),
+            }
         except PlanError as error:
             raise ConfigError(f"what run {run.url!r} plays cannot be imported: {error}") from error
     return None
 
 
 def _recorded_role(run: Run, config: Config, name: str) -> Role:
-    """Return a role of a run's DAG that has environments, with the options that ``config`` has changed.
+    """Return a role of a run's DAG that has environments, with the options that ``config`` has
+    changed.
 
     ConfigError where there is no such role, or its environments cannot be imported.
     """
     roles = run.dag["roles"]
     if name not in roles:
-        raise ConfigError(f"--world {name}: run {run.url!r} has no such role: expected one of {[*roles]}")
+        raise ConfigError(
+            f"--world {name}: run {run.url!r} has no such role: expected one of {[*roles]}"
+        )
     try:
         build = bind(resolve(roles[name]["build"]), roles[name]["with"], f"role {name!r}")
     except PlanError as error:
@@ -187,4 +236,6 @@ def _recorded_role(run: Run, config: Config, name: str) -> Role:
     changed: dict[str, object] = {"model": config.model}
     if given.get("environments") == before.environments:
         changed["environments"] = config.environments
-    return Role(name, partial(build, **{key: value for key, value in changed.items() if key in given}))
+    return Role(
+        name, partial(build, **{key: value for key, value in changed.items() if key in given})
+    )

@@ -1,4 +1,6 @@
-"""The part of ``siirl-dask plan --hosts`` about hosts: their workers and roles, and the bytes between them."""
+"""The part of ``siirl-dask plan --hosts`` about hosts: their workers and roles, and the bytes
+between them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def read_hosts(text: str, workers: int | None = None) -> list[int]:
     times = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
     if times is None and not re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
         raise ConfigError(
-            f"--hosts {text}: expected hosts x workers on each, such as 4x8, or the workers of each host, such as 8,8,4"
+            f"--hosts {text}: expected hosts x workers on each, such as 4x8, or the workers of "
+            "each host, such as 8,8,4"
         )
     total = int(times[1]) * int(times[2]) if times else sum(map(int, text.split(",")))
     if total > _MOST_WORKERS:
@@ -32,7 +35,8 @@ def read_hosts(text: str, workers: int | None = None) -> list[int]:
     counts = [int(times[2])] * int(times[1]) if times else [int(count) for count in text.split(",")]
     if workers is not None and workers != sum(counts):
         raise ConfigError(
-            f"--hosts {text} has {counted(sum(counts), 'worker')}, and --workers is {workers}: leave out one of them"
+            f"--hosts {text} has {counted(sum(counts), 'worker')}, and --workers is {workers}: "
+            "leave out one of them"
         )
     return counts
 
@@ -44,17 +48,24 @@ def place_workers(workers: Sequence[str], counts: Sequence[int]) -> Hosts:
 
 
 def describe_hosts(plan: Plan, sizes: TableSizes) -> str:
-    """Describe the hosts' roles, and what each edge moves between hosts in a step, rows at their longest."""
+    """Describe the hosts' roles, and what each edge moves between hosts in a step, rows at their
+    longest.
+    """
     links = links_of(plan, sizes)
     total = total_of(links)
-    texts = [_roles(plan), f"Bytes between hosts in a step, rows at their longest\n{_edges(plan, links)}"]
+    texts = [
+        _roles(plan),
+        f"Bytes between hosts in a step, rows at their longest\n{_edges(plan, links)}",
+    ]
     if 0 < len(total) <= _LISTED:
         texts.append(f"Bytes of each link in a step\n{_links(total, links)}")
     return "\n\n".join([*texts, _sum(total, links)])
 
 
 def links_as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
-    """Return the hosts' workers and the bytes of each edge on each link; nothing where all workers are on one host."""
+    """Return the hosts' workers and the bytes of each edge on each link; nothing where all
+    workers are on one host.
+    """
     if not plan.hosts:
         return {}
     links = [
@@ -77,7 +88,13 @@ def _roles(plan: Plan) -> str:
     for ((_, count), *roles), those in alike.items():
         own = [worker for host in those for worker in hosts[host]]
         texts = (role if on == count else f"{role} on {on} of {count}" for role, on in roles)
-        rows.append((worker_ranges(those, tuple(hosts)), worker_ranges(own, workers), ", ".join(texts) or "-"))
+        rows.append(
+            (
+                worker_ranges(those, tuple(hosts)),
+                worker_ranges(own, workers),
+                ", ".join(texts) or "-",
+            )
+        )
     return table(("hosts", "workers", "roles"), rows)
 
 

@@ -1,4 +1,6 @@
-"""``siirl-dask plan`` describes a run as text, JSON or a drawing; it starts nothing and writes nothing."""
+"""``siirl-dask plan`` describes a run as text, JSON or a drawing; it starts nothing and writes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from siirl_dask.commands.hosts import describe_hosts, links_as_data, place_worke
 from siirl_dask.commands.step_time import TimingOptions
 from siirl_dask.config import Config, DevicePreference
 from siirl_dask.config.secrets import redacted
-from siirl_dask.driver.checks.number_type import NumberType, expected_dtype, is_open, with_dtype, with_dtype_in_dag
+from siirl_dask.driver.checks.number_type import (
+    NumberType,
+    expected_dtype,
+    is_open,
+    with_dtype,
+    with_dtype_in_dag,
+)
 from siirl_dask.driver.checks.preflight import check, check_observation
 from siirl_dask.driver.checks.prompt_rows import first_prompt
 from siirl_dask.driver.estimates.device_memory import Cards, cards_of, device_memory
@@ -20,7 +28,14 @@ from siirl_dask.driver.estimates.worker_devices import (
     find_worker_devices,
     worker_devices_as_data,
 )
-from siirl_dask.driver.phases import Phases, assumed_columns, exists, plan_phases, validation_of, worker_names
+from siirl_dask.driver.phases import (
+    Phases,
+    assumed_columns,
+    exists,
+    plan_phases,
+    validation_of,
+    worker_names,
+)
 from siirl_dask.driver.starts import find_starts
 from siirl_dask.errors import ConfigError, counted
 from siirl_dask.planner import DAG, Phase, Plan, TableSizes
@@ -39,13 +54,15 @@ def describe_run(
     devices: int | None = None,
     timing: TimingOptions | None = None,
 ) -> str:
-    """Describe a run's training and validation plans, and the memory of a worker and of its accelerator.
+    """Describe a run's training and validation plans, and the memory of a worker and of its
+    accelerator.
 
-    A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes; with ``hosts``, the
-    number of workers on each, the roles on them and the bytes between them as well. ``devices`` is the number of
-    accelerators of each host; None: one for each worker. ``timing`` asks for seconds of a step. UserError for all
-    mistakes that a run would refuse, such as more memory than ``cluster.memory_limit``; but of accelerators that are
-    too small it says so, and what to change. Where a run would start its workers on accelerators of this machine, it
+    A plan shows the DAG, the workers' chains, and edges with their columns and estimated bytes;
+    with ``hosts``, the number of workers on each, the roles on them and the bytes between them as
+    well. ``devices`` is the number of accelerators of each host; None: one for each worker.
+    ``timing`` asks for seconds of a step. UserError for all mistakes that a run would refuse, such
+    as more memory than ``cluster.memory_limit``; but of accelerators that are too small it says so,
+    and what to change. Where a run would start its workers on accelerators of this machine, it
     shows their links, NUMA nodes and CPUs.
     """
     if devices is not None and devices < 1:
@@ -86,9 +103,17 @@ def describe_run(
             memory = [_memory_as_data(one) for one in checked.memory]
             device = {} if accelerator is None else {"devices": _cards_as_data(accelerator, cards)}
             time = {} if seconds is None else {"time": seconds.as_data()}
-            shows = {} if prompt is None else {"first_prompt": {"text": prompt.text, "tokens": prompt.tokens}}
+            shows = (
+                {}
+                if prompt is None
+                else {"first_prompt": {"text": prompt.text, "tokens": prompt.tokens}}
+            )
             train, _ = phases[Phase.TRAIN]
-            where = {} if worker_devices is None else {"topology": worker_devices_as_data(worker_devices, train)}
+            where = (
+                {}
+                if worker_devices is None
+                else {"topology": worker_devices_as_data(worker_devices, train)}
+            )
             parts = {"version": 1, "notes": notes, "phases": plans, "memory": memory}
             return json.dumps({**parts, **device, **time, **where, **shows}, indent=1)
         case "svg":
@@ -96,22 +121,33 @@ def describe_run(
     texts = [f"note: {note}" for note in notes]
     for phase, (plan, sizes) in shown.items():
         texts.append(f"== {phase} ==\n\n{describe(plan, sizes)}")
-        texts += [] if placed is None else [f"== hosts in {phase} ==\n\n{describe_hosts(plan, sizes)}"]
+        texts += (
+            [] if placed is None else [f"== hosts in {phase} ==\n\n{describe_hosts(plan, sizes)}"]
+        )
     texts.append(_memory(config, checked.memory, workers, on_cpu=accelerator is None))
     if config.cluster.device is not DevicePreference.cpu and cards:
         texts.append(_devices(accelerator, cards))
     if prompt is not None:
-        told = f"{counted(prompt.tokens, 'token')}, as the model sees {'it' if prompt.tokens == 1 else 'them'}"
+        told = (
+            f"{counted(prompt.tokens, 'token')}, as the model sees "
+            f"{'it' if prompt.tokens == 1 else 'them'}"
+        )
         texts.append(f"== first prompt ==\n\n{told}\n{prompt.text}")
     if worker_devices is not None:
-        texts.append(f"== topology ==\n\n{describe_worker_devices(worker_devices, phases[Phase.TRAIN][0])}")
+        texts.append(
+            f"== topology ==\n\n{describe_worker_devices(worker_devices, phases[Phase.TRAIN][0])}"
+        )
     return "\n\n".join(texts if seconds is None else [*texts, seconds.text()])
 
 
 def _shown(config: Config, phases: Phases) -> dict[str, tuple[Plan, TableSizes]]:
-    """Return the plans to show, with their sizes; the test phase is the validation's plan on other data."""
+    """Return the plans to show, with their sizes; the test phase is the validation's plan on
+    other data.
+    """
     chosen = {phase: pair for phase, pair in phases.items() if phase is not Phase.TEST}
-    return {phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in chosen.items()}
+    return {
+        phase: (plan, sizes_of(config, plan, source)) for phase, (plan, source) in chosen.items()
+    }
 
 
 def _assumed(config: Config) -> list[str]:
@@ -121,12 +157,17 @@ def _assumed(config: Config) -> list[str]:
     if not absent:
         return []
     columns = ", ".join(f"{column.name}: {column.type}" for column in assumed_columns(config))
-    note = f"no dataset is at {', '.join(absent)} yet; assumed the columns that the config names ({columns})"
+    note = (
+        f"no dataset is at {', '.join(absent)} yet; assumed the columns that the config names "
+        f"({columns})"
+    )
     if not set(absent) <= set(config.data.urls):
         note += f", and {config.data.batch_size} rows to validate on"
     made = config.data.prepare is not None and not set(absent).isdisjoint(config.data.urls)
     return [
-        f"{note}; a run calls data.prepare={config.data.prepare} first" if made else f"{note}; a run needs that data"
+        f"{note}; a run calls data.prepare={config.data.prepare} first"
+        if made
+        else f"{note}; a run needs that data"
     ]
 
 
@@ -139,7 +180,8 @@ def _devices(memory: int | None, cards: Cards) -> str:
         roles = next(iter(workers.values()))
         groups[label.partition(" ")[2]] = (", ".join(roles), roles)
     title = (
-        "With an accelerator for each worker: it fits, with so many rows at once, or needs more than there "
+        "With an accelerator for each worker: it fits, with so many rows at once, or needs more "
+        "than there "
         "is. --device-memory 80GB shows the parts, and what to change"
     )
     return f"== device memory ==\n\n{title}\n{summary(groups)}"
@@ -149,10 +191,21 @@ def _cards_as_data(memory: int, cards: Cards) -> list[dict[str, Any]]:
     return [card_as_data(memory, workers) for workers in cards.values()]
 
 
-def _memory(config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str], *, on_cpu: bool) -> str:
-    limit = "no cluster.memory_limit" if config.cluster.memory_limit is None else config.cluster.memory_limit
+def _memory(
+    config: Config, groups: Sequence[WorkerMemory], workers: Sequence[str], *, on_cpu: bool
+) -> str:
+    limit = (
+        "no cluster.memory_limit"
+        if config.cluster.memory_limit is None
+        else config.cluster.memory_limit
+    )
     rows = [
-        (worker_ranges(one.workers, tuple(workers)), ", ".join(one.roles) or "-", readable_bytes(one.total), one.text())
+        (
+            worker_ranges(one.workers, tuple(workers)),
+            ", ".join(one.roles) or "-",
+            readable_bytes(one.total),
+            one.text(),
+        )
         for one in groups
     ]
     where = "of a worker on a CPU" if on_cpu else "of the host for a worker with an accelerator"

@@ -1,4 +1,6 @@
-"""``siirl-dask quickstart``: trains a tiny model on this machine, and explains the result to a first-time user."""
+"""``siirl-dask quickstart``: trains a tiny model on this machine, and explains the result to a
+first-time user.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _SHOWN_COLUMNS = ["prompt", "answer", "response", "reward"]
 
 
 def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
-    """Train as the shipped config says and print a report. A run of an earlier quickstart is replaced."""
+    """Train as the shipped config says and print a report. A run of an earlier quickstart is
+    replaced.
+    """
     file = load_config_file(config_file, overrides)
     config = file.config
     console = PipeConsole()
@@ -49,14 +53,20 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         after = _validation_rows(url, steps)
     if config.observe.plot:
         files["plot"] = join(url, "plot.svg")
-    command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])  # typed as it was here
+    command = (
+        "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])
+    )  # typed as it was here
     next_lines = (
         f"{command} rollouts {url}",
         f"{command} plan {os.path.relpath(config_file.resolve())}",
         f"{command} quickstart run.name=mine trainer.lr=5e-5",
     )
     console.print(
-        render_end_of_run(EndOfRun(summary=summary, files=files, before=before, after=after, next_lines=next_lines))
+        render_end_of_run(
+            EndOfRun(
+                summary=summary, files=files, before=before, after=after, next_lines=next_lines
+            )
+        )
     )
 
 

@@ -1,10 +1,12 @@
-"""``siirl-dask replay``: runs nodes of a run's DAG again on the rows that it stored, with something changed.
+"""``siirl-dask replay``: runs nodes of a run's DAG again on the rows that it stored, with something
+changed.
 
     siirl-dask replay runs/mine --steps 10:20 --from reward --set rewards.function=rewards.py:stricter
 
-The rows go into a table of their own beside the run's, and the difference is printed. Roles that none of these nodes
-uses are not built: a changed reward loads no model. A model that is built has the weights of a checkpoint of the run,
-by default those that it had at each step, as far as there are checkpoints.
+The rows go into a table of their own beside the run's, and the difference is printed. Roles that
+none of these nodes uses are not built: a changed reward loads no model. A model that is built has
+the weights of a checkpoint of the run, by default those that it had at each step, as far as there
+are checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _FUNCTIONS = {
     "algorithm.advantage": "advantage",
     "algorithm.advantage_options": "advantage",
 }
-"""Keys that name a function, or give its options, and the option of a role or node that holds it."""
+"""Keys that name a function, or give its options, and the option of a role or node that holds
+it."""
 _WIDTH = 100  # letters of a prompt or a response that are printed
 _PLACE: tuple[str, ...] = (
     *("cluster.address=null", "cluster.scheduler_file=null", "cluster.spec=null"),
@@ -78,7 +81,9 @@ class Replayed:
 
 
 def replay(request: ReplayRequest) -> Replayed:
-    """Run the nodes again and return what changed, and with which weights. UserError before anything starts."""
+    """Run the nodes again and return what changed, and with which weights. UserError before
+    anything starts.
+    """
     run = open_run(request.run)
     config = run.config_with([*_PLACE, *request.overrides, *request.settings])
     config.run.url = absolute(request.run)
@@ -91,35 +96,56 @@ def replay(request: ReplayRequest) -> Replayed:
     dag = dag_from_spec(**changed_spec(run.dag, again, config, request))
     cut = run_again(dag, stored, request.first, name)
     groups = past_weights(request.run, steps, request.checkpoint)
-    built = stored_passes(config, cut.dag, [StoredPass(group.steps, group.checkpoint) for group in groups])
-    weights = tuple(_weights(*pair, config, request) for pair in zip(groups, built, strict=True) if pair[1])
-    written = dict.fromkeys(name for node in cut.dag.nodes[1:] for name in node.contract.writes.names)
+    built = stored_passes(
+        config, cut.dag, [StoredPass(group.steps, group.checkpoint) for group in groups]
+    )
+    weights = tuple(
+        _weights(*pair, config, request) for pair in zip(groups, built, strict=True) if pair[1]
+    )
+    written = dict.fromkeys(
+        name for node in cut.dag.nodes[1:] for name in node.contract.writes.names
+    )
     return Replayed(compare(request.run, table, name, [*written]), weights)
 
 
-def _weights(group: StepsWithWeights, roles: Sequence[str], config: Config, request: ReplayRequest) -> str:
+def _weights(
+    group: StepsWithWeights, roles: Sequence[str], config: Config, request: ReplayRequest
+) -> str:
     """Return which weights the objects of ``roles`` had at the steps of a group."""
     first = group.steps[0]
     last = group.steps[-1]
     found = group.checkpoint
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    source = f"model.path={config.model.path}" if found is None else f"the checkpoint of step {found.step}"
+    source = (
+        f"model.path={config.model.path}"
+        if found is None
+        else f"the checkpoint of step {found.step}"
+    )
     lacking = found is None and last > 1 and request.checkpoint is Weights.BEFORE
-    return f"{', '.join(roles)} at {steps}: the weights of {source}{', as no checkpoint is older' if lacking else ''}"
+    return (
+        f"{', '.join(roles)} at {steps}: the weights of "
+        f"{source}{', as no checkpoint is older' if lacking else ''}"
+    )
 
 
-def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest) -> dict[str, Any]:
-    """Return a DAG as plain data with the request's changes: functions of nodes, and options of nodes and roles that
-    hold a key of the configuration. ConfigError for a change that reaches none of those in ``again``.
+def changed_spec(
+    spec: Mapping[str, Any], again: DAG, config: Config, request: ReplayRequest
+) -> dict[str, Any]:
+    """Return a DAG as plain data with the request's changes: functions of nodes, and options of
+    nodes and roles that hold a key of the configuration. ConfigError for a change that reaches none
+    of those in ``again``.
     """
     roles = deepcopy(dict(spec["roles"]))
     nodes = deepcopy(list(spec["nodes"]))
-    known = [node["name"] for node in nodes if node["name"] in {other.name for other in again.nodes}]
+    known = [
+        node["name"] for node in nodes if node["name"] in {other.name for other in again.nodes}
+    ]
     for text in request.nodes:
         name, _, function = text.partition("=")
         if name not in known or not function:
             raise ConfigError(
-                f"--node {text!r}: expected NAME=module:function or NAME=file.py:function, with the name of a node "
+                f"--node {text!r}: expected NAME=module:function or NAME=file.py:function, with "
+                "the name of a node "
                 f"that is run again (nodes: {known}){did_you_mean(name, known)}"
             )
         next(node for node in nodes if node["name"] == name)["run"] = function
@@ -128,7 +154,10 @@ def changed_spec(spec: Mapping[str, Any], again: DAG, config: Config, request: R
     for text in request.settings:
         key = text.partition("=")[0]
         if not _set(key, config, owners):
-            raise ConfigError(f"--set {text}: it changes nothing: nodes {known} of roles {named} do not have {key}")
+            raise ConfigError(
+                f"--set {text}: it changes nothing: nodes {known} of roles {named} do not have "
+                f"{key}"
+            )
     return {"roles": roles, "nodes": nodes}
 
 
@@ -148,7 +177,9 @@ def _set(key: str, config: Config, owners: Sequence[dict[str, Any]]) -> bool:
 
 
 def _function(config: Config, key: str) -> Any:
-    """Return a function of the configuration as an option, with the options that the configuration gives it."""
+    """Return a function of the configuration as an option, with the options that the
+    configuration gives it.
+    """
     group, _, name = key.removesuffix("_options").partition(".")
     options = getattr(getattr(config, group), f"{name}_options", {})
     function = getattr(getattr(config, group), name)
@@ -161,7 +192,9 @@ def _chosen(request: ReplayRequest, table: str) -> list[int]:
     wanted = [step for step in there if step in request.steps]
     if not wanted:
         held = f"steps {there[0]} to {there[-1]}" if there else "none"
-        raise ConfigError(f"--steps: run {request.run!r} has saved no {in_words(request.steps)} (it has {held})")
+        raise ConfigError(
+            f"--steps: run {request.run!r} has saved no {in_words(request.steps)} (it has {held})"
+        )
     return wanted
 
 
@@ -178,22 +211,32 @@ def render(replayed: Replayed) -> str:
     changes = replayed.changes
     first, last = changes.steps
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    lines = [f"{counted(changes.rows, 'row')} of {steps}, in table {changes.table!r}", *replayed.weights, ""]
+    lines = [
+        f"{counted(changes.rows, 'row')} of {steps}, in table {changes.table!r}",
+        *replayed.weights,
+        "",
+    ]
     lines.append(
-        f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} {'corr.':>7}"
+        f"{'column':<20} {'values':>9} {'changed':>9} {'flipped':>9} {'before':>10} {'after':>10} "
+        f"{'corr.':>7}"
     )
     for column in changes.columns:
         correlation = "-" if column.correlation is None else f"{column.correlation:.3f}"
         lines.append(
-            f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} {column.before:>10.4g} "
+            f"{column.name:<20} {column.values:>9} {column.changed:>9} {column.flipped:>9} "
+            f"{column.before:>10.4g} "
             f"{column.after:>10.4g} {correlation:>7}"
         )
     for sample in changes.samples:
         lines += [
             "",
-            f"step {sample.step}, row {sample.row}: reward {_reward(sample.before)} -> {_reward(sample.after)}",
+            f"step {sample.step}, row {sample.row}: reward {_reward(sample.before)} -> "
+            f"{_reward(sample.after)}",
         ]
-        lines += [f"  prompt    {_one_line(sample.prompt)}", f"  response  {_one_line(sample.response)}"]
+        lines += [
+            f"  prompt    {_one_line(sample.prompt)}",
+            f"  response  {_one_line(sample.response)}",
+        ]
     return "\n".join(lines)
 
 

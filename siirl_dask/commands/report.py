@@ -16,14 +16,22 @@ _FILE = "report.html"
 
 def add_report(command: ArgumentParser) -> None:
     """Add the arguments of the command."""
-    command.add_argument("runs", metavar="RUN", nargs="+", help="a run's folder or URL; several are compared")
-    command.add_argument("-o", "--output", metavar="FILE", default=_FILE, help=f"a path or URL; default: {_FILE}")
+    command.add_argument(
+        "runs", metavar="RUN", nargs="+", help="a run's folder or URL; several are compared"
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FILE", default=_FILE, help=f"a path or URL; default: {_FILE}"
+    )
 
 
 def write_report(chosen: Namespace) -> None:
-    """Write the file, and say where it is. ConfigError without a run, and for a file that cannot be written."""
+    """Write the file, and say where it is. ConfigError without a run, and for a file that cannot
+    be written.
+    """
     if len(chosen.runs) > _MOST:
-        raise ConfigError(f"{len(chosen.runs)} runs: expected at most {_MOST}, which can still be told apart")
+        raise ConfigError(
+            f"{len(chosen.runs)} runs: expected at most {_MOST}, which can still be told apart"
+        )
     runs = gather(chosen.runs)
     content = page(runs).encode()
     try:

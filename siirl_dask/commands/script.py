@@ -1,4 +1,6 @@
-"""The command line of a pipeline script, and the end of every command: exit codes and error messages."""
+"""The command line of a pipeline script, and the end of every command: exit codes and error
+messages.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,24 @@ from siirl_dask.planner import DAG
 from siirl_dask.runs.reader import Run, open_run
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 the run failed, 2 an argument, config, DAG or dataset is unusable, 130 stopped by Ctrl-C or "
+    "exit codes: 0 done, 1 the run failed, 2 an argument, config, DAG or dataset is unusable, 130 "
+    "stopped by Ctrl-C or "
     "SIGTERM, 141 the reader of the output closed it"
 )
 Recipe = Callable[[Config], DAG]
 _T = TypeVar("_T")
 
 
-def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence[str] | None = None) -> Run:
-    """Train the DAG that ``training`` makes: ``python script.py CONFIG [key=value ...] [--fresh | --force]``.
+def main(
+    training: Recipe, validation: Recipe | None = None, arguments: Sequence[str] | None = None
+) -> Run:
+    """Train the DAG that ``training`` makes: ``python script.py CONFIG [key=value ...] [--fresh |
+    --force]``.
 
-    The script's DAG replaces the configuration's. ``validation`` makes the DAG that runs over the validation data in
-    between; None takes the default of the training DAG (``siirl_dask.recipes.common.validation``). Returns the run, as
-    ``open_run`` does; if training fails or is stopped, the process ends with a message instead.
+    The script's DAG replaces the configuration's. ``validation`` makes the DAG that runs over the
+    validation data in between; None takes the default of the training DAG
+    (``siirl_dask.recipes.common.validation``). Returns the run, as ``open_run`` does; if training
+    fails or is stopped, the process ends with a message instead.
     """
     parser = argparse.ArgumentParser(epilog=EXIT_CODES)
     add_resume_options(parser)
@@ -58,13 +65,23 @@ def main(training: Recipe, validation: Recipe | None = None, arguments: Sequence
 
 def add_resume_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--fresh`` and ``--force``; without either, an existing run is resumed."""
-    parser.add_argument("--fresh", action="store_true", help="begin anew: what the run left in its folder is removed")
-    parser.add_argument("--force", action="store_true", help="resume the run although CONFIG or the DAG has changed")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin anew: what the run left in its folder is removed",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="resume the run although CONFIG or the DAG has changed"
+    )
 
 
 def add_cluster_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--cluster``, which is short for a key."""
-    parser.add_argument("--cluster", metavar="FILE", help="start the Dask cluster that FILE describes (cluster.spec)")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="start the Dask cluster that FILE describes (cluster.spec)",
+    )
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
@@ -76,13 +93,19 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
     """Run the training as ``--fresh`` and ``--force`` say."""
     check_plugins()
-    from siirl_dask.driver.run import run  # dask and torch: seconds that `plan` and `--help` need not wait for
+    from siirl_dask.driver.run import (
+        run,
+    )  # dask and torch: seconds that `plan` and `--help` need not wait for
 
-    run(config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options))
+    run(
+        config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options)
+    )
 
 
 def resuming(options: argparse.Namespace) -> str:
-    """Return the command that resumes the run, as one types it: without ``--fresh``, which would remove the run."""
+    """Return the command that resumes the run, as one types it: without ``--fresh``, which would
+    remove the run.
+    """
     program = ["siirl-dask", "run"] if hasattr(options, "command") else ["python", sys.argv[0]]
     cluster = [] if options.cluster is None else [f"--cluster={options.cluster}"]
     force = ["--force"] if options.force else []
@@ -90,12 +113,16 @@ def resuming(options: argparse.Namespace) -> str:
 
 
 def exit_with_message(work: Callable[[], _T]) -> _T:
-    """Return the result of ``work``. A SiirlError becomes one message on stderr, any other error stays a traceback."""
+    """Return the result of ``work``. A SiirlError becomes one message on stderr, any other error
+    stays a traceback.
+    """
     signal.signal(signal.SIGTERM, _as_interrupt)
     atexit.register(_end_soon)
     hide()
     _take_any_text(sys.stdout)
-    sys.path.insert(0, str(Path.cwd()))  # where functions named module:function in a config are looked for, too
+    sys.path.insert(
+        0, str(Path.cwd())
+    )  # where functions named module:function in a config are looked for, too
     try:
         return _with_output_flushed(work)
     except KeyboardInterrupt:
@@ -110,15 +137,19 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
 
 
 def _take_any_text(stream: TextIO) -> None:
-    """Have a stream that knows few characters, such as ASCII's, show others by their number instead of ending us."""
+    """Have a stream that knows few characters, such as ASCII's, show others by their number
+    instead of ending us.
+    """
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
 
 
 def _with_output_flushed(work: Callable[[], _T]) -> _T:
-    """Return the result of ``work`` once all that it printed is written, also where argparse prints help and exits.
+    """Return the result of ``work`` once all that it printed is written, also where argparse prints
+    help and exits.
 
-    BrokenPipeError when the reader has closed the pipe; Python itself would only print that at its end.
+    BrokenPipeError when the reader has closed the pipe; Python itself would only print that at its
+    end.
     """
     try:
         result = work()
@@ -130,7 +161,9 @@ def _with_output_flushed(work: Callable[[], _T]) -> _T:
 
 
 def _end_for_closed_pipe() -> NoReturn:
-    """End quietly with the status of a program that SIGPIPE ends: the reader, such as ``head``, has enough."""
+    """End quietly with the status of a program that SIGPIPE ends: the reader, such as ``head``,
+    has enough.
+    """
     # Python flushes stdout once more at its end, and would print the error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)

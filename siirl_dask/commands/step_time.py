@@ -27,10 +27,14 @@ class TimingOptions:
     figures: Sequence[str] = ()
 
     def resolve(self, config: Config) -> ResolvedTiming | None:
-        """Return the figures of the device, and lengths; None where no device is named. ConfigError for other words."""
+        """Return the figures of the device, and lengths; None where no device is named.
+        ConfigError for other words.
+        """
         if self.device is None:
             if self.tokens is not None or self.figures:
-                raise ConfigError("--tokens and --figure belong to --on, which names a device, such as --on h100")
+                raise ConfigError(
+                    "--tokens and --figure belong to --on, which names a device, such as --on h100"
+                )
             return None
         lengths = lengths_of(config, self.tokens)
         return ResolvedTiming(speed_of(self.device, self.figures, config.cluster.threads), lengths)
@@ -47,7 +51,9 @@ class ResolvedTiming:
         """Return the seconds of a step of ``plan``, and the fastest splits of its workers."""
         found = step_time(config, plan, self.speed, self.lengths)
         rows = config.data.batch_size * config.rollout.n
-        return Estimated(self, plan, rows, found, splits(config, plan, self.speed, self.lengths)[:_SHOWN])
+        return Estimated(
+            self, plan, rows, found, splits(config, plan, self.speed, self.lengths)[:_SHOWN]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,8 @@ class Estimated:
         speed = self.timing.speed
         lengths = self.timing.lengths
         head = (
-            f"== time ==\n\nOn {speed.name} ({speed.source}), rows of {lengths.prompt:g} + {lengths.response:g} tokens"
+            f"== time ==\n\nOn {speed.name} ({speed.source}), rows of {lengths.prompt:g} + "
+            f"{lengths.response:g} tokens"
         )
         if self.step is None:
             return f"{head}: not known, since the size of a model is not"
@@ -75,16 +82,23 @@ class Estimated:
         for name, took in self.step.nodes.items():
             rows.append((name, roles[name], _seconds(took), f"{took / total:.0%}"))
             moves = self.step.moves.get(name, {})
-            rows += [(f"- {what}", "", _seconds(each), f"{each / total:.0%}") for what, each in moves.items()]
+            rows += [
+                (f"- {what}", "", _seconds(each), f"{each / total:.0%}")
+                for what, each in moves.items()
+            ]
         rows.append(("all", "", _seconds(total), ""))
         idle = ", ".join(f"{role} {share:.0%}" for role, share in self.step.idle.items())
         tokens = self.rows * (lengths.prompt + lengths.response) / total
         last = [
-            f"About {_seconds(total)} s a step: {self.rows / total:,.1f} rows or {tokens:,.0f} tokens a second. "
+            f"About {_seconds(total)} s a step: {self.rows / total:,.1f} rows or {tokens:,.0f} "
+            "tokens a second. "
             f"Longest: {self.step.bottleneck}. Idle: {idle}."
         ]
         if self.splits:
-            best = "; ".join(f"{one.text(len(self.plan.chains))}, {_seconds(one.seconds)} s" for one in self.splits)
+            best = "; ".join(
+                f"{one.text(len(self.plan.chains))}, {_seconds(one.seconds)} s"
+                for one in self.splits
+            )
             last.append(f"Splits of the workers, fastest first, whether they fit or not: {best}.")
         return "\n".join([head, table(("node", "role", "seconds", "of the step"), rows), *last])
 
@@ -100,7 +114,12 @@ class Estimated:
             "idle": dict(self.step.idle),
             "bottleneck": self.step.bottleneck,
             "splits": [
-                {"rollout": one.rollout, "policy": one.policy, "together": one.together, "seconds": one.seconds}
+                {
+                    "rollout": one.rollout,
+                    "policy": one.policy,
+                    "together": one.together,
+                    "seconds": one.seconds,
+                }
                 for one in self.splits
             ],
         }

@@ -22,8 +22,12 @@ def steps_between(text: str) -> range:
     ArgumentTypeError for any other text, and where the first step comes after the last.
     """
     first, colon, last = text.partition(":")
-    if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
-        raise ArgumentTypeError(f"{text!r}: expected A:B or one step, such as 10:20, 10:, :20 or 10")
+    if not all(
+        part.isdecimal() or (colon and not part) for part in (first, last if colon else first)
+    ):
+        raise ArgumentTypeError(
+            f"{text!r}: expected A:B or one step, such as 10:20, 10:, :20 or 10"
+        )
     if not colon:
         return one_step(first)
     steps = range(int(first or 0), int(last) + 1 if last else sys.maxsize)

@@ -1,4 +1,6 @@
-"""``siirl-dask trace``: says where the time of a run goes and who is slow, and writes a trace that Perfetto opens."""
+"""``siirl-dask trace``: says where the time of a run goes and who is slow, and writes a trace
+that Perfetto opens.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,31 @@ _EVEN = 1.1  # times the others' median: what is less is no news
 def add_trace(command: ArgumentParser) -> None:
     """Add the arguments of the command."""
     command.add_argument("run", metavar="RUN", help="the run's folder or URL")
-    command.add_argument("--step", type=one_step, dest="steps", metavar="N", help="of this step alone")
-    command.add_argument("--steps", type=steps_between, metavar="A:B", help="of steps A to B; default: the newest")
-    command.add_argument("-o", "--output", metavar="FILE", help="write a trace for ui.perfetto.dev, at a path or URL")
+    command.add_argument(
+        "--step", type=one_step, dest="steps", metavar="N", help="of this step alone"
+    )
+    command.add_argument(
+        "--steps", type=steps_between, metavar="A:B", help="of steps A to B; default: the newest"
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="write a trace for ui.perfetto.dev, at a path or URL"
+    )
 
 
 def show_trace(chosen: Namespace) -> None:
-    """Print where the time went, and write the file. ConfigError without a run, DataError without a trace."""
+    """Print where the time went, and write the file. ConfigError without a run, DataError
+    without a trace.
+    """
     open_run(chosen.run)
     trace = read_trace(chosen.run, chosen.steps)
     console = PipeConsole()
     print_bottleneck(console, trace, find_bottleneck(trace.spans))
     if chosen.output:
         _write(chosen.output, trace, chosen.run)
-        console.print(Text(f"{chosen.output} has the trace: open it in https://ui.perfetto.dev"), soft_wrap=True)
+        console.print(
+            Text(f"{chosen.output} has the trace: open it in https://ui.perfetto.dev"),
+            soft_wrap=True,
+        )
 
 
 def print_bottleneck(console: Console, trace: Trace, found: Bottleneck) -> None:
@@ -62,46 +75,77 @@ def print_bottleneck(console: Console, trace: Trace, found: Bottleneck) -> None:
     if len(found.workers) > _WORKERS:
         console.print(Text(f"... {len(found.workers) - _WORKERS} more workers", style="dim"))
     if found.dropped:
-        console.print(Text(f"{found.dropped} of the oldest spans were too many to be kept", style="dim"))
+        console.print(
+            Text(f"{found.dropped} of the oldest spans were too many to be kept", style="dim")
+        )
 
 
 def _lines(trace: Trace, found: Bottleneck) -> list[str]:
     first = trace.steps[0]
     last = trace.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    left = "" if len(trace.steps) == len(trace.all_steps) else f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
+    left = (
+        ""
+        if len(trace.steps) == len(trace.all_steps)
+        else f" of {trace.all_steps[0]} to {trace.all_steps[-1]}"
+    )
     each = found.seconds / found.steps
-    lines = [f"{steps}{left}: {found.seconds:.2f} s, {each:.2f} s a step, {counted(len(found.workers), 'worker')}"]
+    lines = [
+        f"{steps}{left}: {found.seconds:.2f} s, {each:.2f} s a step, "
+        f"{counted(len(found.workers), 'worker')}"
+    ]
     if (start := found.start) and start.seconds > each:
-        lines.append(f"start     {start.node} on worker {start.worker!r} took longest, {start.seconds:.1f} s")
+        lines.append(
+            f"start     {start.node} on worker {start.worker!r} took longest, {start.seconds:.1f} s"
+        )
     if slowest := found.slowest:
         lines.append(f"slowest   {_told(slowest, found)}")
     if (uneven := found.uneven) and uneven.times_others and uneven.times_others > _EVEN:
         lines.append(
-            f"uneven    node {uneven.node!r} takes {uneven.times_others:.1f} times as long on worker {uneven.worker!r} "
+            f"uneven    node {uneven.node!r} takes {uneven.times_others:.1f} times as long on "
+            f"worker {uneven.worker!r} "
             f"as on the others: {uneven.seconds * (1 - 1 / uneven.times_others):.2f} s a step"
         )
     return lines
 
 
 def _told(one: NodeTime, found: Bottleneck) -> str:
-    return f"node {one.node!r} on worker {one.worker!r}: {one.seconds:.2f} s a step, {one.share:.0%} of the time"
+    return (
+        f"node {one.node!r} on worker {one.worker!r}: {one.seconds:.2f} s a step, {one.share:.0%} "
+        "of the time"
+    )
 
 
 def _node_table(found: Bottleneck) -> Table:
     table = _table("node", "slowest on", "seconds a step", "share", "times the others")
     for one in found.nodes[:_NODES]:
         times = "" if one.times_others is None or one.share < _TOLD else f"{one.times_others:.2f}"
-        table.add_row(printable(one.node), printable(one.worker), f"{one.seconds:.3f}", f"{one.share:.0%}", times)
+        table.add_row(
+            printable(one.node),
+            printable(one.worker),
+            f"{one.seconds:.3f}",
+            f"{one.share:.0%}",
+            times,
+        )
     return table
 
 
 def _worker_table(found: Bottleneck) -> Table:
     table = _table("worker", "computes", "moves", "waits", "other", "received a step", "waits most")
     for worker in found.workers[:_WORKERS]:
-        shares = (worker.share(Lane.COMPUTE), moving_share(worker), worker.share(Lane.WAIT), 1 - worker.explained)
+        shares = (
+            worker.share(Lane.COMPUTE),
+            moving_share(worker),
+            worker.share(Lane.WAIT),
+            1 - worker.explained,
+        )
         received = f"{worker.received / found.steps / 1e6:,.2f} MB"
-        table.add_row(printable(worker.worker), *(f"{share:.1%}" for share in shares), received, _waits(worker))
+        table.add_row(
+            printable(worker.worker),
+            *(f"{share:.1%}" for share in shares),
+            received,
+            _waits(worker),
+        )
     return table
 
 
@@ -135,4 +179,6 @@ def _write(to: str, trace: Trace, run: str) -> None:
         fs, path = open_fs(to)
         write_atomic(fs, path, text.encode())
     except (StorageError, OSError) as error:
-        raise ConfigError(f"-o {to!r}: the trace cannot be written: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"-o {to!r}: the trace cannot be written: {type(error).__name__}: {error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""``siirl-dask unpack``: writes a model with packed (quantized) weights as one that a run trains."""
+"""``siirl-dask unpack``: writes a model with packed (quantized) weights as one that a run
+trains.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,25 @@ from siirl_dask.runs.export import check_unused, put_folder, room_for
 
 
 def unpack(model: str, to: str) -> str:
-    """Write the model at ``model``, a folder or a URL, to ``to`` with unpacked weights. Return how they were packed.
+    """Write the model at ``model``, a folder or a URL, to ``to`` with unpacked weights. Return how
+    they were packed.
 
-    ConfigError when there is no model, when its weights are not packed, or not in a way that is known, and when
-    something is at ``to``.
+    ConfigError when there is no model, when its weights are not packed, or not in a way that is
+    known, and when something is at ``to``.
     """
     check_unused(to, "DEST")
     described = Path(folder_here(model, weights=False))
     if not (described / "config.json").is_file():
-        raise ConfigError(f"no model is at {model!r}: expected a Hugging Face folder, which has a config.json")
+        raise ConfigError(
+            f"no model is at {model!r}: expected a Hugging Face folder, which has a config.json"
+        )
     method = packing_of(str(described))
     if method is None:
         raise ConfigError(f"the weights of {model!r} are not packed: a run trains them as they are")
     if method not in UNPACKED:
         raise ConfigError(
-            f"the weights of {model!r} are packed by {method!r}, which is not known here: expected one of "
+            f"the weights of {model!r} are packed by {method!r}, which is not known here: expected "
+            "one of "
             f"{', '.join(UNPACKED)}"
         )
     base = folder_here(model, weights=True)

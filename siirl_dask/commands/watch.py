@@ -1,4 +1,6 @@
-"""``siirl-dask watch``: shows a run that may be on another machine, from its URL alone, until it has ended."""
+"""``siirl-dask watch``: shows a run that may be on another machine, from its URL alone, until it
+has ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from siirl_dask.views.watch.look import Life, Look, Watcher
 from siirl_dask.views.watch.screen import screen
 
 WATCH_EXIT_CODES = (
-    "exit codes: 0 the run is complete, or is under way with --once, 1 it failed or its process is gone, 2 there is no "
+    "exit codes: 0 the run is complete, or is under way with --once, 1 it failed or its process is "
+    "gone, 2 there is no "
     "run, 130 it was interrupted, or you ended this with Ctrl-C"
 )
 _EVERY = 2.0
@@ -26,7 +29,11 @@ def add_watch(command: ArgumentParser) -> None:
     command.add_argument("run", metavar="RUN", help="the run's folder or URL")
     command.add_argument("--once", action="store_true", help="print what there is now, and end")
     command.add_argument(
-        "--every", type=_seconds, default=_EVERY, metavar="SECONDS", help=f"pause between looks; default: {_EVERY:g}"
+        "--every",
+        type=_seconds,
+        default=_EVERY,
+        metavar="SECONDS",
+        help=f"pause between looks; default: {_EVERY:g}",
     )
 
 
@@ -41,7 +48,9 @@ def _seconds(text: str) -> float:
 
 
 def watch(chosen: Namespace) -> int:
-    """Show the run until it has ended, or once, and return the exit code. ConfigError if there is no run."""
+    """Show the run until it has ended, or once, and return the exit code. ConfigError if there
+    is no run.
+    """
     watcher = Watcher(chosen.run)
     console = PipeConsole()
     look = watcher.look(time.monotonic())
@@ -55,7 +64,9 @@ def watch(chosen: Namespace) -> int:
 
 
 def _live(console: Console, watcher: Watcher, look: Look, every: float) -> Look:
-    with Live(screen(look, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(
+        screen(look, console.width), console=console, auto_refresh=False, vertical_overflow="crop"
+    ) as live:
         while not look.life.is_over:
             time.sleep(every)
             look = watcher.look(time.monotonic())

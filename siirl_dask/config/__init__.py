@@ -1,4 +1,6 @@
-"""The configuration of a run: typed groups, filled from YAML and ``key=value`` overrides and checked when made."""
+"""The configuration of a run: typed groups, filled from YAML and ``key=value`` overrides and
+checked when made.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from siirl_dask.config.environments import EnvironmentsConfig, OnToolError
 from siirl_dask.config.images import ImagesConfig
 from siirl_dask.config.megatron import MegatronConfig
 from siirl_dask.config.observe import MetricsBackend, ObserveConfig, ProfileConfig
-from siirl_dask.config.rollout import Dtype, ModelConfig, PromptPlacement, RewardsConfig, RolloutConfig, WeightSync
+from siirl_dask.config.rollout import (
+    Dtype,
+    ModelConfig,
+    PromptPlacement,
+    RewardsConfig,
+    RolloutConfig,
+    WeightSync,
+)
 from siirl_dask.config.run import CheckpointConfig, OnNan, RunConfig, ValidationConfig
 from siirl_dask.config.training import (
     ENGINES_LOGPROBS,
@@ -109,40 +118,58 @@ class Config:
         if self.rollout.max_staleness or self.rollout.partial:
             for algorithm in (self.algorithm, *(agent.algorithm for agent in self.agents.values())):
                 if algorithm.old_logprobs != ENGINES_LOGPROBS:
-                    algorithm.correction = algorithm.correction or "siirl_dask.algorithms:truncated_is"
+                    algorithm.correction = (
+                        algorithm.correction or "siirl_dask.algorithms:truncated_is"
+                    )
         if self.algorithm.minibatches > self.data.batch_size:
             raise ConfigError(
-                f"algorithm.minibatches={self.algorithm.minibatches}: expected at most data.batch_size="
+                f"algorithm.minibatches={self.algorithm.minibatches}: expected at most "
+                "data.batch_size="
                 f"{self.data.batch_size}, one prompt each"
             )
         if self.cluster.elastic and not self.checkpoint.every:
             raise ConfigError(
-                "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a checkpoint; expected "
+                "cluster.elastic=true with checkpoint.every=0: a run takes workers in with a "
+                "checkpoint; expected "
                 "checkpoint.every of at least 1"
             )
         own = {f"agents.{name}.trainer": agent.trainer for name, agent in self.agents.items()}
         for name, trainer in {"trainer": self.trainer, "critic": self.critic, **own}.items():
             if trainer.max_skipped_steps and self.run.on_nan is OnNan.stop:
                 raise ConfigError(
-                    f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, which skips none: set "
+                    f"{name}.max_skipped_steps={trainer.max_skipped_steps} with run.on_nan=stop, "
+                    "which skips none: set "
                     "run.on_nan=skip as well, or leave it out"
                 )
-        self._fill_total_steps(self.trainer, self.algorithm, self.run.steps - self.algorithm.critic_warmup_steps)
+        self._fill_total_steps(
+            self.trainer, self.algorithm, self.run.steps - self.algorithm.critic_warmup_steps
+        )
         self._fill_total_steps(self.critic, self.algorithm, self.run.steps)
         for agent in self.agents.values():
-            self._fill_total_steps(agent.trainer, agent.algorithm, self.run.steps - agent.algorithm.critic_warmup_steps)
+            self._fill_total_steps(
+                agent.trainer, agent.algorithm, self.run.steps - agent.algorithm.critic_warmup_steps
+            )
         self._fill_longest_row()
         check_agents(self.agents, self.rollout, self.data.batch_size)
 
     def _fill_longest_row(self) -> None:
-        """Give each model the longest row of the run, prompt and response, unless ``longest_row`` is given."""
+        """Give each model the longest row of the run, prompt and response, unless
+        ``longest_row`` is given.
+        """
         agents = self.agents.values()
-        responses = [rollout.max_response_length for rollout in (self.rollout, *(agent.rollout for agent in agents))]
+        responses = [
+            rollout.max_response_length
+            for rollout in (self.rollout, *(agent.rollout for agent in agents))
+        ]
         for model in (self.model, *(agent.model for agent in agents)):
             if model.longest_row is None:
                 model.longest_row = self.data.max_prompt_length + max(responses)
 
-    def _fill_total_steps(self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int) -> None:
-        """Let a learning rate that falls do so until the end of the run, unless ``total_steps`` is given."""
+    def _fill_total_steps(
+        self, trainer: TrainerConfig, algorithm: AlgorithmConfig, steps: int
+    ) -> None:
+        """Let a learning rate that falls do so until the end of the run, unless ``total_steps``
+        is given.
+        """
         if trainer.schedule != Schedule.constant and trainer.total_steps is None:
             trainer.total_steps = max(1, steps) * algorithm.minibatches * algorithm.epochs

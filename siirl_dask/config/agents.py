@@ -1,6 +1,8 @@
-"""Config group of several agents: each has the groups ``model``, ``rollout``, ``trainer`` and ``algorithm`` of its own.
+"""Config group of several agents: each has the groups ``model``, ``rollout``, ``trainer`` and
+``algorithm`` of its own.
 
-What an agent does not say is the run's: ``config/file`` fills it in, so that an AgentConfig is always whole.
+What an agent does not say is the run's: ``config/file`` fills it in, so that an AgentConfig is
+always whole.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from siirl_dask.config.training import AlgorithmConfig, LoraConfig, TrainerConfi
 from siirl_dask.errors import ConfigError, did_you_mean
 
 SAMPLING = ("n", "temperature", "top_p", "top_k", "min_p", "max_response_length", "stop_token_ids")
-"""Keys of ``rollout`` that belong to a turn, and not to the engine: agents that share one may differ in them."""
+"""Keys of ``rollout`` that belong to a turn, and not to the engine: agents that share one may
+differ in them."""
 RUN_WIDE = (
     "max_staleness",
     "steps_ahead",
@@ -42,7 +45,8 @@ OPTIMIZING = (
     "ema_decay",
     "ema_every",
 )
-"""Keys of ``trainer`` that belong to an optimizer, and not to the network: agents over one base may differ in them."""
+"""Keys of ``trainer`` that belong to an optimizer, and not to the network: agents over one base
+may differ in them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,32 +55,44 @@ class AgentConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How its turns are sampled. ``n`` is 1 for all agents but the first, unless it is given: a turn of each row."""
+    """How its turns are sampled. ``n`` is 1 for all agents but the first, unless it is given: a
+    turn of each row."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     share: str | None = None
-    """Agent, named before, whose engine, policy and optimizer it shares: both learn one set of weights."""
+    """Agent, named before, whose engine, policy and optimizer it shares: both learn one set of
+    weights."""
     base: list[str] = field(default_factory=list)
-    """Agent, named before, over whose frozen weights its adapters lie (``base: a``). Once it is read: all agents over
-    these weights, itself included, in order."""
+    """Agent, named before, over whose frozen weights its adapters lie (``base: a``). Once it is
+    read: all agents over these weights, itself included, in order."""
 
 
-def check_agents(agents: Mapping[str, AgentConfig], rollout: RolloutConfig, batch_size: int) -> None:
-    """Raise ConfigError for a name that columns cannot have, for keys that have no effect, and for a wrong share."""
+def check_agents(
+    agents: Mapping[str, AgentConfig], rollout: RolloutConfig, batch_size: int
+) -> None:
+    """Raise ConfigError for a name that columns cannot have, for keys that have no effect, and
+    for a wrong share.
+    """
     for name, agent in agents.items():
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
-            raise ConfigError(f"agents.{name}: expected a name of letters and digits, as in 'solver'")
+            raise ConfigError(
+                f"agents.{name}: expected a name of letters and digits, as in 'solver'"
+            )
         for key in RUN_WIDE:
             if getattr(agent.rollout, key) != getattr(rollout, key):
-                raise ConfigError(f"agents.{name}.rollout.{key}: it is one for the whole run; set rollout.{key}")
+                raise ConfigError(
+                    f"agents.{name}.rollout.{key}: it is one for the whole run; set rollout.{key}"
+                )
         if agent.rollout.router_replay:
             raise ConfigError(
-                f"agents.{name}.rollout.router_replay=true: an agent's turn goes on to the next agent without its "
+                f"agents.{name}.rollout.router_replay=true: an agent's turn goes on to the next "
+                "agent without its "
                 "routes; leave rollout.router_replay out"
             )
         if agent.algorithm.minibatches > batch_size:
             raise ConfigError(
-                f"agents.{name}.algorithm.minibatches={agent.algorithm.minibatches}: expected at most "
+                f"agents.{name}.algorithm.minibatches={agent.algorithm.minibatches}: expected at "
+                "most "
                 f"data.batch_size={batch_size}, one prompt each"
             )
         if agent.share is not None:
@@ -86,12 +102,17 @@ def check_agents(agents: Mapping[str, AgentConfig], rollout: RolloutConfig, batc
 
 
 def check_adapters(agent: str, base: Sequence[str], lora: LoraConfig | None) -> None:
-    """Raise ConfigError unless ``agent`` is one of ``base``, the agents over one base, and has adapters."""
+    """Raise ConfigError unless ``agent`` is one of ``base``, the agents over one base, and has
+    adapters.
+    """
     if base and agent not in base:
-        raise ConfigError(f"agent={agent!r} is none of base={list(base)}: expected all agents over one base")
+        raise ConfigError(
+            f"agent={agent!r} is none of base={list(base)}: expected all agents over one base"
+        )
     if base and (lora is None or not lora.rank):
         raise ConfigError(
-            f"the agents {list(base)} are over one base (agents.{agent}.base), which is frozen, and there are no "
+            f"the agents {list(base)} are over one base (agents.{agent}.base), which is frozen, "
+            "and there are no "
             "adapters with trainer.lora.rank=0; give trainer.lora a rank, or leave out base"
         )
 
@@ -101,27 +122,33 @@ def _check_base(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfig
     first = agent.base[0]
     if agent.base == [name] or first not in (name, *earlier):
         raise ConfigError(
-            f"agents.{name}.base={first!r}: expected an agent named before it that has a policy of its own ({earlier})"
+            f"agents.{name}.base={first!r}: expected an agent named before it that has a policy of "
+            f"its own ({earlier})"
             f"{did_you_mean(first, earlier)}"
         )
     if agent.share is not None:
         raise ConfigError(
-            f"agents.{name}.base={first!r} and share={agent.share!r}: one that shares a policy has its adapters; leave "
+            f"agents.{name}.base={first!r} and share={agent.share!r}: one that shares a policy has "
+            "its adapters; leave "
             "one of them out"
         )
     if agent.base != agents[first].base:
         other = next(iter(agents[first].base), None)
-        raise ConfigError(f"agents.{name}.base={first!r}: that agent's base is {other!r}; give the same one")
+        raise ConfigError(
+            f"agents.{name}.base={first!r}: that agent's base is {other!r}; give the same one"
+        )
     check_adapters(name, agent.base, agent.trainer.lora)
     if agent.trainer.park:
         raise ConfigError(
-            f"agents.{name}.trainer.park=true: a base that agents have in common stays on the device; leave it out"
+            f"agents.{name}.trainer.park=true: a base that agents have in common stays on the "
+            "device; leave it out"
         )
     network = [f"trainer.{f.name}" for f in fields(TrainerConfig) if f.name not in OPTIMIZING]
     engine = [f"rollout.{f.name}" for f in fields(RolloutConfig) if f.name not in SAMPLING]
     if key := _differs(agent, agents[first], ["model", *network, *engine]):
         raise ConfigError(
-            f"agents.{name}.{key} differs from that of {first!r}, whose base it has: give it under agents.{first}, or "
+            f"agents.{name}.{key} differs from that of {first!r}, whose base it has: give it under "
+            f"agents.{first}, or "
             f"leave out agents.{name}.base"
         )
 
@@ -130,14 +157,16 @@ def _check_share(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfi
     earlier = [other for other in [*agents][: [*agents].index(name)] if agents[other].share is None]
     if agent.share not in earlier:
         raise ConfigError(
-            f"agents.{name}.share={agent.share!r}: expected an agent named before it that has a policy of its own "
+            f"agents.{name}.share={agent.share!r}: expected an agent named before it that has a "
+            "policy of its own "
             f"({earlier}){did_you_mean(str(agent.share), earlier)}"
         )
     other = agents[str(agent.share)]
     own = [f"rollout.{f.name}" for f in fields(RolloutConfig) if f.name not in SAMPLING]
     if key := _differs(agent, other, ["model", "trainer", "algorithm", *own]):
         raise ConfigError(
-            f"agents.{name}.{key} differs from that of {agent.share!r}, whose engine and policy it shares: give it "
+            f"agents.{name}.{key} differs from that of {agent.share!r}, whose engine and policy it "
+            "shares: give it "
             f"under agents.{agent.share}, or leave out agents.{name}.share"
         )
 
@@ -145,4 +174,6 @@ def _check_share(agents: Mapping[str, AgentConfig], name: str, agent: AgentConfi
 def _differs(agent: AgentConfig, other: AgentConfig, keys: Sequence[str]) -> str | None:
     """Return the first key in which two agents differ; None where they are alike."""
     of = [attrgetter(key) for key in keys]
-    return next((key for key, value in zip(keys, of, strict=True) if value(agent) != value(other)), None)
+    return next(
+        (key for key, value in zip(keys, of, strict=True) if value(agent) != value(other)), None
+    )

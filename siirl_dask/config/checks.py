@@ -16,7 +16,9 @@ _UNITS = {
 
 
 def parse_bytes(key: str, text: str) -> int:
-    """Return the bytes of ``2GiB``, ``500 MB`` or ``1000000``. ConfigError, naming ``key``, for another text."""
+    """Return the bytes of ``2GiB``, ``500 MB`` or ``1000000``. ConfigError, naming ``key``, for
+    another text.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2] not in _UNITS:
         raise ConfigError(f"{key}={text!r}: expected a number of bytes, such as 2GiB or 500MB")
@@ -24,7 +26,9 @@ def parse_bytes(key: str, text: str) -> int:
 
 
 def absolute(url: str) -> str:
-    """Return a local path as an absolute one: workers may run in another folder. URLs, "" and ``???`` stay."""
+    """Return a local path as an absolute one: workers may run in another folder. URLs, "" and
+    ``???`` stay.
+    """
     if url in ("", "???") or "://" in url or "::" in url:
         return url
     path = Path(url)

@@ -32,50 +32,57 @@ class ClusterConfig:
     """``cluster``: the workers, the placement of roles on them, and timeouts."""
 
     workers: int = 2
-    """Number of worker processes to start on this machine, or to take from a cluster given by its address."""
+    """Number of worker processes to start on this machine, or to take from a cluster given by
+    its address."""
     address: str | None = None
-    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``. With ``tls://``, Dask's configuration
-    names the certificates.
+    """Scheduler address of an existing cluster, such as ``tcp://10.0.0.1:8786``. With ``tls://``,
+    Dask's configuration names the certificates.
     """
     scheduler_file: str | None = None
     """Scheduler file of an existing cluster."""
     spec: str | None = None
-    """YAML file with a Dask cluster's class and arguments: the run starts that cluster, waits for it and ends it."""
+    """YAML file with a Dask cluster's class and arguments: the run starts that cluster, waits
+    for it and ends it."""
     placement: dict[str, list[int]] = field(default_factory=dict)
     """Workers of each role, by index; a role that is absent is on every worker."""
     elastic: bool = False
-    """Go on with fewer workers when some are lost and no others come, and take in more that join, between two steps."""
+    """Go on with fewer workers when some are lost and no others come, and take in more that
+    join, between two steps."""
     max_workers: int | None = None
     """Most workers of an elastic run. None: all that join."""
     replacement_timeout: float | None = None
-    """Seconds for which an elastic run that has lost a worker waits for another one before it goes on with fewer.
+    """Seconds for which an elastic run that has lost a worker waits for another one before it goes
+    on with fewer.
     None: 10.
     """
     threads: int = 1
     """Torch threads per worker."""
     memory_limit: str | None = None
-    """Memory of one worker process, such as ``64GiB``; a run whose estimate is higher is refused. None: no limit."""
+    """Memory of one worker process, such as ``64GiB``; a run whose estimate is higher is
+    refused. None: no limit."""
     device: DevicePreference = DevicePreference.auto
-    """Devices of the workers: ``auto``, an accelerator where a worker sees one; ``cpu``, its CPU in any case."""
+    """Devices of the workers: ``auto``, an accelerator where a worker sees one; ``cpu``, its CPU
+    in any case."""
     device_memory: str | None = None
-    """Memory of each worker's accelerator, such as ``80GB``; a run whose estimate is higher is refused. None: what the
-    workers find.
+    """Memory of each worker's accelerator, such as ``80GB``; a run whose estimate is higher is
+    refused. None: what the workers find.
     """
     affinity: Affinity = Affinity.auto
-    """Places of workers with accelerators: ``auto`` binds each to CPUs of its accelerator's NUMA node, and gives
-    neighbours in rank order accelerators with fast links; ``none`` does neither.
+    """Places of workers with accelerators: ``auto`` binds each to CPUs of its accelerator's NUMA
+    node, and gives neighbours in rank order accelerators with fast links; ``none`` does neither.
     """
     start_timeout: float = 120.0
     """Most seconds until every worker is up, and then of silence while its roles are built."""
     stall_timeout: float = 600.0
     """Seconds in which nothing gets done on any worker after which the run ends."""
     peer_timeout: float | None = None
-    """Seconds without a sign of life after which a peer counts as dead if its process is not there either, and the
-    scheduler after 15 at least. A link that is down for less costs nothing but the time. None: 5 where all workers are
-    on one host, 15 where they are not.
+    """Seconds without a sign of life after which a peer counts as dead if its process is not there
+    either, and the scheduler after 15 at least. A link that is down for less costs nothing but the
+    time. None: 5 where all workers are on one host, 15 where they are not.
     """
     scheduler_timeout: float = 60.0
-    """Seconds for which a run that has lost the scheduler of an existing cluster waits until it is back, with workers.
+    """Seconds for which a run that has lost the scheduler of an existing cluster waits until it is
+    back, with workers.
     0: it ends at once.
     """
 
@@ -100,14 +107,17 @@ class ClusterConfig:
             parse_bytes("cluster.memory_limit", self.memory_limit)
         memory = self.device_memory
         if memory is not None and parse_bytes("cluster.device_memory", memory) < 2**30:
-            raise ConfigError(f"cluster.device_memory={memory!r}: expected at least 1GiB, such as 80GB")
+            raise ConfigError(
+                f"cluster.device_memory={memory!r}: expected at least 1GiB, such as 80GB"
+            )
         places = ("address", "scheduler_file", "spec")
         if len(given := [f"cluster.{name}" for name in places if getattr(self, name)]) > 1:
             raise ConfigError(f"{' and '.join(given)} are given: expected one of them")
         for role, workers in self.placement.items():
             if not workers or len(set(workers)) != len(workers):
                 raise ConfigError(
-                    f"cluster.placement.{role}={workers}: expected worker indices, each once, at least one"
+                    f"cluster.placement.{role}={workers}: expected worker indices, each once, at "
+                    "least one"
                 )
             if outside := [w for w in workers if not 0 <= w < self.workers]:
                 raise ConfigError(
@@ -116,15 +126,21 @@ class ClusterConfig:
                 )
 
     def _check_elastic(self) -> None:
-        """Raise ConfigError for keys of an elastic run where this is none, and for values that it cannot have."""
+        """Raise ConfigError for keys of an elastic run where this is none, and for values that
+        it cannot have.
+        """
         most = self.max_workers
         patience = self.replacement_timeout
         for name, value in (("max_workers", most), ("replacement_timeout", patience)):
             if value is not None and not self.elastic:
-                raise ConfigError(f"cluster.{name}={value} is for an elastic run: set cluster.elastic=true as well")
+                raise ConfigError(
+                    f"cluster.{name}={value} is for an elastic run: set cluster.elastic=true as "
+                    "well"
+                )
         if patience is not None:
             at_least("cluster", 0, replacement_timeout=patience)
         if most is not None and most < self.workers:
             raise ConfigError(
-                f"cluster.max_workers={most} is less than cluster.workers={self.workers}, with which the run begins"
+                f"cluster.max_workers={most} is less than cluster.workers={self.workers}, with "
+                "which the run begins"
             )

@@ -1,4 +1,6 @@
-"""Config group of the OpenAI-compatible endpoint in front of an engine, and of the agents that use it."""
+"""Config group of the OpenAI-compatible endpoint in front of an engine, and of the agents that
+use it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,13 @@ _NEEDED = ("model", "messages", "prompt", "n", "stream")
 
 @dataclass(kw_only=True, slots=True)
 class EndpointConfig:
-    """``endpoint``: the server that a rollout worker's agents talk to, its bounds, and how many agents run."""
+    """``endpoint``: the server that a rollout worker's agents talk to, its bounds, and how many
+    agents run.
+    """
 
     host: str = "127.0.0.1"
-    """Address to listen on. Agents in the worker and their processes need no other than the default."""
+    """Address to listen on. Agents in the worker and their processes need no other than the
+    default."""
     port: int = 0
     """Port of the role's first worker, the next one of the second, and so on; 0: any free port."""
     model: str = "policy"
@@ -28,12 +33,14 @@ class EndpointConfig:
     max_requests: int = 64
     """Most requests of an episode."""
     max_segments: int = 4
-    """Most rows of an episode: a request whose history does not extend an earlier one begins another row."""
+    """Most rows of an episode: a request whose history does not extend an earlier one begins
+    another row."""
     ignore: list[str] = field(default_factory=list)
-    """Fields of a request that are left unread where they ask for what the endpoint cannot do, such as
-    ``response_format``; otherwise such a request is refused."""
+    """Fields of a request that are left unread where they ask for what the endpoint cannot do, such
+    as ``response_format``; otherwise such a request is refused."""
     max_open: int | None = None
-    """Most agents that run at once on a worker. None: four times ``rollout.max_rows``, or 32 programs."""
+    """Most agents that run at once on a worker. None: four times ``rollout.max_rows``, or 32
+    programs."""
     timeout: float = 300.0
     """Most seconds of an episode."""
     max_failures: int = 0
@@ -56,6 +63,11 @@ class EndpointConfig:
         if self.body_bytes < 1024:
             raise ConfigError(f"endpoint.max_body={self.max_body!r}: expected at least 1KiB")
         if not self.model:
-            raise ConfigError("endpoint.model is empty: expected the name of the model in requests, such as policy")
+            raise ConfigError(
+                "endpoint.model is empty: expected the name of the model in requests, such as "
+                "policy"
+            )
         if needed := [name for name in self.ignore if name in _NEEDED]:
-            raise ConfigError(f"endpoint.ignore={self.ignore}: {needed[0]!r} cannot be left unread; leave it out")
+            raise ConfigError(
+                f"endpoint.ignore={self.ignore}: {needed[0]!r} cannot be left unread; leave it out"
+            )

@@ -25,7 +25,8 @@ class Sampler(StrEnum):
     """Code that draws tokens; see docs/engines.md."""
 
     exact = "exact"
-    """Ours: a token depends on its row's seed, its position and its logits alone, in any batch and with any engine."""
+    """Ours: a token depends on its row's seed, its position and its logits alone, in any batch
+    and with any engine."""
     vllm = "vllm"
     """vLLM's own, with a generator for each row."""
     sglang = "sglang"
@@ -37,8 +38,8 @@ class VllmConfig:
     """``rollout.vllm``: options that only vLLM reads."""
 
     gpu_memory_utilization: float | None = None
-    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given. None: what the
-    other roles on it leave, as ``plan`` says, at most 0.9."""
+    """Share of an accelerator's memory for weights and caches, unless ``kv_cache_memory`` is given.
+    None: what the other roles on it leave, as ``plan`` says, at most 0.9."""
     kv_cache_memory: str | None = None
     """Size of a worker's cache of keys and values, such as ``4GiB``. None: 1GiB on a CPU."""
     max_num_seqs: int | None = None
@@ -50,9 +51,9 @@ class VllmConfig:
     enable_prefix_caching: bool = True
     """Read a prompt once for all its samples."""
     sleep_level: int = 2
-    """Memory that the engine frees on an accelerator while other roles compute on it. 0: none. 1: the cache, and the
-    weights move to the host's memory. 2: the same, but weights are forgotten where new ones follow in the same step,
-    before anything else asks for them."""
+    """Memory that the engine frees on an accelerator while other roles compute on it. 0: none. 1:
+    the cache, and the weights move to the host's memory. 2: the same, but weights are forgotten
+    where new ones follow in the same step, before anything else asks for them."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Any other argument of ``vllm.LLM``, such as ``{max_model_len: 4096}``."""
 
@@ -60,7 +61,8 @@ class VllmConfig:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
-                f"rollout.vllm.gpu_memory_utilization={share}: expected more than 0, at most 1; or null, for what the "
+                f"rollout.vllm.gpu_memory_utilization={share}: expected more than 0, at most 1; or "
+                "null, for what the "
                 "other roles leave"
             )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -74,7 +76,8 @@ class VllmConfig:
         if "tensor_parallel_size" in self.engine_kwargs:
             size = self.engine_kwargs["tensor_parallel_size"]
             raise ConfigError(
-                f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine are the run's; "
+                f"rollout.vllm.engine_kwargs.tensor_parallel_size={size}: the workers of an engine "
+                "are the run's; "
                 f"give rollout.tensor_parallel_size={size} instead"
             )
 
@@ -84,16 +87,16 @@ class SglangConfig:
     """``rollout.sglang``: options that only SGLang reads."""
 
     mem_fraction_static: float | None = None
-    """Share for weights and caches of the accelerator's memory that is free when SGLang starts. None: what the other
-    roles on it leave, as ``plan`` says, at most 0.9."""
+    """Share for weights and caches of the accelerator's memory that is free when SGLang starts.
+    None: what the other roles on it leave, as ``plan`` says, at most 0.9."""
     attention_backend: str | None = None
-    """Kernels of attention, of those that are deterministic in SGLang. None: triton with ``model.dtype=float32``, else
-    SGLang's own choice."""
+    """Kernels of attention, of those that are deterministic in SGLang. None: triton with
+    ``model.dtype=float32``, else SGLang's own choice."""
     disable_radix_cache: bool = False
     """Read each prompt anew for every sample."""
     sleep: bool = True
-    """Free the cache while other roles compute on the accelerator, and the weights where new ones follow before
-    anything else asks for them."""
+    """Free the cache while other roles compute on the accelerator, and the weights where new ones
+    follow before anything else asks for them."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Any other argument of ``sglang.Engine``, such as ``{chunked_prefill_size: 2048}``."""
 
@@ -101,13 +104,18 @@ class SglangConfig:
         share = self.mem_fraction_static
         if share is not None and not 0 < share < 1:
             raise ConfigError(
-                f"rollout.sglang.mem_fraction_static={share}: expected more than 0 and less than 1; or null, for what "
+                f"rollout.sglang.mem_fraction_static={share}: expected more than 0 and less than "
+                "1; or null, for what "
                 "the other roles leave"
             )
 
 
 def changed_options(group: str, options: VllmConfig | SglangConfig) -> dict[str, Any]:
-    """Return an engine's options that differ from the defaults, by key, such as ``rollout.vllm.sleep_level``."""
+    """Return an engine's options that differ from the defaults, by key, such as
+    ``rollout.vllm.sleep_level``.
+    """
     default = type(options)()
     given = {one.name: getattr(options, one.name) for one in fields(options)}
-    return {f"{group}.{name}": value for name, value in given.items() if value != getattr(default, name)}
+    return {
+        f"{group}.{name}": value for name, value in given.items() if value != getattr(default, name)
+    }

@@ -1,4 +1,6 @@
-"""Config group of environments: what a policy acts on over several turns, its tools, and their limits."""
+"""Config group of environments: what a policy acts on over several turns, its tools, and their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class OnToolError(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentsConfig:
-    """``environments``: the environments and tools that a policy acts on, where they run, and their limits."""
+    """``environments``: the environments and tools that a policy acts on, where they run, and
+    their limits.
+    """
 
     environment: str | None = None
     """Class or factory of the environment of every row, as ``module:name`` or ``file.py:name``."""
@@ -35,37 +39,47 @@ class EnvironmentsConfig:
     tools: list[str] = field(default_factory=list)
     """Functions that the model may call, as ``module:function`` or ``file.py:function``."""
     mcp_servers: dict[str, str] = field(default_factory=dict)
-    """Servers of tools that speak MCP, by name: a URL, or the command line that starts one, for each worker."""
+    """Servers of tools that speak MCP, by name: a URL, or the command line that starts one, for
+    each worker."""
     processes: int = 0
-    """Processes on each worker that hold the environments and call the tools; 0: the worker itself does."""
+    """Processes on each worker that hold the environments and call the tools; 0: the worker
+    itself does."""
     timeout: float | None = None
-    """Most seconds for one call. Environments and tools that are not async need ``processes`` for it."""
+    """Most seconds for one call. Environments and tools that are not async need ``processes``
+    for it."""
     concurrency: int = 64
-    """Most calls under way at once on a worker, without ``processes``, each of which makes one at a time."""
+    """Most calls under way at once on a worker, without ``processes``, each of which makes one
+    at a time."""
     max_open: int | None = None
-    """Most environments open at once on a worker; others wait for their turn. None: eight times the rows that the
-    engine generates at once."""
+    """Most environments open at once on a worker; others wait for their turn. None: eight times the
+    rows that the engine generates at once."""
     max_failures: int = 0
     """Most episodes of a step, over all workers, that may fail; the loss leaves them out."""
     max_failed_calls: float | None = None
-    """Largest share of a step's calls of tools, over all workers, that may fail, such as 0.5. None: any."""
+    """Largest share of a step's calls of tools, over all workers, that may fail, such as 0.5.
+    None: any."""
     on_tool_error: OnToolError = OnToolError.text
-    """Consequence of a tool that raises or takes too long: ``text`` for the model, or ``failure`` of the episode."""
+    """Consequence of a tool that raises or takes too long: ``text`` for the model, or
+    ``failure`` of the episode."""
     max_observation: str = "64KiB"
-    """Longest observation, or result of a tool, in bytes of UTF-8, such as ``64KiB``; a longer one is cut."""
+    """Longest observation, or result of a tool, in bytes of UTF-8, such as ``64KiB``; a longer
+    one is cut."""
     turns: int = 8
     """Most turns of an episode."""
     turn_tokens: int | None = None
     """Most tokens of one turn. None: what is left of ``rollout.max_response_length``."""
     agents: list[str] = field(default_factory=list)
-    """Names of the agents, in an environment with several that decides who speaks. Empty: there is one."""
+    """Names of the agents, in an environment with several that decides who speaks. Empty: there
+    is one."""
     rows_per_episode: int | None = None
-    """Most rows of an episode: one for each agent, and one more wherever the environment rewrites a history. None: as
-    many as there are agents."""
+    """Most rows of an episode: one for each agent, and one more wherever the environment rewrites a
+    history. None: as many as there are agents."""
 
     @property
     def row_columns(self) -> list[str]:
-        """Columns of a row that a session is given: those of the environment and, of several, its name."""
+        """Columns of a row that a session is given: those of the environment and, of several,
+        its name.
+        """
         chosen = [self.name_column] if self.by_name and self.name_column not in self.columns else []
         return [*self.columns, *chosen]
 
@@ -83,22 +97,27 @@ class EnvironmentsConfig:
         self._check_agents()
         if parse_bytes("environments.max_observation", self.max_observation) < _LEAST_OBSERVATION:
             raise ConfigError(
-                f"environments.max_observation={self.max_observation!r}: expected at least {_LEAST_OBSERVATION} bytes"
+                f"environments.max_observation={self.max_observation!r}: expected at least "
+                f"{_LEAST_OBSERVATION} bytes"
             )
         if self.environment is not None and self.by_name:
             raise ConfigError(
-                f"environments.environment={self.environment!r} and environments.by_name={self.by_name}: expected one "
+                f"environments.environment={self.environment!r} and "
+                f"environments.by_name={self.by_name}: expected one "
                 "of them, the environment of every row or one for each name"
             )
 
     def _check_agents(self) -> None:
         """Raise ConfigError for agents of one name, and for fewer rows than there are agents."""
         if twice := [name for name in self.agents if self.agents.count(name) > 1]:
-            raise ConfigError(f"environments.agents has {twice[0]!r} more than once: expected each name once")
+            raise ConfigError(
+                f"environments.agents has {twice[0]!r} more than once: expected each name once"
+            )
         least = max(1, len(self.agents))
         self.rows_per_episode = least if self.rows_per_episode is None else self.rows_per_episode
         if self.rows_per_episode < least:
             raise ConfigError(
-                f"environments.rows_per_episode={self.rows_per_episode}: expected at least 1, and one for each of the "
+                f"environments.rows_per_episode={self.rows_per_episode}: expected at least 1, and "
+                "one for each of the "
                 f"{len(self.agents)} agents (environments.agents)"
             )

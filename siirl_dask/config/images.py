@@ -19,11 +19,14 @@ class ImagesConfig:
     observations: bool = False
     """Whether environments show images: in how an episode begins, and in what they answer."""
     folder: str | None = None
-    """Folder, or any fsspec URL, in which relative paths of the column begin. None: a relative path is an error."""
+    """Folder, or any fsspec URL, in which relative paths of the column begin. None: a relative
+    path is an error."""
     min_pixels: int | None = None
-    """Fewest pixels of an image as the model sees it; a smaller one is enlarged. None: as the model's folder says."""
+    """Fewest pixels of an image as the model sees it; a smaller one is enlarged. None: as the
+    model's folder says."""
     max_pixels: int | None = None
-    """Most pixels of an image as the model sees it; a larger one is made smaller. None: as the model's folder says."""
+    """Most pixels of an image as the model sees it; a larger one is made smaller. None: as the
+    model's folder says."""
     most: int = 8
     """Most images of one prompt; a prompt with more is an error."""
     max_bytes: str = "20MiB"
@@ -33,7 +36,8 @@ class ImagesConfig:
     timeout: float = 60.0
     """Seconds within which the file at a URL must come."""
     cache: str = "256MiB"
-    """Memory in which each role on a worker keeps fetched files and processed images, those that were used last."""
+    """Memory in which each role on a worker keeps fetched files and processed images, those that
+    were used last."""
 
     @property
     def used(self) -> bool:
@@ -43,22 +47,30 @@ class ImagesConfig:
     @property
     def source(self) -> str:
         """The option by which a model sees images, for errors."""
-        return f"images.column={self.column!r}" if self.column is not None else "images.observations=true"
+        return (
+            f"images.column={self.column!r}"
+            if self.column is not None
+            else "images.observations=true"
+        )
 
     def __post_init__(self) -> None:
         if self.column is not None and not self.column.strip():
-            raise ConfigError(f"images.column={self.column!r}: expected the name of a column, or null")
+            raise ConfigError(
+                f"images.column={self.column!r}: expected the name of a column, or null"
+            )
         for one in () if self.used else fields(self):
             if (given := getattr(self, one.name)) != one.default:
                 raise ConfigError(
-                    f"images.{one.name}={given!r} and images.column=null, so no images are read: name their column, or "
+                    f"images.{one.name}={given!r} and images.column=null, so no images are read: "
+                    "name their column, or "
                     f"leave images.{one.name} out"
                 )
         self.folder = self.folder and absolute(self.folder)
         at_least("images", 1, most=self.most, max_source_pixels=self.max_source_pixels)
         if self.max_source_pixels > _MOST_PIXELS:
             raise ConfigError(
-                f"images.max_source_pixels={self.max_source_pixels}: expected at most {_MOST_PIXELS}, of which Pillow "
+                f"images.max_source_pixels={self.max_source_pixels}: expected at most "
+                f"{_MOST_PIXELS}, of which Pillow "
                 "opens images"
             )
         above("images", 0, timeout=self.timeout)
@@ -67,7 +79,8 @@ class ImagesConfig:
                 at_least("images", 1, **{name: pixels})
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ConfigError(
-                f"images.min_pixels={self.min_pixels} is above images.max_pixels={self.max_pixels}: expected no more"
+                f"images.min_pixels={self.min_pixels} is above "
+                f"images.max_pixels={self.max_pixels}: expected no more"
             )
         for name, text in {"max_bytes": self.max_bytes, "cache": self.cache}.items():
             at_least("images", 1, **{name: parse_bytes(f"images.{name}", text)})

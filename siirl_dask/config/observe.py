@@ -33,11 +33,13 @@ class ObserveConfig:
     trace: bool = True
     """Write what each worker did in each step, for ``siirl-dask trace``."""
     dashboard: bool = True
-    """Show the run on a page of its own on the Dask dashboard, ``/siirl``, where the scheduler has a dashboard."""
+    """Show the run on a page of its own on the Dask dashboard, ``/siirl``, where the scheduler
+    has a dashboard."""
     plot: bool = True
     """Draw ``plot.svg`` at the end."""
     backends: list[MetricsBackend] = field(default_factory=list)
-    """Backends that get the metrics as well, each of which needs the extra of its name but for ``parquet``."""
+    """Backends that get the metrics as well, each of which needs the extra of its name but for
+    ``parquet``."""
     project: str = "siirl_dask"
     """Project, or experiment, to which the backends that have such a thing add the run."""
     dashboard_port: int = 0
@@ -47,7 +49,9 @@ class ObserveConfig:
         if not 0 <= self.dashboard_port < 65536:
             raise ConfigError(f"observe.dashboard_port={self.dashboard_port}: expected 0 to 65535")
         if twice := [str(name) for name in self.backends if self.backends.count(name) > 1]:
-            raise ConfigError(f"observe.backends has {twice[0]!r} more than once: expected each name once")
+            raise ConfigError(
+                f"observe.backends has {twice[0]!r} more than once: expected each name once"
+            )
         if not self.project.strip():
             raise ConfigError(f"observe.project={self.project!r}: expected the name of a project")
 

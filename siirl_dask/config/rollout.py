@@ -13,10 +13,19 @@ from siirl_dask.errors import ConfigError, did_you_mean
 
 _OF_RENDERING = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *(
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+    ),
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"),
 )
-"""Arguments of ``apply_chat_template`` that are no variables of a template, and those that each prompt gives."""
+"""Arguments of ``apply_chat_template`` that are no variables of a template, and those that each
+prompt gives."""
 
 
 class Dtype(StrEnum):
@@ -41,7 +50,8 @@ class WeightSync(StrEnum):
     rows = "rows"
     """Rows of the data plane, through the host's memory."""
     broadcast = "broadcast"
-    """A broadcast from the device of one policy worker to the engines' devices; a run that cannot do so is refused."""
+    """A broadcast from the device of one policy worker to the engines' devices; a run that
+    cannot do so is refused."""
 
 
 class PromptPlacement(StrEnum):
@@ -60,21 +70,26 @@ class ModelConfig:
     path: str = "???"
     """Folder with a model that transformers loads: config, weights, tokenizer."""
     dtype: Dtype = Dtype.auto
-    """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes bfloat16 where the workers
-    have accelerators that all compute in it, and float32 elsewhere; a run that goes on keeps the type it began with."""
+    """Number type of the computation: ``auto``, ``float32`` or ``bfloat16``. ``auto`` takes
+    bfloat16 where the workers have accelerators that all compute in it, and float32 elsewhere; a
+    run that goes on keeps the type it began with."""
 
     float32_head: bool = False
-    """Compute logits from hidden states and head in float32 where the model computes in bfloat16, in trainers and
-    engines alike (arXiv:2506.13585). The weights of the head are rounded to bfloat16 as before."""
+    """Compute logits from hidden states and head in float32 where the model computes in bfloat16,
+    in trainers and engines alike (arXiv:2506.13585). The weights of the head are rounded to
+    bfloat16 as before."""
     longest_row: int | None = None
-    """Tokens of the longest row, prompt and response, for which rotary embeddings are computed that follow it
-    (``longrope``). None: those of the run, ``data.max_prompt_length`` and the longest ``rollout.max_response_length``;
-    for a model that a DAG names by itself, at most those of the model's original context."""
+    """Tokens of the longest row, prompt and response, for which rotary embeddings are computed that
+    follow it (``longrope``). None: those of the run, ``data.max_prompt_length`` and the longest
+    ``rollout.max_response_length``; for a model that a DAG names by itself, at most those of the
+    model's original context."""
     template: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the chat template, such as ``{enable_thinking: false}``, wherever it is rendered."""
+    """Keyword arguments of the chat template, such as ``{enable_thinking: false}``, wherever it
+    is rendered."""
     add_special_tokens: Literal["auto", True, False] = "auto"
-    """Put the tokenizer's special tokens, such as a BOS, around prompts that are texts. ``auto``: those that it puts by
-    itself, but no second BOS before a text that begins with one. Chats have what their template writes."""
+    """Put the tokenizer's special tokens, such as a BOS, around prompts that are texts. ``auto``:
+    those that it puts by itself, but no second BOS before a text that begins with one. Chats have
+    what their template writes."""
 
     def __post_init__(self) -> None:
         self.path = absolute(self.path)
@@ -83,7 +98,8 @@ class ModelConfig:
         for name in self.template:
             if name in _OF_RENDERING:
                 raise ConfigError(
-                    f"model.template={self.template}: {name} is given for each prompt; expected keyword arguments that "
+                    f"model.template={self.template}: {name} is given for each prompt; expected "
+                    "keyword arguments that "
                     "the chat template itself reads, as in {enable_thinking: false}"
                 )
 
@@ -93,8 +109,9 @@ class RolloutConfig:
     """``rollout``: sampling of responses, and the engine that generates them."""
 
     engine: str = "auto"
-    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``auto``, which is vLLM if it is installed, else
-    transformers; or ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of your own."""
+    """Engine that generates: ``vllm``, ``sglang``, ``transformers``; ``auto``, which is vLLM if it
+    is installed, else transformers; or ``module:NAME`` or ``file.py:NAME`` of an ``EngineSpec`` of
+    your own."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of an engine of your own, as its spec describes them, such as ``{rows: 8}``."""
     n: int = 8
@@ -104,10 +121,12 @@ class RolloutConfig:
     top_k: int = 0
     """Number of likeliest tokens that may be drawn; 0: all."""
     min_p: float = 0.0
-    """Least probability of a token that may be drawn, as a share of the likeliest token's; 0: any."""
+    """Least probability of a token that may be drawn, as a share of the likeliest token's; 0:
+    any."""
     sampler: Sampler = Sampler.exact
-    """``exact``: a sample depends on its prompt, its seed and the weights alone, with any engine and any layout of the
-    run. ``vllm``: vLLM's own sampler, with a seed for each row. ``sglang``: SGLang's own, which its engine needs."""
+    """``exact``: a sample depends on its prompt, its seed and the weights alone, with any engine
+    and any layout of the run. ``vllm``: vLLM's own sampler, with a seed for each row. ``sglang``:
+    SGLang's own, which its engine needs."""
     max_response_length: int = 256
     """Longest response, in tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -115,37 +134,41 @@ class RolloutConfig:
     max_rows: int = 256
     """Most rows generated at once on a worker."""
     max_staleness: int = 0
-    """Steps by which the weights that sample may be older than those that are trained, so that generation runs ahead.
-    Above 0 the nodes that generate need workers of their own, and ``algorithm.correction`` defaults to truncated_is."""
+    """Steps by which the weights that sample may be older than those that are trained, so that
+    generation runs ahead. Above 0 the nodes that generate need workers of their own, and
+    ``algorithm.correction`` defaults to truncated_is."""
     partial: bool = False
-    """Generate long responses over several steps: a response stops after ``max_tokens_per_step`` tokens and goes on in
-    the next step, with that step's weights. Its group is trained once it is complete; ``max_staleness`` must allow for
-    these steps."""
+    """Generate long responses over several steps: a response stops after ``max_tokens_per_step``
+    tokens and goes on in the next step, with that step's weights. Its group is trained once it is
+    complete; ``max_staleness`` must allow for these steps."""
     max_tokens_per_step: int | None = None
     """Most tokens of a response that are generated in one step, with ``partial``."""
     steps_ahead: int | None = None
-    """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of partial responses."""
+    """Steps generated ahead of training. None: what ``max_staleness`` leaves after the steps of
+    partial responses."""
     weight_bucket: str = "256MiB"
-    """Largest piece of the policy's new weights that is on its way to the engines at once; a larger parameter travels
-    alone."""
+    """Largest piece of the policy's new weights that is on its way to the engines at once; a larger
+    parameter travels alone."""
     weight_sync: WeightSync = WeightSync.auto
-    """Transfer of new weights to the engines: ``auto``, ``rows`` or ``broadcast``. ``auto`` broadcasts from device to
-    device if policy and engines have workers of their own, each with an accelerator, and else sends rows."""
+    """Transfer of new weights to the engines: ``auto``, ``rows`` or ``broadcast``. ``auto``
+    broadcasts from device to device if policy and engines have workers of their own, each with an
+    accelerator, and else sends rows."""
     expected_length_column: str | None = None
-    """Dataset column with the expected number of tokens of a response. Workers share the prompts by it and begin with
-    the longest; samples do not depend on it."""
+    """Dataset column with the expected number of tokens of a response. Workers share the prompts by
+    it and begin with the longest; samples do not depend on it."""
     prompt_placement: PromptPlacement | None = None
-    """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it; ``balanced``, the
-    least loaded worker, longest prompts first. None: ``balanced`` with ``expected_length_column``, else
-    ``anywhere``."""
+    """Choice of the rollout worker that samples a prompt: ``anywhere``, the worker that loaded it;
+    ``balanced``, the least loaded worker, longest prompts first. None: ``balanced`` with
+    ``expected_length_column``, else ``anywhere``."""
     work_stealing: bool | None = None
-    """Let a worker that has nothing left to begin take over rows that wait at others, beyond their ``max_rows``. None:
-    on, except with ``tensor_parallel_size`` above 1."""
+    """Let a worker that has nothing left to begin take over rows that wait at others, beyond their
+    ``max_rows``. None: on, except with ``tensor_parallel_size`` above 1."""
     router_replay: bool = False
     """Record the experts that each token goes to in the engine, and let the policy replay them (R3,
     arXiv:2510.11370)."""
     tensor_parallel_size: int = 1
-    """Number of consecutive workers of the role that form one vLLM engine, each with a slice of the model."""
+    """Number of consecutive workers of the role that form one vLLM engine, each with a slice of
+    the model."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Options that only vLLM reads."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
@@ -158,22 +181,36 @@ class RolloutConfig:
 
     @property
     def rows_per_prompt(self) -> int:
-        """Most rows of a step per prompt, counting partial responses of earlier steps that end in it."""
+        """Most rows of a step per prompt, counting partial responses of earlier steps that end
+        in it.
+        """
         return self.n * self.steps_per_response
 
     @property
     def steps_per_response(self) -> int:
         """Most steps over which one response is generated."""
-        return -(-self.max_response_length // self.max_tokens_per_step) if self.max_tokens_per_step else 1
+        return (
+            -(-self.max_response_length // self.max_tokens_per_step)
+            if self.max_tokens_per_step
+            else 1
+        )
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the engine's cache of keys and values, as ``vllm.kv_cache_memory`` gives them; 0: not given."""
+        """Bytes of the engine's cache of keys and values, as ``vllm.kv_cache_memory`` gives
+        them; 0: not given.
+        """
         size = self.vllm.kv_cache_memory
         return parse_bytes("rollout.vllm.kv_cache_memory", size) if size else 0
 
     def __post_init__(self) -> None:
-        at_least("rollout", 1, n=self.n, max_response_length=self.max_response_length, max_rows=self.max_rows)
+        at_least(
+            "rollout",
+            1,
+            n=self.n,
+            max_response_length=self.max_response_length,
+            max_rows=self.max_rows,
+        )
         at_least("rollout", 1, tensor_parallel_size=self.tensor_parallel_size)
         at_least("rollout", 0, top_k=self.top_k, max_staleness=self.max_staleness)
         above("rollout", 0, temperature=self.temperature)
@@ -183,10 +220,13 @@ class RolloutConfig:
             raise ConfigError(f"rollout.min_p={self.min_p}: expected 0 to 1")
         if negative := [token for token in self.stop_token_ids if token < 0]:
             raise ConfigError(
-                f"rollout.stop_token_ids={self.stop_token_ids}: {negative[0]} is no token; expected ids from 0"
+                f"rollout.stop_token_ids={self.stop_token_ids}: {negative[0]} is no token; "
+                "expected ids from 0"
             )
         if parse_bytes("rollout.weight_bucket", self.weight_bucket) < 1:
-            raise ConfigError(f"rollout.weight_bucket={self.weight_bucket!r}: expected at least 1 byte")
+            raise ConfigError(
+                f"rollout.weight_bucket={self.weight_bucket!r}: expected at least 1 byte"
+            )
         if self.prompt_placement is None:
             known = self.expected_length_column is not None
             self.prompt_placement = PromptPlacement.balanced if known else PromptPlacement.anywhere
@@ -200,8 +240,10 @@ class RolloutConfig:
         if self.engine in list(Engine):
             if self.engine_options:
                 raise ConfigError(
-                    f"rollout.engine_options={self.engine_options}: they are for an engine of your own, and "
-                    f"rollout.engine is {self.engine}, which reads rollout.vllm or rollout.sglang; leave them out, or "
+                    f"rollout.engine_options={self.engine_options}: they are for an engine of your "
+                    "own, and "
+                    f"rollout.engine is {self.engine}, which reads rollout.vllm or rollout.sglang; "
+                    "leave them out, or "
                     "give rollout.engine=module:NAME"
                 )
         else:
@@ -209,62 +251,80 @@ class RolloutConfig:
         size = self.tensor_parallel_size
         if size > 1 and self.work_stealing:
             raise ConfigError(
-                f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers of an engine begin "
-                "all rows together, so that there are none to take over; leave work_stealing out, or give false"
+                f"rollout.work_stealing=true and rollout.tensor_parallel_size={size}: the workers "
+                "of an engine begin "
+                "all rows together, so that there are none to take over; leave work_stealing out, "
+                "or give false"
             )
         self._check_sglang()
         if self.engine != Engine.transformers:
             return
         if size > 1:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on one device; take "
+                f"rollout.tensor_parallel_size={size}: rollout.engine=transformers generates on "
+                "one device; take "
                 "rollout.engine=vllm, or leave it at 1"
             )
         if self.sampler is Sampler.vllm:
             raise ConfigError(
-                "rollout.sampler=vllm: it is part of vLLM, and rollout.engine is transformers; take "
+                "rollout.sampler=vllm: it is part of vLLM, and rollout.engine is transformers; "
+                "take "
                 "rollout.sampler=exact or rollout.engine=vllm"
             )
         if self.vllm.engine_kwargs:
             raise ConfigError(
-                f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and rollout.engine is "
+                f"rollout.vllm.engine_kwargs={self.vllm.engine_kwargs}: they are vLLM's, and "
+                "rollout.engine is "
                 "transformers; leave them out or take rollout.engine=vllm"
             )
 
     def _check_own_engine(self) -> None:
-        """Raise ConfigError for a name that is no engine's, and for options of vLLM with an engine of the user's."""
+        """Raise ConfigError for a name that is no engine's, and for options of vLLM with an
+        engine of the user's.
+        """
         if not re.fullmatch(r".+:\w+", self.engine):
             shipped = [str(engine) for engine in Engine]
             raise ConfigError(
-                f"rollout.engine={self.engine!r}: expected one of {shipped}, or module:NAME of an engine of your own"
+                f"rollout.engine={self.engine!r}: expected one of {shipped}, or module:NAME of an "
+                "engine of your own"
                 f"{did_you_mean(self.engine, shipped)}"
             )
         if self.sampler is Sampler.vllm:
             raise ConfigError(
-                f"rollout.sampler=vllm: it is part of vLLM, and rollout.engine is {self.engine}; take "
+                f"rollout.sampler=vllm: it is part of vLLM, and rollout.engine is {self.engine}; "
+                "take "
                 "rollout.sampler=exact or rollout.engine=vllm"
             )
         if others := changed_options("rollout.vllm", self.vllm):
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
             raise ConfigError(
-                f"{shown}: only vLLM reads this, and rollout.engine is {self.engine}; leave it out or take "
+                f"{shown}: only vLLM reads this, and rollout.engine is {self.engine}; leave it out "
+                "or take "
                 "rollout.engine=vllm"
             )
 
     def _check_sglang(self) -> None:
-        """Raise ConfigError for SGLang's options with another engine, and for what its engine cannot do."""
+        """Raise ConfigError for SGLang's options with another engine, and for what its engine
+        cannot do.
+        """
         used = self.engine == Engine.sglang
         if not used and self.sampler is Sampler.sglang:
             raise ConfigError(
-                f"rollout.sampler=sglang: it is part of SGLang, and rollout.engine is {self.engine}; take "
+                "rollout.sampler=sglang: it is part of SGLang, and rollout.engine is "
+                f"{self.engine}; take "
                 "rollout.sampler=exact or rollout.engine=sglang"
             )
-        others = changed_options("rollout.vllm", self.vllm) if used else changed_options("rollout.sglang", self.sglang)
+        others = (
+            changed_options("rollout.vllm", self.vllm)
+            if used
+            else changed_options("rollout.sglang", self.sglang)
+        )
         if others:
             shown = ", ".join(f"{name}={value}" for name, value in others.items())
             reader = "vLLM" if used else "SGLang"
             raise ConfigError(
-                f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it out or take "
+                f"{shown}: only {reader} reads this, and rollout.engine is {self.engine}; leave it "
+                "out or take "
                 f"rollout.engine={reader.lower()}"
             )
         if not used:
@@ -277,10 +337,16 @@ class RolloutConfig:
             "router_replay=true": self.router_replay
             and "no routes are recorded in SGLang here; leave it out, or take another engine",
             f"min_p={self.min_p}": self.min_p > 0
-            and "SGLang's sampler does not take it together with seeds; leave it at 0, or take another engine",
+            and (
+                "SGLang's sampler does not take it together with seeds; leave it at 0, or take "
+                "another engine"
+            ),
             f"top_k=1 and rollout.temperature={self.temperature}": self.top_k == 1
             and self.temperature != 1
-            and "SGLang tells log-probs of temperature 1 there; give rollout.temperature=1, or another top_k",
+            and (
+                "SGLang tells log-probs of temperature 1 there; give rollout.temperature=1, or "
+                "another top_k"
+            ),
         }
         for option, reason in refused.items():
             if reason:
@@ -288,7 +354,8 @@ class RolloutConfig:
 
     def _check_replay(self) -> None:
         refused = {
-            "partial=true": self.partial and "tokens of a response would have routes of several weights",
+            "partial=true": self.partial
+            and "tokens of a response would have routes of several weights",
             f"tensor_parallel_size={self.tensor_parallel_size}": self.tensor_parallel_size > 1
             and "routes are recorded in engines of one worker",
             "vllm.enforce_eager=false": self.vllm.enforce_eager is False
@@ -296,13 +363,18 @@ class RolloutConfig:
         }
         for option, reason in refused.items():
             if reason:
-                raise ConfigError(f"rollout.router_replay=true with rollout.{option}: {reason}; leave one of them out")
+                raise ConfigError(
+                    f"rollout.router_replay=true with rollout.{option}: {reason}; leave one of "
+                    "them out"
+                )
 
     def _check_steps_ahead(self) -> None:
         if self.partial != (self.max_tokens_per_step is not None):
             raise ConfigError(
-                f"rollout.partial={self.partial} and rollout.max_tokens_per_step={self.max_tokens_per_step}: "
-                "expected both or neither, as in rollout.partial=true rollout.max_tokens_per_step=512"
+                f"rollout.partial={self.partial} and "
+                f"rollout.max_tokens_per_step={self.max_tokens_per_step}: "
+                "expected both or neither, as in rollout.partial=true "
+                "rollout.max_tokens_per_step=512"
             )
         if self.max_tokens_per_step is not None:
             at_least("rollout", 1, max_tokens_per_step=self.max_tokens_per_step)
@@ -311,7 +383,8 @@ class RolloutConfig:
         if not 0 <= self.steps_ahead <= allowed:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness}: expected at least the steps ahead, "
-                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and {self.steps_per_response - 1} more for a "
+                f"{max(self.steps_ahead, 0)} (rollout.steps_ahead), and "
+                f"{self.steps_per_response - 1} more for a "
                 f"response of {self.steps_per_response} steps (rollout.max_response_length, "
                 "rollout.max_tokens_per_step)"
             )
@@ -322,7 +395,8 @@ class RewardsConfig:
     """``rewards``: the reward function, and the processes that call it."""
 
     function: str = "siirl_dask.rewards:exact_match"
-    """Reward function, as ``module:function``, called as ``reward(prompt=, response=, answer=)`` for each row."""
+    """Reward function, as ``module:function``, called as ``reward(prompt=, response=, answer=)``
+    for each row."""
     processes: int = 0
     """Processes on each worker that call the function; 0: the worker itself calls it."""
     timeout: float | None = None
@@ -330,7 +404,8 @@ class RewardsConfig:
     concurrency: int = 64
     """Most concurrent calls of an async function on a worker."""
     max_failures: int = 0
-    """Most rows of a step, over all workers, that may fail to be scored; the loss leaves them out."""
+    """Most rows of a step, over all workers, that may fail to be scored; the loss leaves them
+    out."""
 
     def __post_init__(self) -> None:
         at_least("rewards", 0, processes=self.processes, max_failures=self.max_failures)

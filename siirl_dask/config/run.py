@@ -32,26 +32,33 @@ class RunConfig:
     lookahead: int = 2
     """Steps that the client submits ahead, so that no worker waits for it."""
     overlap: bool = True
-    """Begin to score responses that are finished while others are still generated, where the reward function runs in
-    processes of its own (``rewards.processes``) or is async. The rewards are the same, bit for bit.
+    """Begin to score responses that are finished while others are still generated, where the reward
+    function runs in processes of its own (``rewards.processes``) or is async. The rewards are the
+    same, bit for bit.
     """
     keep_stages: int | None = None
-    """Number of newest steps whose saved rows stay, beyond those that a resume may need. None: all."""
+    """Number of newest steps whose saved rows stay, beyond those that a resume may need. None:
+    all."""
     lease: float = 30.0
-    """Seconds without a sign of life of this start, after which another one may take the folder over."""
+    """Seconds without a sign of life of this start, after which another one may take the folder
+    over."""
     max_restarts: int = 3
-    """Times in a row, without a new step in between, that the run is tried again by itself when it has lost a worker.
+    """Times in a row, without a new step in between, that the run is tried again by itself when it
+    has lost a worker.
     0: it ends then.
     """
     grace: float = 30.0
-    """Seconds that a run which gets SIGTERM has for the steps under way and a last checkpoint. 0: it ends at once."""
+    """Seconds that a run which gets SIGTERM has for the steps under way and a last checkpoint.
+    0: it ends at once."""
     node_timeout: float | None = None
-    """Seconds for which one node on one worker may get nothing done, while it does not wait for others; then the step
-    fails, and the message says who waits for whom. None: one and a half times ``cluster.stall_timeout``. 0: any time.
+    """Seconds for which one node on one worker may get nothing done, while it does not wait for
+    others; then the step fails, and the message says who waits for whom. None: one and a half times
+    ``cluster.stall_timeout``. 0: any time.
     """
     on_nan: OnNan = OnNan.stop
-    """Consequence of numbers that are not finite: ``stop`` ends the run; ``skip`` leaves the optimizer step of that
-    mini-batch out, up to ``trainer.max_skipped_steps`` times in a row. No step is ever taken on them.
+    """Consequence of numbers that are not finite: ``stop`` ends the run; ``skip`` leaves the
+    optimizer step of that mini-batch out, up to ``trainer.max_skipped_steps`` times in a row. No
+    step is ever taken on them.
     """
 
     def __post_init__(self) -> None:
@@ -62,10 +69,14 @@ class RunConfig:
         if self.keep_stages is not None:
             at_least("run", 1, keep_stages=self.keep_stages)
         if not 0 < self.lease <= 86400:
-            raise ConfigError(f"run.lease={self.lease}: expected more than 0 seconds and at most a day")
+            raise ConfigError(
+                f"run.lease={self.lease}: expected more than 0 seconds and at most a day"
+            )
         if not self.url:
             raise ConfigError("run.url='': expected a folder or an fsspec URL")
-        self.url = self.url.replace("${run.name}", self.name)  # a Config made in Python has no OmegaConf to do it
+        self.url = self.url.replace(
+            "${run.name}", self.name
+        )  # a Config made in Python has no OmegaConf to do it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,20 +86,23 @@ class ValidationConfig:
     url: str | None = None
     """Dataset of the validation. None: no validation."""
     every: int = 10
-    """Steps between validations; one is run before the first step and one after the last as well."""
+    """Steps between validations; one is run before the first step and one after the last as
+    well."""
     test_url: str | None = None
     """Dataset of the test, which is read once, after the last step."""
     n: int = 1
     """Samples per prompt."""
     temperature: float | None = None
-    """Temperature of the samples; 0: the most likely response. None: 0 for one sample per prompt, 1 for several."""
+    """Temperature of the samples; 0: the most likely response. None: 0 for one sample per
+    prompt, 1 for several."""
     top_p: float = 1.0
     k: list[int] = field(default_factory=list)
     """Values of k for pass@k, maj@k and best@k, up to ``n``. Empty: 1 and ``n``."""
     source_column: str | None = None
     """Column with the source of a row, for metrics of each source; a dot leads into a struct."""
     answer_extractor: str | None = None
-    """Function of a response, as ``module:function``, that returns the answer in it, for maj@k. None: the response."""
+    """Function of a response, as ``module:function``, that returns the answer in it, for maj@k.
+    None: the response."""
 
     def __post_init__(self) -> None:
         self.url, self.test_url = (url and absolute(url) for url in (self.url, self.test_url))
@@ -98,12 +112,16 @@ class ValidationConfig:
             raise ConfigError(f"validation.top_p={self.top_p}: expected more than 0 and at most 1")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(
-                f"validation.n={self.n} with validation.temperature=0: samples that are all the most likely response "
+                f"validation.n={self.n} with validation.temperature=0: samples that are all the "
+                "most likely response "
                 "are all the same; expected a temperature above 0, or validation.n=1"
             )
         self.k = sorted({*self.k} or {1, self.n})
         if outside := [k for k in self.k if not 1 <= k <= self.n]:
-            raise ConfigError(f"validation.k={self.k}: {outside[0]} of validation.n={self.n} samples; expected 1 to n")
+            raise ConfigError(
+                f"validation.k={self.k}: {outside[0]} of validation.n={self.n} samples; expected 1 "
+                "to n"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,13 +129,14 @@ class CheckpointConfig:
     """``checkpoint``: when checkpoints are written, and which ones are kept."""
 
     every: int = 50
-    """Steps between checkpoints; one is written after the last step as well. 0 writes none: a run that stops cannot
-    resume, and the model is lost when the run ends.
+    """Steps between checkpoints; one is written after the last step as well. 0 writes none: a run
+    that stops cannot resume, and the model is lost when the run ends.
     """
     keep: int = 2
     """Number of newest checkpoints to keep; older ones are removed."""
     keep_best: str | None = None
-    """Metric, such as ``validation/reward/mean``, whose best checkpoint is kept as well: the highest value wins."""
+    """Metric, such as ``validation/reward/mean``, whose best checkpoint is kept as well: the
+    highest value wins."""
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state in the host's memory."""
 
@@ -127,6 +146,7 @@ class CheckpointConfig:
         phase, slash, metric = (self.keep_best or "train/x").partition("/")
         if phase not in ("train", "validation") or not slash or not metric:
             raise ConfigError(
-                f"checkpoint.keep_best={self.keep_best!r}: expected train/ or validation/ and the name of a metric, "
+                f"checkpoint.keep_best={self.keep_best!r}: expected train/ or validation/ and the "
+                "name of a metric, "
                 "such as validation/reward/mean"
             )

@@ -38,44 +38,63 @@ class Device:
     index: int = 0
     """Index among the devices that this worker sees."""
     card: str = ""
-    """Name of the accelerator in the whole run: workers with the same name share it. Empty on a CPU."""
+    """Name of the accelerator in the whole run: workers with the same name share it. Empty on a
+    CPU."""
     shared_by: int = 1
     """Number of workers of the run that compute on it, this one included."""
     memory: int = field(default=0, compare=False)
     """Bytes of the accelerator's memory; 0 on a CPU, and where they are not known."""
     cpus: frozenset[int] = field(default=frozenset(), compare=False)
-    """CPUs near the accelerator to which the worker's process is bound; empty where it is not bound."""
+    """CPUs near the accelerator to which the worker's process is bound; empty where it is not
+    bound."""
     cores: int = field(default=1, compare=False)
-    """Cores of the host that are this worker's share, for what is computed there while its accelerator waits."""
+    """Cores of the host that are this worker's share, for what is computed there while its
+    accelerator waits."""
     room: int = field(default=0, compare=False)
-    """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is not known."""
+    """Bytes of them for a role that takes what others leave, such as an engine; 0 where that is
+    not known."""
     fill: int = field(default=0, compare=False)
     """Bytes of these for the part of it that grows: an engine's cache."""
     pci: str = field(default="", compare=False)
-    """Kernel and PCI address of the accelerator, ``<boot id>/0000:3b:00.0``; empty where they are not known."""
+    """Kernel and PCI address of the accelerator, ``<boot id>/0000:3b:00.0``; empty where they
+    are not known."""
     progress: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
-    """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row. Silence of all
-    workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
-    stage: Callable[[str], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
-    """``with device.stage("the loading of weights"):`` names a part of what a role's build does, for those who wait."""
+    """To be called, from any thread, whenever something got done: a sample, a micro-batch, a row.
+    Silence of all workers for ``cluster.stall_timeout`` ends a run, and no step is too long."""
+    stage: Callable[[str], AbstractContextManager[object]] = field(
+        default=nullcontext, compare=False, repr=False
+    )
+    """``with device.stage("the loading of weights"):`` names a part of what a role's build does,
+    for those who wait."""
     bind: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
-    """Makes it the current device of the calling thread, which a thread that a role starts must do itself."""
-    waiting: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, compare=False, repr=False)
-    """``with device.waiting():`` says that what is inside waits for other workers, as a collective does. The run's
-    trace tells it from computing."""
+    """Makes it the current device of the calling thread, which a thread that a role starts must
+    do itself."""
+    waiting: Callable[[], AbstractContextManager[object]] = field(
+        default=nullcontext, compare=False, repr=False
+    )
+    """``with device.waiting():`` says that what is inside waits for other workers, as a collective
+    does. The run's trace tells it from computing."""
     engine_has: Callable[[int], None] = field(default=_ignore, compare=False, repr=False)
-    """To be called with the number of requests that this worker's engine has under way, when it changes."""
-    engine_cache: Callable[[float, int], None] = field(default=_ignore_cache, compare=False, repr=False)
-    """``engine_cache(used, waiting)``: to be called by an engine whose KV cache is bounded with the share of it that is
-    in use, and with the number of its requests that wait for room in it."""
+    """To be called with the number of requests that this worker's engine has under way, when it
+    changes."""
+    engine_cache: Callable[[float, int], None] = field(
+        default=_ignore_cache, compare=False, repr=False
+    )
+    """``engine_cache(used, waiting)``: to be called by an engine whose KV cache is bounded with the
+    share of it that is in use, and with the number of its requests that wait for room in it."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict, compare=False, repr=False)
     """Models at URLs, by URL, as they were when the run began: see ``siirl_dask.models.cache``."""
-    held: MutableMapping[Hashable, Any] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
-    """Objects that several roles of this worker hold together; gone when none of them does any more: see ``shared``."""
+    held: MutableMapping[Hashable, Any] = field(
+        default_factory=WeakValueDictionary, compare=False, repr=False
+    )
+    """Objects that several roles of this worker hold together; gone when none of them does any
+    more: see ``shared``."""
 
     @property
     def gpu(self) -> str:
-        """Name of the whole accelerator in the run: slices of one GPU (MIG) have it in common, and a card each."""
+        """Name of the whole accelerator in the run: slices of one GPU (MIG) have it in common,
+        and a card each.
+        """
         if self.pci:
             return self.pci
         return self.card
@@ -86,7 +105,9 @@ class Device:
         return "cpu" if self.kind is DeviceKind.CPU else f"{self.kind}:{self.index}"
 
     def shared(self, name: Hashable, make: Callable[[], _S]) -> _S:
-        """Return the object that roles of this worker hold together by ``name``; the first to ask makes it."""
+        """Return the object that roles of this worker hold together by ``name``; the first to
+        ask makes it.
+        """
         found: _S | None = self.held.get(name)
         if found is None:
             found = self.held[name] = make()
@@ -102,12 +123,13 @@ class Rank:
     group: Any = field(default=None, compare=False)
     """Torch process group of these workers; None for a worker that is alone."""
     side_group: Any = field(default=None, compare=False)
-    """Gloo group of the same workers, for messages beside those of ``group``; None in a run with one worker."""
+    """Gloo group of the same workers, for messages beside those of ``group``; None in a run with
+    one worker."""
     host: str = field(default="127.0.0.1", compare=False)
     """Address at which peers reach the worker, and to which it binds its sockets."""
     cpu_group: Any = field(default=None, compare=False)
-    """Gloo group of the same workers, for small sums and messages among the calls of ``group``. None stands for
-    ``group`` itself, which is gloo then."""
+    """Gloo group of the same workers, for small sums and messages among the calls of ``group``.
+    None stands for ``group`` itself, which is gloo then."""
 
     def __post_init__(self) -> None:
         if self.cpu_group is None:
@@ -115,17 +137,21 @@ class Rank:
 
 
 class HoldsNoGroups:
-    """Base of the objects of roles that hold no process group, and nothing from step to step but their ``state()``.
+    """Base of the objects of roles that hold no process group, and nothing from step to step but
+    their ``state()``.
 
-    When another worker of the run is lost, an object that has these two methods stays as it is and only its state is
-    loaded; others are built anew. All workers of a role must be able to build one without the others.
+    When another worker of the run is lost, an object that has these two methods stays as it is and
+    only its state is loaded; others are built anew. All workers of a role must be able to build one
+    without the others.
     """
 
     def leave_groups(self) -> bool:
-        """Let go of the process groups of the rank; return whether the object can go on with those of another rank."""
+        """Let go of the process groups of the rank; return whether the object can go on with
+        those of another rank.
+        """
         return True
 
     def join_groups(self, rank: Rank) -> None:
-        """Go on with ``rank``, which has other process groups; in an elastic run also another number, or more ranks or
-        fewer beside it.
+        """Go on with ``rank``, which has other process groups; in an elastic run also another
+        number, or more ranks or fewer beside it.
         """

@@ -36,9 +36,13 @@ class Metric:
         self._stretch(value, value)
 
     def merge(self, other: Metric) -> None:
-        """Add the values that another worker logged under the same name. ValueError if its reducer differs."""
+        """Add the values that another worker logged under the same name. ValueError if its
+        reducer differs.
+        """
         if other.reduce is not self.reduce:
-            raise ValueError(f"logged with reducer {self.reduce} and with {other.reduce}: choose one")
+            raise ValueError(
+                f"logged with reducer {self.reduce} and with {other.reduce}: choose one"
+            )
         self.weight += other.weight
         self.total += other.total
         self.squares += other.squares

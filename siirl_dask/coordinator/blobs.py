@@ -1,7 +1,8 @@
-"""Rows that share blobs: taken, joined by group and stored without a copy of the blob for each of them.
+"""Rows that share blobs: taken, joined by group and stored without a copy of the blob for each of
+them.
 
-The rows of a group have the same images. In a table each row's value is a slice of the one buffer that has it; Arrow's
-own ``take`` and ``filter`` would copy it for each row.
+The rows of a group have the same images. In a table each row's value is a slice of the one buffer
+that has it; Arrow's own ``take`` and ``filter`` would copy it for each row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ RowIndex = NDArray[np.intp]
 
 
 def rows_at(table: pa.Table, index: RowIndex) -> pa.Table:
-    """Return the rows at ``index``, each as often as it is named. Blobs are not copied: each is a slice."""
+    """Return the rows at ``index``, each as often as it is named. Blobs are not copied: each is
+    a slice.
+    """
     columns = [_take(column, index) for column in table.columns]
     return pa.table(columns, schema=table.schema)
 
@@ -31,8 +34,11 @@ def rows_where(table: pa.Table, flags: NDArray[np.bool_] | pa.ChunkedArray | pa.
     return rows_at(table, np.flatnonzero(np.asarray(flags, dtype=np.bool_)))
 
 
-def with_values_of_groups(table: pa.Table, values: pa.Table, names: Sequence[str], source: str) -> pa.Table:
-    """Return ``table`` with the columns ``names`` of ``values``, which has a row or more for each group: the first.
+def with_values_of_groups(
+    table: pa.Table, values: pa.Table, names: Sequence[str], source: str
+) -> pa.Table:
+    """Return ``table`` with the columns ``names`` of ``values``, which has a row or more for each
+    group: the first.
 
     DataError for a group that is not there; ``source`` names the table of ``values``.
     """
@@ -50,10 +56,14 @@ def with_values_of_groups(table: pa.Table, values: pa.Table, names: Sequence[str
 
 
 def missing_groups(groups: NDArray[Any], names: Collection[str], source: str) -> DataError:
-    """Return the error for groups that have rows here and none in the table that has their blobs."""
+    """Return the error for groups that have rows here and none in the table that has their
+    blobs.
+    """
     return DataError(
-        f"{len(groups)} groups have rows here and no {[*names]} in the rows of {source!r} (first group_id "
-        f"{groups[0]}): a node that numbers groups anew, or keeps some for later steps, declares groups='new' in its "
+        f"{len(groups)} groups have rows here and no {[*names]} in the rows of {source!r} (first "
+        "group_id "
+        f"{groups[0]}): a node that numbers groups anew, or keeps some for later steps, declares "
+        "groups='new' in its "
         "@columns"
     )
 
@@ -67,7 +77,9 @@ def one_of_each_group(table: pa.Table) -> pa.Table:
 
 
 def once_per_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return the table to store: of each group the first row has the values of ``names``, and the others null."""
+    """Return the table to store: of each group the first row has the values of ``names``, and
+    the others null.
+    """
     _, first = np.unique(_groups(table), return_index=True)
     is_first = np.isin(np.arange(table.num_rows), first)
     for name in names:
@@ -82,7 +94,8 @@ def once_per_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def filled_by_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Return a table that ``once_per_group`` has made, in any order and in parts, with the values in all rows.
+    """Return a table that ``once_per_group`` has made, in any order and in parts, with the values
+    in all rows.
 
     Its groups are whole.
     """
@@ -91,7 +104,10 @@ def filled_by_group(table: pa.Table, names: Sequence[str]) -> pa.Table:
         column = table[name]
         valid = np.flatnonzero(np.asarray(column.is_valid(), dtype=np.bool_))
         row_of_group = dict(zip(groups[valid].tolist(), valid.tolist(), strict=True))
-        rows = np.array([row_of_group.get(group, row) for row, group in enumerate(groups.tolist())], dtype=np.intp)
+        rows = np.array(
+            [row_of_group.get(group, row) for row, group in enumerate(groups.tolist())],
+            dtype=np.intp,
+        )
         index = table.column_names.index(name)
         table = table.set_column(index, table.schema.field(name), _slices(column, rows))
     return table

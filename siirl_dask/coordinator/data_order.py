@@ -1,10 +1,12 @@
-"""The global order of a dataset: which row comes at which position of which step, as a pure function of a seed.
+"""The global order of a dataset: which row comes at which position of which step, as a pure
+function of a seed.
 
-A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are shuffled within each, and
-the resulting order is cut into B equal ranges: stream j has the prompt at position j of every step. A worker that
-owns a range of positions therefore reads one range of row groups and nothing else, and the rows of a step do not depend
-on how many workers there are. The order changes with each epoch; the last step of an epoch is shorter when B does not
-divide the dataset, so no row is lost or repeated.
+A batch of B prompts is read from B streams. The dataset's row groups are shuffled, rows are
+shuffled within each, and the resulting order is cut into B equal ranges: stream j has the prompt at
+position j of every step. A worker that owns a range of positions therefore reads one range of row
+groups and nothing else, and the rows of a step do not depend on how many workers there are. The
+order changes with each epoch; the last step of an epoch is shorter when B does not divide the
+dataset, so no row is lost or repeated.
 """
 
 from __future__ import annotations
@@ -51,20 +53,26 @@ class _Window(NamedTuple):
 class GlobalOrder:
     """The order of the rows of a dataset, over all epochs.
 
-    ``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order. All prompts of all
-    epochs are numbered in this order; a number is a prompt, whichever worker reads it.
+    ``sizes`` are the rows of each row group in table order; ``seed`` None keeps the table's order.
+    All prompts of all epochs are numbered in this order; a number is a prompt, whichever worker
+    reads it.
 
-    It holds a number per row group and the next rows of each stream, nothing per row of the dataset.
+    It holds a number per row group and the next rows of each stream, nothing per row of the
+    dataset.
     """
 
-    def __init__(self, sizes: Sequence[int], batch_size: int, seed: int | None, known_rows: int = KNOWN_ROWS) -> None:
+    def __init__(
+        self, sizes: Sequence[int], batch_size: int, seed: int | None, known_rows: int = KNOWN_ROWS
+    ) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._seed = seed
         self._rows = int(self._sizes.sum())
         self._streams = split(self._rows, batch_size)
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
-        self._within = lru_cache(maxsize=1)(self._shuffled_rows)  # of neighbouring streams, which share a row group
+        self._within = lru_cache(maxsize=1)(
+            self._shuffled_rows
+        )  # of neighbouring streams, which share a row group
         self._window_rows = max(_LEAST_KNOWN, known_rows // batch_size)
         self._windows: dict[int, _Window] = {}  # by stream
 
@@ -79,7 +87,9 @@ class GlobalOrder:
         return range(epoch * self._rows + first, epoch * self._rows + stop)
 
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
-        """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so: those of its streams."""
+        """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so:
+        those of its streams.
+        """
         first, last = split(len(self._streams), count)[index]
         own = (number for number in numbers if first <= self.stream(number) < last)
         return [self.row_position(number, number - numbers.start) for number in own]
@@ -89,24 +99,34 @@ class GlobalOrder:
         return number % self._rows % len(self._streams)
 
     def row_position(self, number: int, position: int) -> RowPosition:
-        """Return where prompt number ``number`` lies in the table, as the one at ``position`` of its batch."""
+        """Return where prompt number ``number`` lies in the table, as the one at ``position`` of
+        its batch.
+        """
         group, rows = self._from(number)
         return RowPosition(position, group, int(rows[0]), number)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the next rows that the stream of prompt ``number`` has after it, in order, of the same row group."""
+        """Return the next rows that the stream of prompt ``number`` has after it, in order, of
+        the same row group.
+        """
         _, rows = self._from(number)
         return rows[1:]
 
     def _from(self, number: int) -> tuple[int, Ints]:
-        """Return the row group of prompt ``number``, and rows of it that its stream has from there on."""
+        """Return the row group of prompt ``number``, and rows of it that its stream has from
+        there on.
+        """
         epoch, index, slot = self._place(number)
         groups, starts = self._epoch(epoch)
         group = int(groups[slot])
         start = int(starts[slot])
         stream = self.stream(number)
         window = self._windows.get(stream)
-        if window is None or window.epoch != epoch or not window.first <= index < window.first + len(window.rows):
+        if (
+            window is None
+            or window.epoch != epoch
+            or not window.first <= index < window.first + len(window.rows)
+        ):
             _, stream_end = self._streams[stream]
             end = min(index + self._window_rows, stream_end, start + int(self._sizes[group]))
             rows = self._within(epoch, group)[index - start : end - start]
@@ -115,7 +135,9 @@ class GlobalOrder:
         return group, window.rows[index - window.first :]
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return the epoch of prompt ``number``, its index in the epoch's order, and its group's."""
+        """Return the epoch of prompt ``number``, its index in the epoch's order, and its
+        group's.
+        """
         epoch, within_epoch = divmod(number, self._rows)
         epoch_step, stream = divmod(within_epoch, len(self._streams))
         stream_start, _ = self._streams[stream]
@@ -125,7 +147,9 @@ class GlobalOrder:
         return epoch, index, slot
 
     def _shuffled_groups(self, epoch: int) -> tuple[Ints, Ints]:
-        """Return the row groups in this epoch's order, and the global index of each one's first row."""
+        """Return the row groups in this epoch's order, and the global index of each one's first
+        row.
+        """
         groups = np.arange(len(self._sizes))
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch]).shuffle(groups)
@@ -133,7 +157,9 @@ class GlobalOrder:
         return groups, ends - self._sizes[groups]
 
     def _shuffled_rows(self, epoch: int, group: int) -> NDArray[np.int32]:
-        rows = np.arange(self._sizes[group], dtype=np.int32)  # the shuffle does not depend on the type
+        rows = np.arange(
+            self._sizes[group], dtype=np.int32
+        )  # the shuffle does not depend on the type
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch, group]).shuffle(rows)
         return rows
@@ -172,7 +198,9 @@ class Interleaving:
         self._root = _tree(whole, 0, len(whole))
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return the source of prompt ``number`` of the mixture, and the prompt's number in that source."""
+        """Return the source of prompt ``number`` of the mixture, and the prompt's number in that
+        source.
+        """
         branch = self._root
         while not isinstance(branch, int):
             left = branch.left_of(number)
@@ -201,11 +229,16 @@ def _tree(weights: Sequence[int], first: int, stop: int) -> _Fork | int:
 class MixedOrder:
     """The order of the rows of several tables, with the interface of ``GlobalOrder``.
 
-    ``sizes`` are the rows of each row group of each table. A step always has ``batch_size`` prompts.
+    ``sizes`` are the rows of each row group of each table. A step always has ``batch_size``
+    prompts.
     """
 
     def __init__(
-        self, sizes: Sequence[Sequence[int]], weights: Sequence[Fraction], batch_size: int, seed: int | None
+        self,
+        sizes: Sequence[Sequence[int]],
+        weights: Sequence[Fraction],
+        batch_size: int,
+        seed: int | None,
     ) -> None:
         self._batch_size = batch_size
         self._interleaving = Interleaving(weights)
@@ -222,11 +255,13 @@ class MixedOrder:
         return range(step * self._batch_size, (step + 1) * self._batch_size)
 
     def worker_rows(self, numbers: range, index: int, count: int) -> list[RowPosition]:
-        """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so, by position.
+        """Return the rows that worker ``index`` of ``count`` reads of the prompts numbered so, by
+        position.
 
-        Prompts are sorted by how far their stream is among those of its source, and cut into equal parts. A worker so
-        gets of every source what it gets of the step, as sources differ in what their prompts cost; and it gets the
-        same streams in every step, but for those at the ends of its part: a source's number of prompts changes by one.
+        Prompts are sorted by how far their stream is among those of its source, and cut into equal
+        parts. A worker so gets of every source what it gets of the step, as sources differ in what
+        their prompts cost; and it gets the same streams in every step, but for those at the ends of
+        its part: a source's number of prompts changes by one.
         """
         start, stop = split(len(numbers), count)[index]
         own = sorted(sorted(numbers, key=self._line)[start:stop])
@@ -239,7 +274,9 @@ class MixedOrder:
         return RowPosition(position, row.group, row.row, number=number, source=source)
 
     def following_rows(self, number: int) -> Ints:
-        """Return the next rows that the stream of prompt ``number`` has after it, in order, of the same row group."""
+        """Return the next rows that the stream of prompt ``number`` has after it, in order, of
+        the same row group.
+        """
         source, within = self._interleaving.place(number)
         return self._orders[source].following_rows(within)
 

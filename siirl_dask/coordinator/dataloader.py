@@ -1,8 +1,9 @@
-"""The Dataloader: each worker reads its own rows of a dataset, ahead of time, in an order that all workers agree on.
+"""The Dataloader: each worker reads its own rows of a dataset, ahead of time, in an order that all
+workers agree on.
 
-Its position is the step, so a run resumes at any step and on any number of workers. Once a step has drawn more prompts
-than its own (``draw_prompts``), the position is the number of the next prompt, which all loading workers count alike;
-checkpoints keep it (``position``).
+Its position is the step, so a run resumes at any step and on any number of workers. Once a step has
+drawn more prompts than its own (``draw_prompts``), the position is the number of the next prompt,
+which all loading workers count alike; checkpoints keep it (``position``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from siirl_storage import FooterCache, RowGroup, Snapshot, StorageError, TooLarg
 from siirl_dask.coordinator.data_order import GlobalOrder, MixedOrder, RowPosition
 from siirl_dask.coordinator.decoding import decode_column
 from siirl_dask.coordinator.layout.balance import Ints, split
-from siirl_dask.coordinator.source import Dataset, Mixture, Source, dataset_schema, open_source, opened, source_schema
+from siirl_dask.coordinator.source import (
+    Dataset,
+    Mixture,
+    Source,
+    dataset_schema,
+    open_source,
+    opened,
+    source_schema,
+)
 from siirl_dask.errors import DataError
 from siirl_dask.schema import (
     ANSWER,
@@ -98,10 +107,13 @@ class RowReader:
         self._read_rows = 1  # both are a guess, until a row group has been read
         self._read_bytes = 1 + _UNPACKED * stored
 
-    def read(self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]) -> pa.Table:
+    def read(
+        self, rows: Sequence[RowPosition], following: Sequence[Ints], columns: tuple[str, ...]
+    ) -> pa.Table:
         """Return ``columns`` of the rows, in their order, with offsets of 64 bits.
 
-        ``following`` are, for each row, those of the same row group that will be asked for next, in order.
+        ``following`` are, for each row, those of the same row group that will be asked for next, in
+        order.
 
         DataError for a file that cannot be read, or rows that take more than the limit.
         """
@@ -112,7 +124,9 @@ class RowReader:
         for group, numbers in by_group.items():
             budget = self._keep * len(numbers) // len(rows)
             wanted = np.array([rows[number].row for number in numbers], np.int64)
-            held = self._hold(group, columns, wanted, [following[number] for number in numbers], budget)
+            held = self._hold(
+                group, columns, wanted, [following[number] for number in numbers], budget
+            )
             for number in numbers:
                 sources[number] = held
         slices = []
@@ -122,13 +136,22 @@ class RowReader:
             slices.append(source.slice(row.row))
             size += int(slices[-1].nbytes)
             if size > self._limit:
-                raise too_large(f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit)
+                raise too_large(
+                    f"dataset {self._name!r}", f"a step of {len(rows)} rows", size, self._limit
+                )
         return pa.concat_tables(slices).combine_chunks()
 
     def _hold(
-        self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
+        self,
+        group: int,
+        columns: tuple[str, ...],
+        wanted: Ints,
+        following: Sequence[Ints],
+        budget: int,
     ) -> _HeldRows:
-        """Return a group's rows with those that are wanted, read now if they are not held already."""
+        """Return a group's rows with those that are wanted, read now if they are not held
+        already.
+        """
         held = self._held.pop((group, columns), None)
         if held is not None:
             self._held_bytes -= held.nbytes
@@ -140,7 +163,12 @@ class RowReader:
         return held
 
     def _read(
-        self, group: int, columns: tuple[str, ...], wanted: Ints, following: Sequence[Ints], budget: int
+        self,
+        group: int,
+        columns: tuple[str, ...],
+        wanted: Ints,
+        following: Sequence[Ints],
+        budget: int,
     ) -> _HeldRows:
         fitting = budget * self._read_rows // self._read_bytes  # so many rows of the mean size
         chosen = _with_following(wanted, following, fitting)
@@ -149,7 +177,9 @@ class RowReader:
         self._read_bytes += held.nbytes
         if held.nbytes <= budget:
             return held
-        fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)  # longer ones than before
+        fewer = _with_following(
+            wanted, following, len(chosen) * budget // held.nbytes
+        )  # longer ones than before
         return _HeldRows.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
 
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:
@@ -158,14 +188,26 @@ class RowReader:
                 group, columns, rows=rows.tolist(), max_bytes=self._limit, footers=self._footers
             )
         except TooLarge as error:
-            raise too_large(f"dataset {self._name!r}", error.where, error.nbytes, self._limit) from error
+            raise too_large(
+                f"dataset {self._name!r}", error.where, error.nbytes, self._limit
+            ) from error
         except StorageError as error:
             raise DataError(f"dataset {self._name!r}: {error}") from error
-        large = pa.schema([pa.field(field.name, with_large_offsets(decoded(field.type))) for field in table.schema])
+        large = pa.schema(
+            [
+                pa.field(field.name, with_large_offsets(decoded(field.type)))
+                for field in table.schema
+            ]
+        )
         columns_decoded = [decode_column(table[field.name], field.type) for field in large]
         table = pa.Table.from_arrays(columns_decoded, schema=large)
         if table.nbytes > self._limit:  # a dictionary has each text once
-            raise too_large(f"dataset {self._name!r}", f"a row group of {group.part!r}", table.nbytes, self._limit)
+            raise too_large(
+                f"dataset {self._name!r}",
+                f"a row group of {group.part!r}",
+                table.nbytes,
+                self._limit,
+            )
         return table.combine_chunks()
 
     def _shrink(self) -> None:
@@ -178,14 +220,18 @@ class RowReader:
 def too_large(dataset: str, what: str, nbytes: int, limit: int) -> DataError:
     """Return the error for ``what``, which takes more than may be read at once."""
     return DataError(
-        f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read {limit} at once "
-        "(data.read_limit; as data.memory_limit where it is not set): raise it, lower data.batch_size, or write the "
+        f"{dataset}: {what} takes at least {nbytes} bytes once decoded, and a worker may read "
+        f"{limit} at once "
+        "(data.read_limit; as data.memory_limit where it is not set): raise it, lower "
+        "data.batch_size, or write the "
         "dataset with smaller row groups"
     )
 
 
 def _with_following(wanted: Ints, following: Sequence[Ints], count: int) -> Ints:
-    """Return the rows that are wanted, and up to ``count`` with those that are wanted soonest, in ascending order."""
+    """Return the rows that are wanted, and up to ``count`` with those that are wanted soonest,
+    in ascending order.
+    """
     soonest: Iterator[int | None] = (row for rows in zip_longest(*following) for row in rows)
     ahead = islice((int(row) for row in soonest if row is not None), max(0, count - len(wanted)))
     return np.array(sorted({*wanted.tolist(), *ahead}), np.int64)
@@ -218,7 +264,9 @@ class Dataloader:
         return self._drawn.stop if self._drew_more else None
 
     def load(self, step: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
-        """Return the rows of worker ``index`` of ``count`` in ``step``, by position, and read the next step's ahead."""
+        """Return the rows of worker ``index`` of ``count`` in ``step``, by position, and read
+        the next step's ahead.
+        """
         self._drawn = self._step_numbers(step)
         wanted = _StepPart(self._drawn, tuple(columns), index, count)
         future = self._ahead.pop(wanted, None)
@@ -230,7 +278,8 @@ class Dataloader:
         return future.result()
 
     def draw_prompts(self, wanted: int, columns: Sequence[str], index: int, count: int) -> pa.Table:
-        """Return worker ``index``'s part of the next ``wanted`` prompts. Positions go on from the step's last.
+        """Return worker ``index``'s part of the next ``wanted`` prompts. Positions go on from the
+        step's last.
 
         All ``count`` workers must call it alike, with the same number and in the same steps.
         """
@@ -244,7 +293,9 @@ class Dataloader:
         return self._reader.submit(self._read_rows, rows, tuple(columns)).result()
 
     def seek(self, position: int) -> None:
-        """Go on with the prompt of that number, as ``position`` returned it after an earlier step."""
+        """Go on with the prompt of that number, as ``position`` returned it after an earlier
+        step.
+        """
         self._drawn = range(position, position)
         self._drew_more = True
         self._ahead.clear()
@@ -270,7 +321,10 @@ class Dataloader:
             return schema.empty_table()
         if len(by_source) == 1:
             return self._read_source(rows, schema)
-        parts = [self._read_source([rows[place] for place in places], schema) for places in by_source.values()]
+        parts = [
+            self._read_source([rows[place] for place in places], schema)
+            for places in by_source.values()
+        ]
         size = sum(int(part.nbytes) for part in parts)
         limit = self._tables[0].limit
         if size > limit:
@@ -306,7 +360,9 @@ class _TableReader:
     """Reads rows of one source under the data plane's names."""
 
     def __init__(self, source: Source, name: str | None, part: Fraction) -> None:
-        """``name`` is that of a mixture's source; ``part`` is how much of what a worker holds ahead is for it."""
+        """``name`` is that of a mixture's source; ``part`` is how much of what a worker holds
+        ahead is for it.
+        """
         snapshot = open_source(source)
         self.limit = source.read_limit
         self._name = name
@@ -318,7 +374,8 @@ class _TableReader:
     def read(
         self, rows: Sequence[RowPosition], following: Sequence[Ints], schema: pa.Schema
     ) -> dict[str, pa.Array | pa.ChunkedArray]:
-        """Return the columns of ``schema`` that say where a row is in the table, and the table's own.
+        """Return the columns of ``schema`` that say where a row is in the table, and the table's
+        own.
 
         One that the table does not have is null.
         """
@@ -346,9 +403,13 @@ class _TableReader:
 
 def _order(dataset: Dataset) -> GlobalOrder | MixedOrder:
     """Return the order of a dataset that is open."""
-    sizes = [[group.rows for group in open_source(source).row_groups()] for source in dataset.sources]
+    sizes = [
+        [group.rows for group in open_source(source).row_groups()] for source in dataset.sources
+    ]
     if isinstance(dataset, Mixture):
-        return MixedOrder(sizes, [share.weight for share in dataset.shares], dataset.batch_size, dataset.seed)
+        return MixedOrder(
+            sizes, [share.weight for share in dataset.shares], dataset.batch_size, dataset.seed
+        )
     return GlobalOrder(sizes[0], dataset.batch_size or sum(sizes[0]), dataset.seed)
 
 
@@ -356,7 +417,9 @@ def _table_readers(dataset: Dataset) -> list[_TableReader]:
     if isinstance(dataset, Source):
         return [_TableReader(dataset, None, Fraction(1))]
     weight = sum(share.weight for share in dataset.shares)
-    return [_TableReader(share.source, share.name, share.weight / weight) for share in dataset.shares]
+    return [
+        _TableReader(share.source, share.name, share.weight / weight) for share in dataset.shares
+    ]
 
 
 def _origins(snapshot: Snapshot) -> list[tuple[int, int]]:

@@ -1,6 +1,8 @@
-"""Decodes columns of a dataset: values one by one, where files have dictionaries, runs, and lists that are views.
+"""Decodes columns of a dataset: values one by one, where files have dictionaries, runs, and lists
+that are views.
 
-Arrow's own cast from a list view to a list reads beyond its buffers: lists were empty, or others' (pyarrow 26).
+Arrow's own cast from a list view to a list reads beyond its buffers: lists were empty, or others'
+(pyarrow 26).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def decode_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
 
 
 def plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the column as it is, or its values one by one where it has runs or lists that are views."""
+    """Return the column as it is, or its values one by one where it has runs or lists that are
+    views.
+    """
     return decode_column(column, decoded(column.type)) if needs_decoding(column.type) else column
 
 
@@ -67,7 +71,9 @@ def decode(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _list(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return the lists of an array, whose items may lie anywhere, with their items one after the other."""
+    """Return the lists of an array, whose items may lie anywhere, with their items one after the
+    other.
+    """
     is_null = array.is_null().to_numpy(zero_copy_only=False)
     starts = array.offsets.to_numpy()
     if _is_list_view(array.type):
@@ -81,7 +87,9 @@ def _list(array: pa.Array, kind: pa.DataType) -> pa.Array:
     items = decode(array.values, kind.value_type).take(pa.array(places, pa.int64()))
     mask = array.is_null()
     if pa.types.is_large_list(kind):
-        return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), items, type=kind, mask=mask)
+        return pa.LargeListArray.from_arrays(
+            pa.array(ends, pa.int64()), items, type=kind, mask=mask
+        )
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), items, type=kind, mask=mask)
 
 

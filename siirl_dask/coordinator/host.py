@@ -9,10 +9,11 @@ from pathlib import Path
 
 @cache
 def shared_memory_domain() -> str:
-    """Processes for which this is the same can map each other's memory; empty where the system has no memfds.
+    """Processes for which this is the same can map each other's memory; empty where the system has
+    no memfds.
 
-    A segment is mapped through /proc/<pid>/fd, so both must see the same kernel (boot id), number processes alike (pid
-    namespace) and run as the same user.
+    A segment is mapped through /proc/<pid>/fd, so both must see the same kernel (boot id), number
+    processes alike (pid namespace) and run as the same user.
     """
     if not hasattr(os, "memfd_create"):
         return ""
@@ -22,5 +23,7 @@ def shared_memory_domain() -> str:
 
 @cache
 def physical_memory() -> int:
-    """Bytes of memory of this machine: the bound on what a peer can make this process allocate or read at once."""
+    """Bytes of memory of this machine: the bound on what a peer can make this process allocate
+    or read at once.
+    """
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

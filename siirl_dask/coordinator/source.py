@@ -15,16 +15,28 @@ from siirl_storage.files import list_files
 from siirl_dask.config import DataConfig, parse_bytes
 from siirl_dask.coordinator.transport.wire import check_types
 from siirl_dask.errors import ConfigError, DataError, did_you_mean
-from siirl_dask.schema import ANSWER, IDENTITY, ORIGIN, PROMPT, SOURCE_NAME, TYPES, decoded, with_large_offsets
+from siirl_dask.schema import (
+    ANSWER,
+    IDENTITY,
+    ORIGIN,
+    PROMPT,
+    SOURCE_NAME,
+    TYPES,
+    decoded,
+    with_large_offsets,
+)
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
-_TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE)  # what names of JSON and CSV end in
+_TEXT = re.compile(
+    r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE
+)  # what names of JSON and CSV end in
 _ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A dataset and how it is read. ``prompt`` and ``answer`` name columns; a dot goes into a struct.
+    """A dataset and how it is read. ``prompt`` and ``answer`` name columns; a dot goes into a
+    struct.
 
     ``batch_size`` None reads everything in one step; ``seed`` None keeps the table's order.
     """
@@ -39,7 +51,8 @@ class Source:
     keep: int = 2**28
     """Bytes of rows that a worker holds for later steps."""
     table: Snapshot | None = None
-    """The table, where it is open already: workers get it from the driver, and read no footer but of parts they read.
+    """The table, where it is open already: workers get it from the driver, and read no footer but
+    of parts they read.
     """
 
     @property
@@ -52,14 +65,23 @@ class Source:
 
     @staticmethod
     def of(
-        data: DataConfig, *, url: str | None = None, batch_size: int | None = None, seed: int | None = None
+        data: DataConfig,
+        *,
+        url: str | None = None,
+        batch_size: int | None = None,
+        seed: int | None = None,
     ) -> Source:
         """Return the table at ``data.url``, or at ``url``, read as ``data`` says."""
         url = data.url if url is None else url
         if url is None:
-            raise ConfigError("data.url is not set, and one dataset is expected here: data.sources are for training")
+            raise ConfigError(
+                "data.url is not set, and one dataset is expected here: data.sources are for "
+                "training"
+            )
         memory = parse_bytes("data.memory_limit", data.memory_limit)
-        limit = memory if data.read_limit is None else parse_bytes("data.read_limit", data.read_limit)
+        limit = (
+            memory if data.read_limit is None else parse_bytes("data.read_limit", data.read_limit)
+        )
         return Source(
             url=url,
             prompt=data.prompt,
@@ -82,7 +104,9 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Several sources, of which each step takes prompts by weight. A source that is short starts over."""
+    """Several sources, of which each step takes prompts by weight. A source that is short starts
+    over.
+    """
 
     shares: tuple[Share, ...]
     """In the order of their names, so that it does not matter how they were written."""
@@ -95,28 +119,37 @@ class Mixture:
 
     def each(self, change: Callable[[Source], Source]) -> Mixture:
         """Return the dataset with its tables changed."""
-        return replace(self, shares=tuple(replace(share, source=change(share.source)) for share in self.shares))
+        return replace(
+            self, shares=tuple(replace(share, source=change(share.source)) for share in self.shares)
+        )
 
 
 Dataset = Source | Mixture
 
 
 def training_dataset(data: DataConfig, seed: int) -> Dataset:
-    """Return the dataset that ``data`` describes for training: ``data.url``, or the mixture of ``data.sources``."""
+    """Return the dataset that ``data`` describes for training: ``data.url``, or the mixture of
+    ``data.sources``.
+    """
     if not data.sources:
         return Source.of(data, batch_size=data.batch_size, seed=seed)
     shares = []
     for name, settings in sorted(data.sources.items()):
         source = Source.of(data, url=settings.url, batch_size=data.batch_size, seed=seed)
-        source = replace(source, prompt=settings.prompt or data.prompt, answer=settings.answer or data.answer)
-        shares.append(Share(name, Fraction(str(settings.weight)), source))  # 0.7 is seven tenths, as it was written
+        source = replace(
+            source, prompt=settings.prompt or data.prompt, answer=settings.answer or data.answer
+        )
+        shares.append(
+            Share(name, Fraction(str(settings.weight)), source)
+        )  # 0.7 is seven tenths, as it was written
     return Mixture(shares=tuple(shares), batch_size=data.batch_size, seed=seed)
 
 
 def open_source(source: Source) -> Snapshot:
     """Open the table behind ``source``.
 
-    DataError when it is missing, corrupt, empty, or lacks the columns, and when its storage cannot be reached.
+    DataError when it is missing, corrupt, empty, or lacks the columns, and when its storage cannot
+    be reached.
     """
     if source.table is not None:
         return source.table
@@ -129,53 +162,71 @@ def open_source(source: Source) -> Snapshot:
         raise DataError(f"dataset {source.url!r}: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
         reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"dataset {source.url!r}: its storage cannot be reached: {reason}") from error
+        raise DataError(
+            f"dataset {source.url!r}: its storage cannot be reached: {reason}"
+        ) from error
     if snapshot.num_rows == 0:
         raise DataError(f"dataset {source.url!r} has no rows: expected at least one")
     source_schema(snapshot.schema, source)
     longest = max(snapshot.row_groups(), key=lambda group: group.rows)
     if longest.rows * _ROW > source.read_limit:
         raise DataError(
-            f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, more than the "
-            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise it, or write the "
+            f"dataset {source.url!r}: a row group of {longest.part!r} has {longest.rows} rows, "
+            "more than the "
+            f"{source.read_limit} bytes that may be read at once can hold (data.read_limit): raise "
+            "it, or write the "
             "dataset with smaller row groups"
         )
     return snapshot
 
 
 def refuse_text(url: str) -> None:
-    """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``, which has no table."""
+    """Raise DataError with the command that makes a table of it where JSON or CSV is at ``url``,
+    which has no table.
+    """
     fs, path = open_fs(url)
     found = _TEXT.search(path)
     table = _TEXT.sub("", url)
     if found is None:
-        names = [name for name in list_files(fs, path) if not any(step[:1] in ("_", ".") for step in name.split("/"))]
+        names = [
+            name
+            for name in list_files(fs, path)
+            if not any(step[:1] in ("_", ".") for step in name.split("/"))
+        ]
         endings = {match[1].lower() if match else None for match in map(_TEXT.search, names)}
         if not endings or None in endings:
             return
         table = f"{url.rstrip('/')}-table"
     raise DataError(
-        f"dataset {url!r} is JSON or CSV, and a run reads Parquet, Arrow, and tables. Make one with\n"
+        f"dataset {url!r} is JSON or CSV, and a run reads Parquet, Arrow, and tables. Make one "
+        "with\n"
         f"    siirl-dask data import {quote(url)} {quote(table)}\n"
         f"and name {table!r} instead"
     )
 
 
 def source_schema(schema: pa.Schema, source: Source) -> pa.Schema:
-    """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all others as they are.
+    """Return the columns that the dataloader reads: identity, origin, ``prompt``, ``answer``, all
+    others as they are.
 
-    Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a prompt repeat it.
-    Dictionaries (pandas' categories), views (polars' texts, lists) and runs are decoded.
+    Texts, binary values and lists have offsets of 64 bits, whatever the files have: samples of a
+    prompt repeat it. Dictionaries (pandas' categories), views (polars' texts, lists) and runs are
+    decoded.
 
-    DataError when a column is missing, has a reserved name, or has a type that cannot move between workers.
+    DataError when a column is missing, has a reserved name, or has a type that cannot move between
+    workers.
     """
     schema = pa.schema([field.with_type(decoded(field.type)) for field in schema])
     fields = {name: TYPES[name] for name in _OWN}
     paths = {PROMPT: source.prompt, ANSWER: source.answer}
-    fields |= {name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()}
+    fields |= {
+        name: with_large_offsets(_column_type(schema, path, source)) for name, path in paths.items()
+    }
     for field in schema:
         if field.name in _OWN:
-            raise DataError(f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken")
+            raise DataError(
+                f"dataset {source.url!r} has a column {field.name!r}: rename it, that name is taken"
+            )
         fields.setdefault(field.name, with_large_offsets(field.type))
     loaded = pa.schema(fields)
     check_types(loaded)
@@ -205,22 +256,30 @@ def columns_of(source: Source) -> pa.Schema:
     return open_source(source).schema
 
 
-def dataset_schema(dataset: Dataset, columns: Callable[[Source], pa.Schema] = columns_of) -> pa.Schema:
+def dataset_schema(
+    dataset: Dataset, columns: Callable[[Source], pa.Schema] = columns_of
+) -> pa.Schema:
     """Return the columns that the dataloader reads of ``dataset``, whose tables have ``columns``.
 
-    Of a mixture these are the columns of all sources, and ``source_name``. Where a source has no such column, it is
-    null; a column whose type differs between sources is left out. DataError for prompts or answers that differ in type,
-    and for what ``source_schema`` refuses.
+    Of a mixture these are the columns of all sources, and ``source_name``. Where a source has no
+    such column, it is null; a column whose type differs between sources is left out. DataError for
+    prompts or answers that differ in type, and for what ``source_schema`` refuses.
     """
     if isinstance(dataset, Source):
         return source_schema(columns(dataset), dataset)
-    schemas = {share.name: source_schema(columns(share.source), share.source) for share in dataset.shares}
+    schemas = {
+        share.name: source_schema(columns(share.source), share.source) for share in dataset.shares
+    }
     for share in dataset.shares:
         if SOURCE_NAME in schemas[share.name].names:
             url = share.source.url
-            raise DataError(f"dataset {url!r} has a column {SOURCE_NAME!r}: rename it, that name is taken")
+            raise DataError(
+                f"dataset {url!r} has a column {SOURCE_NAME!r}: rename it, that name is taken"
+            )
     fields = {name: TYPES[name] for name in _OWN}
-    fields |= {name: _common_type(name, schemas) for name in (PROMPT, ANSWER)} | {SOURCE_NAME: TYPES[SOURCE_NAME]}
+    fields |= {name: _common_type(name, schemas) for name in (PROMPT, ANSWER)} | {
+        SOURCE_NAME: TYPES[SOURCE_NAME]
+    }
     for name in dict.fromkeys(name for schema in schemas.values() for name in schema.names):
         types = _types(name, schemas)
         if name not in fields and len(types) == 1:
@@ -241,5 +300,7 @@ def _common_type(name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
     types = _types(name, schemas)
     if len(types) > 1:
         listed = ", ".join(f"{kind} in {source!r}" for kind, source in types.items())
-        raise DataError(f"data.sources: the {name} is {listed}: expected one type; convert those that differ")
+        raise DataError(
+            f"data.sources: the {name} is {listed}: expected one type; convert those that differ"
+        )
     return next(iter(types))

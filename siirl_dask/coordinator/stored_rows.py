@@ -24,7 +24,9 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Return the step of a folder by its name, as ``step_name`` makes it; None for any other folder."""
+    """Return the step of a folder by its name, as ``step_name`` makes it; None for any other
+    folder.
+    """
     matched = _STEP.fullmatch(folder)
     return int(matched[1]) if matched else None
 
@@ -37,10 +39,12 @@ def step_folder(run_url: str, table: str, step: int) -> str:
 def read_stored_rows(
     folder: str, schema: Schema, index: int, count: int, max_bytes: int, *, whole: bool = False
 ) -> pa.Table:
-    """Return the share of worker ``index`` of ``count`` of the rows committed in ``folder``, with ``schema``'s columns.
+    """Return the share of worker ``index`` of ``count`` of the rows committed in ``folder``, with
+    ``schema``'s columns.
 
-    Where as many workers wrote as read, each gets the part of its number; otherwise the rows are split evenly in the
-    order of the parts. No worker reads more than the row groups with its rows. ``max_bytes`` bounds them, decoded.
+    Where as many workers wrote as read, each gets the part of its number; otherwise the rows are
+    split evenly in the order of the parts. No worker reads more than the row groups with its rows.
+    ``max_bytes`` bounds them, decoded.
     ``whole``: groups are not split, for which each worker then reads all parts.
 
     DataError when the rows are not there, are damaged, or have other columns.
@@ -48,11 +52,14 @@ def read_stored_rows(
     try:
         record = read_record(folder)
         if record is None:
-            raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
+            raise DataError(
+                f"{folder!r} holds no rows that are whole: a part that was committed is gone"
+            )
         reads_all = whole and count != len(record.parts)  # groups may lie in several parts
         share = _share(record, 0, 1) if reads_all else _share(record, index, count)
         tables = [
-            _read(folder, part, group, rows=rows, schema=schema, max_bytes=max_bytes) for part, group, rows in share
+            _read(folder, part, group, rows=rows, schema=schema, max_bytes=max_bytes)
+            for part, group, rows in share
         ]
     except StorageError as error:
         raise DataError(f"the rows stored in {folder!r} cannot be read: {error}") from error
@@ -61,15 +68,19 @@ def read_stored_rows(
 
 
 def read_kept_rows(folder: str, index: int, count: int, max_bytes: int) -> pa.Table | None:
-    """Return the share of worker ``index`` of ``count`` of what nodes kept, committed in ``folder``; None for nothing.
+    """Return the share of worker ``index`` of ``count`` of what nodes kept, committed in
+    ``folder``; None for nothing.
 
-    Groups stay whole. Where as many workers wrote as read, each gets the part of its number; otherwise each reads all
-    parts. ``max_bytes`` bounds a row group, decoded. DataError when the rows are not there or are damaged.
+    Groups stay whole. Where as many workers wrote as read, each gets the part of its number;
+    otherwise each reads all parts. ``max_bytes`` bounds a row group, decoded. DataError when the
+    rows are not there or are damaged.
     """
     try:
         record = read_record(folder)
         if record is None:
-            raise DataError(f"{folder!r} holds no rows that are whole: a part that was committed is gone")
+            raise DataError(
+                f"{folder!r} holds no rows that are whole: a part that was committed is gone"
+            )
         reads_all = count != len(record.parts)
         parts = list(record.parts) if reads_all else [record.parts[index]]
         tables = [_read_part(folder, part, max_bytes) for part in parts if part.rows]
@@ -90,7 +101,9 @@ def _read_part(folder: str, part: Part, max_bytes: int) -> pa.Table:
     fs, path = open_fs(join(folder, part.path))
     names = read_footer(fs, path).schema.names
     groups = range(len(part.groups))
-    return pa.concat_tables([read_rows(fs, path, at, names, part.groups, max_bytes=max_bytes) for at in groups])
+    return pa.concat_tables(
+        [read_rows(fs, path, at, names, part.groups, max_bytes=max_bytes) for at in groups]
+    )
 
 
 def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int, range]]:
@@ -111,11 +124,16 @@ def _share(record: PartsRecord, index: int, count: int) -> list[tuple[Part, int,
     return pieces
 
 
-def _read(folder: str, part: Part, group: int, *, rows: range, schema: Schema, max_bytes: int) -> pa.Table:
+def _read(
+    folder: str, part: Part, group: int, *, rows: range, schema: Schema, max_bytes: int
+) -> pa.Table:
     fs, path = open_fs(join(folder, part.path))
     chosen = None if len(rows) == part.groups[group] else rows
     table = read_rows(fs, path, group, schema.names, part.groups, rows=chosen, max_bytes=max_bytes)
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
-        raise DataError(f"{folder!r} holds rows without {missing}: another DAG or version of siirl_dask wrote them")
+        raise DataError(
+            f"{folder!r} holds rows without {missing}: another DAG or version of siirl_dask wrote "
+            "them"
+        )
     return table if table.schema.equals(schema) else table.cast(schema)

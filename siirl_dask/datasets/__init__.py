@@ -1,4 +1,5 @@
-"""Datasets: recipes for those that people use, and the import that they and ``siirl-dask data import`` are made of.
+"""Datasets: recipes for those that people use, and the import that they and ``siirl-dask data
+import`` are made of.
 
 A recipe is one line of a configuration: ``data.prepare: siirl_dask.datasets:gsm8k``.
 """

@@ -1,4 +1,6 @@
-"""Gives columns the types that a user asks for. A value that would be another one is refused, with its row."""
+"""Gives columns the types that a user asks for. A value that would be another one is refused,
+with its row.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ _ZERO = r"^[+-]?[0.]+([eE].*)?$"
 def cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Return a column in another type.
 
-    Texts become numbers only as these are written: a whole number for an integer, in decimal digits. A fraction becomes
-    the nearest float, and a float the text with the fewest digits that tell it from others. Raises ArrowInvalid or
-    ValueError for a value that does not fit: a text that is no number, a number beyond the range of the type, a whole
-    number that a float would change.
+    Texts become numbers only as these are written: a whole number for an integer, in decimal
+    digits. A fraction becomes the nearest float, and a float the text with the fewest digits that
+    tell it from others. Raises ArrowInvalid or ValueError for a value that does not fit: a text
+    that is no number, a number beyond the range of the type, a whole number that a float would
+    change.
     """
     return pa.chunked_array([_cast(chunk, kind) for chunk in column.chunks], kind)
 
 
 def first_unfit(column: pa.ChunkedArray, kind: pa.DataType) -> int:
-    """Return the index of the first value that ``cast`` refuses, in a column of which it refuses one."""
+    """Return the index of the first value that ``cast`` refuses, in a column of which it refuses
+    one.
+    """
     low = 0
     high = len(column)  # the first is in [low, high)
     while high - low > 1:
@@ -53,7 +58,9 @@ def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if (types.is_list(array.type) or types.is_large_list(array.type)) and types.is_list(kind):
         items = _cast(array.flatten(), kind.value_type)
         lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
-        ends = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)]).cast(pa.int32())
+        ends = pa.concat_arrays([pa.array([0], pa.int64()), pc.cumulative_sum(lengths)]).cast(
+            pa.int32()
+        )
         return pa.ListArray.from_arrays(ends, items, type=kind, mask=array.is_null())
     if _is_text(array.type) and types.is_integer(kind):
         return _whole(array, kind)
@@ -75,14 +82,22 @@ def _whole(texts: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _check_floats(array: pa.Array, made: pa.Array) -> None:
-    """Raise ValueError for a number that became infinite or zero, or a whole one that became another."""
+    """Raise ValueError for a number that became infinite or zero, or a whole one that became
+    another.
+    """
     numbers = made.cast(pa.float64())
     if not _is_text(array.type):
         if pa.types.is_floating(array.type):
-            _refuse(array, pc.and_(pc.is_inf(numbers), pc.invert(pc.is_inf(array.cast(pa.float64())))))
+            _refuse(
+                array, pc.and_(pc.is_inf(numbers), pc.invert(pc.is_inf(array.cast(pa.float64()))))
+            )
         return
-    _refuse(array, pc.and_(pc.is_inf(numbers), pc.invert(pc.match_substring_regex(array, _ENDLESS))))
-    _refuse(array, pc.and_(pc.equal(numbers, 0.0), pc.invert(pc.match_substring_regex(array, _ZERO))))
+    _refuse(
+        array, pc.and_(pc.is_inf(numbers), pc.invert(pc.match_substring_regex(array, _ENDLESS)))
+    )
+    _refuse(
+        array, pc.and_(pc.equal(numbers, 0.0), pc.invert(pc.match_substring_regex(array, _ZERO)))
+    )
     whole = pc.match_substring_regex(array, _WHOLE)
     texts = array.filter(whole).to_pylist()
     for text, number in zip(texts, made.filter(whole).to_pylist(), strict=True):

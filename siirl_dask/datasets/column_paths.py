@@ -1,7 +1,8 @@
 """Paths into a column: ``reward_model.ground_truth``, ``messages[-1].content``, ``messages[:-1]``.
 
-A dot leads into a struct, also into each item of a list. Brackets with a number choose one item of a list, counted from
-its end where it is below 0, and null where the list has no such item; with a colon they cut a list, as Python does.
+A dot leads into a struct, also into each item of a list. Brackets with a number choose one item of
+a list, counted from its end where it is below 0, and null where the list has no such item; with a
+colon they cut a list, as Python does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _LAST_ONES = re.compile(rf"(?:{_BRACKETS.pattern})*$")
 
 
 def steps_of(path: str) -> list[Step]:
-    """Return the steps of a path: names, numbers and slices. DataError for brackets with anything else in them."""
+    """Return the steps of a path: names, numbers and slices. DataError for brackets with
+    anything else in them.
+    """
     steps: list[Step] = []
     for text in path.split("."):
         last = _LAST_ONES.search(text)
@@ -33,7 +36,8 @@ def steps_of(path: str) -> list[Step]:
         brackets = last[0]
         if not name or "[" in name or "]" in name:
             raise DataError(
-                f"column {path!r}: expected a name, then [NUMBER] or [FROM:TO] where it is a list, as in "
+                f"column {path!r}: expected a name, then [NUMBER] or [FROM:TO] where it is a list, "
+                "as in "
                 "messages[-1].content or messages[:-1]"
             )
         steps.append(name)
@@ -46,7 +50,9 @@ def steps_of(path: str) -> list[Step]:
 
 
 def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
-    """Return the type of the values at a path. DataError, naming the source ``name``, where there is no such path."""
+    """Return the type of the values at a path. DataError, naming the source ``name``, where
+    there is no such path.
+    """
     if path in schema.names:  # a name may have dots and brackets itself
         return schema.field(path).type
     kind: pa.DataType = pa.struct(list(schema))
@@ -54,7 +60,10 @@ def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
     for step in steps:
         if not isinstance(step, str):
             if not is_list(kind):
-                raise DataError(f"{name!r} has no column {path!r}: what is before the brackets holds {kind}, no list")
+                raise DataError(
+                    f"{name!r} has no column {path!r}: what is before the brackets holds {kind}, "
+                    "no list"
+                )
             kind = kind.value_type if isinstance(step, int) else kind
             continue
         while is_list(kind):
@@ -62,7 +71,8 @@ def type_at(schema: pa.Schema, path: str, name: str) -> pa.DataType:
         known = [one.name for one in kind] if pa.types.is_struct(kind) else []
         if step not in known:
             raise DataError(
-                f"{name!r} has no column {path!r}: no {step!r} (there is: {', '.join(known) or kind})"
+                f"{name!r} has no column {path!r}: no {step!r} (there is: "
+                f"{', '.join(known) or kind})"
                 f"{did_you_mean(step, known)}"
             )
         kind = kind.field(step).type
@@ -75,12 +85,16 @@ def extract(table: pa.Table, path: str) -> pa.ChunkedArray:
         return table[path]
     first, *rest = steps_of(path)
     column = table[str(first)]
-    return pa.chunked_array([_values(chunk, rest) for chunk in column.chunks], _type_behind(column.type, rest))
+    return pa.chunked_array(
+        [_values(chunk, rest) for chunk in column.chunks], _type_behind(column.type, rest)
+    )
 
 
 def is_list(kind: pa.DataType) -> bool:
     """Return whether values of a type are lists, of whatever layout."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def _type_behind(kind: pa.DataType, steps: Sequence[Step]) -> pa.DataType:
@@ -154,4 +168,6 @@ def _with_items(array: pa.Array, lengths: Ints, items: pa.Array) -> pa.Array:
     large = pa.types.is_large_list(array.type)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     make = pa.LargeListArray if large else pa.ListArray
-    return make.from_arrays(pa.array(offsets, pa.int64() if large else pa.int32()), items, mask=array.is_null())
+    return make.from_arrays(
+        pa.array(offsets, pa.int64() if large else pa.int32()), items, mask=array.is_null()
+    )

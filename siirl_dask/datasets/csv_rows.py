@@ -1,4 +1,5 @@
-"""Reads CSV (RFC 4180) as it is written: a quote within a field that has none around it, or after one, is an error.
+"""Reads CSV (RFC 4180) as it is written: a quote within a field that has none around it, or after
+one, is an error.
 
 Other readers take such a field for what it may mean, or cannot tell an empty text from nothing.
 """
@@ -17,15 +18,20 @@ from siirl_dask.datasets.json_rows import LARGEST_ROW, open_text
 from siirl_dask.errors import DataError
 
 Columns = list[list[str | None]]
-_CHUNK = 2**17  # bytes that are read at once: fields of more take longer than their bytes, in the garbage collector
+_CHUNK = (
+    2**17
+    # bytes that are read at once: fields of more take longer than their bytes, in the garbage
+    # collector
+)
 _Field = tuple[str, str, str]  # with quotes around it, without, and what follows
 
 
 def read_csv_columns(fs: AbstractFileSystem, path: str, separator: str) -> Iterator[Columns]:
-    """Yield a CSV file's columns, some rows at a time; None where there is nothing between separators.
+    """Yield a CSV file's columns, some rows at a time; None where there is nothing between
+    separators.
 
-    The first row has the names. A line with nothing in it is no row, but in a file of one column. DataError names the
-    line that is no row of as many fields as the first.
+    The first row has the names. A line with nothing in it is no row, but in a file of one column.
+    DataError names the line that is no row of as many fields as the first.
     """
     reader = _CsvReader(full_name(fs, path), separator)
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -42,7 +48,9 @@ class _CsvReader:
     def __init__(self, file: str, separator: str) -> None:
         self._file = file
         mark = re.escape(separator)
-        self._field = re.compile(rf'(?:("(?:[^"]++|"")*+")|([^"\r\n{mark}]*+))({mark}|\r\n|\n|\r|\Z)')
+        self._field = re.compile(
+            rf'(?:("(?:[^"]++|"")*+")|([^"\r\n{mark}]*+))({mark}|\r\n|\n|\r|\Z)'
+        )
         self._separator = separator
         self._text = ""
         self._line = 1  # at which the text begins
@@ -56,10 +64,14 @@ class _CsvReader:
             yield self._columns_of(self._text[:end])
             self._text = self._text[end:]
         elif len(self._text) > LARGEST_ROW:
-            raise self.wrong(f"a row has more than {LARGEST_ROW} characters, or a quote that nothing closes")
+            raise self.wrong(
+                f"a row has more than {LARGEST_ROW} characters, or a quote that nothing closes"
+            )
 
     def _end_of_rows(self) -> int:
-        """Return where the last whole row ends: at an end of line with an even number of quotes before it."""
+        """Return where the last whole row ends: at an end of line with an even number of quotes
+        before it.
+        """
         end = len(self._text) - 1  # what follows an end of line tells \r from \r\n
         while True:
             end = max(self._text.rfind("\n", 0, end), self._text.rfind("\r", 0, end))
@@ -91,8 +103,12 @@ class _CsvReader:
         self._line += _lines(text)
         return [_cells(quoted[number::count], plain[number::count]) for number in range(count)]
 
-    def _without_empty_lines(self, fields: list[_Field], ends: list[int], count: int) -> list[_Field]:
-        """Return the fields of lines that have any. DataError for a row that does not have ``count``."""
+    def _without_empty_lines(
+        self, fields: list[_Field], ends: list[int], count: int
+    ) -> list[_Field]:
+        """Return the fields of lines that have any. DataError for a row that does not have
+        ``count``.
+        """
         kept: list[_Field] = []
         first = 0
         for end in ends:
@@ -101,7 +117,9 @@ class _CsvReader:
                 kept += row
             elif len(row) > 1 or row[0][0] or row[0][1]:
                 line = self._line + _lines("".join(map("".join, fields[:end]))) - 1
-                raise self.wrong(f"the row that ends here has {len(row)} fields, and the first {count}", line)
+                raise self.wrong(
+                    f"the row that ends here has {len(row)} fields, and the first {count}", line
+                )
             first = end
         return kept
 
@@ -111,7 +129,9 @@ class _CsvReader:
             at = found.end()
         line = self._line + _lines(text[:at])
         return self.wrong(
-            'a quote within a field: fields with quotes have " around them, and "" for each in them', line
+            'a quote within a field: fields with quotes have " around them, and "" for each in '
+            "them",
+            line,
         )
 
     def wrong(self, what: str, line: int | None = None) -> DataError:

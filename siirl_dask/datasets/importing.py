@@ -1,4 +1,6 @@
-"""Imports datasets into a table of siirl_storage: rows stream from files of any kind, and are committed at the end."""
+"""Imports datasets into a table of siirl_storage: rows stream from files of any kind, and are
+committed at the end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from siirl_dask.datasets.token_lengths import TokenLengths, extended
 from siirl_dask.errors import ConfigError, DataError, UserError, did_you_mean
 
 ROW_GROUP_BYTES = 2**24
-"""Default size of a row group before it is encoded: what a worker decodes to read some of its rows."""
+"""Default size of a row group before it is encoded: what a worker decodes to read some of its
+rows."""
 Progress = Callable[[int, int, int | None], None]
 """Called as ``(rows, bytes, rows in all or None)`` while rows come in."""
 
@@ -36,22 +39,26 @@ class PromptLengths:
     column: str | None = None
     """Column that is written with each prompt's length; None writes none."""
     tokenizer: str | None = None
-    """Identity of the tokenizer whose tokens ``measure`` counts; None where it counts something else."""
+    """Identity of the tokenizer whose tokens ``measure`` counts; None where it counts something
+    else."""
     lengths: LengthDistribution = field(default_factory=LengthDistribution)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportRequest:
-    """An import that a user asks for: the sources, the mapping of their columns, and the destination."""
+    """An import that a user asks for: the sources, the mapping of their columns, and the
+    destination.
+    """
 
     sources: Sequence[str]
-    """Files, globs, folders, tables or saved datasets, on any fsspec URL, in the order of their rows."""
+    """Files, globs, folders, tables or saved datasets, on any fsspec URL, in the order of their
+    rows."""
     to: str
     """URL of the table."""
     mapping: ColumnMapping = field(default_factory=ColumnMapping)
     transform: Callable[[pa.Table], pa.Table] | None = None
-    """Function that rows go through first, some at a time; it gives tables of one schema. It is called with a table
-    without rows as well.
+    """Function that rows go through first, some at a time; it gives tables of one schema. It is
+    called with a table without rows as well.
     """
     source_column: str | None = None
     """Column that is written with the source of each row, as it is in ``sources``."""
@@ -60,16 +67,20 @@ class ImportRequest:
     append: bool = False
     """Append to the table that is there, if there is one."""
     remark: Callable[[str], None] = lambda text: None
-    """Called with what a user should know of how values were read, such as numbers of which text was made."""
+    """Called with what a user should know of how values were read, such as numbers of which text
+    was made."""
     separator: str | None = None
     """Mark between the columns of CSV files; None: a comma, or a tab where they are called .tsv."""
 
 
-def import_data(request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None) -> Snapshot:
-    """Write all rows of the sources as one table, and return it. There is no table before all rows are in it.
+def import_data(
+    request: ImportRequest, progress: Progress = lambda rows, nbytes, total: None
+) -> Snapshot:
+    """Write all rows of the sources as one table, and return it. There is no table before all rows
+    are in it.
 
-    A few parts of 64 MiB are in memory. DataError for a source that cannot be used, and where there is a table already;
-    what has been written until then is removed.
+    A few parts of 64 MiB are in memory. DataError for a source that cannot be used, and where there
+    is a table already; what has been written until then is removed.
     """
     there = _destination_table(request)
     _token_lengths(request, there, 0)  # refuses lengths of two tokenizers in one column
@@ -98,9 +109,15 @@ def _mapped(request: ImportRequest, inputs: Sequence[InputRows]) -> tuple[list[_
 
 
 def _write(
-    request: ImportRequest, mapped: Sequence[_Mapped], schema: pa.Schema, there: Snapshot | None, progress: Progress
+    request: ImportRequest,
+    mapped: Sequence[_Mapped],
+    schema: pa.Schema,
+    there: Snapshot | None,
+    progress: Progress,
 ) -> Snapshot:
-    """Write all rows; TypesChanged, and nothing is written, where some have other types than their input's first."""
+    """Write all rows; TypesChanged, and nothing is written, where some have other types than
+    their input's first.
+    """
     inputs = [one.input for one in mapped]
     total = total_rows(inputs)
     rows = nbytes = 0
@@ -120,7 +137,9 @@ def _write(
                 request.remark(f"{source.name}: {text}")
         with _destination(request.to):
             properties = {"imported": json.dumps({"sources": redacted(list(request.sources))})}
-            return writer.commit(properties | _token_lengths(request, there, rows), append=request.append)
+            return writer.commit(
+                properties | _token_lengths(request, there, rows), append=request.append
+            )
 
 
 class _Mapped:
@@ -169,7 +188,8 @@ class _Mapped:
         except KeyError as error:
             known = table.column_names
             raise DataError(
-                f"{self.input.name!r} lacks a column that its recipe expects: {error.args[0]} (there is: {known})"
+                f"{self.input.name!r} lacks a column that its recipe expects: {error.args[0]} "
+                f"(there is: {known})"
             ) from error
 
 
@@ -180,12 +200,20 @@ def check_prompts(schema: pa.Schema, prompt: str, name: str) -> None:
     if kind is None:
         known = schema.names
         raise DataError(
-            f"{name!r} has no column {prompt!r} of prompts (there is: {', '.join(known)}){did_you_mean(prompt, known)}"
+            f"{name!r} has no column {prompt!r} of prompts (there is: "
+            f"{', '.join(known)}){did_you_mean(prompt, known)}"
             "; --prompt names it"
         )
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or (is_list and _is_message(kind.value_type))):
-        raise DataError(f"column {prompt!r} holds {kind}: expected texts, or lists of chat messages (role, content)")
+    if not (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or (is_list and _is_message(kind.value_type))
+    ):
+        raise DataError(
+            f"column {prompt!r} holds {kind}: expected texts, or lists of chat messages (role, "
+            "content)"
+        )
 
 
 def _is_message(kind: pa.DataType) -> bool:
@@ -198,7 +226,9 @@ def _with_own_columns(request: ImportRequest, schema: pa.Schema) -> pa.Schema:
         kinds[request.prompts.column] = pa.int64()
     for name, kind in kinds.items():
         if name in schema.names:
-            raise ConfigError(f"column {name!r} is there already: choose another name for the one that is added")
+            raise ConfigError(
+                f"column {name!r} is there already: choose another name for the one that is added"
+            )
         schema = schema if name is None else schema.append(pa.field(name, kind))
     return schema
 
@@ -215,12 +245,17 @@ def _destination_table(request: ImportRequest) -> Snapshot | None:
             return None
         if not request.append or there.version is None:
             what = "files of a dataset are" if there.version is None else "a table is"
-            raise DataError(f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to a table")
+            raise DataError(
+                f"{what} at {request.to!r} already: choose another DEST, remove it, or --append to "
+                "a table"
+            )
         return there
 
 
 def _token_lengths(request: ImportRequest, there: Snapshot | None, rows: int) -> dict[str, str]:
-    """Return the property that tells which column has the lengths of the prompts, with ``rows`` new rows."""
+    """Return the property that tells which column has the lengths of the prompts, with ``rows``
+    new rows.
+    """
     prompts = request.prompts
     if prompts is None or prompts.column is None or prompts.tokenizer is None:
         return {}
@@ -235,6 +270,8 @@ def _destination(url: str) -> Iterator[None]:
     try:
         yield
     except Conflict as error:
-        raise DataError(f"{url!r}: another process made a table there meanwhile: {error}") from error
+        raise DataError(
+            f"{url!r}: another process made a table there meanwhile: {error}"
+        ) from error
     except (StorageError, OSError) as error:
         raise DataError(f"{url!r}: {error}") from error

@@ -1,7 +1,9 @@
-"""Finds and opens what a dataset is imported from: files, globs, folders, saved Hugging Face datasets, on any URL.
+"""Finds and opens what a dataset is imported from: files, globs, folders, saved Hugging Face
+datasets, on any URL.
 
-What comes out are ``InputRows``s: a schema, and a function that reads the rows some megabytes at a time. Nothing that is
-read is trusted: there is no pickle, lists' offsets and texts are validated, and a batch has a bound.
+What comes out are ``InputRows``s: a schema, and a function that reads the rows some megabytes at a
+time. Nothing that is read is trusted: there is no pickle, lists' offsets and texts are validated,
+and a batch has a bound.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ MAX_BATCH_BYTES = 2**30
 """Bytes that one batch of rows may take in memory."""
 _LARGEST_RECORD = 2**24  # bytes of a saved dataset's own JSON files
 _SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?=[-_./]|$)", re.IGNORECASE)
-_RECORDS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
+_RECORDS = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+    "dataset_dict.json",
+    "config.json",
+)
 _ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's file format; its streams have none
 
 
@@ -71,7 +79,8 @@ class InputRows:
     snapshot: Snapshot | None
     """The Parquet or Arrow files behind it; None for files of another kind."""
     batches: Callable[[], Iterator[pa.RecordBatch]]
-    """Yields the rows; TypesChanged if some do not have the types of the first, as JSON's may not."""
+    """Yields the rows; TypesChanged if some do not have the types of the first, as JSON's may
+    not."""
     json: JsonFiles | None = None
 
     def settled(self) -> InputRows:
@@ -87,21 +96,32 @@ class InputRows:
 
 
 def open_inputs(source: str, separator: str | None = None) -> list[InputRows]:
-    """Open all that ``source`` names: a file, a glob, a folder of files, a table, or a dataset saved on disk.
+    """Open all that ``source`` names: a file, a glob, a folder of files, a table, or a dataset
+    saved on disk.
 
-    ``separator`` is what CSV files have between columns; None: a comma, or a tab where they are called .tsv. DataError
-    when there is nothing, when it is unclear what is meant, or when it cannot be read.
+    ``separator`` is what CSV files have between columns; None: a comma, or a tab where they are
+    called .tsv. DataError when there is nothing, when it is unclear what is meant, or when it
+    cannot be read.
     """
     with readable(source):
         fs, path = open_fs(source)
         if has_magic(path) and not fs.exists(path):
             found = fs.glob(_pattern(fs, path), detail=True)
-            files = {str(name): kind_of(str(name)) for name, info in found.items() if info["type"] == "file"}
-            return _open_files(source, fs, {name: kind for name, kind in files.items() if kind}, separator)
+            files = {
+                str(name): kind_of(str(name))
+                for name, info in found.items()
+                if info["type"] == "file"
+            }
+            return _open_files(
+                source, fs, {name: kind for name, kind in files.items() if kind}, separator
+            )
         if fs.isfile(path):
             kind = kind_of(path)
             if kind is None:
-                raise DataError(f"{source!r} is of no known kind: expected a name that ends in {', '.join(_ENDINGS)}")
+                raise DataError(
+                    f"{source!r} is of no known kind: expected a name that ends in "
+                    f"{', '.join(_ENDINGS)}"
+                )
             return _open_files(source, fs, {path: kind}, separator)
         if fs.isdir(path):
             return _open_folder(source, fs, path, separator)
@@ -118,8 +138,8 @@ def _pattern(fs: AbstractFileSystem, path: str) -> str:
 
 
 def exists(url: str) -> bool:
-    """Return whether there is a table at ``url``. DataError if the storage cannot be reached, or what is there is
-    damaged.
+    """Return whether there is a table at ``url``. DataError if the storage cannot be reached, or
+    what is there is damaged.
     """
     with readable(url):
         try:
@@ -134,14 +154,23 @@ def kind_of(name: str) -> InputKind | None:
     stem = name.lower()
     end = name.lower().rpartition(".")[2]
     if f".{end}" in _COMPRESSED:
-        kind = next((kind for ending, kind in _ENDINGS.items() if stem.removesuffix(f".{end}").endswith(ending)), None)
+        kind = next(
+            (
+                kind
+                for ending, kind in _ENDINGS.items()
+                if stem.removesuffix(f".{end}").endswith(ending)
+            ),
+            None,
+        )
         return kind if kind in (InputKind.JSON, InputKind.CSV) else None
     return next((kind for ending, kind in _ENDINGS.items() if stem.endswith(ending)), None)
 
 
 @contextmanager
 def readable(source: str) -> Iterator[None]:
-    """Turn errors over what is stored at ``source``, or over reaching it, into a DataError that names it."""
+    """Turn errors over what is stored at ``source``, or over reaching it, into a DataError that
+    names it.
+    """
     try:
         yield
     except UserError:
@@ -153,32 +182,52 @@ def readable(source: str) -> Iterator[None]:
     except (ValueError, OverflowError) as error:  # JSON, UTF-8, and what a hub refuses as a name
         raise DataError(f"{source!r} cannot be read: {error}") from error
     except Exception as error:  # drivers of remote storage raise what they like
-        raise DataError(f"{source!r}: its storage cannot be reached: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{source!r}: its storage cannot be reached: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _nearest(fs: AbstractFileSystem, path: str) -> str:
     folder, _, name = path.rstrip("/").rpartition("/")
     try:
-        names = [str(found).rstrip("/").rpartition("/")[2] for found in fs.ls(folder or "/", detail=False)]
+        names = [
+            str(found).rstrip("/").rpartition("/")[2]
+            for found in fs.ls(folder or "/", detail=False)
+        ]
     except Exception:  # a folder or a hub's repository that is not there either
         return ""
     return did_you_mean(name, names)
 
 
-def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str | None) -> list[InputRows]:
+def _open_folder(
+    source: str, fs: AbstractFileSystem, path: str, separator: str | None
+) -> list[InputRows]:
     files = list_files(fs, path)
     if any(re.fullmatch(r"_snapshots/\d{6,}\.json", name) for name in files):
         return [_open_table(source, source)]
     if "dataset_dict.json" in files:
         splits = _record(fs, f"{path}/dataset_dict.json").get("splits")
-        names = ", ".join(join(source, str(split)) for split in splits) if isinstance(splits, list) else "its folders"
+        names = (
+            ", ".join(join(source, str(split)) for split in splits)
+            if isinstance(splits, list)
+            else "its folders"
+        )
         raise DataError(f"{source!r} holds the splits of a dataset: name one of {names}")
     if "state.json" in files and "dataset_info.json" in files:
         listed = _saved_files(source, _record(fs, f"{path}/state.json"))
-        return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": InputKind.ARROW for name in listed}, separator)
-    kinds = {name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))}
+        return _open_files(
+            source,
+            fs,
+            {f"{path.rstrip('/')}/{name}": InputKind.ARROW for name in listed},
+            separator,
+        )
+    kinds = {
+        name: kind for name in sorted(files) if not _is_hidden(name) and (kind := kind_of(name))
+    }
     if len(set(kinds.values())) > 1:
-        kinds = {name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS}
+        kinds = {
+            name: kind for name, kind in kinds.items() if name.rpartition("/")[2] not in _RECORDS
+        }
     splits = sorted({match.lower() for name in kinds for match in _SPLIT.findall(name)})
     if len(splits) > 1:
         raise DataError(
@@ -187,7 +236,9 @@ def _open_folder(source: str, fs: AbstractFileSystem, path: str, separator: str 
         )
     if set(kinds.values()) == {InputKind.PARQUET}:
         return [_open_table(source, source)]  # with columns from the names of folders
-    return _open_files(source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator)
+    return _open_files(
+        source, fs, {f"{path.rstrip('/')}/{name}": kind for name, kind in kinds.items()}, separator
+    )
 
 
 def _is_hidden(name: str) -> bool:
@@ -197,10 +248,15 @@ def _is_hidden(name: str) -> bool:
 def _record(fs: AbstractFileSystem, path: str) -> dict[str, object]:
     """Return one of the JSON objects in which a saved dataset tells about itself."""
     if int(fs.info(path)["size"]) > _LARGEST_RECORD:
-        raise DataError(f"{full_name(fs, path)} is larger than {_LARGEST_RECORD} bytes: it is no record of a dataset")
+        raise DataError(
+            f"{full_name(fs, path)} is larger than {_LARGEST_RECORD} bytes: it is no record of a "
+            "dataset"
+        )
     document = json.loads(fs.cat_file(path))
     if not isinstance(document, dict):
-        raise DataError(f"{full_name(fs, path)} is no JSON object, and should tell the files of a saved dataset")
+        raise DataError(
+            f"{full_name(fs, path)} is no JSON object, and should tell the files of a saved dataset"
+        )
     return document
 
 
@@ -211,7 +267,9 @@ def _saved_files(source: str, state: dict[str, object]) -> list[str]:
     named = [entry.get("filename") for entry in entries if isinstance(entry, dict)]
     names = [name for name in named if isinstance(name, str) and is_below(name)]
     if not names or len(names) < len(entries):
-        raise DataError(f"{source!r}: its state.json lists no data files below it, and a saved dataset's does")
+        raise DataError(
+            f"{source!r}: its state.json lists no data files below it, and a saved dataset's does"
+        )
     return names
 
 
@@ -221,29 +279,43 @@ def _open_files(
     """Open files of one kind, given their paths on ``fs``."""
     present = sorted(set(kinds.values()))
     if not present:
-        raise DataError(f"no files at {source!r}: looked for names that end in {', '.join(_ENDINGS)}")
+        raise DataError(
+            f"no files at {source!r}: looked for names that end in {', '.join(_ENDINGS)}"
+        )
     if len(present) > 1:
-        raise DataError(f"{source!r} names files of several kinds ({', '.join(present)}): give them one by one")
+        raise DataError(
+            f"{source!r} names files of several kinds ({', '.join(present)}): give them one by one"
+        )
     names = list(kinds)
     match present[0]:
         case InputKind.JSON:
             found = JsonFiles(fs, names)
             return [
                 InputRows(
-                    source, source, schema=found.schema, rows=None, snapshot=None, batches=found.batches, json=found
+                    source,
+                    source,
+                    schema=found.schema,
+                    rows=None,
+                    snapshot=None,
+                    batches=found.batches,
+                    json=found,
                 )
             ]
         case InputKind.CSV:
             one = partial(_open_csv, source, fs, separator)
         case _:
             one = partial(_open_file, source, fs)
-    with ThreadPoolExecutor(min(16, len(names))) as pool:  # on an object store each costs some round trips
+    with ThreadPoolExecutor(
+        min(16, len(names))
+    ) as pool:  # on an object store each costs some round trips
         return list(pool.map(one, names))
 
 
 def _open_csv(source: str, fs: AbstractFileSystem, separator: str | None, path: str) -> InputRows:
     schema, batches = open_csv(fs, path, separator)
-    return InputRows(full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches)
+    return InputRows(
+        full_name(fs, path), source, schema=schema, rows=None, snapshot=None, batches=batches
+    )
 
 
 def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
@@ -255,7 +327,12 @@ def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
                 file.seek(0)
                 schema = pa.ipc.open_stream(file).schema
                 return InputRows(
-                    url, source, schema=schema, rows=None, snapshot=None, batches=partial(_stream_batches, fs, path)
+                    url,
+                    source,
+                    schema=schema,
+                    rows=None,
+                    snapshot=None,
+                    batches=partial(_stream_batches, fs, path),
                 )
     return _open_table(source, url)
 
@@ -263,16 +340,28 @@ def _open_file(source: str, fs: AbstractFileSystem, path: str) -> InputRows:
 def _open_table(source: str, url: str) -> InputRows:
     snapshot = open_table(url)
     batches = partial(snapshot.batches, max_bytes=MAX_BATCH_BYTES)
-    return InputRows(url, source, schema=snapshot.schema, rows=snapshot.num_rows, snapshot=snapshot, batches=batches)
+    return InputRows(
+        url,
+        source,
+        schema=snapshot.schema,
+        rows=snapshot.num_rows,
+        snapshot=snapshot,
+        batches=batches,
+    )
 
 
 def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatch]:
     with open_input(fs, path) as file:
         for batch in pa.ipc.open_stream(file):
-            batch.validate(full=True)  # a damaged offset must end here, not in the code that follows it
+            batch.validate(
+                full=True
+            )  # a damaged offset must end here, not in the code that follows it
             if batch.nbytes > MAX_BATCH_BYTES:
                 where = full_name(fs, path)
-                raise DataError(f"{where}: a batch takes {batch.nbytes} bytes, and at most {MAX_BATCH_BYTES} may")
+                raise DataError(
+                    f"{where}: a batch takes {batch.nbytes} bytes, and at most {MAX_BATCH_BYTES} "
+                    "may"
+                )
             yield batch
 
 

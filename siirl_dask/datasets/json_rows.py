@@ -1,10 +1,13 @@
-"""Reads the objects of JSON files some at a time: one a line, one after the other, or the items of an array.
+"""Reads the objects of JSON files some at a time: one a line, one after the other, or the items of
+an array.
 
-Whole numbers are exact, of whatever size. Others are ``bytes``: the digits that the file has, since what becomes of
-them is decided by all values of a column. (A type of their own would be one that Python's garbage collector counts.)
+Whole numbers are exact, of whatever size. Others are ``bytes``: the digits that the file has, since
+what becomes of them is decided by all values of a column. (A type of their own would be one that
+Python's garbage collector counts.)
 
-Lines of texts, truth values and whole numbers, once their types are known, are read by pyarrow, three times as fast.
-Of such types it takes no value that is not written so, and no key that is there twice.
+Lines of texts, truth values and whole numbers, once their types are known, are read by pyarrow,
+three times as fast. Of such types it takes no value that is not written so, and no key that is
+there twice.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ LARGEST_ROW = 2**24
 """Characters that a row's text may have."""
 _ROWS = 2**13  # of a block
 _BLOCK = 2**22  # characters of a block's text, about
-_CHUNK = 2**18  # bytes that are read at once: texts of more are memory that the system has to clear each time
+_CHUNK = (
+    2**18
+)  # bytes that are read at once: texts of more are memory that the system has to clear each time
 _MINUS_ZERO = re.compile(r"-0(?![.0-9eE])")  # which a whole number would not keep; also in texts
 _NULL_ROW = re.compile(r"\}[ \t\n\r]*+null")  # on which pyarrow crashes; also in texts
 _SPACE = re.compile(r"[ \t\n\r]*+")
@@ -54,11 +59,11 @@ class _RepeatedKeyError(Exception):
 def read_blocks(
     fs: AbstractFileSystem, files: Sequence[str], exact_schema: Callable[[], pa.Schema | None]
 ) -> Iterator[Block]:
-    """Yield the objects of all files in their order. DataError names file and row of what is no object, and of a key
-    that an object has twice.
+    """Yield the objects of all files in their order. DataError names file and row of what is no
+    object, and of a key that an object has twice.
 
-    ``exact_schema`` returns the schema of batches, if there is one: of texts, truth values and int64, in structs and
-    lists; keys that a row does not have are null.
+    ``exact_schema`` returns the schema of batches, if there is one: of texts, truth values and
+    int64, in structs and lists; keys that a row does not have are null.
     """
     for path in files:
         yield from _JsonObjects(fs, path, exact_schema).blocks()
@@ -76,7 +81,9 @@ def _texts(fs: AbstractFileSystem, path: str) -> Iterator[str]:
 @contextmanager
 def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
     """Open a file to be read from its beginning, unpacked where its name ends in .gz or .zst."""
-    compression = next((kind for ending, kind in _COMPRESSIONS.items() if path.lower().endswith(ending)), None)
+    compression = next(
+        (kind for ending, kind in _COMPRESSIONS.items() if path.lower().endswith(ending)), None
+    )
     with open_input(fs, path) as file:
         if compression is None:
             yield file
@@ -87,7 +94,9 @@ def open_text(fs: AbstractFileSystem, path: str) -> Iterator[pa.NativeFile]:
 class _JsonObjects:
     """Finds the objects in one file's text."""
 
-    def __init__(self, fs: AbstractFileSystem, path: str, exact_schema: Callable[[], pa.Schema | None]) -> None:
+    def __init__(
+        self, fs: AbstractFileSystem, path: str, exact_schema: Callable[[], pa.Schema | None]
+    ) -> None:
         self._fs = fs
         self._exact_schema = exact_schema
         self._tries_exact = True
@@ -121,7 +130,9 @@ class _JsonObjects:
             yield self._next_rows(_SPACE) if batch is None else batch
 
     def _exact_lines(self) -> pa.RecordBatch | None:
-        """Return the whole lines that have been read, if they have the types that were asked about, and no -0."""
+        """Return the whole lines that have been read, if they have the types that were asked
+        about, and no -0.
+        """
         schema = self._exact_schema()
         if schema is None:
             return None
@@ -139,7 +150,9 @@ class _JsonObjects:
             table = pj.read_json(
                 pa.BufferReader(data),
                 read_options=pj.ReadOptions(use_threads=False, block_size=len(data)),
-                parse_options=pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
+                parse_options=pj.ParseOptions(
+                    explicit_schema=schema, unexpected_field_behavior="error"
+                ),
             )
         except pa.ArrowInvalid:
             self._tries_exact = False
@@ -167,7 +180,9 @@ class _JsonObjects:
             raise self._wrong("there is more after the array", self._at)
 
     def _next_rows(self, between: re.Pattern[str]) -> list[dict[str, Any]]:
-        """Return the object that begins here, and those after it that end within what has been read."""
+        """Return the object that begins here, and those after it that end within what has been
+        read.
+        """
         rows = [self._next()]
         decode = self._decoder.raw_decode
         text = self._text
@@ -184,7 +199,9 @@ class _JsonObjects:
                 rows.append(row)
                 at = end
         except (ValueError, RecursionError, _RepeatedKeyError):
-            pass  # the next row is not whole yet, or wrong: _next, which comes to it, reads on or says why
+            # the next row is not whole yet, or wrong: _next, which comes to it, reads on or says
+            # why
+            pass
         self._row += len(rows) - 1
         self._at = at
         return rows
@@ -197,11 +214,15 @@ class _JsonObjects:
                 break
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > LARGEST_ROW:
-                    raise self._wrong(f"{error.msg} (a row may have {LARGEST_ROW} characters)", error.pos) from error
+                    raise self._wrong(
+                        f"{error.msg} (a row may have {LARGEST_ROW} characters)", error.pos
+                    ) from error
                 if not self._more():
                     raise self._wrong(error.msg, error.pos) from error
             except _RepeatedKeyError as error:
-                raise self._wrong(f"an object has the key {error.args[0]!r:.100} twice", self._at) from error
+                raise self._wrong(
+                    f"an object has the key {error.args[0]!r:.100} twice", self._at
+                ) from error
             except ValueError as error:  # a whole number of thousands of digits
                 raise self._wrong(str(error), self._at) from error
             except RecursionError as error:
@@ -243,8 +264,8 @@ class _JsonObjects:
         return True
 
     def _wrong(self, what: str, at: int) -> DataError:
-        """Return the error for a place in the text. To find its line the file is read again: that costs nothing of a
-        file in which nothing is wrong.
+        """Return the error for a place in the text. To find its line the file is read again: that
+        costs nothing of a file in which nothing is wrong.
         """
         place = self._before + at
         read = 0
@@ -265,7 +286,10 @@ class _JsonObjects:
 
 def _decoder(parse_int: Callable[[str], int | bytes]) -> json.JSONDecoder:
     return json.JSONDecoder(
-        object_pairs_hook=_object, parse_int=parse_int, parse_float=str.encode, parse_constant=str.encode
+        object_pairs_hook=_object,
+        parse_int=parse_int,
+        parse_float=str.encode,
+        parse_constant=str.encode,
     )
 
 

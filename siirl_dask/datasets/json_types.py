@@ -1,7 +1,9 @@
-"""Decides the types of JSON values such that each comes back as it was written, and makes Arrow arrays of them.
+"""Decides the types of JSON values such that each comes back as it was written, and makes Arrow
+arrays of them.
 
-A value's type is that of all values at its place: whole numbers within 64 bits are int64, numbers that a float64 prints
-as they are written are float64, and what is of several kinds, or would be another number, is text as it is written.
+A value's type is that of all values at its place: whole numbers within 64 bits are int64, numbers
+that a float64 prints as they are written are float64, and what is of several kinds, or would be
+another number, is text as it is written.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class JsonShape:
         self._kinds: dict[type, None] = {}  # in the order in which they were seen
         self._fields: dict[str, JsonShape] = {}
         self._item: JsonShape | None = None
-        self._inexact: str | None = None  # the first number that would not come back as it is written
+        self._inexact: str | None = (
+            None  # the first number that would not come back as it is written
+        )
 
     def look(self, values: Values) -> None:
         """Take note of values. ValueError for those that no column can hold."""
@@ -52,7 +56,9 @@ class JsonShape:
             self._kinds.setdefault(kind)
             if kind is str or kind is bool:
                 continue
-            same: Values = values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            same: Values = (
+                values if len(kinds) == 1 else [value for value in values if type(value) is kind]
+            )
             if kind is dict:
                 self._look_at_objects(same)
             elif kind is list:
@@ -78,7 +84,9 @@ class JsonShape:
         if self._depth == _DEEPEST:
             raise ValueError(f"its values are nested more than {_DEEPEST} deep")
         if next(self._places) >= _MOST_PLACES:
-            raise ValueError(f"all rows up to it have more than {_MOST_PLACES} different keys: these are data")
+            raise ValueError(
+                f"all rows up to it have more than {_MOST_PLACES} different keys: these are data"
+            )
         return JsonShape(self._depth + 1, self._places)
 
     @property
@@ -98,8 +106,8 @@ class JsonShape:
         return {str: pa.string(), bool: pa.bool_(), int: pa.int64(), bytes: pa.float64()}[kind]
 
     def exact_type(self) -> pa.DataType | None:
-        """Return the type, if all values are texts, truth values or whole numbers, of one kind at each place and not
-        only nulls there, or objects and lists of such; None if they are not.
+        """Return the type, if all values are texts, truth values or whole numbers, of one kind at
+        each place and not only nulls there, or objects and lists of such; None if they are not.
         """
         if len(self._kinds) != 1 or bytes in self._kinds or self._reason() is not None:
             return None
@@ -176,7 +184,9 @@ def float_text(number: float) -> str:
 
 
 def array_of(values: Values, kind: pa.DataType) -> pa.Array:
-    """Return values in the type of a shape that has seen them. UnicodeEncodeError for half of a surrogate pair."""
+    """Return values in the type of a shape that has seen them. UnicodeEncodeError for half of a
+    surrogate pair.
+    """
     if pa.types.is_string(kind):
         if set(map(type, values)) <= _TEXTS:
             return pa.array(values, kind)
@@ -219,7 +229,9 @@ def _json(value: Any) -> str:
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_json(name)}: {_json(item)}" for name, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{_json(name)}: {_json(item)}" for name, item in value.items()) + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(_json, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -39,7 +39,9 @@ class LengthDistribution:
         return sum(count for length, count in self._counts.items() if length > limit)
 
     def quantile(self, share: float) -> int:
-        """Return the least length that ``share`` of the values do not exceed. ValueError if there are none."""
+        """Return the least length that ``share`` of the values do not exceed. ValueError if
+        there are none.
+        """
         if not self._counts:
             raise ValueError("there are no lengths")
         lengths = sorted(self._counts)
@@ -48,9 +50,11 @@ class LengthDistribution:
         return next(length for length, seen in zip(lengths, counts, strict=True) if seen >= wanted)
 
     def bins(self) -> list[tuple[int, int | None, int]]:
-        """Return ``(first, last, count)`` of a dozen ranges that cover all lengths; the last range may be open.
+        """Return ``(first, last, count)`` of a dozen ranges that cover all lengths; the last range
+        may be open.
 
-        Ranges are alike in width up to the length that 99 % do not exceed; what is longer is in one.
+        Ranges are alike in width up to the length that 99 % do not exceed; what is longer is in
+        one.
         """
         if not self._counts:
             return []
@@ -66,7 +70,11 @@ class LengthDistribution:
         return [(first, last, self._between(first, last)) for first, last in ranges]
 
     def _between(self, first: int, last: int | None) -> int:
-        return sum(n for length, n in self._counts.items() if length >= first and (last is None or length <= last))
+        return sum(
+            n
+            for length, n in self._counts.items()
+            if length >= first and (last is None or length <= last)
+        )
 
 
 def characters(prompts: Sequence[Any]) -> list[int]:

@@ -1,4 +1,6 @@
-"""Maps the columns of a source to those of a table: paths into structs and lists, a choice of columns, and types."""
+"""Maps the columns of a source to those of a table: paths into structs and lists, a choice of
+columns, and types.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _SHORT = {"text": "string", "int": "int64", "float": "float64"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnMapping:
-    """The columns of a table, given those of a source: all of them, and new ones; less what is dropped."""
+    """The columns of a table, given those of a source: all of them, and new ones; less what is
+    dropped.
+    """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """New columns by name, each with its path in the source: see column_paths.py."""
@@ -37,16 +41,21 @@ class ColumnMapping:
     def schema(self, source: pa.Schema, name: str) -> pa.Schema:
         """Return the table's schema for that of a source called ``name``.
 
-        DataError for a column that is not there, two of one name, or a name that training needs for itself.
+        DataError for a column that is not there, two of one name, or a name that training needs for
+        itself.
         """
         twice = sorted({column for column in source.names if source.names.count(column) > 1})
         if twice:
             raise DataError(f"{name!r} has more than one column {twice[0]!r}")
         paths = self._paths(source, name)
-        kinds = {column: self._type_of(column, type_at(source, path, name), name) for column, path in paths.items()}
+        kinds = {
+            column: self._type_of(column, type_at(source, path, name), name)
+            for column, path in paths.items()
+        }
         if reserved := [column for column in kinds if column in IDENTITY]:
             raise DataError(
-                f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: give it another, "
+                f"{name!r}: the column {reserved[0]!r} has a name that training needs for itself: "
+                "give it another, "
                 f"with --column OTHER={reserved[0]} --drop {reserved[0]}, or drop it"
             )
         if unknown := [column for column in self.types if column not in kinds]:
@@ -54,8 +63,8 @@ class ColumnMapping:
         return pa.schema(kinds)
 
     def apply(self, table: pa.Table, schema: pa.Schema, name: str, before: int = 0) -> pa.Table:
-        """Return a table's columns under the names and in the types of ``schema``. DataError for a value that does not
-        fit, with its row: ``before`` rows of the source come before these.
+        """Return a table's columns under the names and in the types of ``schema``. DataError for a
+        value that does not fit, with its row: ``before`` rows of the source come before these.
         """
         paths = self._paths(table.schema, name)
         columns = []
@@ -66,7 +75,8 @@ class ColumnMapping:
             except (pa.ArrowException, ValueError, OverflowError) as error:
                 row = before + first_unfit(column, one.type) + 1
                 raise DataError(
-                    f"{name!r}: column {one.name!r} holds {_name_of(column.type)}, and its value in row {row} is no "
+                    f"{name!r}: column {one.name!r} holds {_name_of(column.type)}, and its value "
+                    f"in row {row} is no "
                     f"{_name_of(one.type)}: {error!s:.300}"
                 ) from error
         return pa.table(columns, schema=schema)
@@ -75,7 +85,9 @@ class ColumnMapping:
         try:
             stored = decoded(there, _storable)
         except ValueError as error:
-            raise DataError(f"{name!r}: column {column!r} is {there}: {error}; --drop {column}") from error
+            raise DataError(
+                f"{name!r}: column {column!r} is {there}: {error}; --drop {column}"
+            ) from error
         return self.types.get(column, stored)
 
     def _paths(self, source: pa.Schema, name: str) -> dict[str, str]:
@@ -89,19 +101,26 @@ class ColumnMapping:
 
 
 def parse_type(text: str) -> pa.DataType:
-    """Return the Arrow type that ``int``, ``int64`` or ``list<string>`` names. ConfigError for another text."""
+    """Return the Arrow type that ``int``, ``int64`` or ``list<string>`` names. ConfigError for
+    another text.
+    """
     inner = re.fullmatch(r"\s*list\s*<(.*)>\s*", text)
     if inner:
         return pa.list_(parse_type(inner[1]))
     known = (*_SHORT, *_SCALARS)
     name = text.strip()
     if name not in known:
-        raise ConfigError(f"type {text!r}: expected list<...> or one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise ConfigError(
+            f"type {text!r}: expected list<...> or one of "
+            f"{', '.join(known)}{did_you_mean(name, known)}"
+        )
     return pa.type_for_alias(_SHORT.get(name, name))
 
 
 def _name_of(kind: pa.DataType) -> str:
-    """Return the name by which users give a type; Arrow's, which calls float64 double and float32 float, for others."""
+    """Return the name by which users give a type; Arrow's, which calls float64 double and
+    float32 float, for others.
+    """
     if pa.types.is_list(kind):
         return f"list<{_name_of(kind.value_type)}>"
     if pa.types.is_float64(kind):
@@ -111,7 +130,8 @@ def _name_of(kind: pa.DataType) -> str:
 
 
 def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the schema that all, given with their names, fit into: wider numbers of a kind, any type instead of nulls.
+    """Return the schema that all, given with their names, fit into: wider numbers of a kind, any
+    type instead of nulls.
 
     DataError names the two that do not go together, and the column.
     """
@@ -121,7 +141,8 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
         if missing:
             lacking = name if missing[0] in schema.names else first
             raise DataError(
-                f"{lacking!r} lacks the column {missing[0]!r} that {first if lacking == name else name!r} has: choose "
+                f"{lacking!r} lacks the column {missing[0]!r} that "
+                f"{first if lacking == name else name!r} has: choose "
                 "columns that all have, with --select or --drop, or name them alike, with --column"
             )
         for one in other:
@@ -129,10 +150,13 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             try:
                 if _whole_and_not(here.type, one.type):
                     raise pa.ArrowTypeError("whole numbers would become others")
-                both = pa.unify_schemas([pa.schema([here]), pa.schema([one])], promote_options="permissive")
+                both = pa.unify_schemas(
+                    [pa.schema([here]), pa.schema([one])], promote_options="permissive"
+                )
             except pa.ArrowException as error:
                 raise DataError(
-                    f"column {one.name!r} is {_name_of(here.type)} in {first!r} and {_name_of(one.type)} in {name!r}: "
+                    f"column {one.name!r} is {_name_of(here.type)} in {first!r} and "
+                    f"{_name_of(one.type)} in {name!r}: "
                     f"give it a type, as in --type {one.name}=string"
                 ) from error
             schema = schema.set(schema.get_field_index(one.name), both.field(0))
@@ -142,14 +166,20 @@ def unify(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 def _whole_and_not(one: pa.DataType, other: pa.DataType) -> bool:
     """Return whether one type has whole numbers where the other has floats: 5 would become 5.0."""
     if one.num_fields and one.num_fields == other.num_fields:
-        return any(_whole_and_not(one.field(number).type, other.field(number).type) for number in range(one.num_fields))
+        return any(
+            _whole_and_not(one.field(number).type, other.field(number).type)
+            for number in range(one.num_fields)
+        )
     types = pa.types
     whole = types.is_integer(one) and types.is_floating(other)
     return bool(whole or (types.is_floating(one) and types.is_integer(other)))
 
 
 def _no_column(column: str, known: Iterable[str], name: str) -> str:
-    return f"{name!r} has no column {column!r} (there is: {', '.join(known)}){did_you_mean(column, known)}"
+    return (
+        f"{name!r} has no column {column!r} (there is: "
+        f"{', '.join(known)}){did_you_mean(column, known)}"
+    )
 
 
 def _storable(kind: pa.DataType) -> pa.DataType:

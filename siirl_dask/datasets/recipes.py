@@ -1,11 +1,12 @@
-r"""Recipes of datasets, for ``data.prepare``: each writes the tables that a configuration names, where they are absent.
+r"""Recipes of datasets, for ``data.prepare``: each writes the tables that a configuration names,
+where they are absent.
 
     data: {url: data/gsm8k/train, prepare: "siirl_dask.datasets:gsm8k"}
     validation: {url: data/gsm8k/test}
 
-All tables have ``prompt``, chat messages; ``answer``, what the reward that goes with the dataset compares; and
-``data_source``. ``source`` is where a dataset is read from: its repository on a hub (``HF_ENDPOINT`` names another hub
-or a mirror), or a folder or URL with the same files.
+All tables have ``prompt``, chat messages; ``answer``, what the reward that goes with the dataset
+compares; and ``data_source``. ``source`` is where a dataset is read from: its repository on a hub
+(``HF_ENDPOINT`` names another hub or a mirror), or a folder or URL with the same files.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]
 _GSM8K = 'Let\'s think step by step and output the final answer after "####".'
 _BOXED = r"Let's think step by step and output the final answer within \boxed{}."
 _THINK = (
-    "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
-    r"reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \boxed{}."
+    "You FIRST think about the reasoning process as an internal monologue and then provide the "
+    "final answer. The "
+    r"reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE "
+    r"put in \boxed{}."
 )  # as verl's preparation of Geometry3K asks
-_IMAGE_GROUP_BYTES = 2**22  # a worker decodes a row group for some of its rows, and images are large
+_IMAGE_GROUP_BYTES = (
+    2**22
+)  # a worker decodes a row group for some of its rows, and images are large
 _Transform = Callable[[pa.Table], pa.Table]
 
 
 def gsm8k(config: Config, *, source: str = "hf://datasets/openai/gsm8k") -> None:
     """Write GSM8K (arXiv:2110.14168): 7,473 problems to train on, and 1,319 to validate on.
 
-    The answer is the number after ``####``, as ``siirl_dask.rewards:gsm8k`` compares it; ``solution`` is all of it.
+    The answer is the number after ``####``, as ``siirl_dask.rewards:gsm8k`` compares it;
+    ``solution`` is all of it.
     """
     _write(config.validation.url, join(source, "main/test-*.parquet"), _gsm8k)
     _write(config.data.url, join(source, "main/train-*.parquet"), _gsm8k)
@@ -49,7 +55,8 @@ def math(
     source: str = "hf://datasets/agentica-org/DeepScaleR-Preview-Dataset",
     validation_source: str = "hf://datasets/HuggingFaceH4/MATH-500",
 ) -> None:
-    """Write DeepScaleR's 40,000 problems of competitions to train on, and the 500 of MATH-500 to validate on.
+    """Write DeepScaleR's 40,000 problems of competitions to train on, and the 500 of MATH-500 to
+    validate on.
 
     Answers are LaTeX, as ``siirl_dask.rewards:math_answer`` compares them.
     """
@@ -57,16 +64,21 @@ def math(
     _write(config.data.url, join(source, "deepscaler.json"), _problems("deepscaler"))
 
 
-def dapo_17k(config: Config, *, source: str = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k") -> None:
-    """Write DAPO-Math-17k (arXiv:2503.14476): 17,000 problems, each once, where the file repeats each 100 times.
+def dapo_17k(
+    config: Config, *, source: str = "hf://datasets/BytedTsinghua-SIA/DAPO-Math-17k"
+) -> None:
+    """Write DAPO-Math-17k (arXiv:2503.14476): 17,000 problems, each once, where the file repeats
+    each 100 times.
 
-    Answers are whole numbers, as ``siirl_dask.rewards:dapo_math`` compares them. There is nothing to validate on.
+    Answers are whole numbers, as ``siirl_dask.rewards:dapo_math`` compares them. There is nothing
+    to validate on.
     """
     _write(config.data.url, join(source, "data/dapo-math-17k.parquet"), _first_of_each(_verl))
 
 
 def geometry3k(config: Config, *, source: str = "hf://datasets/hiyouga/geometry3k") -> None:
-    """Write Geometry3K (arXiv:2105.04165): 2,101 problems with images to train on, 300 to validate on, 601 to test on.
+    """Write Geometry3K (arXiv:2105.04165): 2,101 problems with images to train on, 300 to validate
+    on, 601 to test on.
 
     ``images`` are the files' bytes; ``<image>`` in the prompt is where one belongs.
     """
@@ -76,19 +88,31 @@ def geometry3k(config: Config, *, source: str = "hf://datasets/hiyouga/geometry3
     _write(config.data.url, join(source, "data/train-*.parquet"), _geometry3k, _IMAGE_GROUP_BYTES)
 
 
-def _write(url: str | None, source: str, transform: _Transform, row_group_bytes: int = ROW_GROUP_BYTES) -> None:
+def _write(
+    url: str | None, source: str, transform: _Transform, row_group_bytes: int = ROW_GROUP_BYTES
+) -> None:
     """Write one table, unless there is something already or the configuration names none."""
     if url is not None and not exists(url):
-        import_data(ImportRequest(sources=[source], to=url, transform=transform, row_group_bytes=row_group_bytes))
+        import_data(
+            ImportRequest(
+                sources=[source], to=url, transform=transform, row_group_bytes=row_group_bytes
+            )
+        )
 
 
 def _gsm8k(table: pa.Table) -> pa.Table:
     solutions = table["answer"].to_pylist()
     if unmarked := [solution for solution in solutions if "####" not in (solution or "")]:
-        raise DataError(f"GSM8K: expected a solution that ends with '#### ' and a number, not {unmarked[0]!r:.200}")
+        raise DataError(
+            "GSM8K: expected a solution that ends with '#### ' and a number, not "
+            f"{unmarked[0]!r:.200}"
+        )
     answers = [solution.rpartition("####")[2].strip().replace(",", "") for solution in solutions]
     prompts = _as_messages(table["question"], _GSM8K)
-    columns = {"answer": pa.array(answers, pa.string()), "solution": table["answer"].cast(pa.string())}
+    columns = {
+        "answer": pa.array(answers, pa.string()),
+        "solution": table["answer"].cast(pa.string()),
+    }
     return _named("gsm8k", prompts, columns)
 
 
@@ -104,13 +128,21 @@ def _verl(table: pa.Table) -> pa.Table:
     """Return rows of verl's layout, whose answer is within ``reward_model``."""
     prompts = pa.array(table["prompt"].to_pylist(), _MESSAGES)
     answers = extract(table, "reward_model.ground_truth").cast(pa.string())
-    return pa.table({"prompt": prompts, "answer": answers, "data_source": table["data_source"].cast(pa.string())})
+    return pa.table(
+        {
+            "prompt": prompts,
+            "answer": answers,
+            "data_source": table["data_source"].cast(pa.string()),
+        }
+    )
 
 
 def _geometry3k(table: pa.Table) -> pa.Table:
     prompts = _as_messages(table["problem"], _THINK)
     images = extract(table, "images.bytes").cast(pa.list_(pa.binary()))
-    return _named("geometry3k", prompts, {"answer": table["answer"].cast(pa.string()), "images": images})
+    return _named(
+        "geometry3k", prompts, {"answer": table["answer"].cast(pa.string()), "images": images}
+    )
 
 
 def _first_of_each(transform: _Transform) -> _Transform:

@@ -1,4 +1,6 @@
-"""Looks into a dataset: its columns, parts, lengths and some rows, in little memory however large it is."""
+"""Looks into a dataset: its columns, parts, lengths and some rows, in little memory however
+large it is.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,9 @@ def summarise(
 ) -> DatasetSummary:
     """Look into the dataset at ``url``, which may be anything that can be imported.
 
-    Lengths, nulls and samples are those of ``rows`` rows, from the beginnings of evenly spaced parts; None: of all
-    rows. ``prompt`` is the column whose lengths ``measure`` counts; None takes ``prompt``, or the first one of texts.
-    ``separator`` is what CSV files have between columns.
+    Lengths, nulls and samples are those of ``rows`` rows, from the beginnings of evenly spaced
+    parts; None: of all rows. ``prompt`` is the column whose lengths ``measure`` counts; None takes
+    ``prompt``, or the first one of texts. ``separator`` is what CSV files have between columns.
 
     DataError when it cannot be read, or has no such column.
     """
@@ -135,7 +137,9 @@ def _look(found: DatasetSummary, table: pa.Table, measure: Measure, wanted: int)
 
 
 def _sizes(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    """Return characters of texts, bytes of blobs, and of a row's images, in whatever layout, all their bytes."""
+    """Return characters of texts, bytes of blobs, and of a row's images, in whatever layout, all
+    their bytes.
+    """
     kind = column.type
     if (images := _bytes_of_images(column)) is not None:
         return images
@@ -147,7 +151,9 @@ def _sizes(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
 
 
 def _bytes_of_images(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    """Return the bytes of each row's images; None for a column that holds no structs of bytes and path."""
+    """Return the bytes of each row's images; None for a column that holds no structs of bytes
+    and path.
+    """
     kind = column.type
     listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     entry = kind.value_type if listed else kind
@@ -159,14 +165,22 @@ def _bytes_of_images(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
         return None  # bytes and path in a struct of somebody else's
     lengths = []
     for chunk in column.chunks:
-        sizes = pc.fill_null(pc.binary_length(chunk.flatten().field("bytes")), 0).to_numpy(zero_copy_only=False)
+        sizes = pc.fill_null(pc.binary_length(chunk.flatten().field("bytes")), 0).to_numpy(
+            zero_copy_only=False
+        )
         ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        lengths.append(pa.array(np.diff(ends[chunk.offsets.to_numpy() - chunk.offsets[0].as_py()]), pa.int64()))
+        lengths.append(
+            pa.array(np.diff(ends[chunk.offsets.to_numpy() - chunk.offsets[0].as_py()]), pa.int64())
+        )
     return pa.chunked_array(lengths, pa.int64())
 
 
 def _prompt_of(schema: pa.Schema) -> str | None:
-    texts = [one.name for one in schema if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)]
+    texts = [
+        one.name
+        for one in schema
+        if pa.types.is_string(one.type) or pa.types.is_large_string(one.type)
+    ]
     return "prompt" if "prompt" in schema.names else next(iter(texts), None)
 
 
@@ -181,12 +195,18 @@ def _pieces(inputs: Sequence[InputRows]) -> list[_Piece]:
             pieces.append((one.name, one.batches))
         else:
             cut = [replace(one.snapshot, parts=(part,)) for part in one.snapshot.parts if part.rows]
-            pieces += [(one.name, partial(piece.batches, max_bytes=MAX_BATCH_BYTES)) for piece in cut]
+            pieces += [
+                (one.name, partial(piece.batches, max_bytes=MAX_BATCH_BYTES)) for piece in cut
+            ]
     return pieces
 
 
 def _spread(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
-    return [pieces[number * len(pieces) // most] for number in range(most)] if len(pieces) > most else list(pieces)
+    return (
+        [pieces[number * len(pieces) // most] for number in range(most)]
+        if len(pieces) > most
+        else list(pieces)
+    )
 
 
 def _first(batches: Iterator[pa.RecordBatch], rows: int | None) -> Iterator[pa.Table]:

@@ -1,4 +1,6 @@
-"""Writes a stream of rows as a table of siirl_storage, in parts and row groups of bounded size, with one commit."""
+"""Writes a stream of rows as a table of siirl_storage, in parts and row groups of bounded size,
+with one commit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _AHEAD = 1  # parts that wait to be encoded, or are, while the next is read
 
 
 class TableWriter:
-    """Stages parts as rows come in; ``commit`` publishes them. Leaving the block before that removes what was staged.
+    """Stages parts as rows come in; ``commit`` publishes them. Leaving the block before that
+    removes what was staged.
 
     Rows of two or three parts are in memory. No reader sees a table before ``commit`` returns.
     """
@@ -49,7 +52,8 @@ class TableWriter:
                 self._stage()
 
     def commit(self, properties: Mapping[str, str], *, append: bool = False) -> Snapshot:
-        """Publish all rows as a new table, or with ``append`` as the next version of the table that is there.
+        """Publish all rows as a new table, or with ``append`` as the next version of the table that
+        is there.
 
         Conflict if there is a table and ``append`` is false; StorageError if it has another schema.
         """
@@ -57,19 +61,32 @@ class TableWriter:
             self._stage()
         while self._pending:
             self._parts.append(self._pending.popleft().result())
-        self._committing = True  # from here on a manifest may list the parts, also where its reply is lost
-        return commit(self._url, self._parts, schema=self._schema, properties=properties, new=not append)
+        self._committing = (
+            True  # from here on a manifest may list the parts, also where its reply is lost
+        )
+        return commit(
+            self._url, self._parts, schema=self._schema, properties=properties, new=not append
+        )
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if kind is None or (self._committing and not _is_of_full_disk(error)):
             return
-        staged = [future.result() for future in self._pending if not future.cancelled() and not future.exception()]
+        staged = [
+            future.result()
+            for future in self._pending
+            if not future.cancelled() and not future.exception()
+        ]
         fs, _ = open_fs(self._url)
         for part in [*self._parts, *staged]:
-            with suppress(Exception):  # what stays is in no manifest; the error that led here is the one to tell
+            with suppress(
+                Exception
+            ):  # what stays is in no manifest; the error that led here is the one to tell
                 remove_file(fs, open_fs(join(self._url, part.path))[1])
 
     def _stage(self) -> None:
@@ -79,9 +96,13 @@ class TableWriter:
         self._bytes = 0
         while len(self._pending) >= _AHEAD:
             self._parts.append(self._pending.popleft().result())
-        self._pending.append(self._pool.submit(stage, self._url, table, bytes_per_group=self._row_group_bytes))
+        self._pending.append(
+            self._pool.submit(stage, self._url, table, bytes_per_group=self._row_group_bytes)
+        )
 
 
 def _is_of_full_disk(error: BaseException | None) -> bool:
-    """Tell whether a local disk was full: no manifest was written then, as it may be where a store's reply is lost."""
+    """Tell whether a local disk was full: no manifest was written then, as it may be where a
+    store's reply is lost.
+    """
     return error is not None and (is_full(error) or is_full(error.__cause__))

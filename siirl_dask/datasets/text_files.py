@@ -1,4 +1,5 @@
-"""Reads JSON Lines, JSON arrays and CSV as a stream of batches in which every value is what the file has.
+"""Reads JSON Lines, JSON arrays and CSV as a stream of batches in which every value is what the
+file has.
 
 No type is guessed: those of JSON are decided by all values, and CSV is text.
 """
@@ -25,15 +26,18 @@ _SEPARATORS = {",": "a comma", "\t": "a tab", ";": "';'", "|": "'|'"}
 
 
 class TypesChanged(DataError):
-    """Rows have other types than those before them had: what was made of these has to be made again."""
+    """Rows have other types than those before them had: what was made of these has to be made
+    again.
+    """
 
 
 class JsonFiles:
     """JSON objects, of whose values the types are decided by all rows.
 
-    Most files have those that their first rows have, and are read once: ``batches`` starts with these, and raises
-    TypesChanged if it comes to others, having looked at all rows. From then on, and after ``settle``, the types are
-    those of all rows. DataError for what is not JSON, and for a key that an object has twice.
+    Most files have those that their first rows have, and are read once: ``batches`` starts with
+    these, and raises TypesChanged if it comes to others, having looked at all rows. From then on,
+    and after ``settle``, the types are those of all rows. DataError for what is not JSON, and for a
+    key that an object has twice.
     """
 
     def __init__(self, fs: AbstractFileSystem, files: Sequence[str]) -> None:
@@ -53,7 +57,9 @@ class JsonFiles:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks on what is text although it was not written so, in the rows that have been looked at."""
+        """Remarks on what is text although it was not written so, in the rows that have been
+        looked at.
+        """
         return list(self._shape.remarks())
 
     def settle(self) -> None:
@@ -63,7 +69,8 @@ class JsonFiles:
         self._first = None
         if not self._shape.names:
             raise DataError(
-                f"{_shown(self._fs, self._files)} cannot be read: it has no object with a key, and so no columns"
+                f"{_shown(self._fs, self._files)} cannot be read: it has no object with a key, and "
+                "so no columns"
             )
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -79,7 +86,10 @@ class JsonFiles:
             self._look(block)
             if self.schema != schema:
                 self.settle()
-                raise TypesChanged(f"{block.file}: from row {block.first} on, types are not those of the first rows")
+                raise TypesChanged(
+                    f"{block.file}: from row {block.first} on, types are not those of the first "
+                    "rows"
+                )
             yield _batch(block, schema)
 
     def _blocks(self) -> Iterator[Block]:
@@ -103,7 +113,9 @@ def _batch(block: Block, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _each_row(block: Block, rows: Rows, work: Callable[[Rows], Made]) -> Made:
-    """Return what ``work`` makes of all rows of a block. DataError names the row for which it raises a ValueError."""
+    """Return what ``work`` makes of all rows of a block. DataError names the row for which it
+    raises a ValueError.
+    """
     try:
         return work(rows)
     except ValueError:
@@ -116,10 +128,11 @@ def _each_row(block: Block, rows: Rows, work: Callable[[Rows], Made]) -> Made:
 
 
 def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[pa.Schema, Batches]:
-    """Open a CSV file whose first line names the columns; all are texts, and nulls where a line has nothing.
+    """Open a CSV file whose first line names the columns; all are texts, and nulls where a line has
+    nothing.
 
-    ``separator`` None: a tab in files called .tsv, a comma in others. DataError for a file without names, and where
-    another separator is likelier.
+    ``separator`` None: a tab in files called .tsv, a comma in others. DataError for a file without
+    names, and where another separator is likelier.
     """
     shown = full_name(fs, path)
     between = separator
@@ -130,10 +143,14 @@ def open_csv(fs: AbstractFileSystem, path: str, separator: str | None) -> tuple[
         other = next((mark for mark in _SEPARATORS if mark in names[0]), None)
         if other is not None:
             raise DataError(
-                f"{shown}: its first line has no {_SEPARATORS[between].removeprefix('a ')}, and {_SEPARATORS[other]}: "
-                f"say what is between columns, with --separator {other!r} or --separator {between!r}"
+                f"{shown}: its first line has no {_SEPARATORS[between].removeprefix('a ')}, and "
+                f"{_SEPARATORS[other]}: "
+                f"say what is between columns, with --separator {other!r} or --separator "
+                f"{between!r}"
             )
-    schema = pa.schema([pa.field(name or f"column{number}", pa.string()) for number, name in enumerate(names)])
+    schema = pa.schema(
+        [pa.field(name or f"column{number}", pa.string()) for number, name in enumerate(names)]
+    )
 
     def batches() -> Iterator[pa.RecordBatch]:
         names_left = 1  # rows to skip: the names

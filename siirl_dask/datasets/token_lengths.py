@@ -1,4 +1,6 @@
-"""Records which column of a table holds the prompts' lengths in tokens, and of which tokenizer; counts by it."""
+"""Records which column of a table holds the prompts' lengths in tokens, and of which tokenizer;
+counts by it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from siirl_dask.errors import ConfigError
 
 _PROPERTY = "token_lengths"
 _READERS = 8  # parts read at once
-_GROUPS = 256  # row groups that are read of a table with more: on an object store each is a round trip
+_GROUPS = (
+    256  # row groups that are read of a table with more: on an object store each is a round trip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class TokenLengths:
     tokenizer: str
     """Identity of the tokenizer: see ``HuggingFaceTokenizer.identity``."""
     rows: int
-    """Rows of the table when the record was made: another number means that others appended rows of unknown lengths."""
+    """Rows of the table when the record was made: another number means that others appended rows
+    of unknown lengths."""
 
     def as_properties(self) -> dict[str, str]:
         """Return the record as a property of the table."""
@@ -46,36 +51,54 @@ def token_lengths_of(table: Snapshot) -> TokenLengths | None:
 
 
 def extended(found: TokenLengths, there: Snapshot | None) -> TokenLengths | None:
-    """Return the record of ``found.rows`` rows for the table that they are appended to, or for a new one.
+    """Return the record of ``found.rows`` rows for the table that they are appended to, or for a
+    new one.
 
-    None where lengths of the table's own rows are not known to be such. ConfigError if they are another tokenizer's.
+    None where lengths of the table's own rows are not known to be such. ConfigError if they are
+    another tokenizer's.
     """
     if there is None:
         return found
     known = _recorded(there)
-    if known is not None and known.column == found.column and replace(known, rows=found.rows) != found:
+    if (
+        known is not None
+        and known.column == found.column
+        and replace(known, rows=found.rows) != found
+    ):
         raise ConfigError(
-            f"--length-column {found.column}: that column of {there.url!r} has the lengths of {known.prompt!r} by "
-            f"tokenizer {known.tokenizer[:8]}, and these would be of {found.prompt!r} by {found.tokenizer[:8]}: give "
+            f"--length-column {found.column}: that column of {there.url!r} has the lengths of "
+            f"{known.prompt!r} by "
+            f"tokenizer {known.tokenizer[:8]}, and these would be of {found.prompt!r} by "
+            f"{found.tokenizer[:8]}: give "
             "the same tokenizer and --prompt, or make another table"
         )
     holds = token_lengths_of(there)
-    return replace(found, rows=holds.rows + found.rows) if holds is not None and holds.column == found.column else None
+    return (
+        replace(found, rows=holds.rows + found.rows)
+        if holds is not None and holds.column == found.column
+        else None
+    )
 
 
 def longer_than(table: Snapshot, column: str, limit: int) -> list[tuple[int, int]]:
-    """Return rows, and those whose value in ``column`` is above ``limit``, for each row group that was read: all of
-    them, or some that are drawn, the same ones each time. StorageError where one cannot be read.
+    """Return rows, and those whose value in ``column`` is above ``limit``, for each row group that
+    was read: all of them, or some that are drawn, the same ones each time. StorageError where one
+    cannot be read.
     """
     groups = table.row_groups()
     chosen = sorted(np.random.default_rng(0).permutation(len(groups))[:_GROUPS])
-    parts = [list(own) for _, own in groupby((groups[index] for index in chosen), lambda group: group.part)]
+    parts = [
+        list(own)
+        for _, own in groupby((groups[index] for index in chosen), lambda group: group.part)
+    ]
     with ThreadPoolExecutor(_READERS) as pool:
         counted = pool.map(lambda own: list(_count(table, own, column, limit)), parts)
         return [count for counts in counted for count in counts]
 
 
-def _count(table: Snapshot, groups: Sequence[RowGroup], column: str, limit: int) -> Iterator[tuple[int, int]]:
+def _count(
+    table: Snapshot, groups: Sequence[RowGroup], column: str, limit: int
+) -> Iterator[tuple[int, int]]:
     footers = FooterCache()
     for group in groups:
         lengths = table.read_row_group(group, [column], footers=footers)[column]
@@ -87,7 +110,9 @@ def _recorded(table: Snapshot) -> TokenLengths | None:
     try:
         fields = json.loads(table.properties[_PROPERTY])
         kinds = {"column": str, "prompt": str, "tokenizer": str, "rows": int}
-        if not isinstance(fields, Mapping) or any(type(fields[name]) is not kind for name, kind in kinds.items()):
+        if not isinstance(fields, Mapping) or any(
+            type(fields[name]) is not kind for name, kind in kinds.items()
+        ):
             return None
         return TokenLengths(**{name: fields[name] for name in kinds})
     except (KeyError, ValueError, RecursionError):

@@ -1,8 +1,9 @@
-"""The one door to devices: whatever differs between CPUs, GPUs and NPUs is here, and nothing else names them.
+"""The one door to devices: whatever differs between CPUs, GPUs and NPUs is here, and nothing else
+names them.
 
-``kinds`` has what is known without torch, as a table; ``accelerator`` asks torch; ``profiler`` makes each kind's own.
-``plugin`` says why torch cannot be imported where a kind's plug-in for it is broken. Importing this package imports no
-torch.
+``kinds`` has what is known without torch, as a table; ``accelerator`` asks torch; ``profiler``
+makes each kind's own. ``plugin`` says why torch cannot be imported where a kind's plug-in for it is
+broken. Importing this package imports no torch.
 """
 
 from siirl_dask.devices.kinds import DeviceKind, Traits, hidden_by, traits_of

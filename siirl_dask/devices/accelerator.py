@@ -1,7 +1,9 @@
-"""Asks torch about a process's accelerators: which there are, their memory, what they run, whom they wait for.
+"""Asks torch about a process's accelerators: which there are, their memory, what they run, whom
+they wait for.
 
-torch.accelerator knows one accelerator of a process, whatever its kind, and is asked where it has an answer for all
-kinds. Memory is asked of the kind's own module: a plug-in need not have told torch of its allocator.
+torch.accelerator knows one accelerator of a process, whatever its kind, and is asked where it has
+an answer for all kinds. Memory is asked of the kind's own module: a plug-in need not have told
+torch of its allocator.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ class VisibleDevices:
     order: tuple[int, ...] = ()
     """All of them, those with fast links next to each other; empty: as they are."""
     near: tuple[frozenset[int], ...] = ()
-    """CPUs near each of them that the worker may use, none where not known; empty where no process is to be bound."""
+    """CPUs near each of them that the worker may use, none where not known; empty where no
+    process is to be bound."""
     host: str = ""
     """Name of the kernel that numbers these CPUs; empty where no process is to be bound."""
     pci: tuple[str, ...] = ()
-    """Kernel and PCI address of each of them, as in ``Device.pci``; empty where they are not known."""
+    """Kernel and PCI address of each of them, as in ``Device.pci``; empty where they are not
+    known."""
 
 
 TENSOR_CORES = (8, 0)
@@ -76,7 +80,9 @@ def card_places(kind: DeviceKind) -> tuple[CardPlace, ...]:
 
 
 def _pci_of(each: Sequence[Any]) -> tuple[str, ...]:
-    """Return a name in the whole run for the PCI address of each; nothing where one is not known."""
+    """Return a name in the whole run for the PCI address of each; nothing where one is not
+    known.
+    """
     addresses = [_address_of(properties) for properties in each]
     if not all(addresses):
         return ()
@@ -92,15 +98,19 @@ def _address_of(properties: Any) -> str:
 
 
 def names_on_host(kind: DeviceKind, host: str, count: int, visible: str | None) -> tuple[str, ...]:
-    """Return names of this process's devices, made of host and index, for a kind without an id of its own.
+    """Return names of this process's devices, made of host and index, for a kind without an id of
+    its own.
 
-    ``visible`` is the variable of visible devices: the indices on the host of the ``count`` visible ones.
+    ``visible`` is the variable of visible devices: the indices on the host of the ``count`` visible
+    ones.
     """
     return tuple(f"{host}/{kind}{index}" for index in host_indices(count, visible))
 
 
 def host_indices(count: int, visible: str | None) -> list[str]:
-    """Return the host's indices of the ``count`` visible devices; ``visible`` as for ``names_on_host``."""
+    """Return the host's indices of the ``count`` visible devices; ``visible`` as for
+    ``names_on_host``.
+    """
     listed = [index.strip() for index in visible.split(",")] if visible else []
     return listed if len(listed) == count else [str(index) for index in range(count)]
 
@@ -108,15 +118,17 @@ def host_indices(count: int, visible: str | None) -> list[str]:
 def bind(kind: DeviceKind, index: int) -> None:
     """Make the device torch's current one in this thread; nothing on a CPU.
 
-    torch keeps one for each thread, beginning with the first: a thread that is not bound would allocate there, and hold
-    half a gigabyte of it for its context.
+    torch keeps one for each thread, beginning with the first: a thread that is not bound would
+    allocate there, and hold half a gigabyte of it for its context.
     """
     if kind is not DeviceKind.CPU:
         _module(kind).set_device(index)
 
 
 def binding() -> Callable[[], None]:
-    """Return what makes this thread's accelerator the current one of another thread; nothing where there is none."""
+    """Return what makes this thread's accelerator the current one of another thread; nothing
+    where there is none.
+    """
     if not torch.accelerator.is_available():
         return lambda: None
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
@@ -171,15 +183,17 @@ def kind_here() -> DeviceKind:
 
 
 def has_bfloat16(kind: DeviceKind, index: int) -> bool:
-    """Return whether an accelerator multiplies in bfloat16, faster than in float32; a kind without compute capability
-    does.
+    """Return whether an accelerator multiplies in bfloat16, faster than in float32; a kind without
+    compute capability does.
     """
     capability = compute_capability(torch.device(str(kind), index))
     return capability is None or capability >= TENSOR_CORES
 
 
 def name_if_faster_in_bfloat16(device: torch.device) -> str:
-    """Return the accelerator's name where it multiplies faster in bfloat16 than in float32; empty elsewhere."""
+    """Return the accelerator's name where it multiplies faster in bfloat16 than in float32;
+    empty elsewhere.
+    """
     if device.type == DeviceKind.CPU:
         return ""
     kind = DeviceKind(device.type)
@@ -188,7 +202,9 @@ def name_if_faster_in_bfloat16(device: torch.device) -> str:
 
 
 def free_cache(kind: str) -> None:
-    """Free the memory of the current accelerator that torch's allocator keeps for later; nothing on a CPU."""
+    """Free the memory of the current accelerator that torch's allocator keeps for later; nothing
+    on a CPU.
+    """
     if kind != DeviceKind.CPU:
         _module(kind).empty_cache()
 
@@ -209,16 +225,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def pins_host_memory(device: torch.device) -> bool:
-    """Return whether copies between the device and the host are faster, and overlap, with pinned memory there."""
+    """Return whether copies between the device and the host are faster, and overlap, with pinned
+    memory there.
+    """
     return device.type != DeviceKind.CPU
 
 
 def copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the host on a device, without waiting for what the device was asked to do before; on a CPU it
-    is the tensor itself.
+    """Return a tensor of the host on a device, without waiting for what the device was asked to do
+    before; on a CPU it is the tensor itself.
 
-    A copy from memory that is not pinned waits for the stream. torch records when a copy from what ``pin_memory`` made
-    is done, and does not use that memory again before.
+    A copy from memory that is not pinned waits for the stream. torch records when a copy from what
+    ``pin_memory`` made is done, and does not use that memory again before.
     """
     if not pins_host_memory(device):
         return tensor
@@ -233,9 +251,10 @@ def has_graphs(device: torch.device) -> bool:
 def graph_capture(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Return what captures a step as a graph of a device that has graphs, and returns its replay.
 
-    A step is run twice before it is captured, so that kernels are chosen and libraries have their memory; running it
-    again must not change what it computes. Graphs share the memory of what a step needs while it runs: only one of them
-    may run at a time, and what it leaves must be in tensors that were there before.
+    A step is run twice before it is captured, so that kernels are chosen and libraries have their
+    memory; running it again must not change what it computes. Graphs share the memory of what a
+    step needs while it runs: only one of them may run at a time, and what it leaves must be in
+    tensors that were there before.
     """
     pool = torch.cuda.graph_pool_handle()
 

@@ -1,4 +1,5 @@
-"""Reads the CPUs and NUMA nodes of a host, divides the CPUs near a card among workers, and binds a process to some.
+"""Reads the CPUs and NUMA nodes of a host, divides the CPUs near a card among workers, and binds a
+process to some.
 
 Linux alone binds processes; elsewhere all of this finds nothing and does nothing.
 """
@@ -18,15 +19,20 @@ logger = logging.getLogger("siirl_dask.worker")
 SYSFS = Path("/sys")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 GIVEN = "SIIRL_GIVEN_CPUS"
-"""Environment variable of a process that has bound itself: the CPUs that it had before, for processes it starts."""
-_LEAST = 4  # CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
+"""Environment variable of a process that has bound itself: the CPUs that it had before, for
+processes it starts."""
+_LEAST = (
+    4  # CPUs of a worker: its task, the event loop, copies of rows, a checkpoint that is written
+)
 _MOST = 2**13  # CPUs of a kernel, at most
 _LONGEST = 2**16  # characters of a list of CPUs
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
 def read_cpus(text: str) -> frozenset[int]:
-    """Return the CPUs of a list as the kernel writes it, such as ``0-3,8``. ValueError for any other text."""
+    """Return the CPUs of a list as the kernel writes it, such as ``0-3,8``. ValueError for any
+    other text.
+    """
     if len(text) > _LONGEST:
         raise ValueError(f"a list of CPUs of {len(text)} characters: expected at most {_LONGEST}")
     cpus: set[int] = set()
@@ -36,7 +42,9 @@ def read_cpus(text: str) -> frozenset[int]:
         first = int(found[1])
         last = int(found[2] or found[1])
         if not first <= last < _MOST:
-            raise ValueError(f"{part!r} is no range of CPUs: expected numbers that rise, below {_MOST}")
+            raise ValueError(
+                f"{part!r} is no range of CPUs: expected numbers that rise, below {_MOST}"
+            )
         cpus.update(range(first, last + 1))
     return frozenset(cpus)
 
@@ -53,16 +61,22 @@ def show_cpus(cpus: Collection[int]) -> str:
 
 
 def numa_nodes(root: Path = SYSFS) -> dict[int, frozenset[int]]:
-    """Return the CPUs of each NUMA node, by its number; nothing where the system tells of no nodes."""
+    """Return the CPUs of each NUMA node, by its number; nothing where the system tells of no
+    nodes.
+    """
     nodes = {}
     for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
         with suppress(OSError, ValueError):
-            nodes[int(folder.name.removeprefix("node"))] = read_cpus((folder / "cpulist").read_text())
+            nodes[int(folder.name.removeprefix("node"))] = read_cpus(
+                (folder / "cpulist").read_text()
+            )
     return nodes
 
 
 def kernel() -> str:
-    """Return a name of the kernel under which this process runs: containers of a host have the same."""
+    """Return a name of the kernel under which this process runs: containers of a host have the
+    same.
+    """
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -70,16 +84,22 @@ def kernel() -> str:
 
 
 def given_cpus() -> frozenset[int]:
-    """Return the CPUs on which this process may run, by its cgroup and its affinity; none where that is not known."""
+    """Return the CPUs on which this process may run, by its cgroup and its affinity; none where
+    that is not known.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
     return frozenset(os.sched_getaffinity(os.getpid()))
 
 
-def share_of(near: frozenset[int], place: int, count: int, threads: int = 1, root: Path = SYSFS) -> frozenset[int]:
-    """Return the share of worker ``place`` of ``count`` in the CPUs ``near`` their cards: whole cores, equally many.
+def share_of(
+    near: frozenset[int], place: int, count: int, threads: int = 1, root: Path = SYSFS
+) -> frozenset[int]:
+    """Return the share of worker ``place`` of ``count`` in the CPUs ``near`` their cards: whole
+    cores, equally many.
 
-    Where a share would be fewer CPUs than a worker of ``threads`` threads needs, all of them have all.
+    Where a share would be fewer CPUs than a worker of ``threads`` threads needs, all of them have
+    all.
     """
     cores = _cores(near, root)
     bounds = [index * len(cores) // count for index in range(count + 1)]
@@ -93,7 +113,9 @@ def count_cores(cpus: frozenset[int], root: Path = SYSFS) -> int:
 
 
 def _cores(cpus: frozenset[int], root: Path) -> list[frozenset[int]]:
-    """Return those of ``cpus`` that are threads of one core together, in the order of their numbers."""
+    """Return those of ``cpus`` that are threads of one core together, in the order of their
+    numbers.
+    """
     cores = set()
     for cpu in cpus:
         together = frozenset({cpu})
@@ -115,7 +137,9 @@ class CpuBinding:
         self._bound: frozenset[int] = frozenset()
 
     def bind(self, cpus: frozenset[int]) -> None:
-        """Bind the process to those of ``cpus`` on which it may run; nothing where there are none, or no others."""
+        """Bind the process to those of ``cpus`` on which it may run; nothing where there are
+        none, or no others.
+        """
         self.undo()
         before = given_cpus()
         if not (own := cpus & before) or own == before:
@@ -134,9 +158,11 @@ class CpuBinding:
 
 
 def unbind(process: int) -> None:
-    """Let a process that this one has just started run wherever this one could before it bound itself.
+    """Let a process that this one has just started run wherever this one could before it bound
+    itself.
 
-    What computes on CPUs alone, such as a reward, gains nothing by being near a card, and would share its few CPUs.
+    What computes on CPUs alone, such as a reward, gains nothing by being near a card, and would
+    share its few CPUs.
     """
     with suppress(OSError, ValueError):  # the process has ended, or the CPUs have gone
         if given := read_cpus(os.environ.get(GIVEN, "")):
@@ -144,7 +170,9 @@ def unbind(process: int) -> None:
 
 
 def _move(before: frozenset[int], after: frozenset[int]) -> bool:
-    """Move the threads of this process that may run on ``before`` to ``after``; return whether the first one did."""
+    """Move the threads of this process that may run on ``before`` to ``after``; return whether
+    the first one did.
+    """
     try:
         os.sched_setaffinity(os.getpid(), after)
     except OSError as error:  # a container may forbid it, or have lost a CPU meanwhile

@@ -1,6 +1,8 @@
-"""Operators of torch_npu, called as the references in torch are: see ``training/model/operators.py`` for these.
+"""Operators of torch_npu, called as the references in torch are: see
+``training/model/operators.py`` for these.
 
-What torch_npu's documentation refuses of a tensor is computed by the caller's reference: a function says what fits.
+What torch_npu's documentation refuses of a tensor is computed by the caller's reference: a function
+says what fits.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch import Tensor
 _WIDEST_ROTARY = 896
 _MOST_HEADS = 1000
 _WIDEST_HEAD = 768
-_MASK = 2048  # size of the compressed causal mask that the modes below want, whatever the rows' lengths
+_MASK = (
+    2048  # size of the compressed causal mask that the modes below want, whatever the rows' lengths
+)
 _CAUSAL = 3  # mode of the mask: aligned at the lower right
 _BAND = 4  # mode of the mask: within a window
 
@@ -28,8 +32,12 @@ def takes_rotary(heads: Tensor) -> bool:
 
 
 def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves: ``x * cos + (-x2, x1) * sin``. [B, H, T, D], [B, 1, T, D] twice, of one type."""
-    rotated: Tensor = _library().npu_rotary_mul(heads.contiguous(), cos.contiguous(), sin.contiguous())
+    """Rotate halves: ``x * cos + (-x2, x1) * sin``. [B, H, T, D], [B, 1, T, D] twice, of one
+    type.
+    """
+    rotated: Tensor = _library().npu_rotary_mul(
+        heads.contiguous(), cos.contiguous(), sin.contiguous()
+    )
     return rotated
 
 
@@ -47,7 +55,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def takes_attention(dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Return whether ``attend_rows`` takes heads of a type and width."""
-    return dtype in (torch.float16, torch.bfloat16, torch.float32) and width == value_width <= _WIDEST_HEAD
+    return (
+        dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and width == value_width <= _WIDEST_HEAD
+    )
 
 
 def attend_rows(
@@ -85,15 +96,29 @@ def adamw(
     weight_decay: float,
 ) -> None:
     """Take step 1, 2, ... of AdamW, in place. All tensors have one shape, in float32."""
-    first, second = (beta ** (step - 1) for beta in betas)  # the operator multiplies them by the betas itself
+    first, second = (
+        beta ** (step - 1) for beta in betas
+    )  # the operator multiplies them by the betas itself
     _library().npu_apply_adam_w(
-        first, second, lr, weight_decay, *betas, eps, gradient, None, False, False, out=(parameter, *moments)
+        first,
+        second,
+        lr,
+        weight_decay,
+        *betas,
+        eps,
+        gradient,
+        None,
+        False,
+        False,
+        out=(parameter, *moments),
     )
 
 
 @cache
 def causal_mask(device: torch.device) -> Tensor:
-    """Return the compressed causal mask that npu_fusion_attention wants, whatever the rows' lengths."""
+    """Return the compressed causal mask that npu_fusion_attention wants, whatever the rows'
+    lengths.
+    """
     return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu(1)
 
 

@@ -25,7 +25,8 @@ class Traits:
     """A kind of device in what differs between kinds."""
 
     backend: str
-    """Backend of torch.distributed that joins such devices; it takes no two ranks on one, where that is not gloo."""
+    """Backend of torch.distributed that joins such devices; it takes no two ranks on one, where
+    that is not gloo."""
     gloo_takes: bool
     """Whether gloo carries their tensors."""
     extra: str
@@ -33,7 +34,8 @@ class Traits:
     vllm: str
     """Package of vLLM for such devices."""
     vllm_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of that package's own (``additional_config``) without which it takes no new weights."""
+    """Options of that package's own (``additional_config``) without which it takes no new
+    weights."""
     plugin: str | None = None
     """Package that adds the kind to torch; None where torch has it."""
     visible: str | None = None
@@ -51,7 +53,8 @@ class Traits:
     addresses: tuple[str, ...] = ()
     """Command that prints the number of each device in these links, and its PCI address."""
     has_uuids: bool = False
-    """Whether a device has a name of its own in the whole world; others are told apart by host and index."""
+    """Whether a device has a name of its own in the whole world; others are told apart by host
+    and index."""
     runs_triton: bool = False
     """Whether kernels written in Triton, such as Liger's, run there."""
     keeps_host_cache: bool = False
@@ -59,7 +62,9 @@ class Traits:
 
     @property
     def vllm_cure(self) -> str:
-        """Return what brings vLLM for such devices: the extra, or where a plug-in of it wants another torch, a page."""
+        """Return what brings vLLM for such devices: the extra, or where a plug-in of it wants
+        another torch, a page.
+        """
         if self.plugin is not None:
             return "install it as docs/engines.md#vllm-on-npus says"
         return f"pip install 'siirl_dask[{self.extra}]'"
@@ -89,7 +94,9 @@ _TRAITS: Mapping[DeviceKind, Traits] = MappingProxyType(
             gloo_takes=False,
             extra="npu",
             vllm="vllm-ascend",
-            vllm_options=MappingProxyType({"weight_nz_mode": 0}),  # weights in another layout cannot wake or be loaded
+            vllm_options=MappingProxyType(
+                {"weight_nz_mode": 0}
+            ),  # weights in another layout cannot wake or be loaded
             plugin="torch_npu",
             visible="ASCEND_RT_VISIBLE_DEVICES",
             interface="HCCL_SOCKET_IFNAME",
@@ -111,12 +118,17 @@ ENGINE_PACKAGES = tuple(sorted(traits.vllm for traits in _TRAITS.values()))
 """Packages of vLLM, for any kind of device."""
 ENGINE_VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT")
 """Environment variables of engines' libraries that change numbers."""
-BACKEND_PREFIXES = tuple(f"{traits.backend.upper()}_" for traits in _TRAITS.values() if traits.interface is not None)
-"""Beginnings of the environment variables of backends that are told there how processes reach each other."""
+BACKEND_PREFIXES = tuple(
+    f"{traits.backend.upper()}_" for traits in _TRAITS.values() if traits.interface is not None
+)
+"""Beginnings of the environment variables of backends that are told there how processes reach
+each other."""
 
 
 def traits_of(kind: str) -> Traits:
-    """Return what is known of a kind, or of torch's name for it, such as that of a ``torch.device``'s type."""
+    """Return what is known of a kind, or of torch's name for it, such as that of a
+    ``torch.device``'s type.
+    """
     return _TRAITS[DeviceKind(kind)]
 
 
@@ -126,5 +138,7 @@ def kind_of_maker(maker: str) -> DeviceKind:
 
 
 def hidden_by() -> str | None:
-    """Return the environment variable that hides all accelerators from this process, if one does."""
+    """Return the environment variable that hides all accelerators from this process, if one
+    does.
+    """
     return next((name for name in VISIBLE if os.environ.get(name) == ""), None)

@@ -1,7 +1,8 @@
 """Runs the makers' programs that tell how cards are linked, and reads the matrices that they print.
 
-``nvidia-smi topo -m`` and ``npu-smi info -t topo`` print a row and a column for each card, with the kind of link in
-each cell, and a legend. Their output is only used to compute faster: what cannot be read is told and left out.
+``nvidia-smi topo -m`` and ``npu-smi info -t topo`` print a row and a column for each card, with the
+kind of link in each cell, and a legend. Their output is only used to compute faster: what cannot be
+read is told and left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from siirl_dask.devices.cpus import read_cpus
 
 SELF = "X"
 SLOWEST_FIRST = ("SYS", "NODE", "PHB", "PXB", "PIX", "HCCS_SW", "HCCS", "SIO")
-"""Kinds of links, by the makers' own names, but for NVLink: ``NV`` and the number of its lanes is faster than these."""
+"""Kinds of links, by the makers' own names, but for NVLink: ``NV`` and the number of its lanes
+is faster than these."""
 _NVLINK = re.compile(r"NV(\d{1,3})")
 _UNKNOWN = ("NA", "N/A")
 _NAME = re.compile(r"(?:GPU|NPU|Phy-ID)(\d{1,4})")
@@ -37,7 +39,8 @@ class LinkMatrix:
     numbers: tuple[int, ...] = ()
     """Number of each card by the program."""
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Kind of link between two cards, by their numbers, both ways; without those that the program does not know."""
+    """Kind of link between two cards, by their numbers, both ways; without those that the
+    program does not know."""
     near: Mapping[int, frozenset[int]] = field(default_factory=dict)
     """CPUs near each card, by its number, where the program tells them in a last column."""
 
@@ -52,7 +55,9 @@ def speed_of(link: str) -> int:
 
 
 def read_matrix(text: str) -> LinkMatrix:
-    """Return what a program has printed. ValueError, which says what is wrong, for anything but a matrix."""
+    """Return what a program has printed. ValueError, which says what is wrong, for anything but
+    a matrix.
+    """
     lines = [line.split() for line in _ESCAPES.sub("", text).splitlines()]
     rows = [line for line in lines if line and _NAME.fullmatch(line[0])]
     if not rows:
@@ -64,7 +69,10 @@ def read_matrix(text: str) -> LinkMatrix:
     names = {name: int(found[1]) for name in columns if (found := _NAME.fullmatch(name))}
     given = {row[0]: row[1:] for row in rows}
     if len(names) > _MOST_CARDS or len({*names.values()}) != len(names) or {*given} != {*names}:
-        raise ValueError(f"its rows are {sorted(given)[:8]} and its columns {sorted(names)[:8]}: expected the same")
+        raise ValueError(
+            f"its rows are {sorted(given)[:8]} and its columns {sorted(names)[:8]}: expected the "
+            "same"
+        )
     links: dict[tuple[int, int], str] = {}
     near: dict[int, frozenset[int]] = {}
     for name, cells in given.items():
@@ -73,20 +81,28 @@ def read_matrix(text: str) -> LinkMatrix:
         for other, cell in zip(columns, cells, strict=False):
             if other in names and cell not in _UNKNOWN:
                 if speed_of(cell) < 0 or (cell == SELF) != (name == other):
-                    raise ValueError(f"the link of {name} and {other} is {cell[:20]!r}, which is not known")
+                    raise ValueError(
+                        f"the link of {name} and {other} is {cell[:20]!r}, which is not known"
+                    )
                 links[names[name], names[other]] = cell
         if telling and len(cells) > len(columns) and cells[len(columns)] not in _UNKNOWN:
             near[names[name]] = read_cpus(cells[len(columns)])
     if wrong := next((pair for pair, link in links.items() if links.get(pair[::-1]) != link), None):
-        raise ValueError(f"the link of cards {wrong[0]} and {wrong[1]} is another one the other way")
+        raise ValueError(
+            f"the link of cards {wrong[0]} and {wrong[1]} is another one the other way"
+        )
     return LinkMatrix(tuple(names.values()), links, near)
 
 
 def read_addresses(text: str) -> dict[str, int]:
-    """Return the number of each card by its PCI address, from lines of both. ValueError for any other line."""
+    """Return the number of each card by its PCI address, from lines of both. ValueError for any
+    other line.
+    """
     numbers = {}
     for line in filter(None, map(str.strip, text.splitlines())):
-        found = re.fullmatch(r"(\d{1,4})\s*,\s*([0-9a-fA-F]+:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", line)
+        found = re.fullmatch(
+            r"(\d{1,4})\s*,\s*([0-9a-fA-F]+:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7])", line
+        )
         if found is None:
             raise ValueError(f"{line[:80]!r}: expected a number and a PCI address")
         numbers[plain_address(found[2])] = int(found[1])
@@ -100,7 +116,9 @@ def plain_address(address: str) -> str:
 
 
 def ask(command: Sequence[str], seconds: float = _SECONDS) -> str:
-    """Return what a program prints, at most some hundred kB. OSError if it is not there, fails, or takes too long."""
+    """Return what a program prints, at most some hundred kB. OSError if it is not there, fails,
+    or takes too long.
+    """
     if (program := shutil.which(command[0])) is None:
         raise FileNotFoundError(f"there is no {command[0]}")
     with subprocess.Popen(

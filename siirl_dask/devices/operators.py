@@ -1,7 +1,7 @@
 """The table of fused operators: which libraries have each, on which devices, and which is chosen.
 
-torch has all of them, and is the reference: what another library computes is held to it by tests, and by the trial of
-each network that is built.
+torch has all of them, and is the reference: what another library computes is held to it by tests,
+and by the trial of each network that is built.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ LIBRARIES: Mapping[str, Library] = MappingProxyType(
         TORCH: Library(("torch",), None, ""),
         PLUGIN: Library(("torch_npu",), DeviceKind.NPU, "pip install 'siirl_dask[npu]'"),
         LIGER: Library(("liger_kernel",), DeviceKind.CUDA, "pip install 'siirl_dask[liger]'"),
-        FLASH: Library(("torch", "flash_attn_interface", "flash_attn"), DeviceKind.CUDA, "pip install flash-attn"),
+        FLASH: Library(
+            ("torch", "flash_attn_interface", "flash_attn"),
+            DeviceKind.CUDA,
+            "pip install flash-attn",
+        ),
         FLEX: Library(("triton",), DeviceKind.CUDA, "pip install triton"),
         MINDSPEED: Library(
-            ("mindspeed",), DeviceKind.NPU, "install its source, branch core_r0.16.0 (docs/devices.md#mindspeed)"
+            ("mindspeed",),
+            DeviceKind.NPU,
+            "install its source, branch core_r0.16.0 (docs/devices.md#mindspeed)",
         ),
     }
 )
@@ -58,36 +64,46 @@ OPERATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 REFERENCE: Mapping[str, str] = MappingProxyType(dict.fromkeys(OPERATORS, TORCH))
 """Every operator by torch."""
 AUTO = "auto"
-"""The best that runs on a GPU: for attention see training/model/attention_kernels.py, for norms and feed-forward layers
-training/model/liger.py."""
+"""The best that runs on a GPU: for attention see training/model/attention_kernels.py, for norms and
+feed-forward layers training/model/liger.py."""
 
 
 def check_operators(given: Mapping[str, str], *, liger: bool) -> None:
-    """Check ``trainer.operators``. ConfigError for unknown names, and for what ``trainer.liger=true`` contradicts."""
+    """Check ``trainer.operators``. ConfigError for unknown names, and for what
+    ``trainer.liger=true`` contradicts.
+    """
     for operator, library in given.items():
         if operator not in OPERATORS:
             near = did_you_mean(operator, OPERATORS)
-            raise ConfigError(f"trainer.operators.{operator}: expected one of {', '.join(OPERATORS)}{near}")
+            raise ConfigError(
+                f"trainer.operators.{operator}: expected one of {', '.join(OPERATORS)}{near}"
+            )
         if library not in OPERATORS[operator]:
             near = did_you_mean(str(library), OPERATORS[operator])
             raise ConfigError(
-                f"trainer.operators.{operator}={library}: expected one of {', '.join(OPERATORS[operator])}{near}"
+                f"trainer.operators.{operator}={library}: expected one of "
+                f"{', '.join(OPERATORS[operator])}{near}"
             )
         if liger and LIGER in OPERATORS[operator] and library != LIGER:
             raise ConfigError(
-                f"trainer.operators.{operator}={library} with trainer.liger=true, which stands for liger: leave one out"
+                f"trainer.operators.{operator}={library} with trainer.liger=true, which stands for "
+                "liger: leave one out"
             )
 
 
-def check_backend_operators(given: Mapping[str, str], libraries: Mapping[str, tuple[str, ...]], backend: str) -> None:
-    """Check that a backend has the libraries of ``trainer.operators`` that are ``given``; ``libraries`` are those that
-    it has, by operator, and torch where it names none. ConfigError if not.
+def check_backend_operators(
+    given: Mapping[str, str], libraries: Mapping[str, tuple[str, ...]], backend: str
+) -> None:
+    """Check that a backend has the libraries of ``trainer.operators`` that are ``given``;
+    ``libraries`` are those that it has, by operator, and torch where it names none. ConfigError if
+    not.
     """
     for operator, library in given.items():
         known = libraries.get(operator, (TORCH,))
         if library not in known:
             raise ConfigError(
-                f"trainer.operators.{operator}={library} with trainer.backend={backend}: expected one of "
+                f"trainer.operators.{operator}={library} with trainer.backend={backend}: expected "
+                "one of "
                 f"{', '.join(known)}"
             )
 
@@ -99,9 +115,9 @@ def choose_operators(
     liger: str | bool,
     libraries: Mapping[str, tuple[str, ...]] = OPERATORS,
 ) -> dict[str, str]:
-    """Return the library of each operator on a kind of device: those given, or the device's own where the backend has
-    it, or torch. ``liger`` says whether liger has those that it can; ``auto``: on a GPU, where it runs. ``libraries``
-    are the backend's, by operator.
+    """Return the library of each operator on a kind of device: those given, or the device's own
+    where the backend has it, or torch. ``liger`` says whether liger has those that it can;
+    ``auto``: on a GPU, where it runs. ``libraries`` are the backend's, by operator.
     """
     own = PLUGIN if kind == DeviceKind.NPU else TORCH
     chosen = dict.fromkeys(OPERATORS, TORCH)

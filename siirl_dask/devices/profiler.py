@@ -1,4 +1,6 @@
-"""Profilers of torch's kind, for the host and a device. A plug-in's devices have one of their own."""
+"""Profilers of torch's kind, for the host and a device. A plug-in's devices have one of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch
 from siirl_dask.devices.kinds import DeviceKind, traits_of
 from siirl_dask.devices.profile_level import ProfileLevel
 
-_LEVELS = {ProfileLevel.time: "Level0", ProfileLevel.memory: "Level1", ProfileLevel.stacks: "Level2"}
+_LEVELS = {
+    ProfileLevel.time: "Level0",
+    ProfileLevel.memory: "Level1",
+    ProfileLevel.stacks: "Level2",
+}
 """How much of an NPU torch_npu's profiler looks at."""
 
 
@@ -25,7 +31,9 @@ class Profiler(Protocol):
 
 
 def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
-    """Return a profiler of the host and of a device of this kind. ImportError where its plug-in is not there."""
+    """Return a profiler of the host and of a device of this kind. ImportError where its plug-in
+    is not there.
+    """
     details: dict[str, Any] = {
         "record_shapes": level is not ProfileLevel.time,
         "profile_memory": level is not ProfileLevel.time,
@@ -35,7 +43,9 @@ def make_profiler(kind: DeviceKind, level: ProfileLevel) -> Profiler:
         own: Any = importlib.import_module(plugin).profiler
         found: Profiler = own._KinetoProfile(
             activities=[own.ProfilerActivity.CPU, getattr(own.ProfilerActivity, kind.name)],
-            experimental_config=own._ExperimentalConfig(profiler_level=getattr(own.ProfilerLevel, _LEVELS[level])),
+            experimental_config=own._ExperimentalConfig(
+                profiler_level=getattr(own.ProfilerLevel, _LEVELS[level])
+            ),
             **details,
         )
         return found

@@ -1,7 +1,8 @@
-"""Reads how a host's cards are linked and which CPUs are near them, and orders the cards by their links.
+"""Reads how a host's cards are linked and which CPUs are near them, and orders the cards by their
+links.
 
-A card's PCI address and NUMA node come from the driver and sysfs, links from the maker's program, and where that is not
-there, from the bridges that two cards share in sysfs.
+A card's PCI address and NUMA node come from the driver and sysfs, links from the maker's program,
+and where that is not there, from the bridges that two cards share in sysfs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Topology:
     """The links, NUMA nodes and CPUs of cards, in the order in which they were asked for."""
 
     links: tuple[tuple[str, ...], ...] = ()
-    """Kind of link of each card to each, such as ``NV18``, ``HCCS``, ``PIX`` or ``SYS``; empty where not known."""
+    """Kind of link of each card to each, such as ``NV18``, ``HCCS``, ``PIX`` or ``SYS``; empty
+    where not known."""
     nodes: tuple[int | None, ...] = ()
     """NUMA node of each card; None where not known."""
     near: tuple[frozenset[int], ...] = ()
@@ -57,7 +59,9 @@ class Topology:
     """Sentences on what could not be read, and why."""
 
 
-def read_topology(places: Sequence[CardPlace], traits: Traits, root: Path = SYSFS, ask: Ask = ask) -> Topology:
+def read_topology(
+    places: Sequence[CardPlace], traits: Traits, root: Path = SYSFS, ask: Ask = ask
+) -> Topology:
     """Return the topology of cards of one kind on this host."""
     count = len(places)
     faults: list[str] = []
@@ -89,12 +93,16 @@ def read_topology(places: Sequence[CardPlace], traits: Traits, root: Path = SYSF
     return Topology(links, tuple(nodes), tuple(near), order_by_links(links, names), tuple(faults))
 
 
-def order_by_links(links: Sequence[Sequence[str]], names: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Return all cards such that neighbours have the fastest links: cards of a quad, then the other quad's.
+def order_by_links(
+    links: Sequence[Sequence[str]], names: Sequence[tuple[str, int]]
+) -> tuple[int, ...]:
+    """Return all cards such that neighbours have the fastest links: cards of a quad, then the other
+    quad's.
 
-    Groups that are linked fastest, each card with each, are joined first, the smallest of them; of two that are joined
-    the larger one comes first, so that groups of ranks begin in the largest. Equal ones go by ``names``, so that the
-    order is the same in every start, however the cards are numbered there.
+    Groups that are linked fastest, each card with each, are joined first, the smallest of them; of
+    two that are joined the larger one comes first, so that groups of ranks begin in the largest.
+    Equal ones go by ``names``, so that the order is the same in every start, however the cards are
+    numbered there.
     """
     order = sorted(range(len(names)), key=lambda card: (names[card], card))
     if len(order) > _MOST_CARDS:
@@ -109,12 +117,16 @@ def order_by_links(links: Sequence[Sequence[str]], names: Sequence[tuple[str, in
 
 
 def slowest_link(links: Sequence[Sequence[str]], cards: Sequence[int]) -> str:
-    """Return the slowest link within a group of cards; empty where one is not known, and for a single card."""
+    """Return the slowest link within a group of cards; empty where one is not known, and for a
+    single card.
+    """
     return min((links[one][two] for one, two in combinations(cards, 2)), key=speed_of, default="")
 
 
 def blocks_of(topology: Topology) -> list[tuple[int, ...]]:
-    """Return groups of cards, each linked to each by the fastest kind that the host has; others are alone."""
+    """Return groups of cards, each linked to each by the fastest kind that the host has; others
+    are alone.
+    """
     speeds = (speed_of(topology.links[one][two]) for one, two in combinations(topology.order, 2))
     fastest = max(speeds, default=-1)
     blocks: list[tuple[int, ...]] = []
@@ -126,7 +138,9 @@ def blocks_of(topology: Topology) -> list[tuple[int, ...]]:
     return blocks
 
 
-def _rank(groups: Sequence[tuple[int, ...]], links: Sequence[Sequence[str]], pair: tuple[int, int]) -> tuple[int, ...]:
+def _rank(
+    groups: Sequence[tuple[int, ...]], links: Sequence[Sequence[str]], pair: tuple[int, int]
+) -> tuple[int, ...]:
     """Return a key by which the pair of groups to join next is the largest."""
     first, second = (groups[at] for at in pair)
     speed = min(speed_of(links[one][two]) for one in first for two in second)
@@ -138,7 +152,9 @@ def _name(place: CardPlace, index: int) -> tuple[str, int]:
 
 
 def _matrix(traits: Traits, ask: Ask) -> tuple[LinkMatrix, list[str]]:
-    """Return what the maker's program tells, and what is wrong with it; an absent program is nothing wrong."""
+    """Return what the maker's program tells, and what is wrong with it; an absent program is
+    nothing wrong.
+    """
     try:
         return read_matrix(ask(traits.links)), []
     except FileNotFoundError:
@@ -147,10 +163,13 @@ def _matrix(traits: Traits, ask: Ask) -> tuple[LinkMatrix, list[str]]:
         return LinkMatrix(), [f"`{' '.join(traits.links)}` is left out: {error}"]
 
 
-def _numbers(places: Sequence[CardPlace], traits: Traits, matrix: LinkMatrix, ask: Ask) -> list[int | None]:
+def _numbers(
+    places: Sequence[CardPlace], traits: Traits, matrix: LinkMatrix, ask: Ask
+) -> list[int | None]:
     """Return the number of each card in the matrix; None for one that is not found in it.
 
-    Cards without an address or a number of their own are those of the matrix in its order, where there are as many.
+    Cards without an address or a number of their own are those of the matrix in its order, where
+    there are as many.
     """
     known: dict[str, int] = {}
     if traits.addresses and all(place.address for place in places):
@@ -158,7 +177,9 @@ def _numbers(places: Sequence[CardPlace], traits: Traits, matrix: LinkMatrix, as
             known = read_addresses(ask(traits.addresses))
         except (OSError, ValueError):
             known = {}
-    numbers = [known.get(plain_address(place.address)) if known else place.number for place in places]
+    numbers = [
+        known.get(plain_address(place.address)) if known else place.number for place in places
+    ]
     if known or {*numbers} <= {*matrix.numbers}:
         return [number if number in matrix.numbers else None for number in numbers]
     return [*matrix.numbers] if len(matrix.numbers) == len(places) else [None] * len(places)
@@ -176,15 +197,28 @@ def _node_of(place: CardPlace, by_node: Mapping[int, frozenset[int]], root: Path
 
 
 def _bridges(place: CardPlace, root: Path) -> tuple[str, ...]:
-    """Return the way from the host bridge to a card: the bridge, such as ``pci0000:3a``, PCI bridges, the card."""
+    """Return the way from the host bridge to a card: the bridge, such as ``pci0000:3a``, PCI
+    bridges, the card.
+    """
     if not place.address:
         return ()
     try:
         parts = (root / "bus/pci/devices" / place.address).resolve(strict=True).parts
     except OSError:
         return ()
-    start = next((at for at, part in enumerate(parts) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)), None)
-    return () if start is None else (parts[start], *(part for part in parts[start + 1 :] if _BRIDGE.fullmatch(part)))
+    start = next(
+        (
+            at
+            for at, part in enumerate(parts)
+            if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part)
+        ),
+        None,
+    )
+    return (
+        ()
+        if start is None
+        else (parts[start], *(part for part in parts[start + 1 :] if _BRIDGE.fullmatch(part)))
+    )
 
 
 def _link(matrix: LinkMatrix, one: int | None, two: int | None) -> str:
@@ -192,14 +226,23 @@ def _link(matrix: LinkMatrix, one: int | None, two: int | None) -> str:
 
 
 def _link_in_sysfs(
-    one: Sequence[str], two: Sequence[str], node: int | None, other: int | None, *, same: bool = False
+    one: Sequence[str],
+    two: Sequence[str],
+    node: int | None,
+    other: int | None,
+    *,
+    same: bool = False,
 ) -> str:
-    """Return the link of two cards over PCIe by the bridges on their ways; empty where that is not known."""
+    """Return the link of two cards over PCIe by the bridges on their ways; empty where that is
+    not known.
+    """
     if same or (one and one == two):
         return SELF
     if not one or not two:
         return ""
-    shared = next((at for at, (here, there) in enumerate(zip(one, two, strict=False)) if here != there), 0)
+    shared = next(
+        (at for at, (here, there) in enumerate(zip(one, two, strict=False)) if here != there), 0
+    )
     if shared == 0:  # other host bridges
         return "NODE" if node is not None and node == other else "SYS"
     if shared == 1:

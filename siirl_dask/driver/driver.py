@@ -1,4 +1,6 @@
-"""Submits iterations to the workers a few steps ahead, and receives metrics and failures, never a sample."""
+"""Submits iterations to the workers a few steps ahead, and receives metrics and failures, never
+a sample.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from siirl_dask.driver.iterations import (
     WrittenCheckpoint,
 )
 from siirl_dask.driver.recovery.staged_tables import StagedTables
-from siirl_dask.driver.who_waits import describe_positions, describe_waits, failure_of_hang, warn_of_busy_workers
+from siirl_dask.driver.who_waits import (
+    describe_positions,
+    describe_waits,
+    failure_of_hang,
+    warn_of_busy_workers,
+)
 from siirl_dask.errors import RunError, SchedulerLost, SiirlError
 from siirl_dask.observe import merge, unpack
 from siirl_dask.planner import Iteration, Phase
@@ -56,10 +63,11 @@ class Driver:
     ) -> None:
         """``folder(step)`` returns the URL of a new folder for the checkpoint of a step.
 
-        ``on_progress`` is called every few seconds in which something got done, with the number of units of work
-        (samples, micro-batches, rows, ...) that workers have completed so far, and where most of them are. ``on_idle``
-        is called when there are new workers that no run uses; None if the run could not take them. A node that gets
-        nothing done on a worker for ``node_timeout`` seconds fails the run; 0: it may take any time.
+        ``on_progress`` is called every few seconds in which something got done, with the number of
+        units of work (samples, micro-batches, rows, ...) that workers have completed so far, and
+        where most of them are. ``on_idle`` is called when there are new workers that no run uses;
+        None if the run could not take them. A node that gets nothing done on a worker for
+        ``node_timeout`` seconds fails the run; 0: it may take any time.
         """
         self._client = client
         self._spec = spec
@@ -71,7 +79,9 @@ class Driver:
         self._on_idle = on_idle
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._pending: deque[PendingIteration] = deque()
-        self._checkpoints: dict[int, PendingCheckpoint] = {}  # by the sequence number of their iteration
+        self._checkpoints: dict[
+            int, PendingCheckpoint
+        ] = {}  # by the sequence number of their iteration
         self._tables = StagedTables(spec.members)
         self._last_futures: dict[str, Future[Any]] = {}
         self._turn = 0
@@ -94,11 +104,13 @@ class Driver:
         on_failure: Callable[[SiirlError], bool | None],
         previous: Driver | None = None,
     ) -> Iterator[None]:
-        """Build every worker's roles, and free them on the way out; an exception inside stops the workers.
+        """Build every worker's roles, and free them on the way out; an exception inside stops the
+        workers.
 
-        ``on_failure`` is called with a failure at once: to stop workers that do not answer takes seconds. When it
-        returns True, the run is launched again, and the workers keep what they have built until ``close``. This launch
-        takes over the roles that the ``previous`` one has left there, and closes that one.
+        ``on_failure`` is called with a failure at once: to stop workers that do not answer takes
+        seconds. When it returns True, the run is launched again, and the workers keep what they
+        have built until ``close``. This launch takes over the roles that the ``previous`` one has
+        left there, and closes that one.
         """
         is_relaunched = False
         try:
@@ -124,13 +136,18 @@ class Driver:
                     self.close()  # a cluster that was started for this run ends with it
 
     def start(self, timeout: float, *, cluster_stays: bool = False) -> None:
-        """Register the run on the cluster and build every worker's roles. Raises what a role's build raised.
+        """Register the run on the cluster and build every worker's roles. Raises what a role's
+        build raised.
 
         ``cluster_stays``: the cluster stays when this process ends, however that happens.
         """
         ports = self._on_cluster.register(
             cluster_stays,
-            min(timeout / _REPORTS_PER_TIMEOUT, self._stall_timeout / _REPORTS_PER_TIMEOUT, _REPORT_INTERVAL),
+            min(
+                timeout / _REPORTS_PER_TIMEOUT,
+                self._stall_timeout / _REPORTS_PER_TIMEOUT,
+                _REPORT_INTERVAL,
+            ),
             self._handle_next,
             elastic=self._on_idle is not None,
             node_timeout=self._node_timeout,
@@ -138,12 +155,16 @@ class Driver:
         self._last_futures = self._submit("start", start_worker, ports=ports)
         self._await_all(timeout, "the start", "cluster.start_timeout")
 
-    def run(self, iterations: Iterator[Iteration]) -> Iterator[CompletedIteration | StagedTable | WrittenCheckpoint]:
-        """Yield each iteration that all workers have completed, each table and each checkpoint once it is written.
+    def run(
+        self, iterations: Iterator[Iteration]
+    ) -> Iterator[CompletedIteration | StagedTable | WrittenCheckpoint]:
+        """Yield each iteration that all workers have completed, each table and each checkpoint once
+        it is written.
 
-        The next iterations are running by then. A table may be yielded while its iteration goes on, or some iterations
-        later; a checkpoint after all tables of the steps up to it. Raises the run's failure: WorkerLost names the
-        worker and the step, CheckpointError a folder that cannot be written; any other exception comes from a node.
+        The next iterations are running by then. A table may be yielded while its iteration goes on,
+        or some iterations later; a checkpoint after all tables of the steps up to it. Raises the
+        run's failure: WorkerLost names the worker and the step, CheckpointError a folder that
+        cannot be written; any other exception comes from a node.
         """
         since = time.monotonic()
         while True:
@@ -155,7 +176,9 @@ class Driver:
             if not self._pending and not self._checkpoints and self._tables.first_awaited is None:
                 return
             if not self._pending or len(self._pending[0].logged) < len(self._spec.members):
-                self._handle(self._next_event(self._stall_timeout, self._position(), "cluster.stall_timeout"))
+                self._handle(
+                    self._next_event(self._stall_timeout, self._position(), "cluster.stall_timeout")
+                )
                 continue
             first = self._pending.popleft()
             self._tables.end(first.iteration.sequence)
@@ -165,7 +188,9 @@ class Driver:
             since = now
 
     def traffic(self) -> int | None:
-        """Return the bytes through the scheduler and the client since ``start``; None where they cannot be counted."""
+        """Return the bytes through the scheduler and the client since ``start``; None where they
+        cannot be counted.
+        """
         return self._on_cluster.traffic()
 
     def abort(self, reason: str) -> None:
@@ -175,7 +200,11 @@ class Driver:
         self._on_cluster.abort(reason)
         deadline = time.monotonic() + _STOP_TIMEOUT
         present = self._on_cluster.present()
-        while time.monotonic() < deadline and self._pending and not present.isdisjoint(self._busy_workers()):
+        while (
+            time.monotonic() < deadline
+            and self._pending
+            and not present.isdisjoint(self._busy_workers())
+        ):
             time.sleep(_STOP_INTERVAL)
 
     def finish(self, timeout: float) -> None:
@@ -216,7 +245,9 @@ class Driver:
             self._last_futures = self._submit(name, run_chain, **arguments)
         self._pending.append(PendingIteration(iteration, self._last_futures))
 
-    def _submit(self, what: str, function: Callable[..., None], **arguments: Any) -> dict[str, Future[Any]]:
+    def _submit(
+        self, what: str, function: Callable[..., None], **arguments: Any
+    ) -> dict[str, Future[Any]]:
         """Submit the next task of each worker."""
         futures = submit(
             self._client,
@@ -262,7 +293,9 @@ class Driver:
         return None
 
     def _await_all(self, timeout: float, position: str, limit: str) -> None:
-        """Return once the last task of every worker is finished; see ``_next_event`` for the errors."""
+        """Return once the last task of every worker is finished; see ``_next_event`` for the
+        errors.
+        """
         waiting = {future.key for future in self._last_futures.values()}
         while waiting:
             event = self._next_event(timeout, position, limit)
@@ -270,10 +303,11 @@ class Driver:
             self._handle(event)
 
     def _next_event(self, timeout: float, position: str, limit: str) -> dict[str, Any]:
-        """Return the next event; the supervisor sends one as long as anything gets done on a worker.
+        """Return the next event; the supervisor sends one as long as anything gets done on a
+        worker.
 
-        Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds of silence; ``limit`` is the
-        configuration key of the timeout, for the message.
+        Waits in slices, so that Ctrl-C is noticed. RunError after ``timeout`` seconds of silence;
+        ``limit`` is the configuration key of the timeout, for the message.
         """
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
@@ -291,7 +325,9 @@ class Driver:
         match event["kind"]:
             case "done":
                 sequence = event["sequence"]
-                pending = next(each for each in self._pending if each.iteration.sequence == sequence)
+                pending = next(
+                    each for each in self._pending if each.iteration.sequence == sequence
+                )
                 pending.logged[event["member"]] = unpack(event["metrics"])
                 self._tables.await_tables(sequence, event.get("tables", ()))
                 if "saved" in event:
@@ -299,7 +335,10 @@ class Driver:
             case "staged":
                 self._tables.report(event)
             case "written":
-                files = {name: FileDigest(nbytes, digits) for name, (nbytes, digits) in event["files"].items()}
+                files = {
+                    name: FileDigest(nbytes, digits)
+                    for name, (nbytes, digits) in event["files"].items()
+                }
                 self._checkpoints[event["sequence"]].written[event["member"]] = files
             case kind if kind in FAILURES:
                 raise failure_of(event, self._events, self._position())
@@ -307,7 +346,9 @@ class Driver:
                 raise failure_of_hang(self._client, self._spec, event["silent"], self._position())
             case "no scheduler":
                 self._on_cluster.abandon()
-                raise SchedulerLost(f"{self._position()}: {event['what']}; what was written is whole")
+                raise SchedulerLost(
+                    f"{self._position()}: {event['what']}; what was written is whole"
+                )
             case "built":
                 self.reused_roles[event["member"]] = list(event["kept"])
                 if event["accelerator"]:
@@ -320,13 +361,17 @@ class Driver:
                 pass
 
     def _stall(self, message: str) -> RunError:
-        """Return the failure of a run in which all workers are silent, with where they are and who waits for whom."""
+        """Return the failure of a run in which all workers are silent, with where they are and
+        who waits for whom.
+        """
         try:
             readings = self._on_cluster.readings()
         except OSError:
             return RunError(f"{message}: and the scheduler does not say where the workers are")
         stall = RunError(f"{message}: {self._describe_positions(readings)}")
-        hanging = [worker for worker, reading in readings.items() if reading.place and not reading.waits]
+        hanging = [
+            worker for worker, reading in readings.items() if reading.place and not reading.waits
+        ]
         stall.report = describe_waits(self._client, self._spec, hanging)
         return stall
 
@@ -335,10 +380,14 @@ class Driver:
         for checkpoint in self._checkpoints.values():
             late = [worker for worker in self._spec.members if worker not in checkpoint.written]
             writing += [(worker, checkpoint.url) for worker in late]
-        return describe_positions({worker: readings[worker] for worker in self._busy_workers()}, writing)
+        return describe_positions(
+            {worker: readings[worker] for worker in self._busy_workers()}, writing
+        )
 
     def _busy_workers(self) -> list[str]:
-        """Return the workers that are still in the first pending iteration, or still building their roles."""
+        """Return the workers that are still in the first pending iteration, or still building
+        their roles.
+        """
         futures = self._pending[0].futures if self._pending else self._last_futures
         return [worker for worker, future in futures.items() if future.status == "pending"]
 

@@ -1,4 +1,6 @@
-"""The text after the error that ended a run: how far it came, where the logs are, and how to resume it."""
+"""The text after the error that ended a run: how far it came, where the logs are, and how to
+resume it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def failure_of(error: BaseException, command: str | None) -> RunFailure:
 
 
 def failure_text(config: Config, error: SiirlError, steps: int, command: str | None) -> list[str]:
-    """Return lines for the user, to print after the error; none after one that was no failure of the run.
+    """Return lines for the user, to print after the error; none after one that was no failure of
+    the run.
 
     ``steps`` are done; ``command`` is the shell command that resumes the run, where it is known.
     """
@@ -37,11 +40,16 @@ def failure_text(config: Config, error: SiirlError, steps: int, command: str | N
     if isinstance(error, (Fenced, Interrupted)):
         return []
     newest = _newest_checkpoint(config.run.url)
-    where = f"after step {newest}, of which there is a checkpoint" if newest else "at step 1: there is no checkpoint"
+    where = (
+        f"after step {newest}, of which there is a checkpoint"
+        if newest
+        else "at step 1: there is no checkpoint"
+    )
     url = redacted(config.run.url)
     lines = [
         f"run      {url}: {steps} of {config.run.steps} steps are done; it goes on {where}",
-        f"logs     {_where_logs_are(config.cluster, error)}; `siirl-dask trace {url}` says what the workers did",
+        f"logs     {_where_logs_are(config.cluster, error)}; `siirl-dask trace {url}` says what "
+        "the workers did",
     ]
     if command is not None:
         lines.append(f"resume   {redacted(command)}")
@@ -54,14 +62,17 @@ def _where_weights_are(error: FolderGone, url: str, steps: int) -> str:
     newest = _newest_checkpoint(folder)
     if newest is None and error.now_at is None:
         return (
-            f"weights  no checkpoint is at {url}: those of {_all_of(steps)} are where the folder was moved to, or "
+            f"weights  no checkpoint is at {url}: those of {_all_of(steps)} are where the folder "
+            "was moved to, or "
             "gone with it; what was trained since the newest of them is gone"
         )
     if newest is None:
         return f"weights  {folder} has no checkpoint: the weights of {_all_of(steps)} are gone"
     return (
-        f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in {folder}; "
-        f"`siirl-dask export {folder} FOLDER` writes its model, and run.url={folder} goes on with it"
+        f"weights  the newest checkpoint that is left, after step {newest} of {steps}, is in "
+        f"{folder}; "
+        f"`siirl-dask export {folder} FOLDER` writes its model, and run.url={folder} goes on with "
+        "it"
     )
 
 

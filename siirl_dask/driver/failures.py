@@ -1,4 +1,6 @@
-"""Finds the cause among the failures that workers and the supervisor report: one failure makes others."""
+"""Finds the cause among the failures that workers and the supervisor report: one failure makes
+others.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,33 @@ from siirl_dask.errors import (
 FAILURES = ("error", "lost", "silent", "unsaved", "unstored")
 """Kinds of events that end a run."""
 _GRACE = 2.0  # seconds after a first failure in which its cause may still arrive
-_GRACE_AFTER_SILENCE = 0.5  # the same after a peer was silent: the cause had more time than that already
+_GRACE_AFTER_SILENCE = (
+    0.5  # the same after a peer was silent: the cause had more time than that already
+)
 
 
-def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]], position: str) -> Exception:
+def failure_of(
+    first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]], position: str
+) -> Exception:
     """Return the failure that caused ``first`` and what follows it.
 
-    It is a worker's death, else a worker's own error, else a peer's. ``position`` is where the run is, such as ``train
-    step 3``.
+    It is a worker's death, else a worker's own error, else a peer's. ``position`` is where the run
+    is, such as ``train step 3``.
     """
     failures = [first, *_following(first, events)]
     for event in failures:
         if event["kind"] == "lost":
-            left = f"worker {event['member']!r} at {event['address']} left the cluster during {position}: it was "
+            left = (
+                f"worker {event['member']!r} at {event['address']} left the cluster during "
+                f"{position}: it was "
+            )
             if event["in_order"]:
-                return WorkerLeft(f"{left}retired or told to end; parts that were written are complete")
+                return WorkerLeft(
+                    f"{left}retired or told to end; parts that were written are complete"
+                )
             lost = WorkerLost(
-                f"{left}killed, ran out of memory or lost its connection; parts that were written are complete"
+                f"{left}killed, ran out of memory or lost its connection; parts that were written "
+                "are complete"
                 f"{_memory(event.get('memory'))}"
             )
             lost.silence = event["silence"]
@@ -53,15 +65,18 @@ def failure_of(first: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]],
 def may_pass(failure: BaseException) -> bool:
     """Return whether the same run may well succeed when it is launched again.
 
-    That is so if a worker, or the connection to one, was lost, or a scheduler that another one may replace. What a
-    node, a reward or the loss raises would be raised again, and an error in the input is the user's to correct.
+    That is so if a worker, or the connection to one, was lost, or a scheduler that another one may
+    replace. What a node, a reward or the loss raises would be raised again, and an error in the
+    input is the user's to correct.
     """
     if isinstance(failure, SchedulerLost):
         return failure.may_return
     return isinstance(failure, (WorkerLost, WorkersJoined, PeerError))
 
 
-def _following(event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _following(
+    event: dict[str, Any], events: queue.SimpleQueue[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Yield the failures that follow a first one until the cause must be among them."""
     deadline = time.monotonic() + _GRACE
     while event["kind"] != "lost":
@@ -90,24 +105,32 @@ def _as_error(event: dict[str, Any], position: str) -> Exception:
 
 
 def _memory(nbytes: object) -> str:
-    """Return a clause on the last known memory of a process that is gone; empty if it is not known."""
+    """Return a clause on the last known memory of a process that is gone; empty if it is not
+    known.
+    """
     if not isinstance(nbytes, int) or nbytes == 0:
         return ""
     return f"; it had {nbytes / 2**30:.2f} GiB at its last heartbeat"
 
 
 def _cause(errors: Sequence[Exception]) -> Exception:
-    """Return the first of the errors that is most likely the cause; an error of Dask itself as a RunError."""
+    """Return the first of the errors that is most likely the cause; an error of Dask itself as a
+    RunError.
+    """
     cause = min(errors, key=_distance)
     if isinstance(cause, SiirlError):
         return cause
-    failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")  # an error of Dask itself
+    failure = RunError(
+        f"a worker failed: {type(cause).__name__}: {cause}"
+    )  # an error of Dask itself
     failure.add_note("".join(format_exception(cause)))
     return failure
 
 
 def _distance(error: Exception) -> int:
-    """Return how far an error is from a cause: 0 for a worker's own, 1 for a peer's, 2 for that of an order to stop."""
+    """Return how far an error is from a cause: 0 for a worker's own, 1 for a peer's, 2 for that
+    of an order to stop.
+    """
     if isinstance(error, Aborted):
         return 2
     return 1 if isinstance(error, PeerError) else 0

@@ -1,4 +1,6 @@
-"""The iterations of a run: their order, and the records of those in progress and those completed."""
+"""The iterations of a run: their order, and the records of those in progress and those
+completed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class StagedTable:
     metrics: dict[str, Metric]
     """Metrics that the workers had logged of the step by then, merged."""
     position: int | None
-    """Number of the dataloader's next prompt, where the step has drawn more prompts than its own."""
+    """Number of the dataloader's next prompt, where the step has drawn more prompts than its
+    own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,13 @@ def iterations(
 ) -> Iterator[Iteration]:
     """Yield every iteration of a run in order, after ``done`` steps.
 
-    Validation comes before the first step, every ``validation.every`` steps and after the last; a checkpoint every
-    ``checkpoint.every`` steps and after the last; the test at the end. A resumed run begins with the weights. It
-    replays steps that have a stage, and leaves out validations whose phase and step are in ``recorded``.
+    Validation comes before the first step, every ``validation.every`` steps and after the last; a
+    checkpoint every ``checkpoint.every`` steps and after the last; the test at the end. A resumed
+    run begins with the weights. It replays steps that have a stage, and leaves out validations
+    whose phase and step are in ``recorded``.
 
-    A training step that a validation or a checkpoint follows is a drain, also where the validation is left out: nodes
-    with a lag catch up in it, so that these see everything of their step.
+    A training step that a validation or a checkpoint follows is a drain, also where the validation
+    is left out: nodes with a lag catch up in it, so that these see everything of their step.
     """
     sequence = count()
     steps = config.run.steps
@@ -101,10 +105,14 @@ def iterations(
         is_last = step == steps
         validates = _is_due(step, validate_every, is_last)
         saves = _is_due(step, save_every, is_last)
-        iteration = Iteration(Phase.TRAIN, step, next(sequence), drain=validates or saves or is_last)
+        iteration = Iteration(
+            Phase.TRAIN, step, next(sequence), drain=validates or saves or is_last
+        )
         stage = stage_of_step.get(step)
         if stage is not None:
-            iteration = replace(iteration, phase=Phase.REPLAY, position=stage.position, frontier=stage.table)
+            iteration = replace(
+                iteration, phase=Phase.REPLAY, position=stage.position, frontier=stage.table
+            )
         yield iteration
         if validates and (Phase.VALIDATION, step) not in recorded:
             yield Iteration(Phase.VALIDATION, step, next(sequence))
@@ -115,7 +123,9 @@ def iterations(
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
-    """Return whether an action is due after ``step`` that is due every ``every`` steps and after the last; 0: never."""
+    """Return whether an action is due after ``step`` that is due every ``every`` steps and after
+    the last; 0: never.
+    """
     if every == 0:
         return False
     if is_last:
@@ -123,10 +133,14 @@ def _is_due(step: int, every: int, is_last: bool) -> bool:
     return step % every == 0
 
 
-def until_stopped(iterations: Iterable[Iteration], should_stop: Callable[[], bool], steps: int) -> Iterator[Iteration]:
-    """Yield the iterations; once ``should_stop()`` is true, end after a training step, its validation and checkpoint.
+def until_stopped(
+    iterations: Iterable[Iteration], should_stop: Callable[[], bool], steps: int
+) -> Iterator[Iteration]:
+    """Yield the iterations; once ``should_stop()`` is true, end after a training step, its
+    validation and checkpoint.
 
-    That step drains the pipeline. After the last of all ``steps`` nothing ends: what follows it is done as well.
+    That step drains the pipeline. After the last of all ``steps`` nothing ends: what follows it is
+    done as well.
     """
     stopping = False
     step = 0

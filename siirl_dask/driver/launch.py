@@ -1,4 +1,6 @@
-"""Prepares a launch of a run: finds where it goes on, plans it for the workers that there are, and makes its driver."""
+"""Prepares a launch of a run: finds where it goes on, plans it for the workers that there are,
+and makes its driver.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from siirl_dask.driver.log import RunLog
 from siirl_dask.driver.models import Models, fetch_on_workers
 from siirl_dask.driver.phases import Phases, data_versions, due_tables, plan_phases
 from siirl_dask.driver.recovery.commits import Commits
-from siirl_dask.driver.recovery.resume import ResumePoint, check_nothing_lost, check_same_data, weights_dag
+from siirl_dask.driver.recovery.resume import (
+    ResumePoint,
+    check_nothing_lost,
+    check_same_data,
+    weights_dag,
+)
 from siirl_dask.driver.recovery.stored_steps import with_stages
 from siirl_dask.driver.recovery.verification import verified_resume_point
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
@@ -48,12 +55,15 @@ class Job:
     fresh: bool
     force: bool
     open_types: OpenTypes | None = None
-    """The run before ``model.dtype=auto`` was decided, and what was; None where no model had that type."""
+    """The run before ``model.dtype=auto`` was decided, and what was; None where no model had
+    that type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch of the run that is planned, and has not begun. A restart is another launch of the same job."""
+    """A launch of the run that is planned, and has not begun. A restart is another launch of the
+    same job.
+    """
 
     driver: Driver
     group: WorkerGroup
@@ -66,13 +76,23 @@ class Launch:
 
 
 def prepare_launch(
-    job: Job, log: RunLog, client: Client, *, group: WorkerGroup, groups: WorkerGroups, previous: Driver | None
+    job: Job,
+    log: RunLog,
+    client: Client,
+    *,
+    group: WorkerGroup,
+    groups: WorkerGroups,
+    previous: Driver | None,
 ) -> Launch:
-    """Find where the run goes on, and plan it for the ``group``; its workers still have the roles of ``previous``."""
+    """Find where the run goes on, and plan it for the ``group``; its workers still have the
+    roles of ``previous``.
+    """
     config = group.config
     dag = job.dag
     members = group.members
-    resume = verified_resume_point(config, dag, client, members, fresh=job.fresh and not log.begun, force=job.force)
+    resume = verified_resume_point(
+        config, dag, client, members, fresh=job.fresh and not log.begun, force=job.force
+    )
     log.resume_at(with_stages(config, dag, resume, client, members))
     saved_tables = [node.save_as for node in dag.nodes if node.save_as]
     check_nothing_lost(config.run.url, log.resume, saved_tables)
@@ -119,7 +139,14 @@ def prepare_launch(
         notes += job.checked.row_notes
     return Launch(
         driver=_driver(
-            job, log, client, group=group, groups=groups, phases=phases, checkpoints=checkpoints, previous=previous
+            job,
+            log,
+            client,
+            group=group,
+            groups=groups,
+            phases=phases,
+            checkpoints=checkpoints,
+            previous=previous,
         ),
         group=group,
         groups=groups,
@@ -180,22 +207,29 @@ def plan_run(
     assume_columns: bool = False,
     relaunched: bool = False,
 ) -> Phases:
-    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the engines.
+    """Plan the phases of the run; a resumed run gets one more, which loads the weights into the
+    engines.
 
-    So does one that is ``relaunched`` from the beginning: reused engines have newer weights. And so does one
-    whose policy begins with adapters (``trainer.lora.path``), which engines have not read. With ``assume_columns`` an
-    absent dataset is assumed to have the columns that the configuration names.
+    So does one that is ``relaunched`` from the beginning: reused engines have newer weights. And so
+    does one whose policy begins with adapters (``trainer.lora.path``), which engines have not read.
+    With ``assume_columns`` an absent dataset is assumed to have the columns that the configuration
+    names.
     """
     phases = plan_phases(config, dag, validation, workers, hosts, assume_columns=assume_columns)
     best = config.checkpoint.keep_best
     if best and best.partition("/")[0] not in phases:
-        raise ConfigError(f"checkpoint.keep_best={best!r}: there is no validation; give validation.url")
+        raise ConfigError(
+            f"checkpoint.keep_best={best!r}: there is no validation; give validation.url"
+        )
     train, dataset = phases[Phase.TRAIN]
     placement = config.cluster.placement
     if resume.done or relaunched or _begins_with_adapters(dag):
         loading = weights_dag(dag)
         if loading is not None:
-            phases[Phase.WEIGHTS] = (compile_chains(loading, workers, NO_DATA, placement, hosts), dataset)
+            phases[Phase.WEIGHTS] = (
+                compile_chains(loading, workers, NO_DATA, placement, hosts),
+                dataset,
+            )
     plans = {str(Phase.TRAIN): train}
     for table, cut in resume.cuts.items():
         plans[replay_plan(table)] = compile_chains(cut.dag, workers, NO_DATA, placement, hosts)
@@ -206,11 +240,15 @@ def plan_run(
 
 def _begins_with_adapters(dag: DAG) -> bool:
     trainers = [options_of(role.build).get("trainer") for role in dag.roles]
-    return any(isinstance(trainer, TrainerConfig) and trainer.lora.path is not None for trainer in trainers)
+    return any(
+        isinstance(trainer, TrainerConfig) and trainer.lora.path is not None for trainer in trainers
+    )
 
 
 def _prepare_folder(job: Job, log: RunLog, phases: Phases) -> None:
-    """Remove files of an earlier start that no longer count, and write the run's identity. Fenced if it is too late."""
+    """Remove files of an earlier start that no longer count, and write the run's identity.
+    Fenced if it is too late.
+    """
     url = job.config.run.url
     tables = tables_of([job.dag, job.validation])
     resume = log.resume

@@ -48,7 +48,9 @@ logger = logging.getLogger("siirl_dask.driver")
 
 @dataclass(slots=True)
 class RunLog:
-    """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. Earlier steps count as well."""
+    """Writes and shows a run: ``begin``, then ``record`` each iteration, then ``end``. Earlier
+    steps count as well.
+    """
 
     config: Config
     attempt: Attempt
@@ -65,7 +67,8 @@ class RunLog:
     peer_bytes: float = 0.0
     """Bytes from worker to worker."""
     scheduler_bytes: int | None = None
-    """Bytes through scheduler and client since the resumption; None where they cannot be counted."""
+    """Bytes through scheduler and client since the resumption; None where they cannot be
+    counted."""
     accuracy: Accuracy = field(default_factory=Accuracy)
     restarts: Sequence[Restart] = ()
     """Failures after which the run went on by itself, and changes of the number of workers."""
@@ -82,7 +85,8 @@ class RunLog:
     _of_checkpoints: dict[int, dict[str, float]] = field(default_factory=dict)
     """The same of each step whose checkpoint is being written."""
     _has_best: bool = False
-    """True once a record had the metric of ``checkpoint.keep_best``; a step without rows has no metrics."""
+    """True once a record had the metric of ``checkpoint.keep_best``; a step without rows has no
+    metrics."""
     _metrics: MetricsLog | None = None
     _tracker: Tracker = field(init=False)
 
@@ -90,7 +94,9 @@ class RunLog:
         self.steps = self.resume.done
         self.workers = self.config.cluster.workers
         observe = self.config.observe
-        self._tracker = Tracker(observe.backends, self.progress.note if observe.progress else logger.warning)
+        self._tracker = Tracker(
+            observe.backends, self.progress.note if observe.progress else logger.warning
+        )
 
     def resume_at(self, resume: ResumePoint) -> None:
         """Set where the run begins, and show it to the user."""
@@ -102,11 +108,14 @@ class RunLog:
 
     @property
     def begun(self) -> bool:
-        """Whether this start has opened its logs: files of an earlier one that no longer count are removed then."""
+        """Whether this start has opened its logs: files of an earlier one that no longer count
+        are removed then.
+        """
         return self._started is not None
 
     def begin(self, dashboard: str) -> None:
-        """Open the logs. Lines of steps that are done again are dropped, and those of the other steps counted.
+        """Open the logs. Lines of steps that are done again are dropped, and those of the other
+        steps counted.
 
         A run that is launched again begins again.
         """
@@ -164,7 +173,9 @@ class RunLog:
                 self.progress.note(f"drift      {text}")
 
     def _measure(self, completed: CompletedIteration) -> Record:
-        """Return the record of an iteration; that of a replay has the metrics that its stage had as well."""
+        """Return the record of an iteration; that of a replay has the metrics that its stage had
+        as well.
+        """
         iteration = completed.iteration
         metrics = completed.metrics
         if iteration.phase is Phase.REPLAY:
@@ -174,10 +185,17 @@ class RunLog:
         named = values(metrics)
         if iteration.phase is Phase.TRAIN:
             _add_speeds(named, completed.seconds)
-        return Record(step=iteration.step, phase=iteration.phase.counts_as, seconds=completed.seconds, metrics=named)
+        return Record(
+            step=iteration.step,
+            phase=iteration.phase.counts_as,
+            seconds=completed.seconds,
+            metrics=named,
+        )
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return, once, metrics of a checkpoint's step and of the validation after it, named as ``train/loss``."""
+        """Return, once, metrics of a checkpoint's step and of the validation after it, named as
+        ``train/loss``.
+        """
         return self._of_checkpoints.pop(step)
 
     def announce(self, error: SiirlError) -> None:
@@ -190,8 +208,14 @@ class RunLog:
         if self.begun and isinstance(error, SiirlError):
             self.announce(error)
         try:
-            self.end(Status.FAILED, redacted(f"{type(error).__name__}: {error}"), failure_of(error, self.command))
-        except Exception as broken:  # each store has errors of its own; what ended the run must be seen
+            self.end(
+                Status.FAILED,
+                redacted(f"{type(error).__name__}: {error}"),
+                failure_of(error, self.command),
+            )
+        except (
+            Exception
+        ) as broken:  # each store has errors of its own; what ended the run must be seen
             text = redacted(f"  the summary is not written: {type(broken).__name__}: {broken}")
             print(text, file=sys.stderr, flush=True)
         if self.begun and isinstance(error, SiirlError):
@@ -199,7 +223,8 @@ class RunLog:
                 print(f"  {line}", file=sys.stderr, flush=True)
 
     def end(self, status: Status, error: str | None, failure: RunFailure | None = None) -> Summary:
-        """Close the logs; write summary and plot, unless the run never began or another start has taken it over.
+        """Close the logs; write summary and plot, unless the run never began or another start has
+        taken it over.
 
         Fenced if a run that is complete has its folder no more.
         """
@@ -225,7 +250,9 @@ class RunLog:
                 peers=self.peer_bytes * (1 / self.steps) if self.steps else None,
                 scheduler_and_client=through_scheduler,
             ),
-            restarts=tuple(replace(restart, cause=redacted(restart.cause)) for restart in self.restarts),
+            restarts=tuple(
+                replace(restart, cause=redacted(restart.cause)) for restart in self.restarts
+            ),
             slowest=self._slowest(),
             warnings=tuple(self.drift.said),
         )
@@ -234,12 +261,16 @@ class RunLog:
         if self._started and self.attempt.holds():
             write_summary(self.config.run.url, summary)
             if self.steps and self.config.observe.plot:
-                plot_run(self.config.run.url, join(self.config.run.url, "plot.svg"), self.config.run.name)
+                plot_run(
+                    self.config.run.url, join(self.config.run.url, "plot.svg"), self.config.run.name
+                )
             self._tracker.end(status)
         return summary
 
     def _begin_tracking(self, repeat_from: int | None) -> None:
-        """Open the run in the backends of metrics and overwrite its steps from ``repeat_from`` on, if that is set."""
+        """Open the run in the backends of metrics and overwrite its steps from ``repeat_from``
+        on, if that is set.
+        """
         run = self.config.run
         observe = self.config.observe
         if not observe.backends:
@@ -257,8 +288,15 @@ class RunLog:
         self._tracker.begin(tracked, repeat_from)
 
     def _slowest(self) -> Slowest | None:
-        """Return what took longest in the last steps; None where nothing is recorded, or another start has the run."""
-        if not self._started or not self.steps or not self.config.observe.trace or not self.attempt.holds():
+        """Return what took longest in the last steps; None where nothing is recorded, or another
+        start has the run.
+        """
+        if (
+            not self._started
+            or not self.steps
+            or not self.config.observe.trace
+            or not self.attempt.holds()
+        ):
             return None
         return slowest_of(self.config.run.url)
 
@@ -290,7 +328,8 @@ class RunLog:
         if best is not None and best.startswith(f"{phase}/") and not self._has_best:
             near = did_you_mean(best, named)
             raise ConfigError(
-                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: {list(named)}){near}"
+                f"checkpoint.keep_best={best!r}: {phase} has no such metric (there are: "
+                f"{list(named)}){near}"
             )
         known = {name: value for name, value in named.items() if value is not None}
         self._latest = known if phase is Phase.TRAIN else self._latest | known

@@ -1,4 +1,6 @@
-"""Brings models that the configuration names by URL to every host of the run, before anything starts."""
+"""Brings models that the configuration names by URL to every host of the run, before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _FORGET_TIMEOUT = 10.0  # seconds for the workers to delete what their hosts hav
 
 
 def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
-    """Return the models at URLs among the folders that roles read. ConfigError, by name, where one is not there."""
+    """Return the models at URLs among the folders that roles read. ConfigError, by name, where
+    one is not there.
+    """
     folders = dict.fromkeys(folder for folders in reads.values() for folder in folders)
     models = {folder: find_model(folder) for folder in folders if is_remote(folder)}
     for url, model in models.items():
@@ -40,14 +44,18 @@ def find_models(reads: Mapping[str, Sequence[str]]) -> Models:
 
 
 def fetch_here(models: Models, cluster: ClusterConfig, progress: Progress) -> None:
-    """Fetch the models if the workers are processes of this machine. ConfigError for one that cannot be fetched."""
+    """Fetch the models if the workers are processes of this machine. ConfigError for one that
+    cannot be fetched.
+    """
     if cluster.exists or cluster.spec:
         return
     for model in models.values():
         if is_here(model):
             continue
         if model.url.startswith(HUB):
-            progress.note(f"fetching {model.url}: {decimal(model.nbytes)}")  # huggingface_hub shows bars of its own
+            progress.note(
+                f"fetching {model.url}: {decimal(model.nbytes)}"
+            )  # huggingface_hub shows bars of its own
             fetch(model)
         else:
             with progress.transfer(f"fetching {model.url}", model.nbytes) as add:
@@ -96,12 +104,18 @@ def fetch_on_workers(
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise ConfigError("; ".join(problems[:_NAMED]) + more)
     if fetched_bytes:
-        progress.note(f"hosts have fetched {decimal(fetched_bytes)} in {time.monotonic() - began:.1f} s")
+        progress.note(
+            f"hosts have fetched {decimal(fetched_bytes)} in {time.monotonic() - began:.1f} s"
+        )
 
 
 @contextmanager
-def forgotten(client: Client, members: Mapping[str, str], models: Sequence[RemoteModel]) -> Iterator[None]:
-    """Delete the copies of models that the workers' hosts have fetched, at the end; what stays is in the log."""
+def forgotten(
+    client: Client, members: Mapping[str, str], models: Sequence[RemoteModel]
+) -> Iterator[None]:
+    """Delete the copies of models that the workers' hosts have fetched, at the end; what stays
+    is in the log.
+    """
     try:
         yield
     finally:
@@ -109,8 +123,15 @@ def forgotten(client: Client, members: Mapping[str, str], models: Sequence[Remot
             try:
                 call = partial(client.run, forget_models, models, workers=list(members.values()))
                 answers = complete(client, call, timeout=_FORGET_TIMEOUT)
-                remaining = {f"on host {host!r}: {problem}" for host, problem in answers.values() if problem}
-            except Exception as error:  # a worker or the scheduler has gone: the error that ended the pass matters more
+                remaining = {
+                    f"on host {host!r}: {problem}" for host, problem in answers.values() if problem
+                }
+            except Exception as error:
+                # a worker or the scheduler has gone: the error that ended the pass matters more
                 remaining = {f"on some host: {type(error).__name__}: {error}"}
             for problem in sorted(remaining):
-                logger.warning("a copy of the model %s may stay in the cache %s", redacted(models[0].url), problem)
+                logger.warning(
+                    "a copy of the model %s may stay in the cache %s",
+                    redacted(models[0].url),
+                    problem,
+                )

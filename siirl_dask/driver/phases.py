@@ -16,7 +16,14 @@ from siirl_storage import StorageError, TableNotFound, open_fs, open_table
 from siirl_dask.config import Config, Durability
 from siirl_dask.config.file import ConfigFile
 from siirl_dask.config.secrets import redacted
-from siirl_dask.coordinator.source import Dataset, Source, dataset_schema, open_source, refuse_text, training_dataset
+from siirl_dask.coordinator.source import (
+    Dataset,
+    Source,
+    dataset_schema,
+    open_source,
+    refuse_text,
+    training_dataset,
+)
 from siirl_dask.driver.checks.unread_groups import check_read
 from siirl_dask.errors import ConfigError, DataError, PlanError, did_you_mean
 from siirl_dask.images import check_layout
@@ -38,10 +45,18 @@ from siirl_dask.schema import (
 )
 
 logger = logging.getLogger("siirl_dask.driver")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*.model")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "spiece.model",
+    "sentencepiece*.model",
+)
 """Names of files that hold a tokenizer's vocabulary."""
 Phases = dict[str, tuple[Plan, Dataset]]
-"""The plan and the dataset of each phase, by the name of the plan (``Iteration.plan``); the first has every role."""
+"""The plan and the dataset of each phase, by the name of the plan (``Iteration.plan``); the
+first has every role."""
 
 
 def plan_phases(
@@ -53,27 +68,36 @@ def plan_phases(
     *,
     assume_columns: bool = False,
 ) -> Phases:
-    """Return the plans of a run on ``workers``. ConfigError, DataError or PlanError for a run that cannot work.
+    """Return the plans of a run on ``workers``. ConfigError, DataError or PlanError for a run that
+    cannot work.
 
     ``hosts`` gives the host of each worker; None: all are on one.
 
-    Opens the datasets to read their columns; with ``assume_columns`` an absent one is assumed to have the columns that
-    the configuration names.
+    Opens the datasets to read their columns; with ``assume_columns`` an absent one is assumed to
+    have the columns that the configuration names.
     """
     _check(config, dag, validation)
-    datasets: dict[Phase, tuple[DAG, Dataset]] = {Phase.TRAIN: (dag, training_dataset(config.data, config.run.seed))}
+    datasets: dict[Phase, tuple[DAG, Dataset]] = {
+        Phase.TRAIN: (dag, training_dataset(config.data, config.run.seed))
+    }
     if validation is not None and config.validation.url:
         datasets[Phase.VALIDATION] = (validation, Source.of(config.data, url=config.validation.url))
         if config.validation.test_url:
-            nodes = tuple(replace(node, save_as="test") if node.save_as else node for node in validation.nodes)
+            nodes = tuple(
+                replace(node, save_as="test") if node.save_as else node for node in validation.nodes
+            )
             test = Source.of(config.data, url=config.validation.test_url)
             datasets[Phase.TEST] = (replace(validation, nodes=nodes), test)
     phases: Phases = {}
     for phase, (graph, dataset) in datasets.items():
-        absent = {source.url for source in dataset.sources if assume_columns and not exists(source.url)}
+        absent = {
+            source.url for source in dataset.sources if assume_columns and not exists(source.url)
+        }
         dataset, schema = _open(config, dataset, absent)
         _check_images(config, dataset, schema)
-        plan = compile_chains(graph, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
+        plan = compile_chains(
+            graph, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap
+        )
         phases[phase] = (plan, dataset)
     return phases
 
@@ -81,22 +105,32 @@ def plan_phases(
 def data_versions(phases: Phases) -> dict[str, DataVersion]:
     """Return the state of each table that is open, by the configuration's key that names it.
 
-    Keys of tables to validate on have the URL as well: a resume may validate on other data, at another URL.
+    Keys of tables to validate on have the URL as well: a resume may validate on other data, at
+    another URL.
     """
     dataset = phases[Phase.TRAIN][1]
     if isinstance(dataset, Source):
         named = {"data.url": dataset}
     else:
         named = {f"data.sources.{share.name}": share.source for share in dataset.shares}
-    for phase, key in {Phase.VALIDATION: "validation.url", Phase.TEST: "validation.test_url"}.items():
+    for phase, key in {
+        Phase.VALIDATION: "validation.url",
+        Phase.TEST: "validation.test_url",
+    }.items():
         if phase in phases:
             (source,) = phases[phase][1].sources
             named[f"{key}={redacted(source.url)}"] = source
-    return {key: DataVersion.of(source.table) for key, source in named.items() if source.table is not None}
+    return {
+        key: DataVersion.of(source.table)
+        for key, source in named.items()
+        if source.table is not None
+    }
 
 
 def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]:
-    """Return the tables of which a run that goes on after step ``done`` saves rows; none without durability."""
+    """Return the tables of which a run that goes on after step ``done`` saves rows; none without
+    durability.
+    """
     if config.storage.durability is Durability.none:
         return {}
     first = {Phase.TRAIN: done + 1, Phase.VALIDATION: done + 1 if done else 0, Phase.TEST: 0}
@@ -112,7 +146,9 @@ def due_tables(config: Config, phases: Phases, done: int) -> dict[str, DueTable]
 
 
 def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Dataset, Schema]:
-    """Return the dataset with its tables open, except those at the URLs ``absent``, and the columns to load."""
+    """Return the dataset with its tables open, except those at the URLs ``absent``, and the
+    columns to load.
+    """
 
     def with_table(source: Source) -> Source:
         return source if source.url in absent else replace(source, table=open_source(source))
@@ -125,7 +161,9 @@ def _open(config: Config, dataset: Dataset, absent: Collection[str]) -> tuple[Da
 
 
 def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
-    """Raise DataError where the dataset has no column ``images.column``, or one that holds no images."""
+    """Raise DataError where the dataset has no column ``images.column``, or one that holds no
+    images.
+    """
     column = config.images.column
     if column is None:
         return
@@ -137,13 +175,17 @@ def _check_images(config: Config, dataset: Dataset, schema: Schema) -> None:
 
 
 def assumed_columns(config: Config, source: Source | None = None) -> Schema:
-    """Return the dataset columns that the configuration names: texts, and whole numbers for expected lengths.
+    """Return the dataset columns that the configuration names: texts, and whole numbers for
+    expected lengths.
 
     ``source`` may have names of its own for prompt and answer.
     """
     names = config.data if source is None else source
     texts = [names.prompt, names.answer]
-    if config.validation.source_column is not None and config.validation.source_column != SOURCE_NAME:
+    if (
+        config.validation.source_column is not None
+        and config.validation.source_column != SOURCE_NAME
+    ):
         texts.append(config.validation.source_column)
     paths: dict[str, DataType] = dict.fromkeys(texts, pa.string())
     if config.rollout.expected_length_column is not None:
@@ -153,14 +195,19 @@ def assumed_columns(config: Config, source: Source | None = None) -> Schema:
     tree: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in paths.items():
         if not all(path.split(".")):
-            raise ConfigError(f"column {path!r}: expected a name, or names with dots between them for a struct's field")
+            raise ConfigError(
+                f"column {path!r}: expected a name, or names with dots between them for a struct's "
+                "field"
+            )
         column, _, field = path.partition(".")
         tree.setdefault(column, []).append((field, kind))
     return pa.schema({column: _column_type(fields) for column, fields in tree.items()})
 
 
 def _column_type(fields: Sequence[tuple[str, DataType]]) -> DataType:
-    """Return a column's type, given the dotted paths into it with their types; an empty path is the column itself."""
+    """Return a column's type, given the dotted paths into it with their types; an empty path is
+    the column itself.
+    """
     inner: dict[str, list[tuple[str, DataType]]] = {}
     for path, kind in fields:
         if path == "":
@@ -183,20 +230,25 @@ def validation_of(config: Config, dag: DAG, validation: DAG | None) -> DAG | Non
         return common.validation(config, dag)
     except PlanError as error:
         raise ConfigError(
-            f"validation.url is set, and no validation goes with this training DAG: {error}; give validation_nodes, or "
+            f"validation.url is set, and no validation goes with this training DAG: {error}; give "
+            "validation_nodes, or "
             "leave validation.url out"
         ) from error
 
 
 def worker_names(config: Config) -> list[str]:
-    """Return the names that workers started on this machine will have, for a plan before they start."""
+    """Return the names that workers started on this machine will have, for a plan before they
+    start.
+    """
     return [str(worker) for worker in range(config.cluster.workers)]
 
 
 def prepare(config: Config) -> bool:
-    """Call ``data.prepare`` if it is set and its files are not there; return whether they were made now.
+    """Call ``data.prepare`` if it is set and its files are not there; return whether they were made
+    now.
 
-    Of several starts on a host that prepare one local folder, one does, and the others wait and use its files.
+    Of several starts on a host that prepare one local folder, one does, and the others wait and use
+    its files.
     """
     if config.data.prepare is None:
         return False
@@ -211,10 +263,11 @@ def prepare(config: Config) -> bool:
 
 
 def _is_prepared(config: Config) -> bool:
-    """Return whether all datasets to train on are there, and complete models if they are in the same folder.
+    """Return whether all datasets to train on are there, and complete models if they are in the
+    same folder.
 
-    A model without weights or tokenizer is left by an interrupted preparation or copy. A missing tokenizer would be
-    replaced silently.
+    A model without weights or tokenizer is left by an interrupted preparation or copy. A missing
+    tokenizer would be replaced silently.
     """
     if not all(map(exists, config.data.urls)):
         return False
@@ -277,12 +330,16 @@ def exists(url: str) -> bool:
     except StorageError:
         return True
     except Exception as error:  # drivers of remote storage raise exceptions of their own
-        raise DataError(f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"dataset {url!r}: its storage cannot be reached: {type(error).__name__}: {error}"
+        ) from error
     return True
 
 
 def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
-    """Raise ConfigError where groups of the configuration, or configuration and DAG, contradict each other."""
+    """Raise ConfigError where groups of the configuration, or configuration and DAG, contradict
+    each other.
+    """
     for name, value in {"data.url": config.data.url, "model.path": config.model.path}.items():
         if value == "???":
             raise ConfigError(f"{name} is not set: give it in the config or as {name}=...")
@@ -290,50 +347,72 @@ def _check(config: Config, dag: DAG, validation: DAG | None) -> None:
     written = {name for node in dag.nodes for name in node.contract.writes.names}
     if config.algorithm.kl_coefficient > 0 and REFERENCE_LOGPROBS not in written:
         raise ConfigError(
-            f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs {REFERENCE_LOGPROBS!r}, which no node "
-            "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set it to 0"
+            f"algorithm.kl_coefficient={config.algorithm.kl_coefficient} needs "
+            f"{REFERENCE_LOGPROBS!r}, which no node "
+            "of the DAG writes: add a node that runs siirl_dask.nodes:reference_logprobs, or set "
+            "it to 0"
         )
     ahead = config.rollout.steps_ahead
     lags = {node.name: node.lag for node in dag.nodes if node.lag}
     if set(lags.values()) != {ahead} - {0}:
         raise ConfigError(
-            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, and nodes lag by "
+            f"rollout.max_staleness={config.rollout.max_staleness} generates {ahead} steps ahead, "
+            "and nodes lag by "
             f"{lags}: expected lag={ahead} of the node that loads weights, and 0 of the others"
         )
     if config.images.column is not None and IMAGES not in written:
         raise ConfigError(
-            f"images.column={config.images.column!r} and no node reads that column: give the node that runs "
-            "siirl_dask.nodes:encode_prompts the images as well, as in with: {images: ${images}, ...}"
+            f"images.column={config.images.column!r} and no node reads that column: give the node "
+            "that runs "
+            "siirl_dask.nodes:encode_prompts the images as well, as in with: {images: ${images}, "
+            "...}"
         )
-    if config.data.continue_answers and not any(node.options.get("continue_answers") for node in dag.nodes):
+    if config.data.continue_answers and not any(
+        node.options.get("continue_answers") for node in dag.nodes
+    ):
         raise ConfigError(
-            "data.continue_answers=true and no node reads it: give the node that runs siirl_dask.nodes:encode_prompts "
+            "data.continue_answers=true and no node reads it: give the node that runs "
+            "siirl_dask.nodes:encode_prompts "
             "the key as well, as in with: {continue_answers: ${data.continue_answers}, ...}"
         )
     if config.images.observations and OBSERVED_IMAGES not in written:
         raise ConfigError(
-            "images.observations=true and no node plays with images: give the node that runs siirl_dask.nodes:play the "
+            "images.observations=true and no node plays with images: give the node that runs "
+            "siirl_dask.nodes:play the "
             "images, as in with: {images: ${images}, ...}, or leave it out"
         )
     if config.rollout.partial and TOKEN_VERSIONS not in written:
-        raise ConfigError("rollout.partial=true and no node generates in parts: expected siirl_dask.nodes:generate")
+        raise ConfigError(
+            "rollout.partial=true and no node generates in parts: expected "
+            "siirl_dask.nodes:generate"
+        )
     if validation is not None:
         staged = [node.label for node in validation.nodes if node.stage]
         if staged:
-            raise ConfigError(f"{staged[0]} of the validation has stage=true: no step goes on from it; leave stage out")
+            raise ConfigError(
+                f"{staged[0]} of the validation has stage=true: no step goes on from it; leave "
+                "stage out"
+            )
         roles = {role.name for role in dag.roles}
         if config.validation.url and not roles.issuperset(role.name for role in validation.roles):
             raise ConfigError(
-                "the validation DAG has roles that the training DAG has not: both run on the same resources"
+                "the validation DAG has roles that the training DAG has not: both run on the same "
+                "resources"
             )
     if config.validation.test_url and not config.validation.url:
         raise ConfigError("validation.test_url needs validation.url")
 
 
 def dags(file: ConfigFile) -> tuple[DAG, DAG | None]:
-    """Return the training and the validation DAG of a config file; None if it has no validation nodes."""
-    dag = dag_from_spec(file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places)
+    """Return the training and the validation DAG of a config file; None if it has no validation
+    nodes.
+    """
+    dag = dag_from_spec(
+        file.roles, file.nodes, role_places=file.role_places, node_places=file.node_places
+    )
     if not file.validation_nodes:
         return dag, None
     places = file.validation_node_places
-    return dag, dag_from_spec(file.roles, file.validation_nodes, role_places=file.role_places, node_places=places)
+    return dag, dag_from_spec(
+        file.roles, file.validation_nodes, role_places=file.role_places, node_places=places
+    )

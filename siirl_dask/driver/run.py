@@ -28,7 +28,12 @@ from siirl_dask.driver.recovery.elastic import ElasticWorkers
 from siirl_dask.driver.recovery.preemption import Preempted, Preemption
 from siirl_dask.driver.recovery.replacement import FixedWorkers
 from siirl_dask.driver.recovery.restarts import Restarts
-from siirl_dask.driver.recovery.resume import ResumePoint, check_same_data, find_resume_point, recorded_dtype
+from siirl_dask.driver.recovery.resume import (
+    ResumePoint,
+    check_same_data,
+    find_resume_point,
+    recorded_dtype,
+)
 from siirl_dask.driver.recovery.scheduler_guard import scheduler_guard
 from siirl_dask.driver.recovery.worker_group import WorkerGroup, WorkerGroups
 from siirl_dask.driver.starts import find_starts
@@ -54,15 +59,16 @@ def run(
 ) -> Summary:
     """Train ``dag`` as ``config`` says; ``validation`` runs over the validation data in between.
 
-    With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see recipes/common.py.
+    With ``validation.url`` and no ``validation``, the default validation of ``dag`` runs: see
+    recipes/common.py.
 
-    A run that stopped is resumed from its newest checkpoint. ``fresh`` begins at step 1 and removes the run's files;
-    ``force`` resumes although the configuration or the DAG has changed. ``command`` is the shell command that resumes
-    the run, for the message about a failure.
+    A run that stopped is resumed from its newest checkpoint. ``fresh`` begins at step 1 and removes
+    the run's files; ``force`` resumes although the configuration or the DAG has changed.
+    ``command`` is the shell command that resumes the run, for the message about a failure.
 
-    All files are under ``run.url`` when this returns, ``summary.json`` also when it raises. UserError before anything
-    starts, RunInProgress if another process trains this run; RunError if the run failed, Fenced if another start has
-    taken it over; Interrupted on Ctrl-C.
+    All files are under ``run.url`` when this returns, ``summary.json`` also when it raises.
+    UserError before anything starts, RunInProgress if another process trains this run; RunError if
+    the run failed, Fenced if another start has taken it over; Interrupted on Ctrl-C.
     """
     hide()
     set_retry_seconds(config.storage.retry_seconds)
@@ -75,14 +81,21 @@ def run(
     resume = find_resume_point(config, dag, fresh=fresh, force=force)
     workers = worker_names(config)
     assume_columns = config.data.prepare is not None
-    planned = plan_run(config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns)
+    planned = plan_run(
+        config, dag, validation, workers=workers, resume=resume, assume_columns=assume_columns
+    )
     check_observation(config, planned[Phase.TRAIN][0])
     if starts.are_written:
         checked = check(config, planned)
     else:
         base_config, base_dag, base_validation = starts.with_bases(config, dag, validation)
         base_phases = plan_run(
-            base_config, base_dag, base_validation, workers=workers, resume=resume, assume_columns=assume_columns
+            base_config,
+            base_dag,
+            base_validation,
+            workers=workers,
+            resume=resume,
+            assume_columns=assume_columns,
         )
         checked = check(base_config, base_phases)
     check_same_data(config.run.url, resume, data_versions(planned), force=force)
@@ -91,9 +104,13 @@ def run(
         checked = check(config, planned)  # again: now the dataset and the model exist
     progress = Progress(config.run.steps, enabled=config.observe.progress)
     try:
-        attempt = take(absolute(config.run.url), config.run.lease, progress.note)  # workers run in other folders
+        attempt = take(
+            absolute(config.run.url), config.run.lease, progress.note
+        )  # workers run in other folders
     except KeyboardInterrupt:
-        raise Interrupted("stopped by the user, while it waited for a sign of life of an earlier start") from None
+        raise Interrupted(
+            "stopped by the user, while it waited for a sign of life of an earlier start"
+        ) from None
     with attempt:
         if not starts.are_written:
             for note in starts.notes:
@@ -113,8 +130,12 @@ def run(
         return _run(job, RunLog(config, attempt, progress, resume, command))
 
 
-def _open_types(config: Config, dag: DAG, validation: DAG | None, *, fresh: bool) -> OpenTypes | None:
-    """Return the run with what ``model.dtype=auto`` is expected to stand for; None where no model has that type."""
+def _open_types(
+    config: Config, dag: DAG, validation: DAG | None, *, fresh: bool
+) -> OpenTypes | None:
+    """Return the run with what ``model.dtype=auto`` is expected to stand for; None where no
+    model has that type.
+    """
     dags = (dag,) if validation is None else (dag, validation)
     if not is_open(config, dags):
         return None
@@ -141,7 +162,9 @@ def _with_workers_dtype(job: Job, log: RunLog, client: Client) -> Job:
     phases = plan_run(config, dag, validation, workers=worker_names(config), resume=log.resume)
     checked = check(config, phases)
     log.config = config
-    return replace(job, config=config, dag=dag, validation=validation, checked=checked, open_types=open_types)
+    return replace(
+        job, config=config, dag=dag, validation=validation, checked=checked, open_types=open_types
+    )
 
 
 def _run(job: Job, log: RunLog) -> Summary:
@@ -152,7 +175,10 @@ def _run(job: Job, log: RunLog) -> Summary:
         _launch_until_done(job, log)
         log.attempt.check()
     except KeyboardInterrupt as stop:
-        message = f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was written is whole"
+        message = (
+            f"stopped by the user after {log.steps} of {job.config.run.steps} steps; what was "
+            "written is whole"
+        )
         log.end(Status.INTERRUPTED, message + str(stop))
         raise Interrupted(message + str(stop)) from None
     except BaseException as error:
@@ -166,12 +192,16 @@ def _run(job: Job, log: RunLog) -> Summary:
 
 
 def _fenced(log: RunLog) -> Fenced | None:
-    """Return why the run's folder is not this start's any more; None where it is, or where nobody can look."""
+    """Return why the run's folder is not this start's any more; None where it is, or where
+    nobody can look.
+    """
     try:
         log.attempt.check()
     except Fenced as fenced:
         return fenced
-    except Exception as error:  # each store has errors of its own, and it may be what the run failed of
+    except (
+        Exception
+    ) as error:  # each store has errors of its own, and it may be what the run failed of
         text = redacted(f"{log.attempt.url} cannot be looked at: {type(error).__name__}: {error}")
         logger.warning("%s", text)
     return None
@@ -189,7 +219,9 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
     """Launch the run until it is complete, or until a failure ends it: see ``Restarts``."""
     config = job.config
     progress = log.progress
-    restarts = Restarts(config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic)
+    restarts = Restarts(
+        config.run.max_restarts, progress.note, log.announce, elastic=config.cluster.elastic
+    )
     log.restarts = restarts.done
     groups: WorkerGroups | None = None
     group: WorkerGroup | None = None
@@ -214,7 +246,9 @@ def _launch_until_done(job: Job, log: RunLog) -> None:
                         plugin = None if previous is None else previous.plugin
                         group = groups.find(client, group, failure, plugin)
                         with workers_needed(client, group.members):
-                            launch = prepare_launch(job, log, client, group=group, groups=groups, previous=previous)
+                            launch = prepare_launch(
+                                job, log, client, group=group, groups=groups, previous=previous
+                            )
                     driver = launch.driver
                     _drive(launch, log, client, restarts, previous)
                     return
@@ -256,7 +290,9 @@ def _worker_groups(job: Job, progress: Progress) -> WorkerGroups:
     return ElasticWorkers(config, plan, job.checked.reads, progress)
 
 
-def _drive(launch: Launch, log: RunLog, client: Client, restarts: Restarts, previous: Driver | None) -> None:
+def _drive(
+    launch: Launch, log: RunLog, client: Client, restarts: Restarts, previous: Driver | None
+) -> None:
     """Run every iteration, and log or commit each as it is done."""
     config = log.config
     driver = launch.driver
@@ -266,7 +302,11 @@ def _drive(launch: Launch, log: RunLog, client: Client, restarts: Restarts, prev
     with driver.session(config.cluster, lambda error: restarts.after(error, log.steps), previous):
         launch.prepare_folder()
         resume = log.resume
-        log.begin(log.page.begin(client, config, log.attempt.url, driver.plugin, members=members, done=resume.done))
+        log.begin(
+            log.page.begin(
+                client, config, log.attempt.url, driver.plugin, members=members, done=resume.done
+            )
+        )
         for note in launch.notes:
             log.progress.note(note)
         reused = sum(1 for roles in driver.reused_roles.values() if roles)
@@ -277,7 +317,9 @@ def _drive(launch: Launch, log: RunLog, client: Client, restarts: Restarts, prev
         bytes_before = driver.traffic()
         grace = config.run.grace if config.checkpoint.every else 0.0
         with Preemption(grace, log.progress.note) as preemption:
-            planned = iterations(config, list(launch.phases), resume.done, resume.stages, resume.recorded)
+            planned = iterations(
+                config, list(launch.phases), resume.done, resume.stages, resume.recorded
+            )
             planned = preemption.cut(launch.groups.until_change(planned))
             for event in driver.run(planned):
                 if isinstance(event, CompletedIteration):

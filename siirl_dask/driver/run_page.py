@@ -1,4 +1,5 @@
-"""Sends what the driver knows to the run's page on the scheduler: where the run is, and a small record per step.
+"""Sends what the driver knows to the run's page on the scheduler: where the run is, and a small
+record per step.
 
 An error here does not end the run: it is logged, and the run goes on without a page.
 """
@@ -24,19 +25,28 @@ _STATUS = "/status"  # end of the address of Dask's own first page
 
 
 class RunPage:
-    """The page of one run, as far as a scheduler has one. Without one, every method does nothing."""
+    """The page of one run, as far as a scheduler has one. Without one, every method does
+    nothing.
+    """
 
     def __init__(self) -> None:
         self._client: Client | None = None
         self._url = ""
 
     def begin(
-        self, client: Client, config: Config, url: str, plugin: str, members: Mapping[str, str], done: int
+        self,
+        client: Client,
+        config: Config,
+        url: str,
+        plugin: str,
+        members: Mapping[str, str],
+        done: int,
     ) -> str:
         """Show the run on the client's scheduler, or show it again; return the address to print.
 
-        That is the page's, or Dask's own where there is none, because ``observe.dashboard`` or the scheduler's
-        dashboard is off. ``members`` are workers and addresses, ``done`` the steps trained before.
+        That is the page's, or Dask's own where there is none, because ``observe.dashboard`` or the
+        scheduler's dashboard is off. ``members`` are workers and addresses, ``done`` the steps
+        trained before.
         """
         address = "" if client.dashboard_link is None else client.dashboard_link
         self._client = None
@@ -61,7 +71,9 @@ class RunPage:
             return address
         self._client = client
         self._url = url
-        if not address.endswith(_STATUS):  # Dask's configuration may set another: distributed.dashboard.link
+        if not address.endswith(
+            _STATUS
+        ):  # Dask's configuration may set another: distributed.dashboard.link
             return address
         return address.removesuffix(_STATUS) + f"/{PATH}"
 
@@ -70,7 +82,9 @@ class RunPage:
         client = self._client
         if client is None or client.status != "running" or client.loop is None:
             return
-        sending = _send(client, "record", url=self._url, record={**record, "phase": str(record["phase"])})
+        sending = _send(
+            client, "record", url=self._url, record={**record, "phase": str(record["phase"])}
+        )
         asyncio.run_coroutine_threadsafe(sending, client.loop.asyncio_loop)  # type: ignore[attr-defined]
 
 

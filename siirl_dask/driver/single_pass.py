@@ -1,4 +1,6 @@
-"""Runs a DAG without training and checkpoints: once over a dataset, or over rows that a run stored."""
+"""Runs a DAG without training and checkpoints: once over a dataset, or over rows that a run
+stored.
+"""
 
 from __future__ import annotations
 
@@ -52,23 +54,31 @@ def one_pass(
 ) -> dict[str, float | None]:
     """Run every worker through ``dag`` once, over all of ``source``, and return the logged metrics.
 
-    Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the samples' seeds.
-    ``passing`` are models that nobody uses afterwards: hosts that fetched them delete their copies. UserError before
-    anything starts; Interrupted on Ctrl-C.
+    Tables that the nodes save lie below ``run.url`` under ``step``, which is also part of the
+    samples' seeds. ``passing`` are models that nobody uses afterwards: hosts that fetched them
+    delete their copies. UserError before anything starts; Interrupted on Ctrl-C.
     """
     dataset = opened(source)
-    passes = _passes(config, [(dag, [step])], dataset, dataset_schema(dataset), passing=passing, reads_prompts=True)
+    passes = _passes(
+        config,
+        [(dag, [step])],
+        dataset,
+        dataset_schema(dataset),
+        passing=passing,
+        reads_prompts=True,
+    )
     completed, _ = passes[0]
     check_prompts(completed[0], config.data.max_prompt_length)
     return values(completed[0].metrics)
 
 
 def stored_passes(config: Config, dag: DAG, passes: Sequence[StoredPass]) -> list[list[str]]:
-    """Run every worker through ``dag`` on the rows that the run at ``run.url`` stored, one pass after the other.
+    """Run every worker through ``dag`` on the rows that the run at ``run.url`` stored, one pass
+    after the other.
 
-    ``dag`` begins with a node that stands for stored rows (``planner.run_again``). An object of a role is built when a
-    node first asks for it. Returns for each pass the roles with a state that were built. Errors as in ``one_pass``, and
-    CheckpointError for a checkpoint that cannot be used.
+    ``dag`` begins with a node that stands for stored rows (``planner.run_again``). An object of a
+    role is built when a node first asks for it. Returns for each pass the roles with a state that
+    were built. Errors as in ``one_pass``, and CheckpointError for a checkpoint that cannot be used.
     """
     dataset = training_dataset(config.data, config.run.seed)
     dags = [(DAG(_lazy_roles(dag, each.checkpoint), dag.nodes), each.steps) for each in passes]
@@ -81,7 +91,9 @@ def _lazy_roles(dag: DAG, checkpoint: Checkpoint | None) -> tuple[Role, ...]:
     if checkpoint is not None:
         state = checkpoint.state()
         url = absolute(checkpoint.url)  # workers may run in other folders
-        resume = ResumeFrom(url=url, roles=tuple(state.roles), states=state.states, positions=state.positions)
+        resume = ResumeFrom(
+            url=url, roles=tuple(state.roles), states=state.states, positions=state.positions
+        )
         past = StoredStates(resume, DistributedCheckpoint(), replace(checkpoint, url=url).verify)
     return tuple(built_when_used(role, past) for role in dag.roles)
 
@@ -95,24 +107,32 @@ def _passes(
     passing: Collection[str] = (),
     reads_prompts: bool = False,
 ) -> list[tuple[list[CompletedIteration], list[str]]]:
-    """Run each DAG at each of its steps; return the iterations, and the roles with a state that were built lazily.
+    """Run each DAG at each of its steps; return the iterations, and the roles with a state that
+    were built lazily.
 
-    With ``reads_prompts`` the prompts come from ``dataset``, and the user is warned of those that are too long.
+    With ``reads_prompts`` the prompts come from ``dataset``, and the user is warned of those that
+    are too long.
     """
     hide()
     open_types: OpenTypes | None = None
     if is_open(config, [dag for dag, _ in dags]):
-        open_types = OpenTypes(config, tuple(dag for dag, _ in dags), expected_dtype(config.cluster))
+        open_types = OpenTypes(
+            config, tuple(dag for dag, _ in dags), expected_dtype(config.cluster)
+        )
         config, dags = _decided(open_types, open_types.expected.dtype, dags)
     set_retry_seconds(config.storage.retry_seconds)
     progress = Progress(sum(len(steps) for _, steps in dags), enabled=config.observe.progress)
 
     def phases(dag: DAG, workers: list[str], hosts: Hosts | None = None) -> Phases:
-        plan = compile_chains(dag, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap)
+        plan = compile_chains(
+            dag, workers, schema, config.cluster.placement, hosts, overlap=config.run.overlap
+        )
         return {Phase.EVALUATION: (plan, dataset)}
 
     first_dag, _ = dags[0]
-    checked = check(config, phases(first_dag, [str(worker) for worker in range(config.cluster.workers)]))
+    checked = check(
+        config, phases(first_dag, [str(worker) for worker in range(config.cluster.workers)])
+    )
     check_writable(config.run.url)
     models = find_models(checked.reads)
     try:
@@ -131,7 +151,9 @@ def _passes(
                     checked = check(config, phases(first_dag, names, hosts))
             first_phases = phases(first_dag, names, hosts)
             check_reachable(client, workers, first_phases, checked.reads, config.run.url)
-            with forgotten(client, workers, [model for url, model in models.items() if url in passing]):
+            with forgotten(
+                client, workers, [model for url, model in models.items() if url in passing]
+            ):
                 plan, _ = first_phases[Phase.EVALUATION]
                 fetch_on_workers(
                     client,
@@ -149,7 +171,9 @@ def _passes(
                 results = []
                 for dag, steps in dags:
                     planned = phases(dag, names, hosts)
-                    spec = RunSpec.of(config, workers, planned, models=models, footprints=checked.footprints)
+                    spec = RunSpec.of(
+                        config, workers, planned, models=models, footprints=checked.footprints
+                    )
                     results.append(_run_steps(config, client, spec, steps))
                 return results
     except KeyboardInterrupt:
@@ -161,7 +185,9 @@ def _passes(
 def _decided(
     open_types: OpenTypes, dtype: Dtype, dags: Sequence[tuple[DAG, Sequence[int]]]
 ) -> tuple[Config, list[tuple[DAG, Sequence[int]]]]:
-    """Return the configuration, and the DAGs with their steps, with ``dtype`` in place of ``auto``."""
+    """Return the configuration, and the DAGs with their steps, with ``dtype`` in place of
+    ``auto``.
+    """
     config, decided = open_types.decide(dtype)
     return config, [(dag, steps) for dag, (_, steps) in zip(decided, dags, strict=True)]
 
@@ -178,9 +204,15 @@ def _run_steps(
         node_timeout=node_timeout(config),
     )
     with driver.session(config.cluster, announce):
-        iterations = (Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps))
-        completed = [event for event in driver.run(iterations) if isinstance(event, CompletedIteration)]
-        answers = complete(client, lambda: client.run(models_of, spec.plugin, workers=list(spec.members.values())))
+        iterations = (
+            Iteration(Phase.EVALUATION, step, number) for number, step in enumerate(steps)
+        )
+        completed = [
+            event for event in driver.run(iterations) if isinstance(event, CompletedIteration)
+        ]
+        answers = complete(
+            client, lambda: client.run(models_of, spec.plugin, workers=list(spec.members.values()))
+        )
     driver.close()  # another pass may follow on the same workers
     built = {role for roles in answers.values() for role in roles}
     return completed, sorted(built)

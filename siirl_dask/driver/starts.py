@@ -1,13 +1,14 @@
 """Begins a run with the weights of another run, or with its adapters.
 
-That is ``model.path=RUN[@STEP]``, in the configuration or in a role, or ``trainer.lora.path=RUN[@STEP]``.
+That is ``model.path=RUN[@STEP]``, in the configuration or in a role, or
+``trainer.lora.path=RUN[@STEP]``.
 
     <run.url>/start/4f0e6a52c1d3-step000040/             digest of the other run's URL, and the step of its checkpoint
                     4f0e6a52c1d3-step000040-adapters/    the same, adapters alone
 
-The policy of that checkpoint is written there once, in float32, as ``siirl-dask export`` writes it, and the run names
-the folder as its model from then on. So a run that stopped goes on, and is evaluated and exported, without the other
-one, which may have trained on, or be gone.
+The policy of that checkpoint is written there once, in float32, as ``siirl-dask export`` writes it,
+and the run names the folder as its model from then on. So a run that stopped goes on, and is
+evaluated and exported, without the other one, which may have trained on, or be gone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _NOT_POLICIES = (build_reward_model, build_encoder)
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A model that begins as the policy of another run, or adapters that begin as those of its policy."""
+    """A model that begins as the policy of another run, or adapters that begin as those of its
+    policy.
+    """
 
     path: str
     """``model.path``, or ``trainer.lora.path``, as the configuration names it."""
@@ -73,7 +76,10 @@ class WarmStart:
     def note(self) -> str:
         """Return a sentence for the user."""
         if self.adapters:
-            return f"trainer.lora.path={self.path} is the adapters of step {self.step} of the run at {self.run}"
+            return (
+                f"trainer.lora.path={self.path} is the adapters of step {self.step} of the run at "
+                f"{self.run}"
+            )
         return f"model.path={self.path} is the policy of step {self.step} of the run at {self.run}"
 
 
@@ -93,16 +99,23 @@ class Starts:
         """Return a sentence for the user on each."""
         return [start.note for start in self.starts]
 
-    def with_folders(self, config: Config, dag: DAG, validation: DAG | None) -> tuple[Config, DAG, DAG | None]:
-        """Return the configuration and the DAGs with the folders of the models, which ``write`` writes."""
+    def with_folders(
+        self, config: Config, dag: DAG, validation: DAG | None
+    ) -> tuple[Config, DAG, DAG | None]:
+        """Return the configuration and the DAGs with the folders of the models, which ``write``
+        writes.
+        """
         paths = {(start.path, start.adapters): start.folder for start in self.starts}
         return _with_paths(paths, config, dag, validation)
 
-    def with_bases(self, config: Config, dag: DAG, validation: DAG | None) -> tuple[Config, DAG, DAG | None]:
-        """Return the same for checks before ``write``: with the base models in place of folders that are not written.
+    def with_bases(
+        self, config: Config, dag: DAG, validation: DAG | None
+    ) -> tuple[Config, DAG, DAG | None]:
+        """Return the same for checks before ``write``: with the base models in place of folders
+        that are not written.
 
-        The arguments are those that ``with_folders`` returned. A base has the same config and sizes as its policy.
-        Adapters that are not written yet are left out.
+        The arguments are those that ``with_folders`` returned. A base has the same config and sizes
+        as its policy. Adapters that are not written yet are left out.
         """
         paths: dict[tuple[str, bool], str | None] = {}
         for start in self.starts:
@@ -111,9 +124,11 @@ class Starts:
         return _with_paths(paths, config, dag, validation)
 
     def write(self, run_url: str, *, fresh: bool) -> None:
-        """Write the folders that are not there yet; with ``fresh`` remove those that an earlier start has left.
+        """Write the folders that are not there yet; with ``fresh`` remove those that an earlier
+        start has left.
 
-        CheckpointError for a checkpoint that is damaged or gone, ConfigError for a base that is another model by now.
+        CheckpointError for a checkpoint that is damaged or gone, ConfigError for a base that is
+        another model by now.
         """
         if fresh:
             fs, path = open_fs(join(absolute(run_url), FOLDER))
@@ -131,8 +146,9 @@ class Starts:
 def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = False) -> Starts:
     """Find the models whose path is that of a run, with or without the step of a checkpoint.
 
-    Without one it is the newest checkpoint's; a run that goes on stays with the one that it began with, unless
-    ``fresh``. ConfigError, by name, for a run or a checkpoint that is not there, and for one without a policy.
+    Without one it is the newest checkpoint's; a run that goes on stays with the one that it began
+    with, unless ``fresh``. ConfigError, by name, for a run or a checkpoint that is not there, and
+    for one without a policy.
     """
     existing = [dag for dag in dags if dag is not None]
     written = [] if fresh else _written_folders(config.run.url)
@@ -155,14 +171,16 @@ def find_starts(config: Config, dags: Iterable[DAG | None], *, fresh: bool = Fal
             _check_adapters(adapters[str(trainer.lora.path)], trainer, base)
         if bare(role.build) in _NOT_POLICIES and model.path in models:
             raise ConfigError(
-                f"role {role.name!r}: its model.path={model.path!r} is a run, and the policy of a run is neither a "
+                f"role {role.name!r}: its model.path={model.path!r} is a run, and the policy of a "
+                "run is neither a "
                 "reward model nor an encoder; expected a Hugging Face folder"
             )
     return Starts((*models.values(), *adapters.values()))
 
 
 def _check_adapters(start: WarmStart, trainer: TrainerConfig, base: str) -> None:
-    """Raise ConfigError unless adapters of another run are those that a policy of the model ``base`` has.
+    """Raise ConfigError unless adapters of another run are those that a policy of the model
+    ``base`` has.
 
     Adapters that are written were checked before.
     """
@@ -173,7 +191,8 @@ def _check_adapters(start: WarmStart, trainer: TrainerConfig, base: str) -> None
     subject = f"trainer.lora.path={start.path!r}"
     if not recorded.trainer.lora.rank:
         raise ConfigError(
-            f"{subject}: that run has no adapters (trainer.lora.rank=0); model.path={start.path} takes its weights"
+            f"{subject}: that run has no adapters (trainer.lora.rank=0); model.path={start.path} "
+            "takes its weights"
         )
     for name in ("rank", "alpha", "targets"):
         wanted = getattr(lora, name)
@@ -183,7 +202,8 @@ def _check_adapters(start: WarmStart, trainer: TrainerConfig, base: str) -> None
             theirs = sorted(theirs)
         if wanted != theirs:
             raise ConfigError(
-                f"{subject}: that run has trainer.lora.{name}={theirs}, and this one {wanted}; give the same"
+                f"{subject}: that run has trainer.lora.{name}={theirs}, and this one {wanted}; "
+                "give the same"
             )
     if is_remote(base) or is_remote(start.base) or absolute(base) != absolute(start.base):
         check_same_base(start.base, base, subject)
@@ -201,7 +221,14 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
         for folder in written:
             step_written = _step_in(folder, run, run_url, adapters=adapters)
             if step_written is not None and step in (None, step_written):
-                return WarmStart(path=path, run=run, step=step_written, folder=folder, base=folder, adapters=adapters)
+                return WarmStart(
+                    path=path,
+                    run=run,
+                    step=step_written,
+                    folder=folder,
+                    base=folder,
+                    adapters=adapters,
+                )
     key = _key_of(path, adapters=adapters)
     with reached(path):
         if _has_config(path, adapters=adapters):
@@ -212,8 +239,10 @@ def _find(path: str, run_url: str, written: Sequence[str], *, adapters: bool) ->
             return None
         if not is_run(matched[1]):
             raise ConfigError(
-                f"{key}: no run is at {matched[1]!r}, and no {'adapters' if adapters else 'model'} at {path!r}; "
-                "expected RUN or RUN@STEP with the folder or URL of a run, which has a config.yaml, or a folder of them"
+                f"{key}: no run is at {matched[1]!r}, and no {'adapters' if adapters else 'model'} "
+                f"at {path!r}; "
+                "expected RUN or RUN@STEP with the folder or URL of a run, which has a "
+                "config.yaml, or a folder of them"
             )
         return _begin(path, matched[1], int(matched[2]), run_url, adapters=adapters)
 
@@ -226,7 +255,10 @@ def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: boo
     """Return the start from a run's checkpoint. ConfigError where it has none, or no policy."""
     subject = _key_of(path, adapters=adapters)
     if absolute(run) == absolute(run_url):
-        raise ConfigError(f"{subject} is run.url itself: a run goes on by itself; give another run.name or run.url")
+        raise ConfigError(
+            f"{subject} is run.url itself: a run goes on by itself; give another run.name or "
+            "run.url"
+        )
     recorded = Run(run)
     try:
         base = recorded.config.model.path
@@ -236,12 +268,14 @@ def _begin(path: str, run: str, step: int | None, run_url: str, *, adapters: boo
         raise ConfigError(f"{subject}: {error}") from error
     if _ROLE not in roles:
         raise ConfigError(
-            f"{subject}: the checkpoint of step {step} has no role {_ROLE!r} (there are: {sorted(roles)}); write the "
+            f"{subject}: the checkpoint of step {step} has no role {_ROLE!r} (there are: "
+            f"{sorted(roles)}); write the "
             "one to begin with by `siirl-dask export --role`, and give that folder"
         )
     if not (adapters or is_remote(base) or _has_config(base, adapters=False)):
         raise ConfigError(
-            f"{subject}: the run was trained from {base!r}, which is not there, and has the config and the tokenizer"
+            f"{subject}: the run was trained from {base!r}, which is not there, and has the config "
+            "and the tokenizer"
         )
     folder = _folder(run, step, run_url, adapters=adapters)
     return WarmStart(path=path, run=run, step=step, folder=folder, base=base, adapters=adapters)
@@ -251,19 +285,31 @@ def _write(start: WarmStart, checkpoint: Checkpoint) -> None:
     config = Run(start.run).config
     with TemporaryDirectory() as folder:
         local = Path(folder)
-        write_folder(local, start.run, config, checkpoint, role=_ROLE, dtype=Dtype.float32, adapter=start.adapters)
+        write_folder(
+            local,
+            start.run,
+            config,
+            checkpoint,
+            role=_ROLE,
+            dtype=Dtype.float32,
+            adapter=start.adapters,
+        )
         put_folder(local, start.folder)
 
 
 def _folder(run: str, step: int, run_url: str, *, adapters: bool) -> str:
     """Return where the policy of a run's step is written: a path on this machine, or a URL."""
-    url = join(absolute(run_url), FOLDER, f"{_key(run)}-step{step:06d}{_ADAPTERS if adapters else ''}")
+    url = join(
+        absolute(run_url), FOLDER, f"{_key(run)}-step{step:06d}{_ADAPTERS if adapters else ''}"
+    )
     fs, path = open_fs(url)
     return path if isinstance(fs, LocalFileSystem) else url
 
 
 def _step_in(folder: str, run: str, run_url: str, *, adapters: bool) -> int | None:
-    """Return the step of ``run`` whose policy is in a folder; None for another run's, or one outside ``run_url``."""
+    """Return the step of ``run`` whose policy is in a folder; None for another run's, or one
+    outside ``run_url``.
+    """
     end = _ADAPTERS if adapters else ""
     matched = re.fullmatch(rf"{_key(run)}-step(\d+){end}", folder.rpartition("/")[2], re.ASCII)
     if matched is None or folder != _folder(run, int(matched[1]), run_url, adapters=adapters):
@@ -276,7 +322,9 @@ def _key(run: str) -> str:
 
 
 def _written_folders(run_url: str) -> list[str]:
-    """Return the folders with models or adapters that the run at ``run_url`` began with; only complete ones."""
+    """Return the folders with models or adapters that the run at ``run_url`` began with; only
+    complete ones.
+    """
     try:
         fs, path = open_fs(join(absolute(run_url), FOLDER))
     except StorageError as error:
@@ -284,7 +332,9 @@ def _written_folders(run_url: str) -> list[str]:
     names = [folder.rstrip("/").rpartition("/")[2] for folder in listed(fs, path)]
     root = path if isinstance(fs, LocalFileSystem) else join(absolute(run_url), FOLDER)
     folders = [join(root, name) for name in sorted(names)]
-    return [folder for folder in folders if _has_config(folder, adapters=folder.endswith(_ADAPTERS))]
+    return [
+        folder for folder in folders if _has_config(folder, adapters=folder.endswith(_ADAPTERS))
+    ]
 
 
 def _has_config(path: str, *, adapters: bool) -> bool:
@@ -293,7 +343,9 @@ def _has_config(path: str, *, adapters: bool) -> bool:
 
 
 def _paths(config: Config, dags: Sequence[DAG]) -> Iterator[tuple[str, bool]]:
-    """Yield the path of every model and of all adapters that are named, each once, and whether it is of adapters."""
+    """Yield the path of every model and of all adapters that are named, each once, and whether
+    it is of adapters.
+    """
     found: dict[tuple[str, bool], None] = {}
 
     def collect(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Finds out where workers are: which of them waits for which, on which edge, and what those that hang are doing.
+"""Finds out where workers are: which of them waits for which, on which edge, and what those that
+hang are doing.
 
-A worker's event loop answers, although its task's thread hangs. Where it does not, the nanny that has started its
-process is asked what became of that.
+A worker's event loop answers, although its task's thread hangs. Where it does not, the nanny that
+has started its process is asked what became of that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _MAX_PEERS = 4  # workers that a line names, of those that a worker waits for
 _MAX_POSITIONS = 8  # workers whose positions an error names
 _MAX_LINES = 60  # lines of a worker's stacks
 _MAX_CHARACTERS = 200  # characters of a line
-_IN_NODE = re.compile(r"node '([\w-]+)', ([^:]+)")  # the place of a task, as worker/node_call.py names it
+_IN_NODE = re.compile(
+    r"node '([\w-]+)', ([^:]+)"
+)  # the place of a task, as worker/node_call.py names it
 STOPPED = "stopped"
 """State, as a nanny reports it, of the process of a worker that was stopped by SIGSTOP."""
 
@@ -80,20 +83,31 @@ class WaitGraph:
 
     def _answering_hanging(self) -> list[str]:
         unanswered = self.unanswered
-        return [worker for worker in self.hanging if worker in self.answers and worker not in unanswered]
+        return [
+            worker for worker in self.hanging if worker in self.answers and worker not in unanswered
+        ]
 
     def _describe_state(self, worker: str) -> list[str]:
         answer = self.answers[worker]
         name = f"worker {worker!r} at {self.members[worker]}"
         if answer.answered:
-            return [f"{name} is in {answer.place or 'no task of the run'}:", *(f"  {line}" for line in answer.stacks)]
+            return [
+                f"{name} is in {answer.place or 'no task of the run'}:",
+                *(f"  {line}" for line in answer.stacks),
+            ]
         if answer.process == STOPPED:
-            return [f"{name} answers nothing: its process was stopped (SIGSTOP); kill -CONT {answer.pid} wakes it"]
+            return [
+                f"{name} answers nothing: its process was stopped (SIGSTOP); kill -CONT "
+                f"{answer.pid} wakes it"
+            ]
         if answer.process:
             return [
-                f"{name} answers nothing: its process {answer.pid} is {answer.process}; code may hold Python's lock"
+                f"{name} answers nothing: its process {answer.pid} is {answer.process}; code may "
+                "hold Python's lock"
             ]
-        return [f"{name} answers nothing: its process was stopped, holds Python's lock, or is cut off"]
+        return [
+            f"{name} answers nothing: its process was stopped, holds Python's lock, or is cut off"
+        ]
 
     def _describe_wait(self, worker: str) -> str:
         """Return whom a worker waits for; an empty text for one that does not wait."""
@@ -106,12 +120,16 @@ class WaitGraph:
                 longest[peer] = (edge, seconds)
         if longest:
             peers = [
-                f"worker {peer!r} on edge {edge}, for {seconds:.0f} s" for peer, (edge, seconds) in longest.items()
+                f"worker {peer!r} on edge {edge}, for {seconds:.0f} s"
+                for peer, (edge, seconds) in longest.items()
             ]
             more = " and others" if len(peers) > _MAX_PEERS else ""
             return f"worker {worker!r} waits for {' and '.join(peers[:_MAX_PEERS])}{more}"
         if answer.waits:
-            return f"worker {worker!r} waits in {answer.place or 'a task of the run'} for the others of its group"
+            return (
+                f"worker {worker!r} waits in {answer.place or 'a task of the run'} for the others "
+                "of its group"
+            )
         return ""
 
 
@@ -122,11 +140,14 @@ def node_timeout(config: Config) -> float:
     return config.run.node_timeout
 
 
-def failure_of_hang(client: Client, spec: RunSpec, silent: Sequence[Any], position: str) -> RunError:
+def failure_of_hang(
+    client: Client, spec: RunSpec, silent: Sequence[Any], position: str
+) -> RunError:
     """Return the failure of a step in which workers have been silent.
 
-    ``silent`` is the supervisor's report on each: worker, place, seconds, and whether heartbeats arrive. It is a
-    SilentPeer, after which the run may be launched again, where the process of the first does not answer either.
+    ``silent`` is the supervisor's report on each: worker, place, seconds, and whether heartbeats
+    arrive. It is a SilentPeer, after which the run may be launched again, where the process of the
+    first does not answer either.
     """
     (first, place, seconds, _), *others = silent
     graph = _ask_if_reachable(client, spec, [worker for worker, *_ in silent])
@@ -136,21 +157,33 @@ def failure_of_hang(client: Client, spec: RunSpec, silent: Sequence[Any], positi
         reason = "its process was stopped, or it is cut off"
         if graph is not None and graph.answers[first].process == STOPPED:
             reason = "its process was stopped (SIGSTOP)"
-        failure: RunError = SilentPeer(f"{position}: {name}: no heartbeat for {seconds:.0f} s {limit}: {reason}")
+        failure: RunError = SilentPeer(
+            f"{position}: {name}: no heartbeat for {seconds:.0f} s {limit}: {reason}"
+        )
         failure.silence = seconds
     else:
-        also = [f", nor on worker {worker!r} in {at or 'no node'}" for worker, at, *_ in others[:_MAX_STACKS]]
+        also = [
+            f", nor on worker {worker!r} in {at or 'no node'}"
+            for worker, at, *_ in others[:_MAX_STACKS]
+        ]
         failure = RunError(
-            f"{place or position}: nothing got done for {seconds:.0f} s {limit} on worker {first!r}{''.join(also)}"
+            f"{place or position}: nothing got done for {seconds:.0f} s {limit} on worker "
+            f"{first!r}{''.join(also)}"
         )
     node = _IN_NODE.match(place)
-    failure.origin = Origin(worker=first) if node is None else Origin(worker=first, node=node[1], iteration=node[2])
+    failure.origin = (
+        Origin(worker=first)
+        if node is None
+        else Origin(worker=first, node=node[1], iteration=node[2])
+    )
     failure.report = "" if graph is None else graph.text()
     return failure
 
 
 def describe_waits(client: Client, spec: RunSpec, hanging: Sequence[str]) -> str:
-    """Return who waits for whom, for the user; an empty text where the scheduler does not pass the question on."""
+    """Return who waits for whom, for the user; an empty text where the scheduler does not pass
+    the question on.
+    """
     graph = _ask_if_reachable(client, spec, hanging)
     return "" if graph is None else graph.text()
 
@@ -164,10 +197,14 @@ def _ask_if_reachable(client: Client, spec: RunSpec, hanging: Sequence[str]) -> 
 
 
 def who_waits(client: Client, spec: RunSpec, hanging: Sequence[str]) -> WaitGraph:
-    """Ask the workers, those that are ``hanging`` first. OSError where the scheduler does not pass the question on."""
+    """Ask the workers, those that are ``hanging`` first. OSError where the scheduler does not
+    pass the question on.
+    """
     others = [worker for worker in spec.members if worker not in hanging]
     present = client.scheduler_info(n_workers=-1)["workers"]
-    asked = [worker for worker in [*hanging, *others][:_MAX_ASKED] if spec.members[worker] in present]
+    asked = [
+        worker for worker in [*hanging, *others][:_MAX_ASKED] if spec.members[worker] in present
+    ]
     answers = client.sync(_ask_all, client, spec, asked, callback_timeout=_TIMEOUT)
     return WaitGraph(spec.members, dict(zip(asked, answers, strict=True)), hanging)
 
@@ -188,17 +225,28 @@ async def _ask(client: Client, spec: RunSpec, worker: str) -> WorkerAnswer:
 
 
 async def _result_of(call: Awaitable[Any], address: str) -> Any:
-    """Return the result of a call to the worker at ``address``, or to its nanny; None where that does not answer."""
+    """Return the result of a call to the worker at ``address``, or to its nanny; None where that
+    does not answer.
+    """
     try:
         return (await asyncio.wait_for(call, _ANSWER_TIMEOUT))[address]
-    except Exception:  # a process that stands still, or is just leaving, may break the connection in any way
+    except (
+        Exception
+    ):  # a process that stands still, or is just leaving, may break the connection in any way
         return None
 
 
 def read_answer(message: object) -> WorkerAnswer:
-    """Return an answer that came over the network, cut to bounded size; an empty one where it has another form."""
+    """Return an answer that came over the network, cut to bounded size; an empty one where it
+    has another form.
+    """
     match message:
-        case {"place": str(place), "waits": bool(waits), "owed": list(rows), "stacks": list(stacks)}:
+        case {
+            "place": str(place),
+            "waits": bool(waits),
+            "owed": list(rows),
+            "stacks": list(stacks),
+        }:
             awaited: list[tuple[str, str, float]] = []
             for row in rows[:_MAX_ASKED]:
                 match row:
@@ -209,7 +257,9 @@ def read_answer(message: object) -> WorkerAnswer:
                 place=place[:_MAX_CHARACTERS],
                 waits=waits,
                 awaited=awaited,
-                stacks=[line[:_MAX_CHARACTERS] for line in stacks[:_MAX_LINES] if isinstance(line, str)],
+                stacks=[
+                    line[:_MAX_CHARACTERS] for line in stacks[:_MAX_LINES] if isinstance(line, str)
+                ],
             )
     return WorkerAnswer(answered=True)
 
@@ -222,7 +272,8 @@ def describe_positions(busy: Mapping[str, Reading], writing: Sequence[tuple[str,
     working = {worker: reading for worker, reading in busy.items() if not reading.waits}
     shown = working if working else busy
     positions = [
-        f"worker {worker!r} is in {reading.place or 'no task of the run'}" for worker, reading in shown.items()
+        f"worker {worker!r} is in {reading.place or 'no task of the run'}"
+        for worker, reading in shown.items()
     ]
     positions += [f"worker {worker!r} still writes its part of {url}" for worker, url in writing]
     if not positions:
@@ -239,7 +290,9 @@ def warn_of_busy_workers(client: Client, spec: RunSpec, busy: Sequence[str]) -> 
     try:
         present = client.scheduler_info(n_workers=-1)["workers"]
         addresses = [spec.members[worker] for worker in busy if spec.members[worker] in present]
-        positions = client.sync(_ask_positions, client, spec.plugin, addresses, callback_timeout=_TIMEOUT)
+        positions = client.sync(
+            _ask_positions, client, spec.plugin, addresses, callback_timeout=_TIMEOUT
+        )
     except OSError:
         return  # the scheduler is gone
     for address, position in zip(addresses, positions, strict=True):
@@ -250,7 +303,9 @@ def warn_of_busy_workers(client: Client, spec: RunSpec, busy: Sequence[str]) -> 
 
 async def _ask_positions(client: Client, plugin: str, addresses: Sequence[str]) -> list[str]:
     async def ask(address: str) -> str:
-        position = await _result_of(client.run(describe_position, plugin, workers=[address]), address)
+        position = await _result_of(
+            client.run(describe_position, plugin, workers=[address]), address
+        )
         return "a call that keeps it from answering" if position is None else str(position)
 
     return await asyncio.gather(*map(ask, addresses))

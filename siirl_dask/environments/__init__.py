@@ -1,6 +1,7 @@
 """Environments: what a policy acts on over several turns.
 
-``build_environments`` is imported on first use: processes that hold environments start in a fifth of the time without.
+``build_environments`` is imported on first use: processes that hold environments start in a fifth
+of the time without.
 """
 
 from __future__ import annotations

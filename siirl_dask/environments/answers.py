@@ -1,7 +1,8 @@
-"""Makes an Opening or a Step of whatever an environment returns, the same in the worker as in another process.
+"""Makes an Opening or a Step of whatever an environment returns, the same in the worker as in
+another process.
 
-Whatever comes out is plain: texts without lone surrogates and of bounded length, finite numbers, messages as JSON has
-them. ``gives`` in an error completes "its reset ..." or "its step ...".
+Whatever comes out is plain: texts without lone surrogates and of bounded length, finite numbers,
+messages as JSON has them. ``gives`` in an error completes "its reset ..." or "its step ...".
 """
 
 from __future__ import annotations
@@ -39,18 +40,24 @@ def without_addresses(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return how a failure words an exception, without addresses and not longer than a paragraph."""
+    """Return how a failure words an exception, without addresses and not longer than a
+    paragraph.
+    """
     return _bounded(without_addresses(f"raised {type(error).__name__}: {error}".rstrip(": ")))
 
 
 def _bounded(reason: str) -> str:
-    """Return a reason that can be written as UTF-8, which other workers and logs want, and is not long."""
+    """Return a reason that can be written as UTF-8, which other workers and logs want, and is
+    not long.
+    """
     text = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
     return text.encode("utf-8", "replace").decode()
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text of at most ``most`` bytes of UTF-8: the beginning, and a word that says how much it was."""
+    """Return a text of at most ``most`` bytes of UTF-8: the beginning, and a word that says how
+    much it was.
+    """
     whole = text.encode("utf-8", "replace")
     if len(whole) <= most:
         return whole.decode()
@@ -59,21 +66,30 @@ def cut(text: str, most: int) -> str:
 
 
 def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
-    """Return the opening that a ``reset`` returned. ``prompt`` is the row's own, which gymnasium's observations follow.
+    """Return the opening that a ``reset`` returned. ``prompt`` is the row's own, which gymnasium's
+    observations follow.
 
     Refused for a Failure, WrongAnswer for something else.
     """
     _check_failure(answer)
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):  # gymnasium's and skyrl-gym's
+    if (
+        isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
+    ):  # gymnasium's and skyrl-gym's
         first = answer[0]
-        is_chat = isinstance(first, list) and all(isinstance(item, Mapping) for item in first) and not is_parts(first)
+        is_chat = (
+            isinstance(first, list)
+            and all(isinstance(item, Mapping) for item in first)
+            and not is_parts(first)
+        )
         if not is_chat:
             first = after(prompt, first if is_parts(first) else cut(text_of(first), most))
         answer = first
     if not isinstance(answer, Opening):
         answer = Opening(prompt=_text(answer, "reset gave"))  # type: ignore[arg-type]  # _text refuses others
     tools = [_plain(tool, "reset gave tools") for tool in answer.tools]
-    return Opening(prompt=_whole(answer.prompt, "reset gave"), tools=tools, agent=_name(answer.agent))
+    return Opening(
+        prompt=_whole(answer.prompt, "reset gave"), tools=tools, agent=_name(answer.agent)
+    )
 
 
 def step_of(answer: object, *, most: int) -> Step:
@@ -94,7 +110,9 @@ def step_of(answer: object, *, most: int) -> Step:
     reward = answer.reward
     return Step(
         observation=_short(answer.observation, most),
-        reward=_numbers(reward, "reward") if isinstance(reward, Mapping) else _number(reward, "reward"),
+        reward=_numbers(reward, "reward")
+        if isinstance(reward, Mapping)
+        else _number(reward, "reward"),
         done=_flag(answer.done),
         state=state_of(answer.state),
         history=_whole(answer.history, "step gave the history"),
@@ -111,17 +129,21 @@ def _check_failure(answer: object) -> None:
 def state_of(state: object) -> str | None:
     """Return a text that equal states share in every process; None for none.
 
-    WrongAnswer for a state that is not made of texts, numbers, and tuples, lists, sets or mappings of these.
+    WrongAnswer for a state that is not made of texts, numbers, and tuples, lists, sets or mappings
+    of these.
     """
     return None if state is None else json.dumps(_canonical(state), sort_keys=True)
 
 
 def after(prompt: object, text: str | Parts) -> Text:
-    """Return a prompt with a text, or with texts and images, after it: at the end of its last message where it is a
-    chat. WrongAnswer for images after a string.
+    """Return a prompt with a text, or with texts and images, after it: at the end of its last
+    message where it is a chat. WrongAnswer for images after a string.
     """
     if isinstance(prompt, str) and not isinstance(text, str):
-        raise WrongAnswer("gave an image, and the prompt is a string: expected messages, for the model's chat template")
+        raise WrongAnswer(
+            "gave an image, and the prompt is a string: expected messages, for the model's chat "
+            "template"
+        )
     if isinstance(prompt, str):
         return prompt + str(text)
     if not isinstance(prompt, Sequence) or not prompt:
@@ -143,7 +165,9 @@ def after(prompt: object, text: str | Parts) -> Text:
 
 
 def text_of(value: object) -> str:
-    """Return an observation or a tool's result as a text: JSON where it is none. WrongAnswer where it has no JSON."""
+    """Return an observation or a tool's result as a text: JSON where it is none. WrongAnswer
+    where it has no JSON.
+    """
     if isinstance(value, str):
         return value
     try:
@@ -186,8 +210,8 @@ def _listed(value: Any) -> Any:
 
 
 def _text(value: object, gives: str) -> object:
-    """Return a text or messages, or None, as they are; parts of a content are a user's message. WrongAnswer for
-    others.
+    """Return a text or messages, or None, as they are; parts of a content are a user's message.
+    WrongAnswer for others.
     """
     if is_parts(value):
         return [{"role": "user", "content": [*value]}]
@@ -199,7 +223,9 @@ def _text(value: object, gives: str) -> object:
 
 
 def _whole(value: object, gives: str) -> Text | None:
-    """Return a text, or messages with a role and plain content, uncut. WrongAnswer for others, and too long ones."""
+    """Return a text, or messages with a role and plain content, uncut. WrongAnswer for others,
+    and too long ones.
+    """
     value = _text(value, gives)
     clean: Text | None
     if value is None or isinstance(value, str):
@@ -225,7 +251,9 @@ def _short(value: object, most: int) -> Text | None:
             left -= len(content.encode("utf-8", "replace"))
         messages.append(_message(message, "step gave"))
     if (size := _size(messages)) > 2 * most + _LONGEST_REASON * len(messages) + 2**16:
-        raise WrongAnswer(f"step gave messages of {size} bytes beside their texts: expected at most about {most}")
+        raise WrongAnswer(
+            f"step gave messages of {size} bytes beside their texts: expected at most about {most}"
+        )
     return messages
 
 
@@ -274,7 +302,8 @@ def _canonical(state: object) -> object:
     if callable(tolist):
         return _canonical(tolist())
     raise WrongAnswer(
-        f"gave the state {without_addresses(f'{state!r:.200}')}: expected texts, numbers, and tuples, lists, sets or "
+        f"gave the state {without_addresses(f'{state!r:.200}')}: expected texts, numbers, and "
+        "tuples, lists, sets or "
         "mappings of these"
     )
 
@@ -283,13 +312,17 @@ def _number(value: object, kind: str) -> float:
     if callable(item := getattr(value, "item", None)):  # of NumPy or torch
         value = item()
     if not isinstance(value, Real) or not abs(value) <= _LARGEST:  # type: ignore[operator]
-        raise WrongAnswer(f"gave the {kind} {without_addresses(f'{value!r:.200}')}: expected a finite number")
+        raise WrongAnswer(
+            f"gave the {kind} {without_addresses(f'{value!r:.200}')}: expected a finite number"
+        )
     return float(value)
 
 
 def _numbers(values: object, kind: str) -> dict[str, float]:
     if not isinstance(values, Mapping):
-        raise WrongAnswer(f"gave {kind}s {without_addresses(f'{values!r:.200}')}: expected numbers by name")
+        raise WrongAnswer(
+            f"gave {kind}s {without_addresses(f'{values!r:.200}')}: expected numbers by name"
+        )
     return {str(name): _number(value, f"{kind} {name!r}") for name, value in values.items()}
 
 
@@ -297,7 +330,9 @@ def _flag(value: object) -> bool:
     if callable(item := getattr(value, "item", None)):
         value = item()
     if not isinstance(value, bool):
-        raise WrongAnswer(f"gave done={without_addresses(f'{value!r:.200}')}: expected True or False")
+        raise WrongAnswer(
+            f"gave done={without_addresses(f'{value!r:.200}')}: expected True or False"
+        )
     return value
 
 

@@ -1,4 +1,6 @@
-"""The resource of a role that has environments: builds their place on a worker, and gives a session for each step."""
+"""The resource of a role that has environments: builds their place on a worker, and gives a
+session for each step.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ Factory = Callable[..., Any]
 
 
 class WorkerEnvironments(HoldsNoGroups):
-    """The environments of one worker: their event loop, their processes or threads, the servers of their tools."""
+    """The environments of one worker: their event loop, their processes or threads, the servers
+    of their tools.
+    """
 
-    def __init__(self, world: World, config: EnvironmentsConfig, device: Device, parser: CallParser) -> None:
+    def __init__(
+        self, world: World, config: EnvironmentsConfig, device: Device, parser: CallParser
+    ) -> None:
         self._config = config
         own: list[Schema] = [schema_of(tool) for tool in world.tools.values()]
         self._loop = EventLoop("siirl-environments", device.bind)
@@ -39,7 +45,9 @@ class WorkerEnvironments(HoldsNoGroups):
         try:
             self._place = _place(world, config, self._loop)
             if config.mcp_servers:
-                self._servers = McpServers(config.mcp_servers, self._loop, timeout=config.timeout, most=world.most)
+                self._servers = McpServers(
+                    config.mcp_servers, self._loop, timeout=config.timeout, most=world.most
+                )
             remote = self._servers
             self._rules = SessionRules(
                 place=self._place,
@@ -82,7 +90,9 @@ class WorkerEnvironments(HoldsNoGroups):
         return WorkerSession(self._rules, self._loop, on_answer)
 
     def lasting_session(self, on_answer: OnAnswer) -> Session:
-        """Return a session that was entered, for several steps. One that there was is left: its step was given up."""
+        """Return a session that was entered, for several steps. One that there was is left: its
+        step was given up.
+        """
         self._leave_lasting()
         self._lasting = self.session(on_answer)
         return self._lasting.__enter__()
@@ -94,7 +104,9 @@ class WorkerEnvironments(HoldsNoGroups):
             lasting.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Leave a session that lasts, and end the processes and threads, and the servers of tools."""
+        """Leave a session that lasts, and end the processes and threads, and the servers of
+        tools.
+        """
         with ExitStack() as ends:  # all of them, whichever fails
             ends.callback(self._loop.end)
             if self._servers is not None:
@@ -111,7 +123,9 @@ def _place(world: World, config: EnvironmentsConfig, loop: EventLoop) -> Environ
 
 
 def _world(options: Mapping[str, Any]) -> World:
-    """Return the environments and tools that a builder's options name. ConfigError where there are none."""
+    """Return the environments and tools that a builder's options name. ConfigError where there
+    are none.
+    """
     config: EnvironmentsConfig = options["environments"]
     environment = options.get("environment")
     functions = options.get("tools")
@@ -119,16 +133,23 @@ def _world(options: Mapping[str, Any]) -> World:
         functions = ()
     tools = {_name(function): function for function in functions}
     if len(tools) < len(functions):
-        raise ConfigError(f"environments.tools={config.tools}: two tools have the same name: rename one of them")
+        raise ConfigError(
+            f"environments.tools={config.tools}: two tools have the same name: rename one of them"
+        )
     environments: dict[str, Any] = {ONLY: environment}
     if environment is None:
         environments = dict(options.get("by_name") or ())
     if not environments and not tools and not config.mcp_servers:
         raise ConfigError(
-            "environments.environment, environments.by_name, environments.tools and environments.mcp_servers are "
+            "environments.environment, environments.by_name, environments.tools and "
+            "environments.mcp_servers are "
             "empty: expected one of them, as in environments.environment=mine.py:Guess"
         )
-    schemas = {name: _schemas(kind) for name, kind in map(_class_of, environments.items()) if kind is not None}
+    schemas = {
+        name: _schemas(kind)
+        for name, kind in map(_class_of, environments.items())
+        if kind is not None
+    }
     most = parse_bytes("environments.max_observation", config.max_observation)
     return World(environments, tools, most, schemas)
 
@@ -154,7 +175,9 @@ def _name(tool: Callable[..., Any]) -> str:
     return str(getattr(tool.func if isinstance(tool, partial) else tool, "__name__", repr(tool)))
 
 
-def check_environments(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
+def check_environments(
+    options: Mapping[str, Any], workers: Sequence[str], config: object
+) -> RoleCost:
     """Refuse what cannot work, before anything starts; environments take no memory that is known.
 
     Of a factory that is no class only its environments tell what they are, on the workers.
@@ -167,7 +190,8 @@ def check_environments(options: Mapping[str, Any], workers: Sequence[str], confi
     for name, tool in world.tools.items():
         if must_be_async and not is_async(tool):
             raise ConfigError(
-                f"environments.timeout={given.timeout:g} needs environments.processes of at least 1: the tool {name!r} "
+                f"environments.timeout={given.timeout:g} needs environments.processes of at least "
+                f"1: the tool {name!r} "
                 "is not async, and a function in the worker itself cannot be stopped"
             )
     for _, kind in map(_class_of, world.environments.items()):
@@ -192,11 +216,16 @@ def build_environments(
 ) -> WorkerEnvironments:
     """Return the environments of a role on one worker.
 
-    ``environment`` is the class or factory of all rows, or ``by_name`` those of which a column chooses. ``tools`` are
-    functions that the model may call. ``model`` is the one that calls: its tokenizer knows the form of calls.
-    ConfigError for what cannot be loaded.
+    ``environment`` is the class or factory of all rows, or ``by_name`` those of which a column
+    chooses. ``tools`` are functions that the model may call. ``model`` is the one that calls: its
+    tokenizer knows the form of calls. ConfigError for what cannot be loaded.
     """
-    options = {"environments": environments, "environment": environment, "by_name": by_name, "tools": tools}
+    options = {
+        "environments": environments,
+        "environment": environment,
+        "by_name": by_name,
+        "tools": tools,
+    }
     world = _world(options)
     with device.stage("the start of environments"):
         parser = CallParser(_tokenizer(model, device), None if model is None else model.template)

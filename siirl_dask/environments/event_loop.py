@@ -16,7 +16,9 @@ _PATIENCE = 2.0  # seconds for what is cancelled to end; a coroutine that goes o
 
 
 class EventLoop:
-    """An event loop; its thread calls ``bind`` first. A client that an environment keeps stays on the same one."""
+    """An event loop; its thread calls ``bind`` first. A client that an environment keeps stays
+    on the same one.
+    """
 
     def __init__(self, name: str, bind: Callable[[], None]) -> None:
         self._bind = bind
@@ -26,7 +28,9 @@ class EventLoop:
         self._thread.start()
 
     def tell(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop soon. Any thread may call this; after the end nothing happens."""
+        """Call a function on the loop soon. Any thread may call this; after the end nothing
+        happens.
+        """
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
@@ -48,8 +52,11 @@ class EventLoop:
         if left:
             _, deaf = self._loop.run_until_complete(asyncio.wait(left, timeout=_PATIENCE))
             if deaf:
-                logger.warning("coroutines of environments that go on though cancelled are left: %d", len(deaf))
-                # asyncio would report each once more, when it is collected: in any later run of this process
+                logger.warning(
+                    "coroutines of environments that go on though cancelled are left: %d", len(deaf)
+                )
+                # asyncio would report each once more, when it is collected: in any later run of
+                # this process
                 self._loop.set_exception_handler(lambda loop, context: None)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()

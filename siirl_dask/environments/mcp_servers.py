@@ -1,8 +1,9 @@
-"""Tools of servers that speak MCP (https://modelcontextprotocol.io), by the package ``mcp``: ``siirl_dask[mcp]``.
+"""Tools of servers that speak MCP (https://modelcontextprotocol.io), by the package ``mcp``:
+``siirl_dask[mcp]``.
 
-A server is started by its command line, or reached by its URL, once for each worker; all episodes of it share it. One
-that has ended, or does not answer any more, is started or reached once more: calls that were under way are lost, and so
-are their episodes.
+A server is started by its command line, or reached by its URL, once for each worker; all episodes
+of it share it. One that has ended, or does not answer any more, is started or reached once more:
+calls that were under way are lost, and so are their episodes.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ Remote = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str | Failure]]
 
 
 def check_installed(servers: Mapping[str, str]) -> None:
-    """Raise ConfigError where servers are named and the package is not there, or a command lacks its secrets."""
+    """Raise ConfigError where servers are named and the package is not there, or a command lacks
+    its secrets.
+    """
     for name, server in servers.items():
         if REDACTED in server:
             raise ConfigError(
-                f"environments.mcp_servers.{name}={server!r}: this is what a run recorded, without its secrets; give "
+                f"environments.mcp_servers.{name}={server!r}: this is what a run recorded, without "
+                "its secrets; give "
                 f"the server once more, as in 'environments.mcp_servers={{{name}: ...}}'"
             )
     if not servers:
@@ -51,15 +55,20 @@ def check_installed(servers: Mapping[str, str]) -> None:
         import mcp  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"environments.mcp_servers names {sorted(servers)}, and the package mcp is not installed: "
+            f"environments.mcp_servers names {sorted(servers)}, and the package mcp is not "
+            "installed: "
             "pip install 'siirl_dask[mcp]'"
         ) from error
 
 
 class McpServers:
-    """Connections to servers, which live on ``loop`` until ``end``. ConfigError for one that cannot be reached."""
+    """Connections to servers, which live on ``loop`` until ``end``. ConfigError for one that
+    cannot be reached.
+    """
 
-    def __init__(self, servers: Mapping[str, str], loop: EventLoop, *, timeout: float | None, most: int) -> None:
+    def __init__(
+        self, servers: Mapping[str, str], loop: EventLoop, *, timeout: float | None, most: int
+    ) -> None:
         self._loop = loop
         self._leave = asyncio.Event()
         self._servers = [_Server(name, server, timeout, most) for name, server in servers.items()]
@@ -73,7 +82,9 @@ class McpServers:
             self._serving.cancel()
             if isinstance(error, TimeoutError):
                 late = [server.at for server in self._servers if not server.connected.is_set()]
-                raise ConfigError(f"{late[0]}: it gave no tools within {_START_TIMEOUT:g} s") from error
+                raise ConfigError(
+                    f"{late[0]}: it gave no tools within {_START_TIMEOUT:g} s"
+                ) from error
             raise
         for server in self._servers:
             self.tools += server.tools
@@ -93,10 +104,14 @@ class McpServers:
             for server, task in zip(self._servers, holding, strict=True):
                 connected = asyncio.create_task(server.connected.wait())
                 await asyncio.wait([connected, task], return_when=asyncio.FIRST_COMPLETED)
-                if task.done():  # of the network, of a process, of the protocol: whatever the package raises
+                if (
+                    task.done()
+                ):  # of the network, of a process, of the protocol: whatever the package raises
                     connected.cancel()
                     error = task.exception()
-                    self._connecting.set_exception(ConfigError(f"{server.at}: {type(error).__name__}: {error}"))
+                    self._connecting.set_exception(
+                        ConfigError(f"{server.at}: {type(error).__name__}: {error}")
+                    )
                     return
             self._connecting.set_result(None)
             await self._leave.wait()
@@ -121,7 +136,8 @@ class _Server:
         self._last_error = ""
 
     async def hold(self, leave: asyncio.Event) -> None:
-        """Hold a connection open until ``leave``, and open another one when it is lost; raise where there was none.
+        """Hold a connection open until ``leave``, and open another one when it is lost; raise where
+        there was none.
 
         The package wants a connection to be closed by the task that opened it.
         """
@@ -135,7 +151,9 @@ class _Server:
                     self._lost.clear()
                     self.connected.set()
                     await _first_of(leave, self._lost)
-            except Exception as error:  # also of a connection that is closed though its server is gone
+            except (
+                Exception
+            ) as error:  # also of a connection that is closed though its server is gone
                 if not known:
                     raise
                 self._last_error = f"{type(error).__name__}: {error}"
@@ -153,20 +171,32 @@ class _Server:
         return Client(StdioServerParameters(command=command, args=arguments))
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str | Failure:
-        """Return what a tool says; Lost where its server is not there, or went while it was called."""
+        """Return what a tool says; Lost where its server is not there, or went while it was
+        called.
+        """
         try:
             await asyncio.wait_for(self.connected.wait(), _AGAIN_TIMEOUT)
         except TimeoutError:
             why = f": {self._last_error}" if self._last_error else ""
-            return Lost(without_addresses(f"has lost its server, {self.name}, which does not come back{why}"))
+            return Lost(
+                without_addresses(
+                    f"has lost its server, {self.name}, which does not come back{why}"
+                )
+            )
         client = self._client
         assert client is not None  # it is connected
         result = await guarded(self._result(client, name, arguments))
-        if isinstance(result, Failure) and not isinstance(result, _Said) and not await self._answers(client):
+        if (
+            isinstance(result, Failure)
+            and not isinstance(result, _Said)
+            and not await self._answers(client)
+        ):
             return Lost(without_addresses(f"has lost its server, {self.name}: it {result.reason}"))
         return result
 
-    async def _result(self, client: Client, name: str, arguments: Mapping[str, Any]) -> str | Failure:
+    async def _result(
+        self, client: Client, name: str, arguments: Mapping[str, Any]
+    ) -> str | Failure:
         answer = await within(self._timeout, client.call_tool(name, dict(arguments)))
         texts = [getattr(part, "text", f"[{part.type}]") for part in answer.content]
         text = cut("\n".join(texts), self._most)
@@ -175,12 +205,18 @@ class _Server:
         return text
 
     async def _answers(self, client: Client) -> bool:
-        """Return whether a server is there after a call that failed; the connection to another one is given up."""
+        """Return whether a server is there after a call that failed; the connection to another
+        one is given up.
+        """
         try:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), _ANSWER_TIMEOUT)
         except Exception as error:  # whatever the package raises: it did not answer
             if self._client is client and not self._lost.is_set():
-                logger.warning("%s is lost, and is started or reached once more: %s", self.name, type(error).__name__)
+                logger.warning(
+                    "%s is lost, and is started or reached once more: %s",
+                    self.name,
+                    type(error).__name__,
+                )
                 self.connected.clear()
                 self._lost.set()
             return False
@@ -199,7 +235,12 @@ async def _tools_of(client: Client) -> list[Schema]:
         listed = await client.list_tools(cursor=page)
         for tool in listed.tools:
             described = {"name": tool.name, "description": tool.description or tool.name}
-            found.append({"type": "function", "function": {**described, "parameters": dict(tool.input_schema)}})
+            found.append(
+                {
+                    "type": "function",
+                    "function": {**described, "parameters": dict(tool.input_schema)},
+                }
+            )
         if (page := listed.next_cursor) is None:
             return found
 

@@ -1,6 +1,8 @@
-"""Images in what an environment says: content parts ``{type: image, image: ...}``, as chat templates know them.
+"""Images in what an environment says: content parts ``{type: image, image: ...}``, as chat
+templates know them.
 
-An image becomes a data URL, which is text: messages stay plain, and go from process to process as they are.
+An image becomes a data URL, which is text: messages stay plain, and go from process to process as
+they are.
 """
 
 from __future__ import annotations
@@ -19,16 +21,22 @@ Parts = Sequence[Mapping[str, Any]]
 
 
 def is_parts(value: object) -> TypeGuard[Parts]:
-    """Return whether a value is the content of a message by itself: parts, none of which is a message."""
+    """Return whether a value is the content of a message by itself: parts, none of which is a
+    message.
+    """
     return (
         isinstance(value, (list, tuple))
         and len(value) > 0
-        and all(isinstance(part, Mapping) and "type" in part and "role" not in part for part in value)
+        and all(
+            isinstance(part, Mapping) and "type" in part and "role" not in part for part in value
+        )
     )
 
 
 def with_urls(parts: Parts) -> list[Mapping[str, Any]]:
-    """Return parts with each image as a data URL; one without its own image stays. ImageError for no image."""
+    """Return parts with each image as a data URL; one without its own image stays. ImageError
+    for no image.
+    """
     return [
         {"type": "image", "image": _url(part["image"])}
         if part.get("type") == "image" and part.get("image") is not None
@@ -38,7 +46,9 @@ def with_urls(parts: Parts) -> list[Mapping[str, Any]]:
 
 
 def file_of(part: Mapping[str, Any]) -> bytes | None:
-    """Return the file of an image that ``with_urls`` has made; None for a part without an image of its own."""
+    """Return the file of an image that ``with_urls`` has made; None for a part without an image
+    of its own.
+    """
     url = part.get("image") if part.get("type") == "image" else None
     if url is None:
         return None
@@ -57,7 +67,10 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for message in messages:
         text = dict(message)
         if is_parts(message.get("content")):
-            text["content"] = [{"type": part.get("type")} if "image" in part else part for part in message["content"]]
+            text["content"] = [
+                {"type": part.get("type")} if "image" in part else part
+                for part in message["content"]
+            ]
         texts.append(text)
     return texts
 
@@ -67,7 +80,10 @@ def _url(image: Any) -> str:
         return image
     if isinstance(image, (bytes, bytearray)):
         return _HEAD + b64encode(image).decode()
-    is_array = str(getattr(image, "dtype", "")) == "uint8" and len(getattr(image, "shape", ())) == _DIMENSIONS
+    is_array = (
+        str(getattr(image, "dtype", "")) == "uint8"
+        and len(getattr(image, "shape", ())) == _DIMENSIONS
+    )
     if is_array or (hasattr(image, "mode") and callable(getattr(image, "save", None))):
         from siirl_dask.images.drawn import png_of  # Pillow: only where an environment draws
 

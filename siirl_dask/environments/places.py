@@ -1,4 +1,6 @@
-"""The place of environments: a protocol for the worker itself and for processes of their own; here the worker."""
+"""The place of environments: a protocol for the worker itself and for processes of their own;
+here the worker.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,19 @@ class CallFailed(UserError):
 
 
 class EnvironmentHost(Protocol):
-    """Where environments live and tools are called. All methods are called on one event loop; none raises."""
+    """Where environments live and tools are called. All methods are called on one event loop;
+    none raises.
+    """
 
-    async def open(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened | Failure: ...
+    async def open(
+        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+    ) -> Opened | Failure: ...
 
     async def step(self, episode: int, text: str) -> Step | Failure: ...
 
-    async def use(self, episode: int | None, tool: str, arguments: Mapping[str, Any]) -> str | Failure: ...
+    async def use(
+        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+    ) -> str | Failure: ...
 
     async def reward(self, episode: int) -> float | Failure: ...
 
@@ -42,7 +50,9 @@ class EnvironmentHost(Protocol):
         ...
 
     def abandon(self) -> None:
-        """End the calls that are under way, as far as that is possible, with the environments in their processes."""
+        """End the calls that are under way, as far as that is possible, with the environments in
+        their processes.
+        """
 
     def end(self) -> None:
         """End threads and processes. Any thread may call it."""
@@ -51,7 +61,8 @@ class EnvironmentHost(Protocol):
 class InWorker:
     """Environments in the worker: async functions on the event loop, others in threads.
 
-    A call of at most ``timeout`` seconds must be async. At most ``concurrency`` calls are under way at once.
+    A call of at most ``timeout`` seconds must be async. At most ``concurrency`` calls are under way
+    at once.
     """
 
     def __init__(self, world: World, *, timeout: float | None, concurrency: int) -> None:
@@ -60,13 +71,17 @@ class InWorker:
         self._threads = Threads(concurrency, "siirl-environment")
         self._room = Room(world, self._call, async_only=timeout is not None)
 
-    async def open(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened | Failure:
+    async def open(
+        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+    ) -> Opened | Failure:
         return await guarded(self._room.reset(episode, name, row, seed))
 
     async def step(self, episode: int, text: str) -> Step | Failure:
         return await guarded(self._room.step(episode, text))
 
-    async def use(self, episode: int | None, tool: str, arguments: Mapping[str, Any]) -> str | Failure:
+    async def use(
+        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+    ) -> str | Failure:
         return await guarded(self._room.use(episode, tool, arguments))
 
     async def reward(self, episode: int) -> float | Failure:
@@ -104,7 +119,8 @@ async def guarded(call: Awaitable[_T]) -> _T | Failure:
 
 
 async def within(timeout: float | None, call: Awaitable[_T]) -> _T:
-    """Return what a coroutine gives. CallFailed if it takes more than ``timeout`` seconds, or cancels itself.
+    """Return what a coroutine gives. CallFailed if it takes more than ``timeout`` seconds, or
+    cancels itself.
 
     One that goes on in spite of being cancelled is left alone.
     """
@@ -137,7 +153,9 @@ def _forget(task: asyncio.Future[Any]) -> None:
 
 
 class Threads:
-    """Up to ``count`` daemon threads: the interpreter does not wait at its end for a function that never returns."""
+    """Up to ``count`` daemon threads: the interpreter does not wait at its end for a function
+    that never returns.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -147,7 +165,9 @@ class Threads:
         self._busy = 0
 
     async def run(self, function: Callable[[], _T]) -> _T:
-        """Return what a function gives in a thread. Who is cancelled meanwhile waits for it to end all the same."""
+        """Return what a function gives in a thread. Who is cancelled meanwhile waits for it to
+        end all the same.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
         self._busy += 1
@@ -177,12 +197,18 @@ class Threads:
             job()
 
 
-def _perform(function: Callable[[], _T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[_T]) -> None:
+def _perform(
+    function: Callable[[], _T], loop: asyncio.AbstractEventLoop, future: asyncio.Future[_T]
+) -> None:
     try:
         result = function()
         tell = partial(_settle, future, result, None)
-    except BaseException as error:  # SystemExit too: it is the episode's failure, not the thread's end
-        fits = isinstance(error, Exception) and not isinstance(error, StopIteration)  # a future takes no other
+    except (
+        BaseException
+    ) as error:  # SystemExit too: it is the episode's failure, not the thread's end
+        fits = isinstance(error, Exception) and not isinstance(
+            error, StopIteration
+        )  # a future takes no other
         tell = partial(_settle, future, None, error if fits else CallFailed(reason_of(error)))
     with suppress(RuntimeError):  # the loop has ended: nobody waits any more
         loop.call_soon_threadsafe(tell)

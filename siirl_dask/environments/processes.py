@@ -1,7 +1,8 @@
 """Environments in child processes, each of which holds many and makes one call at a time.
 
-An episode stays with its process. A call that takes too long costs the process, and with it the other episodes that it
-held; tools without state may run in any, and cost nobody an episode but in the same way.
+An episode stays with its process. A call that takes too long costs the process, and with it the
+other episodes that it held; tools without state may run in any, and cost nobody an episode but in
+the same way.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ _LONGEST = 32 * 2**20  # bytes of an answer, which holds at most one prompt and 
 
 
 class InProcesses:
-    """Environments in ``processes`` children. ConfigError for what cannot be sent to them or loaded there."""
+    """Environments in ``processes`` children. ConfigError for what cannot be sent to them or
+    loaded there.
+    """
 
     def __init__(self, world: World, *, processes: int, timeout: float | None) -> None:
         try:
             payload = dumps(world)
         except Exception as error:  # pickle raises anything from TypeError to RecursionError
-            raise ConfigError(f"the environments cannot be sent to other processes: {error}") from error
+            raise ConfigError(
+                f"the environments cannot be sent to other processes: {error}"
+            ) from error
         self._most = world.most
-        self._slots = [_Slot(payload, timeout, f"siirl-environment-{index}") for index in range(processes)]
+        self._slots = [
+            _Slot(payload, timeout, f"siirl-environment-{index}") for index in range(processes)
+        ]
         self._held: dict[int, _HeldEpisodes] = {}
         try:
-            # One starts now, so that what cannot be loaded is known before the run; the others meanwhile.
+            # One starts now, so that what cannot be loaded is known before the run; the others
+            # meanwhile.
             self._slots[0].thread.submit(self._slots[0].start).result()
             for slot in self._slots[1:]:
                 slot.thread.submit(slot.start)
@@ -45,13 +53,17 @@ class InProcesses:
             self.end()
             raise
 
-    async def open(self, episode: int, name: str, row: Mapping[str, Any], seed: int) -> Opened | Failure:
+    async def open(
+        self, episode: int, name: str, row: Mapping[str, Any], seed: int
+    ) -> Opened | Failure:
         return await guarded(self._open(episode, name, row, seed))
 
     async def step(self, episode: int, text: str) -> Step | Failure:
         return await guarded(self._step(episode, text))
 
-    async def use(self, episode: int | None, tool: str, arguments: Mapping[str, Any]) -> str | Failure:
+    async def use(
+        self, episode: int | None, tool: str, arguments: Mapping[str, Any]
+    ) -> str | Failure:
         return await guarded(self._use(episode, tool, arguments))
 
     async def reward(self, episode: int) -> float | Failure:
@@ -134,7 +146,9 @@ class _HeldEpisodes:
 
 
 class _Slot:
-    """One child at a time, and the thread that made it and asks it. Attributes belong to the event loop."""
+    """One child at a time, and the thread that made it and asks it. Attributes belong to the
+    event loop.
+    """
 
     def __init__(self, payload: bytes, timeout: float | None, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, name)
@@ -152,7 +166,9 @@ class _Slot:
         return self._child is not None and self._child.alive
 
     async def begin(self, request: tuple[Any, ...], held: _HeldEpisodes | None = None) -> Any:
-        """Return the result of a request that any child may have; ``held`` is told the number of the one that has."""
+        """Return the result of a request that any child may have; ``held`` is told the number of
+        the one that has.
+        """
         return await self._run(self._begin, request, held)
 
     async def ask(self, request: tuple[Any, ...], life: int) -> Any:
@@ -202,7 +218,11 @@ class _Slot:
 
     def _ask(self, request: tuple[Any, ...], life: int) -> Outcome:
         if self.life != life or not self.alive:
-            return None, f"was lost with the process that held it, in a call of another episode: {self._end}"
+            return (
+                None,
+                "was lost with the process that held it, in a call of another episode: "
+                f"{self._end}",
+            )
         return self._call(request)
 
     def _call(self, request: tuple[Any, ...]) -> Outcome:
@@ -214,7 +234,9 @@ class _Slot:
 
 
 def serve(file: int) -> None:
-    """Run a child: load the environments, then answer one call after the other until the parent is gone."""
+    """Run a child: load the environments, then answer one call after the other until the parent
+    is gone.
+    """
     requests = connect(file)
     if (world := requests.load(_prepare)) is None:
         return
@@ -231,11 +253,15 @@ def serve(file: int) -> None:
             answer = runner.run(guarded(calls[name](*arguments)))
             if name == "reset" and isinstance(answer, Failure):
                 runner.run(guarded(room.close(arguments[0])))
-            requests.answer(_as_json((None, answer.reason) if isinstance(answer, Failure) else (answer, None)))
+            requests.answer(
+                _as_json((None, answer.reason) if isinstance(answer, Failure) else (answer, None))
+            )
 
 
 def _prepare(world: World) -> None:
-    """Import what takes seconds, and is needed where a factory is no class, before the first call with its limit."""
+    """Import what takes seconds, and is needed where a factory is no class, before the first
+    call with its limit.
+    """
     if world.environments.keys() - world.schemas.keys():
         from siirl_dask.models.broken_imports import hide
 
@@ -247,7 +273,11 @@ async def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> 
     try:
         result = function(*arguments, **named)
         return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the process
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+        asyncio.CancelledError,
+    ) as error:  # these would end the process
         raise CallFailed(reason_of(error)) from error
 
 

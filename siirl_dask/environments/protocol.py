@@ -1,4 +1,6 @@
-"""The protocol of environments, and how the node that plays episodes talks to many of them at once."""
+"""The protocol of environments, and how the node that plays episodes talks to many of them at
+once.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,19 @@ class Step:
     """The answer of an environment to a turn of the policy."""
 
     observation: Text | None = None
-    """The text that is appended to the history of the agent that speaks next. A string becomes a user's message where
-    the prompt is a chat, and is appended as it is where the prompt is a string."""
+    """The text that is appended to the history of the agent that speaks next. A string becomes a
+    user's message where the prompt is a chat, and is appended as it is where the prompt is a
+    string."""
     reward: float | Mapping[str, float] = 0.0
     """Reward of the turn, for the agent that spoke, or by agent."""
     done: bool = False
     """Whether the episode ends here."""
     state: object = None
-    """Hashable state that the turn was taken in, for advantages that compare turns in equal states; None is none."""
+    """Hashable state that the turn was taken in, for advantages that compare turns in equal
+    states; None is none."""
     history: Text | None = None
-    """A new history in place of what the agent has seen so far: its next turn begins another row (segment)."""
+    """A new history in place of what the agent has seen so far: its next turn begins another row
+    (segment)."""
     agent: str | None = None
     """Who speaks next, in an environment with several agents; None is the one that spoke."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -51,11 +56,14 @@ class Failure:
     """A call of an environment that gave no answer."""
 
     reason: str
-    """The cause, without addresses or times: ``took more than 30 s``, ``raised ValueError: ...``."""
+    """The cause, without addresses or times: ``took more than 30 s``, ``raised ValueError:
+    ...``."""
 
 
 class Lost(Failure):
-    """A call whose connection went: nothing that the policy did, so it is never a text for the model."""
+    """A call whose connection went: nothing that the policy did, so it is never a text for the
+    model.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +90,23 @@ class Action:
 
 Answer: TypeAlias = Opening | Step | Failure
 OnAnswer: TypeAlias = Callable[[int, Answer], None]
-"""``on_answer(episode, answer)``: called once for each ``reset`` and each ``step``, from any thread."""
+"""``on_answer(episode, answer)``: called once for each ``reset`` and each ``step``, from any
+thread."""
 
 
 class Session(Protocol):
-    """The episodes of one step on one worker. Leaving it closes every environment that is still open.
+    """The episodes of one step on one worker. Leaving it closes every environment that is still
+    open.
 
-    No method blocks. At most one call of an episode is under way at a time; episodes do not wait for each other, but
-    where more are open than may be: then a ``reset`` begins when another episode is closed.
+    No method blocks. At most one call of an episode is under way at a time; episodes do not wait
+    for each other, but where more are open than may be: then a ``reset`` begins when another
+    episode is closed.
     """
 
     def reset(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
-        """Make the episode's environment and reset it with the columns of its row. Answers Opening or Failure."""
+        """Make the episode's environment and reset it with the columns of its row. Answers
+        Opening or Failure.
+        """
         ...
 
     def step(self, episode: int, action: Action) -> None:
@@ -107,12 +120,17 @@ class Session(Protocol):
     def __enter__(self) -> Session: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
 
 
 class Environments(Protocol):
-    """The resource of a role that has environments (``siirl_dask.environments:build_environments``)."""
+    """The resource of a role that has environments
+    (``siirl_dask.environments:build_environments``).
+    """
 
     @property
     def max_failures(self) -> int:
@@ -138,8 +156,8 @@ class Environments(Protocol):
         ...
 
     def lasting_session(self, on_answer: OnAnswer) -> Session:
-        """Return a session that was entered, for several steps: until it is left, or another one is asked for, or the
-        environments are closed.
+        """Return a session that was entered, for several steps: until it is left, or another one is
+        asked for, or the environments are closed.
         """
         ...
 

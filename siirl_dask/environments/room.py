@@ -1,4 +1,6 @@
-"""The environments that are open in one process, and the functions of theirs that are called one by one."""
+"""The environments that are open in one process, and the functions of theirs that are called one
+by one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any, Protocol
 
 from siirl_dask.environments.answers import WrongAnswer, cut, opening_of, step_of, text_of
 from siirl_dask.environments.protocol import Opening, Step
-from siirl_dask.environments.shapes import EnvironmentFunctions, UnknownShape, is_async, make, shape_of
+from siirl_dask.environments.shapes import (
+    EnvironmentFunctions,
+    UnknownShape,
+    is_async,
+    make,
+    shape_of,
+)
 from siirl_dask.environments.tools import Schema, schema_of
 
 ONLY = ""
@@ -27,7 +35,8 @@ class World:
     most: int
     """Bytes of an observation."""
     schemas: Mapping[str, Sequence[Schema]] = field(default_factory=dict)
-    """Schemas of the environments' own tools, by the name of the environment, where it is a class."""
+    """Schemas of the environments' own tools, by the name of the environment, where it is a
+    class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,9 @@ class Opened:
 class Caller(Protocol):
     """Calls a function of an environment, sync or async. It raises what the function raises."""
 
-    async def __call__(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any: ...
+    async def __call__(
+        self, function: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -79,7 +90,9 @@ class Room:
         )
 
     async def _made(self, episode: int, name: str, row: Mapping[str, Any]) -> Any:
-        """Return a new environment. Who is cancelled waits for it, because what is made must be closed."""
+        """Return a new environment. Who is cancelled waits for it, because what is made must be
+        closed.
+        """
         making = asyncio.ensure_future(self.call(make, self.world.environments[name], row))
         try:
             return await asyncio.shield(making)
@@ -96,7 +109,9 @@ class Room:
         return step_of(await self.call(step, text), most=self.world.most)
 
     async def use(self, episode: int | None, tool: str, arguments: Mapping[str, Any]) -> str:
-        """Return the result of a tool: of an episode's environment, or, for None, of one without state."""
+        """Return the result of a tool: of an episode's environment, or, for None, of one without
+        state.
+        """
         function = self.world.tools[tool] if episode is None else self._open[episode].tools[tool]
         return cut(text_of(await self.call(function, **arguments)), self.world.most)
 
@@ -119,9 +134,12 @@ class Room:
 
 
 def refuse_blocking(name: str, shape: EnvironmentFunctions) -> None:
-    """Raise UnknownShape for an environment with a function that is not async, which nothing could stop."""
+    """Raise UnknownShape for an environment with a function that is not async, which nothing
+    could stop.
+    """
     if blocking := [function for function, call in shape.calls.items() if not is_async(call)]:
         raise UnknownShape(
-            f"{name}.{blocking[0]} is not async: environments.timeout needs environments.processes of at least 1, "
+            f"{name}.{blocking[0]} is not async: environments.timeout needs environments.processes "
+            "of at least 1, "
             "since a function in the worker itself cannot be stopped"
         )

@@ -1,4 +1,6 @@
-"""A session: the episodes of one step on one worker, their turns, their tools, and their end whatever happens."""
+"""A session: the episodes of one step on one worker, their turns, their tools, and their end
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from typing import Any
 from siirl_dask.environments.answers import cut, reason_of
 from siirl_dask.environments.event_loop import EventLoop
 from siirl_dask.environments.places import EnvironmentHost
-from siirl_dask.environments.protocol import Action, Answer, Failure, Lost, OnAnswer, Opening, Step, ToolCalls
+from siirl_dask.environments.protocol import (
+    Action,
+    Answer,
+    Failure,
+    Lost,
+    OnAnswer,
+    Opening,
+    Step,
+    ToolCalls,
+)
 from siirl_dask.environments.room import ONLY, Opened
 from siirl_dask.environments.tools import Call, CallParser, Schema, observation_of, schemas_by_name
 from siirl_dask.errors import ConfigError
@@ -24,7 +35,9 @@ from siirl_dask.errors import ConfigError
 logger = logging.getLogger("siirl_dask.environments")
 
 PATIENCE = 5.0  # seconds for calls under way, and for close(), when a session is left
-_LEAST = 64  # bytes of a result for which no room is left: what the word takes that says that it was cut
+_LEAST = (
+    64  # bytes of a result for which no room is left: what the word takes that says that it was cut
+)
 
 
 class Tally:
@@ -58,7 +71,8 @@ class SessionRules:
 
     place: EnvironmentHost
     names: Sequence[str]
-    """Names of the environments: ``ONLY`` alone where there is one, none where there are tools alone."""
+    """Names of the environments: ``ONLY`` alone where there is one, none where there are tools
+    alone."""
     name_column: str
     columns: Sequence[str]
     """Columns that ``reset`` gets."""
@@ -75,7 +89,8 @@ class SessionRules:
     progress: Callable[[], None]
     tally: Tally = field(default_factory=Tally)
     keys: Iterator[int] = field(default_factory=count)
-    """Numbers for the place, so that an environment that is still closing is never taken for another one."""
+    """Numbers for the place, so that an environment that is still closing is never taken for
+    another one."""
 
 
 @dataclass(slots=True)
@@ -97,7 +112,9 @@ class _Episode:
 
 
 class WorkerSession:
-    """A Session whose calls are made on ``loop``. All but the methods of the protocol belongs to the loop's thread."""
+    """A Session whose calls are made on ``loop``. All but the methods of the protocol belongs to
+    the loop's thread.
+    """
 
     def __init__(self, rules: SessionRules, loop: EventLoop, on_answer: OnAnswer) -> None:
         self._rules = rules
@@ -110,7 +127,9 @@ class WorkerSession:
         self._broken: BaseException | None = None
 
     def reset(self, episode: int, row: Mapping[str, Any], seed: int) -> None:
-        """Make the episode's environment and reset it with the columns of its row. Answers Opening or Failure."""
+        """Make the episode's environment and reset it with the columns of its row. Answers
+        Opening or Failure.
+        """
         self._loop.tell(self._begin, episode, self._reset, row, seed)
 
     def step(self, episode: int, action: Action) -> None:
@@ -125,16 +144,23 @@ class WorkerSession:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        """Close what is open, for a few seconds; then end the processes of calls that are still under way."""
+        """Close what is open, for a few seconds; then end the processes of calls that are still
+        under way.
+        """
         leaving = self._loop.run(self._leave())
         with suppress(FutureTimeout):  # the loop hangs in a user's coroutine that blocks it
             leaving.result(2 * PATIENCE)
         if self._broken is not None and error is None:
             raise self._broken
 
-    def _begin(self, number: int, call: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> None:
+    def _begin(
+        self, number: int, call: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any
+    ) -> None:
         if self._left:
             return
         episode = self._episodes.get(number)
@@ -143,10 +169,14 @@ class WorkerSession:
         assert episode.task is None, f"episode {number} has a call under way"
         episode.task = asyncio.create_task(self._answer(number, episode, call(episode, *arguments)))
 
-    async def _answer(self, number: int, episode: _Episode, call: Coroutine[Any, Any, Answer]) -> None:
+    async def _answer(
+        self, number: int, episode: _Episode, call: Coroutine[Any, Any, Answer]
+    ) -> None:
         try:
             answer = await call
-        except Exception as error:  # nothing of an environment comes this way; a caller that waits must hear of it
+        except (
+            Exception
+        ) as error:  # nothing of an environment comes this way; a caller that waits must hear of it
             logger.exception("a call of episode %d", number)
             answer = Failure(reason_of(error))
         episode.task = None
@@ -170,7 +200,10 @@ class WorkerSession:
         else:
             name = ONLY if list(rules.names) == [ONLY] else str(row.get(rules.name_column))
             if name not in rules.names:
-                return Failure(f"its column {rules.name_column!r} is {name!r}: expected one of {list(rules.names)}")
+                return Failure(
+                    f"its column {rules.name_column!r} is {name!r}: expected one of "
+                    f"{list(rules.names)}"
+                )
             given = {column: row[column] for column in rules.columns if column in row}
             opened = await rules.place.open(episode.key, name, given, seed)
         if isinstance(opened, Failure):
@@ -213,7 +246,9 @@ class WorkerSession:
                 name = call.name
                 given = await self._call(episode.key if call.name in own else None, call)
                 self._rules.tally.add(given)
-                lost = isinstance(given, Lost) or (name in own and not self._rules.place.holds(episode.key))
+                lost = isinstance(given, Lost) or (
+                    name in own and not self._rules.place.holds(episode.key)
+                )
                 if isinstance(given, Failure) and (lost or not self._rules.errors_are_text):
                     return Failure(f"its tool {name} {given.reason}")
                 result = f"error: {name} {given.reason}" if isinstance(given, Failure) else given
@@ -228,7 +263,9 @@ class WorkerSession:
         return await self._rules.place.use(key, call.name, call.arguments)
 
     async def _rewarded(self, episode: _Episode, answer: Step) -> Answer:
-        """Add to a turn's reward what ``get_reward`` has risen by: the sum over the turns is its last value."""
+        """Add to a turn's reward what ``get_reward`` has risen by: the sum over the turns is its
+        last value.
+        """
         reward = await self._rules.place.reward(episode.key)
         if isinstance(reward, Failure):
             return reward
@@ -252,8 +289,13 @@ class WorkerSession:
         if not episode.admitted:
             return
         try:
-            if self._rules.names and (failure := await self._rules.place.close(episode.key)) is not None:
-                logger.warning("the environment of episode %d could not be closed: %s", number, failure.reason)
+            if (
+                self._rules.names
+                and (failure := await self._rules.place.close(episode.key)) is not None
+            ):
+                logger.warning(
+                    "the environment of episode %d could not be closed: %s", number, failure.reason
+                )
         finally:
             if self._room is not None:
                 self._room.release()
@@ -265,7 +307,9 @@ class WorkerSession:
         if self._closing:
             await asyncio.wait(self._closing, timeout=PATIENCE)
         if self._closing:
-            logger.warning("%d environments did not close within %g s", len(self._closing), PATIENCE)
+            logger.warning(
+                "%d environments did not close within %g s", len(self._closing), PATIENCE
+            )
             self._rules.place.abandon()
             if self._closing:
                 await asyncio.wait(self._closing, timeout=PATIENCE / 2)

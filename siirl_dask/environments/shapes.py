@@ -1,11 +1,13 @@
-"""Recognises what kind of object an environment is by its methods, without importing anybody's library.
+"""Recognises what kind of object an environment is by its methods, without importing anybody's
+library.
 
     its own            reset(row, seed), step(text)
     tools with state   reset(**row) -> str | None, and documented methods: TRL's ``environment_factory``
     gymnasium          reset(seed=, options=) -> (observation, info), step(action) -> five values
     skyrl-gym          init(prompt) -> (messages, info), step(text) -> a dict
 
-Beside them each may have ``close()``, ``get_reward()`` and ``tools``, the names of its methods that are tools.
+Beside them each may have ``close()``, ``get_reward()`` and ``tools``, the names of its methods that
+are tools.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class UnknownShape(UserError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFunctions:
-    """The functions of one environment, each sync or async; what they return is read by ``answers``."""
+    """The functions of one environment, each sync or async; what they return is read by
+    ``answers``.
+    """
 
     reset: Callable[[Mapping[str, Any], int], Any]
     """Called with the row's columns and a seed."""
@@ -53,11 +57,14 @@ class EnvironmentFunctions:
 def is_async(function: Callable[..., Any] | None) -> bool:
     """Return whether a call of the function gives a coroutine."""
     function = function.func if isinstance(function, partial) else function
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 def shape_of(thing: object) -> EnvironmentFunctions:
-    """Return the shape of an environment, or of a class of environments, whose methods then want a ``self``.
+    """Return the shape of an environment, or of a class of environments, whose methods then want a
+    ``self``.
 
     UnknownShape for anything else, with what is missing.
     """
@@ -67,37 +74,61 @@ def shape_of(thing: object) -> EnvironmentFunctions:
     if not callable(reset):
         begin = getattr(thing, "init", None)
         if not (callable(begin) and callable(step)):
-            raise UnknownShape(f"{_name(thing)} has no reset: expected reset(row, seed) and step(text), or tools")
+            raise UnknownShape(
+                f"{_name(thing)} has no reset: expected reset(row, seed) and step(text), or tools"
+            )
         return EnvironmentFunctions(_bound(_init, begin), step, _listed_tools(thing), **common)
     names = _parameters(reset)
     if [name.lstrip("_") for name in names][:2] == ["row", "seed"]:
         tools = _listed_tools(thing) if step or hasattr(thing, "tools") else _documented(thing)
         return _checked(thing, EnvironmentFunctions(reset, step, tools, **common))
-    if getattr(thing, "action_space", None) is not None or (names and set(names) <= {"seed", "options"}):
+    if getattr(thing, "action_space", None) is not None or (
+        names and set(names) <= {"seed", "options"}
+    ):
         numbered = _gym_step(thing, step) if callable(step) else None
         return _checked(
-            thing, EnvironmentFunctions(_bound(_gym_reset, reset), numbered, _listed_tools(thing), **common)
+            thing,
+            EnvironmentFunctions(
+                _bound(_gym_reset, reset), numbered, _listed_tools(thing), **common
+            ),
         )
-    if callable(step) and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
-        raise UnknownShape(f"{_name(thing)}.reset takes ({', '.join(names)}): expected reset(row, seed)")
+    if callable(step) and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()
+    ):
+        raise UnknownShape(
+            f"{_name(thing)}.reset takes ({', '.join(names)}): expected reset(row, seed)"
+        )
     tools = _documented(thing)
     return _checked(
-        thing, EnvironmentFunctions(_bound(_reset_by_name, reset), None if "step" in tools else step, tools, **common)
+        thing,
+        EnvironmentFunctions(
+            _bound(_reset_by_name, reset), None if "step" in tools else step, tools, **common
+        ),
     )
 
 
 def _checked(thing: object, shape: EnvironmentFunctions) -> EnvironmentFunctions:
     if not callable(shape.step) and not shape.tools:
-        raise UnknownShape(f"{_name(thing)} has neither a step nor a documented method: expected one of them")
+        raise UnknownShape(
+            f"{_name(thing)} has neither a step nor a documented method: expected one of them"
+        )
     return shape
 
 
 def make(factory: Callable[..., Any], row: Mapping[str, Any]) -> Any:
-    """Make an environment. What skyrl-gym's classes ask for they get: the row as ``extras``, and an empty config."""
+    """Make an environment. What skyrl-gym's classes ask for they get: the row as ``extras``, and
+    an empty config.
+    """
     parameters = _parameters(factory)
     wanted: dict[str, Any] = {"extras": dict(row), "env_config": {}}
     bound = factory.keywords if isinstance(factory, partial) else {}
-    return factory(**{name: value for name, value in wanted.items() if name in parameters and name not in bound})
+    return factory(
+        **{
+            name: value
+            for name, value in wanted.items()
+            if name in parameters and name not in bound
+        }
+    )
 
 
 def _name(thing: object) -> str:
@@ -127,11 +158,23 @@ def _documented(thing: object) -> dict[str, Callable[..., Any]]:
 
     A ``step`` is one of them, as it would be for TRL, if its argument has a type.
     """
-    kind = thing if isinstance(thing, type) else type(thing)  # members of an instance would evaluate its properties
+    kind = (
+        thing if isinstance(thing, type) else type(thing)
+    )  # members of an instance would evaluate its properties
     methods = dict(inspect.getmembers(kind, inspect.isfunction))
-    public = [name for name, method in methods.items() if not name.startswith("_") and method.__doc__]
-    typed = [name for name in public if any(p.annotation is not p.empty for p in _parameters(methods[name]).values())]
-    return {name: getattr(thing, name) for name in public if name not in _NO_TOOLS or name in {*typed} & {"step"}}
+    public = [
+        name for name, method in methods.items() if not name.startswith("_") and method.__doc__
+    ]
+    typed = [
+        name
+        for name in public
+        if any(p.annotation is not p.empty for p in _parameters(methods[name]).values())
+    ]
+    return {
+        name: getattr(thing, name)
+        for name in public
+        if name not in _NO_TOOLS or name in {*typed} & {"step"}
+    }
 
 
 def _bound(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +189,9 @@ def _bound(call: Callable[..., Any], function: Callable[..., Any]) -> Callable[.
 
 
 def _reset_by_name(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
-    """Reset TRL's way: with the row's columns by name. A text that it returns follows the row's prompt."""
+    """Reset TRL's way: with the row's columns by name. A text that it returns follows the row's
+    prompt.
+    """
     parameters = _parameters(reset)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     named = {name: value for name, value in row.items() if takes_all or name in parameters}
@@ -171,7 +216,9 @@ def _gym_reset(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> 
 
 
 def _gym_step(env: Any, step: Callable[..., Any]) -> Callable[[str], Any]:
-    """Return a step that takes a text: as it is, or as the last number in it. UnknownShape for other actions."""
+    """Return a step that takes a text: as it is, or as the last number in it. UnknownShape for
+    other actions.
+    """
     space = getattr(env, "action_space", None)
     kind = type(space).__name__
     if isinstance(env, type) or space is None or kind == "Text":

@@ -1,4 +1,6 @@
-"""Images: read safely, and made into pixels by the one processor that engines and trainers share."""
+"""Images: read safely, and made into pixels by the one processor that engines and trainers
+share.
+"""
 
 from __future__ import annotations
 

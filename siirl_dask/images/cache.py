@@ -17,7 +17,9 @@ class BoundedCache:
     """
 
     def __init__(self, max_bytes: int, beside: BoundedCache | None = None) -> None:
-        """Whenever a value is added, ``max_bytes`` are for all here and in the cache ``beside`` this one."""
+        """Whenever a value is added, ``max_bytes`` are for all here and in the cache ``beside``
+        this one.
+        """
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._beside = beside
@@ -30,7 +32,8 @@ class BoundedCache:
         return self._nbytes
 
     def get(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
-        """Return the value of ``key``; where there is none, ``make`` it, and keep it with the bytes that ``size`` says.
+        """Return the value of ``key``; where there is none, ``make`` it, and keep it with the bytes
+        that ``size`` says.
 
         A value of more bytes than all may have is not kept. A key stands for values of one type.
         """

@@ -17,7 +17,8 @@ class ImageFamily:
     """One kind of model, by the names that transformers gives its parts."""
 
     placeholder: str
-    """Text that stands for an image in a prompt that is a string; in chats the template writes it."""
+    """Text that stands for an image in a prompt that is a string; in chats the template writes
+    it."""
     tower: str
     """Module of the visual tower, with what maps its output to the width of the text."""
     positions: str
@@ -42,14 +43,19 @@ FAMILIES: Mapping[str, ImageFamily] = {
 
 
 def family_of(config: Mapping[str, Any], path: str) -> ImageFamily:
-    """Return the family of a model by its config.json. ConfigError where it has no images, or is of another one."""
+    """Return the family of a model by its config.json. ConfigError where it has no images, or is
+    of another one.
+    """
     kind = str(config.get("model_type"))
     if kind in FAMILIES:
         return FAMILIES[kind]
     known = ", ".join(FAMILIES)
     if "vision_config" not in config:
         raise ConfigError(
-            f"model.path={path!r} is a {kind!r}, which sees no images, and images.column is set: expected a model of "
+            f"model.path={path!r} is a {kind!r}, which sees no images, and images.column is set: "
+            "expected a model of "
             f"{known}, or images.column=null"
         )
-    raise ConfigError(f"model.path={path!r} is a {kind!r}: of models that see images expected one of {known}")
+    raise ConfigError(
+        f"model.path={path!r} is a {kind!r}: of models that see images expected one of {known}"
+    )

@@ -1,4 +1,6 @@
-"""An image as a row holds it, bytes or a URL, and the column of images in the layouts that datasets have."""
+"""An image as a row holds it, bytes or a URL, and the column of images in the layouts that
+datasets have.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from siirl_dask.schema import IMAGES, TYPES
 _DATA = "bytes"  # name of a field, as in the feature Image of `datasets`
 _PATH = "path"
 _ENTRY = TYPES[IMAGES].value_type
-_EXPECTED = "bytes, a URL, a struct of bytes and path (the feature Image of `datasets`), or a list of one of these"
+_EXPECTED = (
+    "bytes, a URL, a struct of bytes and path (the feature Image of `datasets`), or a list of one "
+    "of these"
+)
 
 
 @dataclass(frozen=True)
@@ -34,16 +39,22 @@ class Image:
     def key(self) -> str:
         """Digest of the bytes; of an image that has none, of its URL."""
         return (
-            sha256(self.data).hexdigest() if self.data is not None else sha256(f"url {self.path}".encode()).hexdigest()
+            sha256(self.data).hexdigest()
+            if self.data is not None
+            else sha256(f"url {self.path}".encode()).hexdigest()
         )
 
 
 def images_of(value: Sequence[Mapping[str, Any] | None] | None) -> tuple[Image, ...]:
-    """Return a row's images, from its value in a column that ``normalised`` gave. ImageError for an entry of nulls."""
+    """Return a row's images, from its value in a column that ``normalised`` gave. ImageError for
+    an entry of nulls.
+    """
     images = []
     for number, entry in enumerate(value or (), 1):
         if entry is None or (entry[_DATA] is None and entry[_PATH] is None):
-            raise ImageError(f"image {number} of {len(value or ())} is null: expected its bytes or its path")
+            raise ImageError(
+                f"image {number} of {len(value or ())} is null: expected its bytes or its path"
+            )
         images.append(Image(entry[_DATA], None if entry[_DATA] is not None else entry[_PATH]))
     return tuple(images)
 
@@ -65,10 +76,12 @@ def check_layout(kind: pa.DataType, subject: str) -> None:
 
 
 def normalised(column: pa.ChunkedArray, name: str = IMAGES) -> pa.ChunkedArray:
-    """Return a dataset's column of images as the data plane holds it: a list of ``{bytes, path}`` in each row.
+    """Return a dataset's column of images as the data plane holds it: a list of ``{bytes, path}``
+    in each row.
 
-    An image that has both loses its path; a null row becomes an empty list, and null entries stay null. ``name`` is the
-    column's name in the dataset, for the DataError that a column of another type raises.
+    An image that has both loses its path; a null row becomes an empty list, and null entries stay
+    null. ``name`` is the column's name in the dataset, for the DataError that a column of another
+    type raises.
     """
     check_layout(column.type, f"column {name!r}")
     return pa.chunked_array([_listed(chunk) for chunk in column.chunks], TYPES[IMAGES])
@@ -108,7 +121,9 @@ def _entries(array: pa.Array) -> pa.Array:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -1,4 +1,6 @@
-"""Prompts that say where images stand: ``<image>`` in a text, or ``{type: image}`` in a chat message's content."""
+"""Prompts that say where images stand: ``<image>`` in a text, or ``{type: image}`` in a chat
+message's content.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,23 @@ from siirl_dask.errors import ImageError
 
 MARK = "<image>"
 """Stands for an image in the text of a prompt, as in the datasets of verl, siiRL and EasyR1."""
-_OWN = ("image", "image_url", "url", "base64", "path")  # keys under which an entry of a message's content has its image
+_OWN = (
+    "image",
+    "image_url",
+    "url",
+    "base64",
+    "path",
+)  # keys under which an entry of a message's content has its image
 
 
-def marked(prompt: str | Sequence[Mapping[str, Any]], placeholder: str) -> str | list[dict[str, Any]]:
+def marked(
+    prompt: str | Sequence[Mapping[str, Any]], placeholder: str
+) -> str | list[dict[str, Any]]:
     """Return a prompt as the tokenizer takes it, with one placeholder an image.
 
-    ``<image>`` in a string becomes ``placeholder``. In chats a message's text becomes a list of texts and images, which
-    the chat template writes as the model knows them. ImageError for an entry that is neither, or has its own image.
+    ``<image>`` in a string becomes ``placeholder``. In chats a message's text becomes a list of
+    texts and images, which the chat template writes as the model knows them. ImageError for an
+    entry that is neither, or has its own image.
     """
     if isinstance(prompt, str):
         return prompt.replace(MARK, placeholder)
@@ -41,17 +52,27 @@ def _cut(text: str) -> list[dict[str, Any]]:
 
 
 def _entry(entry: object) -> list[dict[str, Any]]:
-    """Return an entry of a content list without its nulls: Arrow gives each entry of a list the keys of all."""
+    """Return an entry of a content list without its nulls: Arrow gives each entry of a list the
+    keys of all.
+    """
     if isinstance(entry, str):
         return _cut(entry)
-    kept = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, Mapping) else {}
+    kept = (
+        {key: value for key, value in entry.items() if value is not None}
+        if isinstance(entry, Mapping)
+        else {}
+    )
     if kept.get("type") == "text" and isinstance(kept.get("text"), str):
         return _cut(kept["text"])
     if kept.get("type") == "image":
         if own := [key for key in _OWN if key in kept]:
             raise ImageError(
-                f"a message's content has an image of its own, under {own[0]!r}: expected {{type: image}} alone, and "
+                f"a message's content has an image of its own, under {own[0]!r}: expected {{type: "
+                f"image}} alone, and "
                 "the images in the column that images.column names"
             )
         return [{"type": "image"}]
-    raise ImageError(f"a message's content has {entry!r:.100}: expected {{type: text, text: ...}} or {{type: image}}")
+    raise ImageError(
+        f"a message's content has {entry!r:.100}: expected {{type: text, text: ...}} or {{type: "
+        f"image}}"
+    )

@@ -1,4 +1,5 @@
-"""Reads image files that nobody has checked: sizes from headers, bounded bytes and pixels, every mode as RGB.
+"""Reads image files that nobody has checked: sizes from headers, bounded bytes and pixels, every
+mode as RGB.
 
 Errors say what is wrong with the file; the caller knows which image of which row it is.
 """
@@ -22,7 +23,9 @@ from siirl_dask.errors import ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Formats that are read, by Pillow's names. Others have decoders that few files test."""
-_SAID = 200  # characters of a URL, which may hold the image itself, and of a message, which may hold what a server sent
+# characters of a URL, which may hold the image itself, and of a message, which may hold what a
+# server sent
+_SAID = 200
 _LISTED = "JPEG, PNG, WebP, GIF or BMP"
 _ORIENTATION = 0x0112  # tag of EXIF
 _TURNS = {
@@ -38,7 +41,8 @@ _SIDEWAYS = (5, 6, 7, 8)  # values of the orientation that swap width and height
 
 
 def size_of(data: bytes, max_pixels: int) -> tuple[int, int]:
-    """Return width and height as they are shown, after the rotation that EXIF asks for, from the header alone.
+    """Return width and height as they are shown, after the rotation that EXIF asks for, from the
+    header alone.
 
     Raises:
         ImageError: no image of a known format, or one of more than ``max_pixels`` pixels.
@@ -51,11 +55,14 @@ def size_of(data: bytes, max_pixels: int) -> tuple[int, int]:
 def format_of(data: bytes, max_pixels: int) -> str:
     """Return the file's format, one of ``FORMATS``. ImageError as of ``size_of``."""
     with _opened(data, max_pixels) as picture:
-        return "JPEG" if picture.format == "MPO" else str(picture.format)  # one that a camera wrote with a preview
+        return (
+            "JPEG" if picture.format == "MPO" else str(picture.format)
+        )  # one that a camera wrote with a preview
 
 
 def decode(data: bytes, max_pixels: int) -> pil.Image:
-    """Return the picture in RGB, rotated as EXIF asks: the first one of an animation, on white where it is transparent.
+    """Return the picture in RGB, rotated as EXIF asks: the first one of an animation, on white
+    where it is transparent.
 
     Raises:
         ImageError: as of ``size_of``, and for a file that is cut off or damaged.
@@ -68,13 +75,17 @@ def decode(data: bytes, max_pixels: int) -> pil.Image:
 
 
 def located(path: str, folder: str | None) -> str:
-    """Return the URL of an image's path; relative ones begin in ``folder``. ImageError for an unusable one."""
+    """Return the URL of an image's path; relative ones begin in ``folder``. ImageError for an
+    unusable one.
+    """
     if not path:
         raise ImageError("its path is empty")
     if path.startswith(("/", "data:")) or "://" in path or "::" in path:
         return path
     if folder is None:
-        raise ImageError(f"its path {_short(path)} is relative: set images.folder to where such paths begin")
+        raise ImageError(
+            f"its path {_short(path)} is relative: set images.folder to where such paths begin"
+        )
     return join(folder, path)
 
 
@@ -82,7 +93,8 @@ def fetch(url: str, *, max_bytes: int, timeout: float) -> bytes:
     """Return the file at a local path or any fsspec URL.
 
     Raises:
-        ImageError: it cannot be read, has more than ``max_bytes`` bytes, or does not come within ``timeout`` seconds.
+        ImageError: it cannot be read, has more than ``max_bytes`` bytes, or does not come within
+            ``timeout`` seconds.
     """
     answer: SimpleQueue[bytes | Exception] = SimpleQueue()
     deadline = time.monotonic() + timeout
@@ -95,21 +107,29 @@ def fetch(url: str, *, max_bytes: int, timeout: float) -> bytes:
         except Exception as error:  # stores raise anything from OSError to errors of their own
             answer.put(error)
 
-    Thread(target=read, name="siirl-image", daemon=True).start()  # one that hangs must not keep the process from ending
+    Thread(
+        target=read, name="siirl-image", daemon=True
+    ).start()  # one that hangs must not keep the process from ending
     try:
         got = answer.get(timeout=timeout)
     except Empty:
-        raise ImageError(f"{_short(url)} did not come within images.timeout={timeout:g} seconds") from None
+        raise ImageError(
+            f"{_short(url)} did not come within images.timeout={timeout:g} seconds"
+        ) from None
     if isinstance(got, Exception):
-        raise ImageError(f"{_short(url)} cannot be read: {type(got).__name__}: {str(got)[:_SAID]}") from got
+        raise ImageError(
+            f"{_short(url)} cannot be read: {type(got).__name__}: {str(got)[:_SAID]}"
+        ) from got
     check_bytes(got, max_bytes, _short(url))
     return got
 
 
 def _read_up_to(file: IO[bytes], most: int, deadline: float) -> bytes:
-    """Read a file to its end or up to ``most`` bytes, whatever the store says of its size, which may be untrue.
+    """Read a file to its end or up to ``most`` bytes, whatever the store says of its size, which
+    may be untrue.
 
-    Of a server that tells no size one read gives what has come. TimeoutError at ``deadline``, for one that never ends.
+    Of a server that tells no size one read gives what has come. TimeoutError at ``deadline``, for
+    one that never ends.
     """
     parts: list[bytes] = []
     left = most
@@ -132,7 +152,8 @@ def check_bytes(data: bytes, max_bytes: int, subject: str) -> None:
     if len(data) > max_bytes:
         more = "more than " if len(data) == max_bytes + 1 else ""
         raise ImageError(
-            f"{subject} has {more}{len(data) - bool(more):,} bytes: expected at most {max_bytes:,} (images.max_bytes)"
+            f"{subject} has {more}{len(data) - bool(more):,} bytes: expected at most {max_bytes:,} "
+            "(images.max_bytes)"
         )
 
 
@@ -155,15 +176,23 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[pil.Image]:
     except UnidentifiedImageError:
         raise ImageError(f"it is no {_LISTED}: it begins with {data[:12]!r}") from None
     except pil.DecompressionBombError as error:
-        raise ImageError(f"it has too many pixels (images.max_source_pixels={max_pixels:,}): {error}") from None
-    except Exception as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
-        raise ImageError(f"it is damaged or cut off: {type(error).__name__}: {str(error)[:_SAID]}") from error
+        raise ImageError(
+            f"it has too many pixels (images.max_source_pixels={max_pixels:,}): {error}"
+        ) from None
+    except (
+        Exception
+    ) as error:  # decoders raise OSError, SyntaxError, ValueError, struct.error and more
+        raise ImageError(
+            f"it is damaged or cut off: {type(error).__name__}: {str(error)[:_SAID]}"
+        ) from error
 
 
 def _orientation(picture: pil.Image) -> int:
-    """Return the orientation by EXIF data before the pixels, 1 without: Pillow decodes a PNG to find those behind.
+    """Return the orientation by EXIF data before the pixels, 1 without: Pillow decodes a PNG to
+    find those behind.
 
-    Data that cannot be read say nothing of it: cameras and editors write such, and the pixels are whole.
+    Data that cannot be read say nothing of it: cameras and editors write such, and the pixels are
+    whole.
     """
     if picture.format == "PNG" and "exif" not in picture.info:
         return 1
@@ -176,8 +205,12 @@ def _orientation(picture: pil.Image) -> int:
 def _as_rgb(picture: pil.Image) -> pil.Image:
     if picture.mode == "RGB":
         return picture.copy() if picture.readonly else picture
-    if picture.mode.startswith(("I", "F")):  # 16 bits a pixel, which Pillow's own conversion would cut at 255
-        return pil.fromarray((np.asarray(picture).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if picture.mode.startswith(
+        ("I", "F")
+    ):  # 16 bits a pixel, which Pillow's own conversion would cut at 255
+        return pil.fromarray(
+            (np.asarray(picture).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)
+        ).convert("RGB")
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         ground = pil.new("RGBA", picture.size, "white")

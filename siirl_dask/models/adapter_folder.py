@@ -1,7 +1,7 @@
 """Reads folders with adapters in peft's format, with which a policy begins (``trainer.lora.path``).
 
-A folder may come from anybody: nothing in it is unpickled, its config is read up to 1 MiB, and its tensors are read
-when their names and shapes are those that the policy has.
+A folder may come from anybody: nothing in it is unpickled, its config is read up to 1 MiB, and its
+tensors are read when their names and shapes are those that the policy has.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -> None:
-    """Raise ConfigError unless ``lora.path`` holds adapters of ``lora.rank`` and ``lora.alpha`` for the model ``base``.
+    """Raise ConfigError unless ``lora.path`` holds adapters of ``lora.rank`` and ``lora.alpha`` for
+    the model ``base``.
 
-    ``expected`` has the shapes of the policy's adapters, by name; None where they are not known yet.
+    ``expected`` has the shapes of the policy's adapters, by name; None where they are not known
+    yet.
     """
     assert lora.path is not None
     subject = _subject(lora)
@@ -60,7 +62,8 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
     for key, name, wanted in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha)):
         if config.get(key) != wanted:
             raise ConfigError(
-                f"{subject}: its adapters have {key}={config.get(key)!r}, and trainer.lora.{name} is {wanted}; give "
+                f"{subject}: its adapters have {key}={config.get(key)!r}, and trainer.lora.{name} "
+                f"is {wanted}; give "
                 "the same"
             )
     unknown = [f"{name}={config[name]!r}" for name in _UNKNOWN_OPTIONS if config.get(name)]
@@ -69,7 +72,9 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
     if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
         unknown.append(f"init_lora_weights={config['init_lora_weights']!r}")
     if unknown:
-        raise ConfigError(f"{subject}: {CONFIG} has {', '.join(unknown)}, which adapters here do not have")
+        raise ConfigError(
+            f"{subject}: {CONFIG} has {', '.join(unknown)}, which adapters here do not have"
+        )
     check_same_base(config.get("base_model_name_or_path"), base, subject)
     if expected is not None:
         _check_shapes(_shapes(lora), expected, subject)
@@ -78,7 +83,8 @@ def check_adapter_folder(lora: LoraConfig, base: str, expected: Shapes | None) -
 def check_same_base(named: object, base: str, subject: str) -> None:
     """Raise ConfigError where adapters were trained on a model of another config than ``base``.
 
-    ``named`` is where that model was: nothing is said where it cannot be read, as with a name of the hub.
+    ``named`` is where that model was: nothing is said where it cannot be read, as with a name of
+    the hub.
     """
     if not isinstance(named, str) or named == base or not ("://" in named or Path(named).is_dir()):
         return
@@ -93,14 +99,15 @@ def check_same_base(named: object, base: str, subject: str) -> None:
     differing = sorted(key for key in keys if trained_on.get(key) != model.get(key))
     if differing:
         raise ConfigError(
-            f"{subject}: its adapters were trained on another model, {named!r}, which differs from model.path={base!r} "
+            f"{subject}: its adapters were trained on another model, {named!r}, which differs from "
+            f"model.path={base!r} "
             f"in {', '.join(differing[:5])} of config.json; expected adapters of the same base"
         )
 
 
 def read_adapters(lora: LoraConfig, expected: Shapes) -> dict[str, Tensor]:
-    """Return the tensors of the folder ``lora.path`` by their names in the policy. ConfigError, by name, unless they
-    are those that are ``expected``.
+    """Return the tensors of the folder ``lora.path`` by their names in the policy. ConfigError, by
+    name, unless they are those that are ``expected``.
     """
     from safetensors.torch import load
 
@@ -113,12 +120,16 @@ def read_adapters(lora: LoraConfig, expected: Shapes) -> dict[str, Tensor]:
         most = _HEADER + _LARGEST_NUMBER * sum(map(prod, expected.values()))
         nbytes = int(fs.info(path)["size"])
         if nbytes > most:
-            raise ConfigError(f"{subject}: {WEIGHTS} has {nbytes} bytes, and its adapters take {most} at most")
+            raise ConfigError(
+                f"{subject}: {WEIGHTS} has {nbytes} bytes, and its adapters take {most} at most"
+            )
         tensors = load(fs.cat_file(path))
     except ConfigError:
         raise
     except Exception as error:  # drivers of remote storage, and safetensors, raise what they like
-        raise ConfigError(f"{subject}: {WEIGHTS} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{subject}: {WEIGHTS} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -127,16 +138,22 @@ def _subject(lora: LoraConfig) -> str:
 
 
 def _read_config(lora: LoraConfig) -> dict[str, Any]:
-    """Return the folder's config. ConfigError where there is none, or where its adapters are pickled."""
+    """Return the folder's config. ConfigError where there is none, or where its adapters are
+    pickled.
+    """
     subject = _subject(lora)
     try:
         fs, folder = open_fs(str(lora.path))
         names = {str(name).rstrip("/").rpartition("/")[2] for name in _listed(fs, folder)}
         if CONFIG in names and WEIGHTS not in names and _PICKLED in names:
-            raise ConfigError(f"{subject}: its adapters are pickled ({_PICKLED}), which is not read; save {WEIGHTS}")
+            raise ConfigError(
+                f"{subject}: its adapters are pickled ({_PICKLED}), which is not read; save "
+                f"{WEIGHTS}"
+            )
         if missing := [name for name in (CONFIG, WEIGHTS) if name not in names]:
             raise ConfigError(
-                f"{subject}: there is no {missing[0]}; expected a folder as peft or `siirl-dask export --adapter` "
+                f"{subject}: there is no {missing[0]}; expected a folder as peft or `siirl-dask "
+                "export --adapter` "
                 "writes it, or RUN or RUN@STEP of a run with adapters"
             )
         with fs.open(f"{folder}/{CONFIG}", "rb") as file:
@@ -148,8 +165,12 @@ def _read_config(lora: LoraConfig) -> dict[str, Any]:
         raise
     except StorageError as error:
         raise ConfigError(f"{subject}: {error}") from error
-    except Exception as error:  # drivers of remote storage raise what they like, and so does what is no JSON
-        raise ConfigError(f"{subject}: {CONFIG} cannot be read: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # drivers of remote storage raise what they like, and so does what is no JSON
+        raise ConfigError(
+            f"{subject}: {CONFIG} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{subject}: {CONFIG} is no mapping")
     return config
@@ -171,9 +192,17 @@ def _shapes(lora: LoraConfig) -> Shapes:
 def _check_shapes(found: Shapes, expected: Shapes, subject: str) -> None:
     hint = "; are trainer.lora.targets those that the adapters were trained with?"
     if missing := sorted(expected.keys() - found.keys()):
-        raise ConfigError(f"{subject}: it lacks {len(missing)} of the policy's adapters, such as {missing[0]}{hint}")
+        raise ConfigError(
+            f"{subject}: it lacks {len(missing)} of the policy's adapters, such as "
+            f"{missing[0]}{hint}"
+        )
     if extra := sorted(found.keys() - expected.keys()):
-        raise ConfigError(f"{subject}: it has {len(extra)} tensors that the policy has not, such as {extra[0]}{hint}")
+        raise ConfigError(
+            f"{subject}: it has {len(extra)} tensors that the policy has not, such as "
+            f"{extra[0]}{hint}"
+        )
     for name, shape in expected.items():
         if found[name] != tuple(shape):
-            raise ConfigError(f"{subject}: {name} has shape {list(found[name])}; expected {list(shape)}")
+            raise ConfigError(
+                f"{subject}: {name} has shape {list(found[name])}; expected {list(shape)}"
+            )

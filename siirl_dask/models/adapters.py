@@ -1,5 +1,5 @@
-"""Adapters by name (LoRA, arXiv:2106.09685): ``q_proj.weight`` is changed by A in ``q_proj.lora_A.weight``, [rank, in],
-and B in ``q_proj.lora_B.weight``, [out, rank].
+"""Adapters by name (LoRA, arXiv:2106.09685): ``q_proj.weight`` is changed by A in
+``q_proj.lora_A.weight``, [rank, in], and B in ``q_proj.lora_B.weight``, [out, rank].
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def is_adapter(name: str) -> bool:
 
 
 def merge(weight: Tensor, adapter: Adapter, scaling: float) -> Tensor:
-    """Return ``weight + scaling * B A`` in float32, on the adapter's device. [out, in] -> [out, in]."""
+    """Return ``weight + scaling * B A`` in float32, on the adapter's device. [out, in] -> [out,
+    in].
+    """
     a, b = (half.to(torch.float32) for half in adapter)
     return torch.addmm(weight.to(b.device, torch.float32), b, a, alpha=scaling)
 
@@ -36,9 +38,11 @@ def merge(weight: Tensor, adapter: Adapter, scaling: float) -> Tensor:
 def pair(
     tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Sequence[int]], version: int
 ) -> dict[str, Adapter]:
-    """Return copies of the adapters by the name of the weight that each changes; ``shapes`` has those of all weights.
+    """Return copies of the adapters by the name of the weight that each changes; ``shapes`` has
+    those of all weights.
 
-    ValueError, naming what does not fit: an unknown weight, half an adapter, another shape, nothing at all.
+    ValueError, naming what does not fit: an unknown weight, half an adapter, another shape, nothing
+    at all.
     """
     halves: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -49,13 +53,17 @@ def pair(
     return {name: Adapter(found[A], found[B]) for name, found in halves.items()}
 
 
-def _wrong(halves: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def _wrong(
+    halves: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
     for name, found in halves.items():
         layer = name.removesuffix(WEIGHT)
         if name not in shapes:
             yield f"there is no weight {name!r}"
         elif missing := [end for end in (A, B) if end not in found]:
             yield f"{layer}{missing[0]} is missing"
-        elif [found[B].shape[0], found[A].shape[-1]] != list(shapes[name]) or found[A].shape[0] != found[B].shape[-1]:
+        elif [found[B].shape[0], found[A].shape[-1]] != list(shapes[name]) or found[A].shape[
+            0
+        ] != found[B].shape[-1]:
             given = f"{list(found[A].shape)} and {list(found[B].shape)}"
             yield f"{layer} has A and B of shapes {given} for a weight of {list(shapes[name])}"

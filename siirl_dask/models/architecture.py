@@ -1,7 +1,8 @@
-"""Reads a model's architecture, and the shapes of its parameters, from its ``config.json`` alone, without weights.
+"""Reads a model's architecture, and the shapes of its parameters, from its ``config.json`` alone,
+without weights.
 
-Shapes of the families that are trained most follow from arithmetic, which takes no time; those of others from
-transformers, on the meta device.
+Shapes of the families that are trained most follow from arithmetic, which takes no time; those of
+others from transformers, on the meta device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _TOWER_SIZES = {  # the same in the vision_config of a model that sees images
     "intermediate": "intermediate_size",
 }
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_QWEN3_HEAD = 128  # its width of a head where the config does not say; others divide the hidden width by the heads
+# its width of a head where the config does not say; others divide the hidden width by the heads
+_QWEN3_HEAD = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ class Tower:
 
 
 def read_tower(path: str) -> Tower | None:
-    """Read the tower of the model in a folder, on any fsspec URL; None for a model of text, without a ``config.json``,
-    and for a tower of another kind than the Qwen-VL models'. ConfigError if the file is damaged.
+    """Read the tower of the model in a folder, on any fsspec URL; None for a model of text, without
+    a ``config.json``, and for a tower of another kind than the Qwen-VL models'. ConfigError if the
+    file is damaged.
     """
     config = read_config(path)
     return None if config is None else understood(path, config, _tower)
@@ -100,17 +103,19 @@ def read_tower(path: str) -> Tower | None:
 def read_architecture(path: str) -> Architecture | None:
     """Read the architecture of the model in a folder, on any fsspec URL.
 
-    None without a ``config.json``, for a kind that transformers does not know, and for a model without such layers.
-    ConfigError if the file is damaged.
+    None without a ``config.json``, for a kind that transformers does not know, and for a model
+    without such layers. ConfigError if the file is damaged.
     """
     config = read_config(path)
     return None if config is None else understood(path, config, _architecture)
 
 
 def shapes_by_config(path: str) -> Shapes:
-    """Return name and shape of each parameter of the model that a folder's ``config.json`` describes, tied ones once.
+    """Return name and shape of each parameter of the model that a folder's ``config.json``
+    describes, tied ones once.
 
-    Empty without that file, and for what is no generating model that transformers knows. ConfigError if it is damaged.
+    Empty without that file, and for what is no generating model that transformers knows.
+    ConfigError if it is damaged.
     """
     config = read_config(path)
     if config is None:
@@ -135,12 +140,16 @@ def read_config(path: str) -> dict[str, Any] | None:
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__} where an object was expected")
     except ValueError as error:
-        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
+        raise ConfigError(
+            f"model.path={path!r}: its config.json cannot be read: {error}"
+        ) from error
     return config
 
 
 def _float_of_transformers(found: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as an object, as infinity; any other object as it is."""
+    """Return the number that transformers writes as an object, as infinity; any other object as
+    it is.
+    """
     if found.keys() == {"__float__"}:
         return float(found["__float__"])
     return found
@@ -150,8 +159,12 @@ def understood(path: str, config: Mapping[str, Any], take: Callable[[Mapping[str
     """Return ``take(config)``; ConfigError, by the model's path, for whatever it raises."""
     try:
         return take(config)
-    except Exception as error:  # transformers raises many kinds of errors for a config that it refuses
-        raise ConfigError(f"model.path={path!r}: its config.json cannot be read: {error}") from error
+    except (
+        Exception
+    ) as error:  # transformers raises many kinds of errors for a config that it refuses
+        raise ConfigError(
+            f"model.path={path!r}: its config.json cannot be read: {error}"
+        ) from error
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture | None:
@@ -170,27 +183,47 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
     normed = str(text.get("model_type", "")).startswith("qwen3")
     chosen = text.get("num_experts_per_tok")
     expert = text.get("moe_intermediate_size", sizes["intermediate"])
-    mixture = {"chosen": chosen, "expert": expert} if isinstance(chosen, int) and isinstance(expert, int) else {}
+    mixture = (
+        {"chosen": chosen, "expert": expert}
+        if isinstance(chosen, int) and isinstance(expert, int)
+        else {}
+    )
     return Architecture(**sizes, head_dim=int(head), tied=tied, normed_heads=normed, **mixture)
 
 
 def _tower(config: Mapping[str, Any]) -> Tower | None:
     vision = config.get("vision_config")
-    if isinstance(vision, Mapping) and vision.get("embed_dim"):  # Qwen2-VL: hidden_size is the width of its output
+    if isinstance(vision, Mapping) and vision.get(
+        "embed_dim"
+    ):  # Qwen2-VL: hidden_size is the width of its output
         width = _size(vision, "embed_dim")
-        vision = {**vision, "hidden_size": width, "intermediate_size": width * _size(vision, "mlp_ratio")}
-    if not isinstance(vision, Mapping) or not all(map(vision.get, (*_TOWER_SIZES.values(), "spatial_merge_size"))):
+        vision = {
+            **vision,
+            "hidden_size": width,
+            "intermediate_size": width * _size(vision, "mlp_ratio"),
+        }
+    if not isinstance(vision, Mapping) or not all(
+        map(vision.get, (*_TOWER_SIZES.values(), "spatial_merge_size"))
+    ):
         return None
     sizes = {field: _size(vision, key) for field, key in _TOWER_SIZES.items()}
     layers = Architecture(
-        **sizes, head_dim=sizes["hidden"] // sizes["heads"], vocabulary=0, tied=False, normed_heads=False
+        **sizes,
+        head_dim=sizes["hidden"] // sizes["heads"],
+        vocabulary=0,
+        tied=False,
+        normed_heads=False,
     )
     return Tower(layers, _size(vision, "spatial_merge_size") ** 2)
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if key == "intermediate_size" and isinstance(value, list) and all(isinstance(each, int) for each in value):
+    if (
+        key == "intermediate_size"
+        and isinstance(value, list)
+        and all(isinstance(each, int) for each in value)
+    ):
         value = max(value, default=0)  # Gemma 3n has one for each layer
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key} is {value!r}: expected a whole number of at least 1")
@@ -198,15 +231,22 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Let transformers complete a config that leaves sizes out or renames them; None for an unknown kind."""
+    """Let transformers complete a config that leaves sizes out or renames them; None for an
+    unknown kind.
+    """
     from transformers import CONFIG_MAPPING  # takes two seconds, and most configs do without
 
     if config.get("model_type") not in CONFIG_MAPPING:
         return None
     text = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).get_text_config()
-    values = {key: getattr(text, key, None) for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")}
+    values = {
+        key: getattr(text, key, None)
+        for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")
+    }
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
-    values["intermediate_size"] = values["intermediate_size"] or 4 * (values["hidden_size"] or 0)  # GPT-2's habit
+    values["intermediate_size"] = values["intermediate_size"] or 4 * (
+        values["hidden_size"] or 0
+    )  # GPT-2's habit
     return {**values, "model_type": text.model_type}
 
 
@@ -240,7 +280,9 @@ def _by_arithmetic(config: Mapping[str, Any], one: Architecture) -> Shapes:
         of_layer[f"mlp.{name}.weight"] = shape
         if config["model_type"] == "llama" and config.get("mlp_bias", False):
             of_layer[f"mlp.{name}.bias"] = shape[:1]
-    of_layer |= {f"{name}.weight": narrow for name in ("input_layernorm", "post_attention_layernorm")}
+    of_layer |= {
+        f"{name}.weight": narrow for name in ("input_layernorm", "post_attention_layernorm")
+    }
     shapes: Shapes = {"model.embed_tokens.weight": (one.vocabulary, wide)}
     for layer in range(one.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}

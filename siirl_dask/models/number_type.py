@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 
 def dtype_on(dtype: Dtype, kind: DeviceKind, index: int) -> Dtype:
-    """Return ``dtype``, and for ``auto`` bfloat16 on an accelerator that computes in it, else float32.
+    """Return ``dtype``, and for ``auto`` bfloat16 on an accelerator that computes in it, else
+    float32.
 
-    That is for models outside of runs: a run decides once for all its workers (driver/checks/number_type.py).
+    That is for models outside of runs: a run decides once for all its workers
+    (driver/checks/number_type.py).
     """
     if dtype is not Dtype.auto:
         return dtype

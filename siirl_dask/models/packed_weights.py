@@ -1,4 +1,6 @@
-"""Weights that a folder keeps packed (quantized): a run does not train them, and ``siirl-dask unpack`` unpacks some."""
+"""Weights that a folder keeps packed (quantized): a run does not train them, and ``siirl-dask
+unpack`` unpacks some.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ UNPACKED = ("mxfp4", "fp8")
 
 
 def packing_of(path: str) -> str | None:
-    """Return how the weights of the model at ``path`` are packed: ``quant_method`` of its ``quantization_config``, or
-    "unknown" without one. None for weights that are not packed, and without a ``config.json``.
+    """Return how the weights of the model at ``path`` are packed: ``quant_method`` of its
+    ``quantization_config``, or "unknown" without one. None for weights that are not packed, and
+    without a ``config.json``.
     """
     packing = read_packing(path)
     return None if packing is None else str(packing.get("quant_method", "unknown"))
 
 
 def read_packing(path: str) -> dict[str, Any] | None:
-    """Return the ``quantization_config`` of the model at ``path``, or of its text; None without one."""
+    """Return the ``quantization_config`` of the model at ``path``, or of its text; None without
+    one.
+    """
     config = read_config(path)
     if config is None:
         return None
@@ -35,14 +40,22 @@ def read_packing(path: str) -> dict[str, Any] | None:
 
 
 def check_not_packed(path: str) -> None:
-    """Raise ConfigError for a model whose weights are packed: trainers and engines exchange unpacked ones."""
+    """Raise ConfigError for a model whose weights are packed: trainers and engines exchange
+    unpacked ones.
+    """
     method = packing_of(path)
     if method is None:
         return
-    subject = f"model.path={path!r}: its weights are packed (quantization_config of quant_method {method!r})"
+    subject = (
+        f"model.path={path!r}: its weights are packed (quantization_config of quant_method "
+        f"{method!r})"
+    )
     if method in UNPACKED:
-        raise ConfigError(f"{subject}; train an unpacked copy, written by `siirl-dask unpack {path} FOLDER`")
+        raise ConfigError(
+            f"{subject}; train an unpacked copy, written by `siirl-dask unpack {path} FOLDER`"
+        )
     raise ConfigError(
-        f"{subject}; expected a model whose weights are float32, bfloat16 or float16, as its makers often publish "
+        f"{subject}; expected a model whose weights are float32, bfloat16 or float16, as its "
+        "makers often publish "
         f"beside the packed one ({' and '.join(UNPACKED)} can be unpacked by `siirl-dask unpack`)"
     )

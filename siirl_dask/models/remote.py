@@ -1,7 +1,8 @@
-"""Models at URLs: which files a model has there, as they are at one moment. cache.py brings them to a host.
+"""Models at URLs: which files a model has there, as they are at one moment. cache.py brings them to
+a host.
 
-``hf://org/name[@revision][/folder]`` is a repository of the Hugging Face hub, at the commit that its revision has now;
-any other URL that fsspec opens is a folder of files.
+``hf://org/name[@revision][/folder]`` is a repository of the Hugging Face hub, at the commit that
+its revision has now; any other URL that fsspec opens is a folder of files.
 """
 
 from __future__ import annotations
@@ -21,14 +22,41 @@ from siirl_storage import StorageError, open_fs
 from siirl_dask.errors import ConfigError, UserError, did_you_mean
 
 HUB = "hf://"
-_NAME = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>[^?#]*))?", re.ASCII)
+_NAME = re.compile(
+    r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>[^?#]*))?", re.ASCII
+)
 _OTHER_KINDS = ("datasets/", "spaces/", "buckets/", "kernels/")
-_TAGS = ("sha256", "ETag", "etag", "md5Hash", "md5", "LastModified", "last_modified", "mtime", "created")
-"""Names that stores have for a file's digest, or for the time of its last change; the best come first."""
+_TAGS = (
+    "sha256",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "md5",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
+"""Names that stores have for a file's digest, or for the time of its last change; the best come
+first."""
 _WEIGHTS = (".safetensors",)
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".tflite", ".ot")
+_OTHER_WEIGHTS = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".tflite",
+    ".ot",
+)
 _INDEX = ".safetensors.index.json"
-_OFFLINE = "HF_HUB_OFFLINE is set or the hub does not answer, and its cache on this machine has not all of it"
+_OFFLINE = (
+    "HF_HUB_OFFLINE is set or the hub does not answer, and its cache on this machine has not all "
+    "of it"
+)
 _NEEDED = "config.json"
 
 
@@ -71,7 +99,9 @@ class RemoteModel:
     def without_weights(self) -> RemoteModel:
         """Return the model with its config and tokenizer alone."""
         ends = (*_WEIGHTS, *_OTHER_WEIGHTS)
-        return replace(self, files=tuple(file for file in self.files if not file.name.endswith(ends)))
+        return replace(
+            self, files=tuple(file for file in self.files if not file.name.endswith(ends))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +114,9 @@ class HubName:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a model's path is a URL that is not of a local file. ConfigError for one that nothing opens."""
+    """Return whether a model's path is a URL that is not of a local file. ConfigError for one
+    that nothing opens.
+    """
     if "://" not in path and "::" not in path:
         return False
     try:
@@ -97,14 +129,18 @@ def hub_name(url: str) -> HubName:
     """Return what a URL ``hf://...`` names. ConfigError unless it is a model's repository."""
     match = _NAME.fullmatch(url)
     if match is None or url.removeprefix(HUB).startswith(_OTHER_KINDS):
-        raise ConfigError(f"model {url!r}: expected hf://org/name, hf://org/name@revision or a folder in it")
+        raise ConfigError(
+            f"model {url!r}: expected hf://org/name, hf://org/name@revision or a folder in it"
+        )
     revision = match["revision"]
-    return HubName(match["repo"], revision and unquote(revision), (match["folder"] or "").strip("/"))
+    return HubName(
+        match["repo"], revision and unquote(revision), (match["folder"] or "").strip("/")
+    )
 
 
 def find_model(url: str) -> RemoteModel:
-    """Look at the files of the model at ``url``; read none. ConfigError, by name, where there is none, or where its
-    store cannot be reached.
+    """Look at the files of the model at ``url``; read none. ConfigError, by name, where there is
+    none, or where its store cannot be reached.
     """
     with reached(url):
         model = _on_hub(url) if url.startswith(HUB) else RemoteModel(url, _chosen(_listed(url)))
@@ -112,7 +148,8 @@ def find_model(url: str) -> RemoteModel:
     if _NEEDED not in names:
         there = ", ".join(names[:8]) or "nothing"
         raise ConfigError(
-            f"model {url!r}: there is no {_NEEDED} (there is: {there}); expected a folder that transformers loads"
+            f"model {url!r}: there is no {_NEEDED} (there is: {there}); expected a folder that "
+            "transformers loads"
             f"{_nearest(url) if not names else ''}"
         )
     return model
@@ -120,7 +157,9 @@ def find_model(url: str) -> RemoteModel:
 
 @contextmanager
 def reached(url: str, file: str = "") -> Iterator[None]:
-    """Turn any error over the model at ``url``, or a file of it, or its store into a ConfigError that names it."""
+    """Turn any error over the model at ``url``, or a file of it, or its store into a ConfigError
+    that names it.
+    """
     subject = f"model {url!r}" + (f": its file {file}" if file else "")
     try:
         yield
@@ -132,8 +171,12 @@ def reached(url: str, file: str = "") -> Iterator[None]:
         if url.startswith(HUB):
             raise ConfigError(f"{subject}: {_why_not_from_hub(error)}") from error
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise ConfigError(f"{subject} is not there: {error}{'' if file else _nearest(url)}") from error
-        raise ConfigError(f"{subject}: its store cannot be reached: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{subject} is not there: {error}{'' if file else _nearest(url)}"
+            ) from error
+        raise ConfigError(
+            f"{subject}: its store cannot be reached: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _why_not_from_hub(error: Exception) -> str:
@@ -179,8 +222,13 @@ def _base(path: str) -> str:
 
 
 def _chosen(files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Return the files that trainers and engines read, by name: where there are safetensors, no weights but these."""
-    seen = sorted((file for file in files if file.name and not file.name.startswith(".")), key=lambda file: file.name)
+    """Return the files that trainers and engines read, by name: where there are safetensors, no
+    weights but these.
+    """
+    seen = sorted(
+        (file for file in files if file.name and not file.name.startswith(".")),
+        key=lambda file: file.name,
+    )
     if any(file.name.endswith(_WEIGHTS) for file in seen):
         seen = [file for file in seen if not file.name.endswith(_OTHER_WEIGHTS)]
     return tuple(seen)
@@ -198,7 +246,8 @@ def _on_hub(url: str) -> RemoteModel:
     tree = api.list_repo_tree(name.repo, name.folder or None, revision=commit)
     entries = [entry for entry in tree if isinstance(entry, RepoFile)]
     files = [
-        RemoteFile(_base(entry.path), entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id) for entry in entries
+        RemoteFile(_base(entry.path), entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+        for entry in entries
     ]
     return RemoteModel(url, _chosen(files), str(commit))
 
@@ -207,7 +256,9 @@ def _in_hub_cache(url: str, name: HubName) -> RemoteModel:
     """Return the model as the hub's own cache on this machine has it."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name.repo, str(PurePosixPath(name.folder, _NEEDED)), revision=name.revision)
+    config = try_to_load_from_cache(
+        name.repo, str(PurePosixPath(name.folder, _NEEDED)), revision=name.revision
+    )
     if not isinstance(config, str):
         raise ConfigError(f"model {url!r}: {_OFFLINE}")
     there = [file for file in Path(config).parent.iterdir() if file.is_file()]
@@ -229,6 +280,10 @@ def _nearest(url: str) -> str:
     try:
         fs, path = open_fs(url)
         folder, _, name = path.rstrip("/").rpartition("/")
-        return did_you_mean(name, [_base(str(found).rstrip("/")) for found in fs.ls(folder, detail=False)])
-    except Exception:  # the folder or bucket is not there either; the error that led here is the one to tell
+        return did_you_mean(
+            name, [_base(str(found).rstrip("/")) for found in fs.ls(folder, detail=False)]
+        )
+    except (
+        Exception
+    ):  # the folder or bucket is not there either; the error that led here is the one to tell
         return ""

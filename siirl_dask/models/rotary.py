@@ -1,4 +1,6 @@
-"""Pins rotary frequencies that would follow the longest row of a pass (``longrope``): see models/longest_row.py."""
+"""Pins rotary frequencies that would follow the longest row of a pass (``longrope``): see
+models/longest_row.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _PINNED = "_siirl_has_pinned_frequencies"  # attribute of a module
 
 
 def pin_frequencies(model: nn.Module, longest_row: int | None, subject: str) -> None:
-    """Give all rows the frequencies that transformers has for a row of ``longest_row`` tokens; None: of short rows.
+    """Give all rows the frequencies that transformers has for a row of ``longest_row`` tokens;
+    None: of short rows.
 
-    Rows of at most the original context have the same frequencies anyway, so nothing is done where no row is longer.
-    ConfigError, beginning with ``subject``, for frequencies that nothing pins.
+    Rows of at most the original context have the same frequencies anyway, so nothing is done where
+    no row is longer. ConfigError, beginning with ``subject``, for frequencies that nothing pins.
     """
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
@@ -40,7 +43,9 @@ def has_pinned_frequencies(model: nn.Module) -> bool:
 
 
 def _follows(module: Any, kind: object, layer_type: str | None, longest_row: int | None) -> bool:
-    """Return whether rows of ``longest_row`` tokens have other frequencies in the module than short ones."""
+    """Return whether rows of ``longest_row`` tokens have other frequencies in the module than
+    short ones.
+    """
     if longest_row is None:
         return False
     if kind in _LONGROPE:
@@ -56,11 +61,14 @@ def _settings_of(module: Any, layer_type: str | None) -> Mapping[str, Any]:
 def _pin(module: Any, kind: str, layer_type: str | None, subject: str) -> None:
     """Give a module the frequencies of long rows, and have transformers leave them as they are.
 
-    ConfigError unless it then computes the same for a token alone and beside one that is far behind.
+    ConfigError unless it then computes the same for a token alone and beside one that is far
+    behind.
     """
     refused = ConfigError(
-        f"{subject} ({type(module).__name__}) has rotary frequencies (rope_type {kind!r}) that follow the longest row "
-        "of a pass and cannot be pinned; take rows within the model's original context, prompt and response"
+        f"{subject} ({type(module).__name__}) has rotary frequencies (rope_type {kind!r}) that "
+        "follow the longest row "
+        "of a pass and cannot be pinned; take rows within the model's original context, prompt and "
+        "response"
     )
     prefix = "" if layer_type is None else f"{layer_type}_"
     before = getattr(module, f"{prefix}inv_freq", None)

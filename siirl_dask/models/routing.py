@@ -1,7 +1,8 @@
-"""Routes of a mixture of experts: which experts each token goes to in each layer (R3, arXiv:2510.11370).
+"""Routes of a mixture of experts: which experts each token goes to in each layer (R3,
+arXiv:2510.11370).
 
-An engine records the routes that it takes, and a trainer replays them. The routes of a token are its experts in the
-first layer that has any, then those in the next, a byte each.
+An engine records the routes that it takes, and a trainer replays them. The routes of a token are
+its experts in the first layer that has any, then those in the next, a byte each.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ def read_routing(path: str) -> Routing | None:
         return None
     if (family := config.get("model_type")) != _FAMILY:
         raise ConfigError(
-            f"rollout.router_replay=true: model.path={path!r} is a {family}, and routes are replayed of mixtures of "
+            f"rollout.router_replay=true: model.path={path!r} is a {family}, and routes are "
+            "replayed of mixtures of "
             f"experts of the kind {_FAMILY} alone; leave it out"
         )
     routing = understood(path, config, _routing)
     if not routing.layers or routing.experts > NO_EXPERT:
         raise ConfigError(
-            f"rollout.router_replay=true: model.path={path!r} has {len(routing.layers)} layers of {routing.experts} "
-            f"experts; expected at least one, of at most {NO_EXPERT} experts: a route is a byte; leave it out"
+            f"rollout.router_replay=true: model.path={path!r} has {len(routing.layers)} layers of "
+            f"{routing.experts} "
+            f"experts; expected at least one, of at most {NO_EXPERT} experts: a route is a byte; "
+            "leave it out"
         )
     return routing
 
@@ -64,7 +68,9 @@ def read_routing(path: str) -> Routing | None:
 def needed_routing(path: str) -> Routing:
     """Read as ``read_routing`` does. ConfigError also where there is no ``config.json``."""
     if (routing := read_routing(path)) is None:
-        raise ConfigError(f"rollout.router_replay=true: model.path={path!r} has no config.json; expected a model")
+        raise ConfigError(
+            f"rollout.router_replay=true: model.path={path!r} has no config.json; expected a model"
+        )
     return routing
 
 
@@ -74,19 +80,26 @@ def _routing(config: Mapping[str, Any]) -> Routing:
     whole = CONFIG_MAPPING[_FAMILY].from_dict(dict(config))
     dense = {*(whole.mlp_only_layers or ())}
     each = whole.decoder_sparse_step
-    layers = [at for at in range(whole.num_hidden_layers) if at not in dense and not (at + 1) % each]
-    return Routing(tuple(layers) if whole.num_experts else (), whole.num_experts, whole.num_experts_per_tok)
+    layers = [
+        at for at in range(whole.num_hidden_layers) if at not in dense and not (at + 1) % each
+    ]
+    return Routing(
+        tuple(layers) if whole.num_experts else (), whole.num_experts, whole.num_experts_per_tok
+    )
 
 
 def routers(model: PreTrainedModel, routing: Routing) -> list[tuple[nn.Module, nn.Module]]:
-    """Return each layer that has experts, with its router, in order. ConfigError where they are not found."""
+    """Return each layer that has experts, with its router, in order. ConfigError where they are
+    not found.
+    """
     layers = list(model.get_decoder().layers)
     found = []
     for at in routing.layers:
         own = [module for module in layers[at].modules() if type(module).__name__.endswith(_ROUTER)]
         if len(own) != 1:
             raise ConfigError(
-                f"rollout.router_replay=true: layer {at} of {type(model).__name__} has {len(own)} routers, expected "
+                f"rollout.router_replay=true: layer {at} of {type(model).__name__} has {len(own)} "
+                "routers, expected "
                 "one; leave it out"
             )
         found.append((layers[at], own[0]))

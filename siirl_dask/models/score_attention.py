@@ -1,7 +1,8 @@
-"""Attention from a matrix of scores, for what torch's fused kernels cannot do: soft caps, and sinks.
+"""Attention from a matrix of scores, for what torch's fused kernels cannot do: soft caps, and
+sinks.
 
-A soft cap bounds scores smoothly (Gemma 2, arXiv:2408.00118). A sink is a score of each head for which there is no
-value, so that a token may attend to nothing (GPT-OSS, arXiv:2508.10925).
+A soft cap bounds scores smoothly (Gemma 2, arXiv:2408.00118). A sink is a score of each head for
+which there is no value, so that a token may attend to nothing (GPT-OSS, arXiv:2508.10925).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ def attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend to the keys that ``mask`` allows. [n, H, L, D], [n, H_kv, C, D], [n, H_kv, C, D'] -> [n, L, H, D'].
+    """Attend to the keys that ``mask`` allows. [n, H, L, D], [n, H_kv, C, D], [n, H_kv, C, D'] ->
+    [n, L, H, D'].
 
-    ``mask`` is added to the scores and has a shape that broadcasts to [n, 1, L, C]; ``sinks`` are [H]. The softmax is
-    in float32.
+    ``mask`` is added to the scores and has a shape that broadcasts to [n, 1, L, C]; ``sinks`` are
+    [H]. The softmax is in float32.
     """
     heads = query.shape[1]
     shared = heads // key.shape[1]

@@ -1,5 +1,5 @@
-"""Reads a model's size from its folder: parameters from the headers of its weight files, or where it has none from its
-config; widths from its config.
+"""Reads a model's size from its folder: parameters from the headers of its weight files, or where
+it has none from its config; widths from its config.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _OF_EXPERTS = ".experts."
 _STREAMS = 8  # headers read at once
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as Qwen, Mixtral and DeepSeek name them
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)  # as Qwen, Mixtral and DeepSeek name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Widths of a model's layers, which workers that split them must divide; None where its config does not say."""
+    """Widths of a model's layers, which workers that split them must divide; None where its
+    config does not say.
+    """
 
     heads: int | None
     """Attention heads."""
@@ -63,8 +69,9 @@ class Widths:
 
 
 def count_parameters(path: str) -> ModelSize | None:
-    """Count the parameters of the model in a folder, on any fsspec URL: in its ``*.safetensors``, or where it has none,
-    as its ``config.json`` says. None without either. ConfigError for damaged ones.
+    """Count the parameters of the model in a folder, on any fsspec URL: in its ``*.safetensors``,
+    or where it has none, as its ``config.json`` says. None without either. ConfigError for damaged
+    ones.
     """
     sizes = {name: prod(shape) for name, shape in parameter_shapes(path).items()}
     layers: dict[str, int] = {}
@@ -73,33 +80,45 @@ def count_parameters(path: str) -> ModelSize | None:
             layers[match[0]] = layers.get(match[0], 0) + size
     layer = max(layers.values(), default=0)
     experts = sum(size for name, size in sizes.items() if _OF_EXPERTS in name)
-    return ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer, experts) if sizes else None
+    return (
+        ModelSize(sum(sizes.values()), len(sizes), max(sizes.values()), layer, experts)
+        if sizes
+        else None
+    )
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter of a folder's model by name, from its weights or else from its config."""
+    """Return the shape of each parameter of a folder's model by name, from its weights or else
+    from its config.
+    """
     return weight_shapes(path) or shapes_by_config(path)
 
 
 def weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without such files."""
+    """Return the shape of each tensor in a folder's ``*.safetensors``, by name; empty without
+    such files.
+    """
     with reached(path):
         fs, folder = open_model(path)
         try:
             listed = fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        found = {str(info["name"]): info for info in listed if str(info["name"]).endswith(".safetensors")}
+        found = {
+            str(info["name"]): info for info in listed if str(info["name"]).endswith(".safetensors")
+        }
         if isinstance(fs, LocalFileSystem):
             return dict(shape for name in found for shape in _shapes_in(fs, name))
         with ThreadPoolExecutor(_STREAMS) as pool:
             names = [fs.unstrip_protocol(name) for name in found]
-            return dict(chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values()))))
+            return dict(
+                chain.from_iterable(pool.map(_shapes_at, names, map(tag_of, found.values())))
+            )
 
 
 def shapes_in_file(url: str, subject: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in one ``.safetensors`` file, on any fsspec URL. ConfigError, beginning with
-    ``subject``, for one that cannot be read.
+    """Return the shape of each tensor in one ``.safetensors`` file, on any fsspec URL. ConfigError,
+    beginning with ``subject``, for one that cannot be read.
     """
     try:
         fs, path = open_fs(url)
@@ -122,13 +141,19 @@ def _shapes_in(fs: Any, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             if length > _LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
-        yield from [(key, tuple(map(int, tensor["shape"]))) for key, tensor in header.items() if key != "__metadata__"]
+        yield from [
+            (key, tuple(map(int, tensor["shape"])))
+            for key, tensor in header.items()
+            if key != "__metadata__"
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.path: {name} is no safetensors file: {error}") from error
 
 
 def read_widths(path: str) -> Widths | None:
-    """Read widths from a folder's ``config.json``, on any fsspec URL; None without one. ConfigError if damaged."""
+    """Read widths from a folder's ``config.json``, on any fsspec URL; None without one.
+    ConfigError if damaged.
+    """
     config = read_config(path)
     return None if config is None else understood(path, config, _widths)
 

@@ -1,7 +1,9 @@
-"""Families of models that are computed in a slower way than others, for those who plan a run and build no model.
+"""Families of models that are computed in a slower way than others, for those who plan a run and
+build no model.
 
-Trainers and engines find this out by a trial when they build one, whatever its family. The tables here are what the
-trials find of the families in ``tests/training/test_families.py``, which holds them to it.
+Trainers and engines find this out by a trial when they build one, whatever its family. The tables
+here are what the trials find of the families in ``tests/training/test_families.py``, which holds
+them to it.
 """
 
 from __future__ import annotations
@@ -21,17 +23,20 @@ PADDED = {
     "mpt": _NOT_REPLACED,
     "xglm": _NOT_REPLACED,
 }
-"""Why rows are computed side by side with padding, and not packed, by ``model_type`` of ``config.json``."""
+"""Why rows are computed side by side with padding, and not packed, by ``model_type`` of
+``config.json``."""
 GENERATED = (
     "bloom", "codegen", "diffllama", "doge", "falcon", "gpt_neo", "gptj", "llama4_text", "minimax", "mpt", "nemotron",
     "stablelm", "xglm",
 )  # fmt: skip
-"""``model_type`` of those that the transformers engine samples with transformers' ``generate``, not its own loop."""
+"""``model_type`` of those that the transformers engine samples with transformers' ``generate``,
+not its own loop."""
 
 
 def why_padded(path: str) -> str | None:
-    """Return why rows of the model in ``path`` are computed with padding, beginning with its family; None where they
-    are packed, for a family that is not known, and without a ``config.json``. ConfigError if that is damaged.
+    """Return why rows of the model in ``path`` are computed with padding, beginning with its
+    family; None where they are packed, for a family that is not known, and without a
+    ``config.json``. ConfigError if that is damaged.
     """
     kind = _kind_of_text(path)
     if kind not in PADDED:
@@ -40,16 +45,16 @@ def why_padded(path: str) -> str | None:
 
 
 def rows_note(path: str) -> str | None:
-    """Return a sentence on how a trainer computes rows of the model in ``path``; None and ConfigError as of
-    ``why_padded``.
+    """Return a sentence on how a trainer computes rows of the model in ``path``; None and
+    ConfigError as of ``why_padded``.
     """
     why = why_padded(path)
     return None if why is None else f"rows: with padding ({why}), which takes longer"
 
 
 def loop_note(path: str) -> str | None:
-    """Return a sentence on the loop with which the transformers engine samples from the model in ``path``; None for the
-    engine's own, and as ``why_padded`` does. ConfigError as there.
+    """Return a sentence on the loop with which the transformers engine samples from the model in
+    ``path``; None for the engine's own, and as ``why_padded`` does. ConfigError as there.
     """
     kind = _kind_of_text(path)
     if kind not in GENERATED:

@@ -1,8 +1,10 @@
-"""Weights in a folder's files by the names of a model's parameters, which some models keep otherwise.
+"""Weights in a folder's files by the names of a model's parameters, which some models keep
+otherwise.
 
-A Qwen2.5-VL has ``model.layers.0.*`` and ``visual.*`` in its files, and ``model.language_model.layers.0.*`` and
-``model.visual.*`` in its modules; a Mixtral has three matrices for each expert, and two parameters for all of them.
-transformers knows how the one follows from the other.
+A Qwen2.5-VL has ``model.layers.0.*`` and ``visual.*`` in its files, and
+``model.language_model.layers.0.*`` and ``model.visual.*`` in its modules; a Mixtral has three
+matrices for each expert, and two parameters for all of them. transformers knows how the one follows
+from the other.
 """
 
 from __future__ import annotations
@@ -29,17 +31,23 @@ Stored = tuple[str, Any]
 
 
 def stored_parameters(model: PreTrainedModel, opened: Mapping[str, Any]) -> dict[str, Stored]:
-    """Return where each parameter, or buffer, of a model is stored, given open files by the names of their weights.
+    """Return where each parameter, or buffer, of a model is stored, given open files by the names
+    of their weights.
 
-    The model may be without memory. One that transformers makes of others is made when it is read, the whole of it.
+    The model may be without memory. One that transformers makes of others is made when it is read,
+    the whole of it.
     """
     found: dict[str, Stored] = {}
     made: dict[str, _Made] = {}
     there = dict.fromkeys(model.state_dict(), True)
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     for name in sorted(opened, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        renamed, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, there
+        )
         if pattern is None or name in there:
             found[name if pattern is not None else renamed] = (name, opened[name])
             continue
@@ -61,8 +69,8 @@ def read_stored(stored: Stored) -> Tensor:
 
 
 def unknown_names(model: PreTrainedModel, in_files: Iterable[str]) -> list[str]:
-    """Return the names in a folder's files of what a model has not, and makes no parameter of: a tower's weights where
-    the model is of text alone, or heads for several tokens.
+    """Return the names in a folder's files of what a model has not, and makes no parameter of: a
+    tower's weights where the model is of text alone, or heads for several tokens.
     """
     there = dict.fromkeys(model.state_dict(), True)
     renamings, converters = _by_kind(get_model_conversion_mapping(model))
@@ -78,9 +86,12 @@ class _Made:
     """Stands for the open file of a parameter that is made of others, and for its slice."""
 
     def __init__(self, first: str, converter: WeightConverter, config: Any) -> None:
-        """``first`` is the name of the first parameter that ``converter`` makes of the same weights."""
+        """``first`` is the name of the first parameter that ``converter`` makes of the same
+        weights.
+        """
         self.sources: list[tuple[str, str, Any]] = []
-        """The converter's pattern of each weight, the weight's name in its file, and the open file."""
+        """The converter's pattern of each weight, the weight's name in its file, and the open
+        file."""
         self._first = first
         self._converter = converter
         self._config = config
@@ -95,7 +106,9 @@ class _Made:
         """Make the parameter, which stays in memory until it is read."""
         converter = deepcopy(self._converter)
         for pattern, name, file in self.sources:
-            converter.add_tensor(self._first, name, pattern, cast(Any, partial(file.get_tensor, name)))
+            converter.add_tensor(
+                self._first, name, pattern, cast(Any, partial(file.get_tensor, name))
+            )
         self._made = converter.convert(self._first, config=self._config)
         return list(self._made[self._name].shape)
 
@@ -108,7 +121,8 @@ class _Made:
 
 
 def parameter_names(model: PreTrainedModel, in_files: Iterable[str]) -> dict[str, str]:
-    """Return the parameter's name for each name in a folder's files, as ``from_pretrained`` finds it.
+    """Return the parameter's name for each name in a folder's files, as ``from_pretrained`` finds
+    it.
 
     A tensor that is joined with others, or split, to make a parameter is left out.
     """
@@ -134,25 +148,36 @@ def _renamed(
 
 
 class FileNames:
-    """Turns parameters of a model into the weights that its files have, as ``save_pretrained`` does, one after the
+    """Turns parameters of a model into the weights that its files have, as ``save_pretrained``
+    does, one after the
     other: names that differ, and experts apart that are one parameter.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """The model may be without memory, and is not kept alive."""
         changes = get_model_conversion_mapping(model, add_legacy=False)
-        changes = [change.reverse_transform() for change in reversed(changes) if not isinstance(change, PrefixChange)]
+        changes = [
+            change.reverse_transform()
+            for change in reversed(changes)
+            if not isinstance(change, PrefixChange)
+        ]
         self._renamings, self._converters = _by_kind(changes)
         self._by_pattern = {
-            pattern: converter for converter in self._converters for pattern in converter.source_patterns
+            pattern: converter
+            for converter in self._converters
+            for pattern in converter.source_patterns
         }
         self._config = model.config
 
     def of(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights by their names in files. One that is made of several parameters waits for all of them."""
+        """Yield the weights by their names in files. One that is made of several parameters
+        waits for all of them.
+        """
         waiting: dict[str, WeightConverter] = {}
         for name, tensor in parameters:
-            renamed, pattern = rename_source_key(name, self._renamings, self._converters, reverse=True)
+            renamed, pattern = rename_source_key(
+                name, self._renamings, self._converters, reverse=True
+            )
             if pattern is None:
                 yield renamed, tensor
                 continue
@@ -168,8 +193,12 @@ class FileNames:
             yield name, made[0] if isinstance(made, list) else made
 
 
-def _by_kind(changes: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """Return transformers' changes to stored weights apart: those of names alone, and those of tensors."""
+def _by_kind(
+    changes: Iterable[WeightTransform],
+) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return transformers' changes to stored weights apart: those of names alone, and those of
+    tensors.
+    """
     renamings: list[WeightRenaming] = []
     converters: list[WeightConverter] = []
     for change in changes:

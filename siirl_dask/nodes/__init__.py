@@ -1,4 +1,6 @@
-"""The nodes that come with the package: functions ``(Context, pa.Table) -> pa.Table``. Any such function is a node."""
+"""The nodes that come with the package: functions ``(Context, pa.Table) -> pa.Table``. Any such
+function is a node.
+"""
 
 from siirl_dask.nodes.advantages.advantage import (
     draw_minibatches,
@@ -6,7 +8,10 @@ from siirl_dask.nodes.advantages.advantage import (
     estimate_token_advantages,
     take_greedy_baselines,
 )
-from siirl_dask.nodes.advantages.agent_advantage import estimate_agent_advantages, estimate_role_advantages
+from siirl_dask.nodes.advantages.agent_advantage import (
+    estimate_agent_advantages,
+    estimate_role_advantages,
+)
 from siirl_dask.nodes.advantages.shaping import penalise_kl, penalise_overlong
 from siirl_dask.nodes.advantages.similarity import embed_texts, score_by_similarity
 from siirl_dask.nodes.advantages.turn_advantage import estimate_turn_advantages

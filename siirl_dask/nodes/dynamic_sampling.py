@@ -1,7 +1,9 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476): a group whose rewards are all equal teaches nothing, and is replaced.
+"""DAPO's dynamic sampling (arXiv:2503.14476): a group whose rewards are all equal teaches nothing,
+and is replaced.
 
-All workers learn which groups of all workers have different rewards. From that each computes the same: which groups
-stay, how many prompts are drawn next, and how groups are numbered. The rows are the same on any number of workers.
+All workers learn which groups of all workers have different rewards. From that each computes the
+same: which groups stay, how many prompts are drawn next, and how groups are numbered. The rows are
+the same on any number of workers.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def _changes(
 def _check_samples(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.n == 1:
         raise ConfigError(
-            "rollout.n=1: no prompt has samples whose rewards differ, so that all of them would be left out; expected "
+            "rollout.n=1: no prompt has samples whose rewards differ, so that all of them would be "
+            "left out; expected "
             "rollout.n of at least 2"
         )
 
@@ -90,10 +93,12 @@ def sample_until_mixed(
     images: ImagesConfig | None = None,
     continue_answers: bool = False,
 ) -> pa.Table:
-    """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of generation.
+    """Sample until ``batch_size`` groups have rewards that differ, in at most ``rounds`` rounds of
+    generation.
 
-    Each round draws as many prompts as are likely to be enough. Groups and rows get new numbers, in the dataset's order
-    of their prompts. ``scorer`` is the role whose scorer, on the same workers, gives the rewards.
+    Each round draws as many prompts as are likely to be enough. Groups and rows get new numbers, in
+    the dataset's order of their prompts. ``scorer`` is the role whose scorer, on the same workers,
+    gives the rewards.
     """
     mixed: list[int] = []
     tables: list[pa.Table] = []
@@ -124,7 +129,9 @@ def sample_until_mixed(
 
 
 def _prompts_to_draw(batch_size: int, mixed: int, drawn: int) -> int:
-    """Return how many prompts are likely to give the groups that are missing; at most ``batch_size``."""
+    """Return how many prompts are likely to give the groups that are missing; at most
+    ``batch_size``.
+    """
     rate = mixed / drawn
     if not rate:
         return batch_size
@@ -132,9 +139,15 @@ def _prompts_to_draw(batch_size: int, mixed: int, drawn: int) -> int:
 
 
 def _sample_and_score(
-    ctx: Context, prompts: pa.Table, rollout: RolloutConfig, scorer: Scorer, columns: tuple[str, ...]
+    ctx: Context,
+    prompts: pa.Table,
+    rollout: RolloutConfig,
+    scorer: Scorer,
+    columns: tuple[str, ...],
 ) -> pa.Table:
-    """Sample responses and score them; with ``run.overlap``, finished ones are scored while others are sampled."""
+    """Sample responses and score them; with ``run.overlap``, finished ones are scored while
+    others are sampled.
+    """
     if not ctx.overlap or not scorer.works_beside:
         rows = generate(ctx, prompts, rollout=rollout)
         return score(replace(ctx, resource=scorer), rows, columns=columns)
@@ -155,7 +168,9 @@ def _mixed_groups(rows: pa.Table) -> list[int]:
 
 
 def _on_all_workers(ctx: Context, own: Sequence[int], first: int, count: int) -> list[int]:
-    """Return the groups of all workers, ascending; they are among the ``count`` from ``first`` on."""
+    """Return the groups of all workers, ascending; they are among the ``count`` from ``first``
+    on.
+    """
     flags = np.zeros(count)
     flags[np.asarray(own, dtype=np.int64) - first] = 1
     groups: list[int] = (np.flatnonzero(ctx.all_sum(flags.tolist())) + first).tolist()
@@ -163,7 +178,9 @@ def _on_all_workers(ctx: Context, own: Sequence[int], first: int, count: int) ->
 
 
 def _renumber(rows: pa.Table, groups: Sequence[int], n: int) -> pa.Table:
-    """Return the rows of ``groups`` under new ids: the group at index p of the list becomes group p."""
+    """Return the rows of ``groups`` under new ids: the group at index p of the list becomes
+    group p.
+    """
     number_of = {group: number for number, group in enumerate(groups)}
     rows = rows_where(rows, np.isin(rows[GROUP_ID].to_numpy(), groups))
     group_ids = np.array([number_of[group] for group in rows[GROUP_ID].to_pylist()], dtype=np.int64)

@@ -1,4 +1,6 @@
-"""Scores of finished rows while others are still generated: the node ``score`` begins before its turn."""
+"""Scores of finished rows while others are still generated: the node ``score`` begins before its
+turn.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def argument_names(columns: Sequence[str]) -> list[str]:
 
 
 class EarlyScores:
-    """A RowWork: scores rows as they are finished, in other threads than the one that generates rows."""
+    """A RowWork: scores rows as they are finished, in other threads than the one that generates
+    rows.
+    """
 
     def __init__(self, scorer: Scorer, names: Sequence[str]) -> None:
         """``names`` are the arguments of the reward function."""
@@ -34,7 +38,9 @@ class EarlyScores:
 
     def take(self, rows: pa.Table) -> None:
         """Begin to score rows. Any thread may call it."""
-        if not {*self._names} <= {*rows.column_names}:  # the node's own ``reads`` leave out an argument
+        if not {*self._names} <= {
+            *rows.column_names
+        }:  # the node's own ``reads`` leave out an argument
             return
         for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
             row = rows.select(self._names).slice(at, 1)
@@ -47,10 +53,11 @@ class EarlyScores:
         return self._scoring.done
 
     def finish(self, row_ids: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[Score] | None:
-        """Return one score for each of ``rows``, which are the arguments of all rows; the others are scored now.
+        """Return one score for each of ``rows``, which are the arguments of all rows; the others
+        are scored now.
 
-        None where a row that was scored early has changed since, or is gone: then neither scores nor failures count.
-        None as well for a second call.
+        None where a row that was scored early has changed since, or is gone: then neither scores
+        nor failures count. None as well for a second call.
         """
         if self._finished:  # the node scores twice
             return None
@@ -58,7 +65,9 @@ class EarlyScores:
         arguments_of_row = dict(zip(row_ids, rows, strict=True))
         for row_id, row in self._begun.items():
             if row_id not in arguments_of_row or _arguments_of(row) != arguments_of_row[row_id]:
-                logger.warning("rows have changed since they were generated: all of them are scored again")
+                logger.warning(
+                    "rows have changed since they were generated: all of them are scored again"
+                )
                 self.cancel()
                 return None
         for row_id, arguments in arguments_of_row.items():

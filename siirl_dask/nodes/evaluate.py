@@ -1,4 +1,5 @@
-"""Measures the answers of a validation or an evaluation, with several samples a prompt or several sources of prompts.
+"""Measures the answers of a validation or an evaluation, with several samples a prompt or several
+sources of prompts.
 
     mean@n      mean reward of all samples
     pass@k      chance that at least one of k samples is right, that is, has a reward of at least 1
@@ -6,10 +7,11 @@
     maj@k       mean reward of the answer that most of k samples give
     pass@4/gsm8k, ...    the same over the prompts of one source
 
-A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples without a reward do
-not count, and a prompt with fewer than k samples does not count for that k. An episode of several rows is one sample:
-its reward is the sum of its rows', its response is the last one's; of several agents each has samples of its own.
-Workers sum fractions and round once: the same bits come out on any number of workers.
+A number is the mean over prompts of an estimate over the prompt's samples (estimators.py). Samples
+without a reward do not count, and a prompt with fewer than k samples does not count for that k. An
+episode of several rows is one sample: its reward is the sum of its rows', its response is the last
+one's; of several agents each has samples of its own. Workers sum fractions and round once: the same
+bits come out on any number of workers.
 """
 
 from __future__ import annotations
@@ -24,8 +26,18 @@ import pyarrow.compute as pc
 
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.advantages.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
-from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, comparison_groups, reward_sums, sequences_of
+from siirl_dask.nodes.advantages.estimators import (
+    best_at_k,
+    majority_at_k,
+    mean,
+    pass_at_k_estimate,
+)
+from siirl_dask.nodes.episodes.sequences import (
+    EPISODE_COLUMNS,
+    comparison_groups,
+    reward_sums,
+    sequences_of,
+)
 from siirl_dask.planner import ContractChanges, columns, reads_option
 from siirl_dask.schema import (
     AGENT,
@@ -58,7 +70,9 @@ _BEST = "best@"
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column of the dataset; a dot goes into a struct. Iterating gives the columns that it reads, for a contract."""
+    """A column of the dataset; a dot goes into a struct. Iterating gives the columns that it
+    reads, for a contract.
+    """
 
     path: str | None = None
     """None stands for no column."""
@@ -68,14 +82,18 @@ class ColumnPath:
             yield self.path.split(".")[0]
 
     def texts(self, table: pa.Table) -> list[str | None]:
-        """Return each row's value as text, None where there is none. DataError for a path that is not in the struct."""
+        """Return each row's value as text, None where there is none. DataError for a path that
+        is not in the struct.
+        """
         if self.path is None:
             return [None] * table.num_rows
         first, *rest = self.path.split(".")
         try:
             values = pc.struct_field(table[first], rest) if rest else table[first]
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise DataError(f"there is no {self.path!r} in column {first!r} of type {table[first].type}") from error
+            raise DataError(
+                f"there is no {self.path!r} in column {first!r} of type {table[first].type}"
+            ) from error
         return [None if value is None else str(value) for value in values.to_pylist()]
 
 
@@ -112,11 +130,14 @@ class _MetricSums:
         sources = {name.partition("/")[2] for name in self.sums} - {""}
         if len(sources) > _MAX_SOURCES:
             raise DataError(
-                f"column {source.path!r} has {len(sources)} values or more: expected at most {_MAX_SOURCES} sources"
+                f"column {source.path!r} has {len(sources)} values or more: expected at most "
+                f"{_MAX_SOURCES} sources"
             )
 
     def values(self) -> dict[str, float]:
-        """Return the mean of each metric, without best@k where all rewards are 0 or 1: there it equals pass@k."""
+        """Return the mean of each metric, without best@k where all rewards are 0 or 1: there it
+        equals pass@k.
+        """
         means: dict[str, float] = {}
         for name, (total, count) in self.sums.items():
             if not self.binary or not name.startswith(_BEST):
@@ -125,7 +146,11 @@ class _MetricSums:
 
 
 def _check_options(
-    *, n: int, k: tuple[int, ...], extract: Callable[[str], str | None] | None = None, **others: object
+    *,
+    n: int,
+    k: tuple[int, ...],
+    extract: Callable[[str], str | None] | None = None,
+    **others: object,
 ) -> None:
     for size in k:
         if not 1 <= size <= n:
@@ -153,11 +178,12 @@ def measure_answers(
     extract: Callable[[str], str | None] | None = None,
     alone: bool = False,
 ) -> pa.Table:
-    """Log the metrics above for ``n`` samples a prompt. The node needs complete groups: rows=GROUPED.
+    """Log the metrics above for ``n`` samples a prompt. The node needs complete groups:
+    rows=GROUPED.
 
-    maj@k counts ``extract(response)``; without ``extract``, and where it returns None, the response without surrounding
-    white space.
-    With one sample and no source nothing is logged unless ``alone``: ``reward/mean`` is the same number.
+    maj@k counts ``extract(response)``; without ``extract``, and where it returns None, the response
+    without surrounding white space. With one sample and no source nothing is logged unless
+    ``alone``: ``reward/mean`` is the same number.
     """
     if n == 1 and source.path is None and not alone:
         return table
@@ -174,14 +200,23 @@ def measure_answers(
 
 
 def _tally(
-    table: pa.Table, n: int, k: Sequence[int], source: ColumnPath, extract: Callable[[str], str | None] | None
+    table: pa.Table,
+    n: int,
+    k: Sequence[int],
+    source: ColumnPath,
+    extract: Callable[[str], str | None] | None,
 ) -> _MetricSums:
-    """Return the metrics of this worker's prompts. DataError for a source that cannot be printed."""
+    """Return the metrics of this worker's prompts. DataError for a source that cannot be
+    printed.
+    """
     tally = _MetricSums()
     prompts: dict[int, _Prompt] = {}
     for group, reward, response, name in _samples(table, source):
         if name is not None and not (name and name.isprintable()):
-            raise DataError(f"source {name!r} ({source.path}) of prompt {group}: expected text that can be printed")
+            raise DataError(
+                f"source {name!r} ({source.path}) of prompt {group}: expected text that can be "
+                "printed"
+            )
         prompt = prompts.setdefault(group, _Prompt(name))
         if reward is None:
             continue
@@ -208,7 +243,9 @@ class _Prompt:
     rewards: list[float] = field(default_factory=list)
 
 
-def _samples(table: pa.Table, source: ColumnPath) -> Iterator[tuple[int, float | None, str, str | None]]:
+def _samples(
+    table: pa.Table, source: ColumnPath
+) -> Iterator[tuple[int, float | None, str, str | None]]:
     """Yield group, reward, response and source of each sample: a row, or an episode."""
     sequences = sequences_of(table)
     groups = comparison_groups(table).tolist()
@@ -246,12 +283,20 @@ _EPISODE_COLUMNS = (EPISODE_ID, SEGMENT, TURNS, PROMPT_IDS, RESPONSE_IDS, RESPON
 """Columns that show which tokens of an episode the policy and the environment wrote."""
 
 
-def eval_table_schema(prompt: DataType, answer: DataType, *, episodes: bool = False, agents: bool = False) -> Schema:
-    """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the dataset's types.
+def eval_table_schema(
+    prompt: DataType, answer: DataType, *, episodes: bool = False, agents: bool = False
+) -> Schema:
+    """Return the columns that ``eval_table`` writes, for its node: prompts and answers have the
+    dataset's types.
 
     ``episodes`` says whether rows are those of episodes, ``agents`` whether these have several.
     """
-    types: dict[str, DataType] = {SAMPLE: pa.int64(), SOURCE: pa.large_string(), PROMPT: prompt, ANSWER: answer}
+    types: dict[str, DataType] = {
+        SAMPLE: pa.int64(),
+        SOURCE: pa.large_string(),
+        PROMPT: prompt,
+        ANSWER: answer,
+    }
     types |= {name: TYPES[name] for name in _SAMPLE_COLUMNS}
     if episodes:
         types |= {name: TYPES[name] for name in _EPISODE_COLUMNS}
@@ -268,13 +313,17 @@ def _reads_of_eval_table(
     return ContractChanges(reads=[*source])
 
 
-@columns(reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS], depends_on_options=_reads_of_eval_table, passes=False)
+@columns(
+    reads=[PROMPT, ANSWER, *_SAMPLE_COLUMNS], depends_on_options=_reads_of_eval_table, passes=False
+)
 def eval_table(
     ctx: Context, table: pa.Table, *, n: int, source: ColumnPath = NO_COLUMN, episodes: bool = False
 ) -> pa.Table:
-    """Return a table to read: prompt, answer, response, reward, source, and the sample's number from 0 to ``n - 1``.
+    """Return a table to read: prompt, answer, response, reward, source, and the sample's number
+    from 0 to ``n - 1``.
 
-    With ``episodes`` it also has the columns of episodes. No column depends on which worker made it.
+    With ``episodes`` it also has the columns of episodes. No column depends on which worker made
+    it.
     """
     names = [*IDENTITY, PROMPT, ANSWER, *_SAMPLE_COLUMNS]
     if episodes:

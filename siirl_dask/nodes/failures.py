@@ -1,4 +1,6 @@
-"""Failed rows or episodes of a step: a few may be left out of the loss, more end the run on all workers."""
+"""Failed rows or episodes of a step: a few may be left out of the loss, more end the run on all
+workers.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ class Failures:
     """Number of others that were stopped because too many had failed before."""
 
 
-def failed_episodes(failures: Sequence[str | None], describe: Callable[[int], tuple[str, int]]) -> Failures:
-    """Return the failures among episodes, given the reason of each one that failed and None for the others."""
+def failed_episodes(
+    failures: Sequence[str | None], describe: Callable[[int], tuple[str, int]]
+) -> Failures:
+    """Return the failures among episodes, given the reason of each one that failed and None for
+    the others.
+    """
     indices = [index for index, failure in enumerate(failures) if failure not in (None, GIVEN_UP)]
     return Failures(indices=indices, describe=describe, given_up=failures.count(GIVEN_UP))
 
@@ -43,12 +49,13 @@ def check_failures(
     kind: str,
     error: type[RewardError] | type[EpisodeError],
 ) -> None:
-    """Raise ``error`` on all workers when over all of them more failed than ``most``; log allowed failures.
+    """Raise ``error`` on all workers when over all of them more failed than ``most``; log allowed
+    failures.
 
-    A worker whose own failures exceed that has stopped, and still takes part in the sum: its peers wait there, perhaps
-    without failures. Where none may fail nobody waits: a worker with failures raises, which ends the run for all.
-    ``key`` is the configuration's for ``most``; ``whose`` is what failed, such as ``the environment``, and ``kind``
-    what it failed for, such as ``rows``.
+    A worker whose own failures exceed that has stopped, and still takes part in the sum: its peers
+    wait there, perhaps without failures. Where none may fail nobody waits: a worker with failures
+    raises, which ends the run for all. ``key`` is the configuration's for ``most``; ``whose`` is
+    what failed, such as ``the environment``, and ``kind`` what it failed for, such as ``rows``.
     """
     indices = failures.indices
     counts: Sequence[float] = [len(indices), failures.given_up]
@@ -60,11 +67,18 @@ def check_failures(
             message, _ = failures.describe(index)
             logger.warning("left out of the loss: %s", message)
         if len(indices) > _MAX_LOGGED:
-            logger.warning("step %d: left out of the loss: %d more %s", ctx.step, len(indices) - _MAX_LOGGED, kind)
+            logger.warning(
+                "step %d: left out of the loss: %d more %s",
+                ctx.step,
+                len(indices) - _MAX_LOGGED,
+                kind,
+            )
         return
     allowed = f"{key}={most}"
     if not indices:
-        raise error(f"{whose} failed for {total:.0f} {kind} of step {ctx.step} elsewhere ({allowed})")
+        raise error(
+            f"{whose} failed for {total:.0f} {kind} of step {ctx.step} elsewhere ({allowed})"
+        )
     message, row_id = failures.describe(indices[0])
     if total > 1:
         message += f"; it failed for at least {total:.0f} {kind} of the step ({allowed})"

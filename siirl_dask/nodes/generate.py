@@ -1,4 +1,6 @@
-"""Samples responses: n for each prompt, the same with a greedy one added, or those of a validation."""
+"""Samples responses: n for each prompt, the same with a greedy one added, or those of a
+validation.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from siirl_dask.context import Context
 from siirl_dask.nodes.partial_rollout import generate_partial, pack_unfinished, unpack_unfinished
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.routes import add_routes, route_columns
-from siirl_dask.nodes.sampling import EARLY_COLUMNS, SAMPLED, add_samples, generate_all, make_requests
+from siirl_dask.nodes.sampling import (
+    EARLY_COLUMNS,
+    SAMPLED,
+    add_samples,
+    generate_all,
+    make_requests,
+)
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import Sampling
 from siirl_dask.schema import GREEDY, IMAGES, PROMPT_IDS, TOKEN_VERSIONS, TOKENS, TYPES, fields
@@ -55,8 +63,9 @@ def _route_changes(*, rollout: RolloutConfig, **options: object) -> ContractChan
 def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
     """Sample ``rollout.n`` responses to each prompt, which may show images.
 
-    Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial`` the rows are those of
-    the groups that are complete by now, from this step and from earlier ones: see ``partial_rollout.py``.
+    Sample k of the prompt at position p is row ``p * n + k`` of group p. With ``rollout.partial``
+    the rows are those of the groups that are complete by now, from this step and from earlier ones:
+    see ``partial_rollout.py``.
     """
     samplings = [rollout_sampling(rollout)] * rollout.n
     if rollout.max_tokens_per_step is not None:
@@ -75,7 +84,9 @@ def generate(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Tab
     early=EARLY_COLUMNS,
 )
 def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfig) -> pa.Table:
-    """Sample as ``generate`` does, and add each prompt's greedy response, for which the column ``greedy`` is true."""
+    """Sample as ``generate`` does, and add each prompt's greedy response, for which the column
+    ``greedy`` is true.
+    """
     samplings = [rollout_sampling(rollout)] * rollout.n + [_greedy_sampling(rollout)]
     rows = _generate(ctx, table, samplings, routes=rollout.router_replay)
     is_greedy = np.arange(rows.num_rows) % (rollout.n + 1) == rollout.n
@@ -94,12 +105,16 @@ def generate_with_greedy(ctx: Context, table: pa.Table, *, rollout: RolloutConfi
 def generate_answers(
     ctx: Context, table: pa.Table, *, rollout: RolloutConfig, validation: ValidationConfig
 ) -> pa.Table:
-    """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those of ``generate``."""
+    """Sample ``validation.n`` responses to each prompt as ``validation`` says, numbered as those
+    of ``generate``.
+    """
     return _generate(ctx, table, [validation_sampling(rollout, validation)] * validation.n)
 
 
 def validation_sampling(rollout: RolloutConfig, validation: ValidationConfig) -> Sampling:
-    """Return the sampling parameters of ``generate_answers``; the default temperature is 0 for one sample, else 1."""
+    """Return the sampling parameters of ``generate_answers``; the default temperature is 0 for
+    one sample, else 1.
+    """
     temperature = validation.temperature
     if temperature is None:
         temperature = 0.0 if validation.n == 1 else 1.0
@@ -120,11 +135,15 @@ def rollout_sampling(rollout: RolloutConfig) -> Sampling:
 
 def _greedy_sampling(rollout: RolloutConfig) -> Sampling:
     return Sampling(
-        max_tokens=rollout.max_response_length, temperature=0.0, stop_token_ids=tuple(rollout.stop_token_ids)
+        max_tokens=rollout.max_response_length,
+        temperature=0.0,
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
 
-def _generate(ctx: Context, table: pa.Table, samplings: Sequence[Sampling], *, routes: bool = False) -> pa.Table:
+def _generate(
+    ctx: Context, table: pa.Table, samplings: Sequence[Sampling], *, routes: bool = False
+) -> pa.Table:
     rows, requests = make_requests(ctx, table, samplings)
     sampled = generate_all(ctx, requests, rows[TOKENS].to_pylist(), rows)
     rows = add_samples(ctx, rows, sampled)

@@ -48,11 +48,11 @@ def _writes_scores(*, entropies: bool, collision_probs: bool) -> ContractChanges
 def policy_logprobs(
     ctx: Context, table: pa.Table, *, entropies: bool = False, collision_probs: bool = False
 ) -> pa.Table:
-    """Add the log-probs under the policy before this step's update; with ``rollout.router_replay`` tokens are routed to
-    the experts that the engine used.
+    """Add the log-probs under the policy before this step's update; with ``rollout.router_replay``
+    tokens are routed to the experts that the engine used.
 
-    With ``entropies`` also add the entropy at each response token, and with ``collision_probs`` the sum of squared
-    probabilities, both of the same forward pass.
+    With ``entropies`` also add the entropy at each response token, and with ``collision_probs`` the
+    sum of squared probabilities, both of the same forward pass.
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
@@ -62,7 +62,9 @@ def policy_logprobs(
     if entropies:
         table = table.append_column(ENTROPIES, packed.per_token(scores.entropy, TYPES[ENTROPIES]))
     if collision_probs:
-        table = table.append_column(COLLISION_PROBS, packed.per_token(scores.collision, TYPES[COLLISION_PROBS]))
+        table = table.append_column(
+            COLLISION_PROBS, packed.per_token(scores.collision, TYPES[COLLISION_PROBS])
+        )
     return table
 
 
@@ -70,13 +72,17 @@ def policy_logprobs(
 def rollout_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Use the engine's log-probs as those before the update, which saves the policy a forward pass.
 
-    The ratio of the loss is then that of the policy to the sampler itself, as in PPO (arXiv:1707.06347), whatever makes
-    the two differ: rounding, or the age of the weights.
+    The ratio of the loss is then that of the policy to the sampler itself, as in PPO
+    (arXiv:1707.06347), whatever makes the two differ: rounding, or the age of the weights.
     """
     return _add_finite(ctx, table, OLD_LOGPROBS, table[ROLLOUT_LOGPROBS])
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(REFERENCE_LOGPROBS))
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS],
+    if_written=[IMAGES, OBSERVED_IMAGES],
+    writes=fields(REFERENCE_LOGPROBS),
+)
 def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the log-probs under the reference policy."""
     ctx.free_device()
@@ -92,7 +98,8 @@ def reference_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     requires=["adapters"],
 )
 def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the log-probs under the policy without its adapters: a reference that needs no second model.
+    """Add the log-probs under the policy without its adapters: a reference that needs no second
+    model.
 
     The policy needs adapters (``trainer.lora.rank``).
     """
@@ -109,22 +116,28 @@ def base_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
     requires=["averages"],
 )
 def average_logprobs(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the log-probs under the moving average of the policy's weights: a reference that follows the policy
-    (TR-DPO, arXiv:2404.09656), and needs no second model.
+    """Add the log-probs under the moving average of the policy's weights: a reference that follows
+    the policy (TR-DPO, arXiv:2404.09656), and needs no second model.
 
     The policy needs an average (``trainer.ema_decay``, ``trainer.ema_every``).
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
     packed = pack_rows(table)
-    return _add_logprobs(ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS)
+    return _add_logprobs(
+        ctx, table, packed, trainer.average_logprobs(packed.rows), REFERENCE_LOGPROBS
+    )
 
 
-def _add_logprobs(ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str) -> pa.Table:
+def _add_logprobs(
+    ctx: Context, table: pa.Table, packed: PackedTable, scores: TokenScores, column: str
+) -> pa.Table:
     return _add_finite(ctx, table, column, packed.per_token(scores.logprobs, TYPES[column]))
 
 
-@columns(reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES))
+@columns(
+    reads=[PROMPT_IDS, RESPONSE_IDS], if_written=[IMAGES, OBSERVED_IMAGES], writes=fields(VALUES)
+)
 def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     """Add the value before each response token, under the critic before this step's update."""
     ctx.free_device()
@@ -134,7 +147,9 @@ def estimate_values(ctx: Context, table: pa.Table) -> pa.Table:
     return _add_finite(ctx, table, VALUES, values)
 
 
-def _add_finite(ctx: Context, table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Table:
+def _add_finite(
+    ctx: Context, table: pa.Table, name: str, column: pa.Array | pa.ChunkedArray
+) -> pa.Table:
     """Add a column whose numbers must be finite."""
     table = table.append_column(name, column)
     check_finite(ctx, table, name)

@@ -1,5 +1,5 @@
-"""Handles numbers that are not finite: names them by worker, micro-batch and row, writes the rows to the run's folder,
-and ends the run where it may not go on without them.
+"""Handles numbers that are not finite: names them by worker, micro-batch and row, writes the rows
+to the run's folder, and ends the run where it may not go on without them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ BadRows = Mapping[str, Sequence[int]]
 
 
 def nonfinite_handler(ctx: Context, minibatches: Sequence[pa.Table]) -> OnNonFinite:
-    """Return the function that a trainer calls for a mini-batch that is not finite, one of ``minibatches`` in any
-    epoch.
+    """Return the function that a trainer calls for a mini-batch that is not finite, one of
+    ``minibatches`` in any epoch.
 
-    It writes the worker's rows of the step's first such mini-batch to the run's folder. The optimizer step is left out
-    where ``run.on_nan`` and ``max_skipped_steps`` allow it. Otherwise the function raises TrainingError on the workers
-    where something was found, which names the rows, and Aborted on the others.
+    It writes the worker's rows of the step's first such mini-batch to the run's folder. The
+    optimizer step is left out where ``run.on_nan`` and ``max_skipped_steps`` allow it. Otherwise
+    the function raises TrainingError on the workers where something was found, which names the
+    rows, and Aborted on the others.
     """
     has_written = False
 
@@ -52,7 +53,10 @@ def nonfinite_handler(ctx: Context, minibatches: Sequence[pa.Table]) -> OnNonFin
         elif workers_with_rows:
             message = f"{found}: the rows are another worker's"
         else:
-            message = f"{found}: each row's loss is finite, the gradient of all is not{_micro_batches(found)}"
+            message = (
+                f"{found}: each row's loss is finite, the gradient of all is "
+                f"not{_micro_batches(found)}"
+            )
         if folder is not None:
             message += f"; its rows are in {folder}"
         if ctx.skip_nonfinite and found.may_skip:
@@ -67,8 +71,8 @@ def nonfinite_handler(ctx: Context, minibatches: Sequence[pa.Table]) -> OnNonFin
 
 
 def check_finite(ctx: Context, table: pa.Table, *names: str) -> None:
-    """Write the rows to the run's folder that have a number in a column ``names``, one a row or a token, that is not
-    finite.
+    """Write the rows to the run's folder that have a number in a column ``names``, one a row or a
+    token, that is not finite.
 
     Raises TrainingError, with the rows, unless ``run.on_nan=skip``: no step is taken on them then.
     """
@@ -90,7 +94,9 @@ def check_finite(ctx: Context, table: pa.Table, *names: str) -> None:
 
 
 def bad_rows(column: pa.ChunkedArray) -> list[int]:
-    """Return the rows of a column of numbers, or of lists of numbers, that have one which is not finite."""
+    """Return the rows of a column of numbers, or of lists of numbers, that have one which is not
+    finite.
+    """
     array = one_chunk(column)
     if pa.types.is_large_list(array.type) or pa.types.is_list(array.type):
         row_of_number = pc.list_parent_indices(array)
@@ -138,7 +144,8 @@ def _advice(ctx: Context) -> str:
 
 
 def _write_rows(ctx: Context, table: pa.Table, bad: BadRows) -> str | None:
-    """Write rows with what is not finite in each, the bad ones first, as many as fit into the limits.
+    """Write rows with what is not finite in each, the bad ones first, as many as fit into the
+    limits.
 
     Returns the folder; None where nothing was written.
     """
@@ -153,7 +160,9 @@ def _write_rows(ctx: Context, table: pa.Table, bad: BadRows) -> str | None:
     order = sorted(range(table.num_rows), key=lambda row: row not in names_of_row)
     written = order[: _row_limit(table)]
     reasons = [names_of_row.get(row, []) for row in written]
-    return ctx.put_aside(table.take(written).append_column(COLUMN, pa.array(reasons, pa.list_(pa.string()))))
+    return ctx.put_aside(
+        table.take(written).append_column(COLUMN, pa.array(reasons, pa.list_(pa.string())))
+    )
 
 
 def _row_limit(table: pa.Table) -> int:

@@ -1,4 +1,6 @@
-"""Turns a table's prompt and response columns into the packed rows that a trainer takes, and tensors into columns."""
+"""Turns a table's prompt and response columns into the packed rows that a trainer takes, and
+tensors into columns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch.utils.dlpack import from_dlpack
 
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.row_images import row_images
-from siirl_dask.schema import ADVANTAGE, ADVANTAGES, PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, with_large_offsets
+from siirl_dask.schema import (
+    ADVANTAGE,
+    ADVANTAGES,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    RESPONSE_MASK,
+    with_large_offsets,
+)
 from siirl_dask.training import PackedRows
 
 
@@ -25,7 +34,8 @@ class PackedTable:
 
     rows: PackedRows
     response_offsets: Tensor
-    """[R + 1]: row r owns response tokens ``response_offsets[r]`` to ``response_offsets[r + 1]``."""
+    """[R + 1]: row r owns response tokens ``response_offsets[r]`` to ``response_offsets[r +
+    1]``."""
 
     def per_token(self, flat: Tensor, kind: pa.DataType) -> pa.Array:
         """Return a number per response token as a list column. [K]."""
@@ -45,7 +55,10 @@ class PackedTable:
             return self.spread(values(table[name]))
         flat, offsets = packed(table[name])
         if not torch.equal(offsets, self.response_offsets):
-            raise DataError(f"column {name!r} has other lengths than the responses: expected a value for each token")
+            raise DataError(
+                f"column {name!r} has other lengths than the responses: expected a value for each "
+                "token"
+            )
         return flat
 
     def optional(self, table: pa.Table, name: str) -> Tensor | None:
@@ -56,7 +69,8 @@ class PackedTable:
 
 
 def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
-    """Pack each row's prompt and response, one after the other, and the images that the prompts show, if any.
+    """Pack each row's prompt and response, one after the other, and the images that the prompts
+    show, if any.
 
     ``routes`` are the rows' routed experts, [T, W] (see ``routes.py``).
     """
@@ -66,7 +80,9 @@ def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
     tokens = torch.empty(int(offsets[-1]), dtype=torch.int64)
     is_response = torch.ones(len(tokens), dtype=torch.bool)
     prompt_lengths = prompt_offsets.diff()
-    index_in_prompt = torch.arange(len(prompts)) - prompt_offsets[:-1].repeat_interleave(prompt_lengths)
+    index_in_prompt = torch.arange(len(prompts)) - prompt_offsets[:-1].repeat_interleave(
+        prompt_lengths
+    )
     is_response[offsets[:-1].repeat_interleave(prompt_lengths) + index_in_prompt] = False
     tokens[~is_response] = prompts.long()
     tokens[is_response] = responses.long()
@@ -81,7 +97,8 @@ def pack_rows(table: pa.Table, routes: Tensor | None = None) -> PackedTable:
 
 
 def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
-    """Return which response tokens are learned from, [K] bool, and where each row's tokens begin, [R + 1].
+    """Return which response tokens are learned from, [K] bool, and where each row's tokens begin,
+    [R + 1].
 
     DataError for a mask of other lengths than the responses.
     """
@@ -90,12 +107,17 @@ def response_mask(table: pa.Table) -> tuple[Tensor, Tensor]:
         return torch.ones(int(offsets[-1]), dtype=torch.bool), offsets
     mask, mask_offsets = packed(table[RESPONSE_MASK])
     if not torch.equal(offsets, mask_offsets):
-        raise DataError(f"{RESPONSE_MASK!r} has other lengths than the responses: expected a value for each token")
+        raise DataError(
+            f"{RESPONSE_MASK!r} has other lengths than the responses: expected a value for each "
+            "token"
+        )
     return mask, offsets
 
 
 def advantages_of(table: pa.Table) -> str:
-    """Return the name of the column that holds advantages: of tokens if there are any, else of rows."""
+    """Return the name of the column that holds advantages: of tokens if there are any, else of
+    rows.
+    """
     return ADVANTAGES if ADVANTAGES in table.column_names else ADVANTAGE
 
 
@@ -104,8 +126,8 @@ Flags = NDArray[np.bool_]
 
 
 def valid_rows(table: pa.Table, names: Sequence[str]) -> Flags:
-    """Return a flag for each row that has no null in the named columns, of which the table has one at least; absent
-    columns do not count. [R].
+    """Return a flag for each row that has no null in the named columns, of which the table has one
+    at least; absent columns do not count. [R].
     """
     valid = [pc.is_valid(table[name]).to_numpy() for name in names if name in table.column_names]
     flags: Flags = np.logical_and.reduce(valid)
@@ -119,21 +141,25 @@ def scatter_valid(valid: Flags, column: pa.Array) -> pa.Array:
 
 
 def packed(column: pa.ChunkedArray) -> tuple[Tensor, Tensor]:
-    """Return values [T] and offsets [R + 1] (int64, from 0) of a list column; a single chunk is not copied.
+    """Return values [T] and offsets [R + 1] (int64, from 0) of a list column; a single chunk is not
+    copied.
 
     The values tensor shares Arrow's memory: do not write to it. ValueError if a row is null.
     """
     array = one_chunk(column)
     if array.null_count:
         raise ValueError(
-            f"a list column has {array.null_count} null rows: expected lists, empty ones where there is none"
+            f"a list column has {array.null_count} null rows: expected lists, empty ones where "
+            "there is none"
         )
     offsets = array.offsets.to_numpy().astype(np.int64)
     return _tensor(array.flatten()), torch.from_numpy(offsets - offsets[0])
 
 
 def values(column: pa.ChunkedArray) -> Tensor:
-    """Return a column of numbers as a tensor [R] over the same memory. ValueError if a row is null."""
+    """Return a column of numbers as a tensor [R] over the same memory. ValueError if a row is
+    null.
+    """
     array = one_chunk(column)
     if array.null_count:
         raise ValueError(f"a column of numbers has {array.null_count} null rows")
@@ -151,11 +177,15 @@ def ragged(flat: Tensor, offsets: Tensor | Sequence[int], kind: pa.DataType) -> 
     """Return a list column of ``kind`` whose row r is ``flat[offsets[r]:offsets[r + 1]]``."""
     flat_array = pa.array(flat.detach().cpu().numpy(), kind.value_type)
     ends = torch.as_tensor(offsets).to("cpu", torch.int64).numpy()
-    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), flat_array, type=with_large_offsets(kind))
+    return pa.LargeListArray.from_arrays(
+        pa.array(ends, pa.int64()), flat_array, type=with_large_offsets(kind)
+    )
 
 
 def one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    """Return the column as one array; where it has several chunks they are copied, with 64-bit offsets."""
+    """Return the column as one array; where it has several chunks they are copied, with 64-bit
+    offsets.
+    """
     if column.num_chunks != 1:
         column = column.cast(with_large_offsets(column.type))
     if column.num_chunks == 1:

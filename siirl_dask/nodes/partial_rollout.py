@@ -1,9 +1,10 @@
-"""Partial rollouts (Kimi k1.5, arXiv:2501.12599, section 2.6.2): responses that are generated over several steps.
+"""Partial rollouts (Kimi k1.5, arXiv:2501.12599, section 2.6.2): responses that are generated over
+several steps.
 
-A sample gets a budget of tokens per step. One that has not ended by then stays on its worker, with all of its group,
-and continues in the next step with the weights of that step. Its next token is drawn as if it was never interrupted. A
-drain step finishes all samples. Unfinished rows are stored with the rows of the step, so that a run which is resumed
-continues them.
+A sample gets a budget of tokens per step. One that has not ended by then stays on its worker, with
+all of its group, and continues in the next step with the weights of that step. Its next token is
+drawn as if it was never interrupted. A drain step finishes all samples. Unfinished rows are stored
+with the rows of the step, so that a run which is resumed continues them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _PARTIAL_COLUMNS = {
     WORKER: TYPES[WORKER],
     _LOGPROBS: pa.large_list(pa.float64()),  # no bit is lost, as it would be in float32
 }
-"""Columns in which a partial sample is stored, besides those of its row; FINISH_REASON is null while it continues."""
+"""Columns in which a partial sample is stored, besides those of its row; FINISH_REASON is null
+while it continues."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,9 @@ class _PartialSample:
         return self.finish_reason is not None
 
     def next_request(self, budget: int | None) -> GenerationRequest:
-        """Return the request for this step: at most ``budget`` tokens; None means all that the limit allows."""
+        """Return the request for this step: at most ``budget`` tokens; None means all that the
+        limit allows.
+        """
         done = len(self.tokens)
         max_tokens = self.request.sampling.max_tokens - done
         if budget is not None:
@@ -101,8 +105,12 @@ class _UnfinishedResponse:
     samples: list[_PartialSample]
 
 
-def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling], budget: int) -> pa.Table:
-    """Return the rows of groups whose samples have all ended by now; a sample gets ``budget`` tokens in a step."""
+def generate_partial(
+    ctx: Context, table: pa.Table, samplings: Sequence[Sampling], budget: int
+) -> pa.Table:
+    """Return the rows of groups whose samples have all ended by now; a sample gets ``budget``
+    tokens in a step.
+    """
     engine: RolloutEngine = ctx.resource
     rows, requests = make_requests(ctx, table, samplings)
     samples = [_PartialSample(request) for request in requests]
@@ -127,7 +135,9 @@ def generate_partial(ctx: Context, table: pa.Table, samplings: Sequence[Sampling
 
 
 def pack_unfinished(ctx: Context) -> pa.Table:
-    """Return the rows that continue in the next step with their partial samples; an empty table where none do."""
+    """Return the rows that continue in the next step with their partial samples; an empty table
+    where none do.
+    """
     unfinished: _UnfinishedResponse | None = ctx.state.get(_UNFINISHED)
     if unfinished is None:
         identity = {name: TYPES[name] for name in IDENTITY}
@@ -136,7 +146,10 @@ def pack_unfinished(ctx: Context) -> pa.Table:
     columns = {
         RESPONSE_IDS: [sample.tokens for sample in samples],
         TOKEN_VERSIONS: [sample.versions for sample in samples],
-        FINISH_REASON: [None if sample.finish_reason is None else str(sample.finish_reason) for sample in samples],
+        FINISH_REASON: [
+            None if sample.finish_reason is None else str(sample.finish_reason)
+            for sample in samples
+        ],
         WORKER: [sample.worker for sample in samples],
         _LOGPROBS: [sample.logprobs for sample in samples],
     }
@@ -186,10 +199,14 @@ def with_older_ids(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def _complete_groups(rows: pa.Table, samples: Sequence[_PartialSample]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _complete_groups(
+    rows: pa.Table, samples: Sequence[_PartialSample]
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return, for each row, whether all samples of its group have ended. [R] bool."""
     groups = rows[GROUP_ID].to_numpy()
-    incomplete = [group for group, sample in zip(groups.tolist(), samples, strict=True) if not sample.finished]
+    incomplete = [
+        group for group, sample in zip(groups.tolist(), samples, strict=True) if not sample.finished
+    ]
     return ~np.isin(groups, incomplete)
 
 

@@ -1,4 +1,6 @@
-"""Measures how an update changed the policy, for agents that are updated one after the other (HAPPO)."""
+"""Measures how an update changed the policy, for agents that are updated one after the other
+(HAPPO).
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,15 @@ def _reads(*, agents: tuple[str, ...], old: str, **options: object) -> ContractC
 def measure_policy_change(
     ctx: Context, table: pa.Table, *, agents: tuple[str, ...] = (), old: str = OLD_LOGPROBS
 ) -> pa.Table:
-    """Add to each row's ``policy_change`` the change of the policy in its episode: the sum of log pi - log pi_old over
-    the tokens of the rows that ``agents`` wrote, or of all rows where none is named.
+    """Add to each row's ``policy_change`` the change of the policy in its episode: the sum of log
+    pi - log pi_old over the tokens of the rows that ``agents`` wrote, or of all rows where none is
+    named.
 
-    The node runs after an agent's update, with the rows of all agents, and before the next one's update, whose loss is
-    ``happo_clip``. The changes by earlier updates are added. ``old`` is the column of log-probs under the policy before
-    the update; where rows are of one step, the sampler's, ``rollout_logprobs``, save a pass. Where episodes have
-    several rows the node needs complete groups: rows=GROUPED.
+    The node runs after an agent's update, with the rows of all agents, and before the next one's
+    update, whose loss is ``happo_clip``. The changes by earlier updates are added. ``old`` is the
+    column of log-probs under the policy before the update; where rows are of one step, the
+    sampler's, ``rollout_logprobs``, save a pass. Where episodes have several rows the node needs
+    complete groups: rows=GROUPED.
     """
     ctx.free_device()
     trainer: Trainer = ctx.resource
@@ -68,7 +72,9 @@ def measure_policy_change(
         total = total + values(table[POLICY_CHANGE])
         table = table.drop_columns([POLICY_CHANGE])
     ctx.log("policy/change", total[own_rows].tolist())
-    table = table.append_column(POLICY_CHANGE, pa.array(total.float().numpy(), TYPES[POLICY_CHANGE]))
+    table = table.append_column(
+        POLICY_CHANGE, pa.array(total.float().numpy(), TYPES[POLICY_CHANGE])
+    )
     check_finite(ctx, table, POLICY_CHANGE)
     return table
 

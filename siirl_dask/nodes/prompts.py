@@ -1,4 +1,6 @@
-"""Turns the dataset's prompts into token ids, drops prompts that are too long, and estimates what each one costs."""
+"""Turns the dataset's prompts into token ids, drops prompts that are too long, and estimates
+what each one costs.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
     from siirl_dask.images.processor import ImageProcessor
 
 MAX_TOKENS = "max_tokens"
-"""An optional column of the dataset: the row's own limit of response tokens, below ``rollout.max_response_length``."""
+"""An optional column of the dataset: the row's own limit of response tokens, below
+``rollout.max_response_length``."""
 _NULL_PROMPT = "its prompt is null: remove such rows, or name another column (data.prompt)"
 _PREFILL_TOKENS_PER_SAMPLED = 16
-"""Prompt tokens whose prefill takes as long as sampling one token: they are read together, and once for n samples."""
+"""Prompt tokens whose prefill takes as long as sampling one token: they are read together, and
+once for n samples."""
 
 
 def prompt_columns(
@@ -81,19 +85,22 @@ def encode_prompts(
     images: ImagesConfig | None = None,
     continue_answers: bool = False,
 ) -> pa.Table:
-    """Add each prompt's token ids, and as its size what sampling from it costs (``sampling_costs``).
+    """Add each prompt's token ids, and as its size what sampling from it costs
+    (``sampling_costs``).
 
-    The prompt is what ``column`` holds: the dataset's, or what another agent has written (``hand_over``). With
-    ``images.column`` the prompts' images are read as well, and each one's placeholder is repeated for its tokens. With
-    ``continue_answers`` the model continues a last message of the assistant.
+    The prompt is what ``column`` holds: the dataset's, or what another agent has written
+    (``hand_over``). With ``images.column`` the prompts' images are read as well, and each one's
+    placeholder is repeated for its tokens. With ``continue_answers`` the model continues a last
+    message of the assistant.
 
-    A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the rule looks at the
-    prompt alone, so it drops the same rows on any number of workers. A worker may be left without rows; a step that
-    leaves no worker any trains nothing (``driver/checks/prompts.py`` warns of it).
+    A prompt of more than ``max_prompt_length`` tokens is dropped from its step and counted; the
+    rule looks at the prompt alone, so it drops the same rows on any number of workers. A worker may
+    be left without rows; a step that leaves no worker any trains nothing
+    (``driver/checks/prompts.py`` warns of it).
 
-    ValueError for a prompt without tokens; DataError, with the row, for one that is null, that the chat template cannot
-    write, or whose last message is the assistant's without ``continue_answers``; ImageError, with the row and the
-    image, for an image that cannot be used.
+    ValueError for a prompt without tokens; DataError, with the row, for one that is null, that the
+    chat template cannot write, or whose last message is the assistant's without
+    ``continue_answers``; ImageError, with the row and the image, for an image that cannot be used.
     """
     engine: RolloutEngine = ctx.resource
     if images is not None and images.column is None:
@@ -102,10 +109,15 @@ def encode_prompts(
         ids = _encode_texts(ctx, table, column, continue_answers)
         collapsed_ids = ids
     else:
-        table, collapsed_ids, ids = _encode_with_images(ctx, table, column, images, continue_answers)
+        table, collapsed_ids, ids = _encode_with_images(
+            ctx, table, column, images, continue_answers
+        )
     for row_id, tokens in zip(table[ROW_ID].to_pylist(), ids, strict=True):
         if not tokens:
-            raise ValueError(f"the prompt of row {row_id} has no tokens: the model needs at least one to go on from")
+            raise ValueError(
+                f"the prompt of row {row_id} has no tokens: the model needs at least one to go on "
+                "from"
+            )
     fits = [len(tokens) <= max_prompt_length for tokens in ids]
     dropped_lengths = [len(tokens) for tokens in ids if len(tokens) > max_prompt_length]
     ctx.log("data/prompts", len(ids) - len(dropped_lengths), Reduce.SUM)
@@ -124,14 +136,22 @@ def encode_prompts(
     return table.append_column(PROMPT_TEXT, pa.array(texts, TYPES[PROMPT_TEXT]))
 
 
-def _encode_texts(ctx: Context, table: pa.Table, column: str, continue_answers: bool) -> list[list[int]]:
+def _encode_texts(
+    ctx: Context, table: pa.Table, column: str, continue_answers: bool
+) -> list[list[int]]:
     """Return each prompt's token ids, of prompts without images."""
     prompts = table[column].to_pylist()
-    return [_encode(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(prompts)]
+    return [
+        _encode(ctx, table, row, prompt, continue_answers) for row, prompt in enumerate(prompts)
+    ]
 
 
-def _encode(ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool) -> list[int]:
-    """Return the token ids of a row's prompt. DataError, with the row, for one that cannot be used."""
+def _encode(
+    ctx: Context, table: pa.Table, row: int, prompt: Any, continue_answers: bool
+) -> list[int]:
+    """Return the token ids of a row's prompt. DataError, with the row, for one that cannot be
+    used.
+    """
     if prompt is None:
         raise _data_error(ctx, table, row, _NULL_PROMPT)
     tokenizer = ctx.resource.tokenizer
@@ -156,7 +176,9 @@ def _data_error(ctx: Context, table: pa.Table, row: int, reason: str) -> DataErr
 
 
 def _location(ctx: Context, table: pa.Table, row: int) -> str:
-    """Return a row's id and step, and its part and row of the dataset if these are known, for an error message."""
+    """Return a row's id and step, and its part and row of the dataset if these are known, for an
+    error message.
+    """
     in_dataset = ""
     if {DATA_PART, DATA_ROW} <= {*table.column_names}:
         in_dataset = f" (row {table[DATA_ROW][row]} of part {table[DATA_PART][row]} of the dataset)"
@@ -164,8 +186,8 @@ def _location(ctx: Context, table: pa.Table, row: int) -> str:
 
 
 def _image_column(images: ImagesConfig, column: str) -> str:
-    """Return the column that has the images: the dataset's; for a prompt that an agent wrote, the one that the first
-    agent's ``encode_prompts`` has written.
+    """Return the column that has the images: the dataset's; for a prompt that an agent wrote, the
+    one that the first agent's ``encode_prompts`` has written.
     """
     assert images.column is not None
     return images.column if column == PROMPT else IMAGES
@@ -174,8 +196,9 @@ def _image_column(images: ImagesConfig, column: str) -> str:
 def _encode_with_images(
     ctx: Context, table: pa.Table, column: str, images: ImagesConfig, continue_answers: bool
 ) -> tuple[pa.Table, list[list[int]], list[list[int]]]:
-    """Return the table with its images in the column ``images``, each prompt's ids with one placeholder an image, and
-    its ids with as many placeholders as each image has tokens. Image sizes are read from the images' headers alone.
+    """Return the table with its images in the column ``images``, each prompt's ids with one
+    placeholder an image, and its ids with as many placeholders as each image has tokens. Image
+    sizes are read from the images' headers alone.
     """
     engine: RolloutEngine = ctx.resource
     processor = _processor(engine, images)
@@ -202,8 +225,8 @@ def _encode_with_images(
 
 
 def _images_at_urls(value: Sequence[dict[str, object] | None] | None) -> Iterator[Image]:
-    """Yield the images of a row that are at a URL. A null entry is skipped: ``images_of`` raises for it later, with its
-    row.
+    """Yield the images of a row that are at a URL. A null entry is skipped: ``images_of`` raises
+    for it later, with its row.
     """
     for entry in value or ():
         if entry is not None and entry["bytes"] is None and entry["path"] is not None:
@@ -211,18 +234,23 @@ def _images_at_urls(value: Sequence[dict[str, object] | None] | None) -> Iterato
 
 
 def _processor(engine: RolloutEngine, images: ImagesConfig) -> ImageProcessor:
-    """Return the processor that the engine generates with. ConfigError for an engine without one."""
+    """Return the processor that the engine generates with. ConfigError for an engine without
+    one.
+    """
     processor = processor_of(engine)
     if processor is None:
         raise ConfigError(
-            f"images.column={images.column!r}, and the engine takes texts alone: give its role's builder the images as "
+            f"images.column={images.column!r}, and the engine takes texts alone: give its role's "
+            "builder the images as "
             "well, as in with: {images: ${images}, ...}"
         )
     return processor
 
 
 def _check_images(ctx: Context, table: pa.Table, images: ImagesConfig) -> None:
-    """Decode every image once: one that is cut off behind its header would fail only after others were generated."""
+    """Decode every image once: one that is cut off behind its header would fail only after
+    others were generated.
+    """
     processor = _processor(ctx.resource, images)
     for row, value in enumerate(table[IMAGES].to_pylist()):
         with _naming_row(ctx, table, row):
@@ -242,13 +270,18 @@ def _naming_row(ctx: Context, table: pa.Table, row: int) -> Iterator[None]:
 
 
 def token_limits(rows: pa.Table) -> list[int | None]:
-    """Return each row's own limit of response tokens, None where it has none. DataError for other values."""
+    """Return each row's own limit of response tokens, None where it has none. DataError for
+    other values.
+    """
     if MAX_TOKENS not in rows.column_names:
         return [None] * int(rows.num_rows)
     limits: list[object] = rows[MAX_TOKENS].to_pylist()
     for row_id, limit in zip(rows[ROW_ID].to_pylist(), limits, strict=True):
         if limit is not None and not (isinstance(limit, int) and limit >= 1):
-            raise DataError(f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, or null")
+            raise DataError(
+                f"row {row_id} has {MAX_TOKENS}={limit!r}: expected a whole number of at least 1, "
+                "or null"
+            )
     return limits  # type: ignore[return-value]  # checked above
 
 
@@ -258,19 +291,29 @@ def check_expected_lengths(lengths: pa.ChunkedArray, column: str, first: int = 0
     Errors name ``column`` and count rows from ``first``.
     """
     if not pa.types.is_integer(lengths.type):
-        raise DataError(f"{column} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS BIGINT)")
+        raise DataError(
+            f"{column} holds {lengths.type}: expected whole numbers of tokens, as in CAST(... AS "
+            "BIGINT)"
+        )
     fits = pc.fill_null(pc.greater_equal(lengths, 1), False)
     if (wrong := pc.index(fits, False).as_py()) >= 0:
-        raise DataError(f"{column} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 token")
+        raise DataError(
+            f"{column} is {lengths[wrong].as_py()} in row {first + wrong}: expected at least 1 "
+            "token"
+        )
 
 
-def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutConfig | None) -> Ints:
-    """Return the expected cost of a sample of each prompt, from the prompts' ``lengths``. [N] -> [N].
+def sampling_costs(
+    prompts: pa.Table, lengths: Sequence[int], rollout: RolloutConfig | None
+) -> Ints:
+    """Return the expected cost of a sample of each prompt, from the prompts' ``lengths``. [N] ->
+    [N].
 
-    The unit is a sampled token: the expected response, plus one for every 16 tokens of the prompt. The expected
-    response is the value of ``rollout.expected_length_column``, at most the row's and the rollout's limit; without the
-    column, the row's limit. Where rows have neither, or ``rollout`` is None, the cost is the prompt's length: all
-    responses are expected to be equally long.
+    The unit is a sampled token: the expected response, plus one for every 16 tokens of the prompt.
+    The expected response is the value of ``rollout.expected_length_column``, at most the row's and
+    the rollout's limit; without the column, the row's limit. Where rows have neither, or
+    ``rollout`` is None, the cost is the prompt's length: all responses are expected to be equally
+    long.
     """
     prompt_lengths = np.asarray(lengths, dtype=np.int64)
     if rollout is None:
@@ -283,7 +326,9 @@ def sampling_costs(prompts: pa.Table, lengths: Sequence[int], rollout: RolloutCo
     limits = [longest if limit is None else min(limit, longest) for limit in token_limits(prompts)]
     response_lengths = np.array(limits, dtype=np.int64)
     if has_expected:
-        check_expected_lengths(prompts[expected], f"the column {expected!r} (rollout.expected_length_column)")
+        check_expected_lengths(
+            prompts[expected], f"the column {expected!r} (rollout.expected_length_column)"
+        )
         expected_lengths = prompts[expected].to_numpy().astype(np.int64)
         response_lengths = np.minimum(response_lengths, expected_lengths)
     return response_lengths + prompt_lengths // _PREFILL_TOKENS_PER_SAMPLED

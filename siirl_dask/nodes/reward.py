@@ -35,12 +35,16 @@ _MAX_SHOWN = 200  # characters of a prompt or a response in an error
 
 
 def begin_scores(scorer: Scorer, *, columns: tuple[str, ...] = ()) -> EarlyScores:
-    """Begin the work of ``score``, with the same options, on rows that are finished while others are generated."""
+    """Begin the work of ``score``, with the same options, on rows that are finished while others
+    are generated.
+    """
     return EarlyScores(scorer, _argument_names(scorer, columns))
 
 
 def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
-    """Return the names of the function's arguments, ``prompt_text`` included where it has an argument of that name."""
+    """Return the names of the function's arguments, ``prompt_text`` included where it has an
+    argument of that name.
+    """
     names = argument_names(columns)
     if scorer.reads_prompt_text and PROMPT_TEXT not in names:
         names.append(PROMPT_TEXT)
@@ -56,13 +60,18 @@ def _argument_names(scorer: Scorer, columns: tuple[str, ...]) -> list[str]:
     depends_on_options=reads_option("columns"),
 )
 def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa.Table:
-    """Add the scorer's reward of each row; its function also gets ``columns``, by name, and where it has an argument
-    ``prompt_text`` the prompt as the model saw it.
+    """Add the scorer's reward of each row; its function also gets ``columns``, by name, and where
+    it has an argument ``prompt_text`` the prompt as the model saw it.
 
-    A row whose function fails gets a null reward and is left out of the loss, unless more rows of the step fail than
-    ``rewards.max_failures`` allows: that stops the run with RewardError. A made-up score never trains.
+    A row whose function fails gets a null reward and is left out of the loss, unless more rows of
+    the step fail than ``rewards.max_failures`` allows: that stops the run with RewardError. A
+    made-up score never trains.
     """
-    names = [name for name in _argument_names(ctx.resource, columns) if name in columns or name in table.column_names]
+    names = [
+        name
+        for name in _argument_names(ctx.resource, columns)
+        if name in columns or name in table.column_names
+    ]
     scores = _score_rows(ctx, table, table.select(names).to_pylist())
     failed = [index for index, score in enumerate(scores) if score.failure is not None]
     _check_failures(ctx, table, scores, failed)
@@ -79,7 +88,9 @@ def score(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ()) -> pa
 
 
 def _score_rows(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -> Sequence[Score]:
-    """Return the score of each row; those that were scored while others were generated are not scored again."""
+    """Return the score of each row; those that were scored while others were generated are not
+    scored again.
+    """
     scorer: Scorer = ctx.resource
     early: EarlyScores | None = ctx.begun
     if early is not None:
@@ -90,9 +101,11 @@ def _score_rows(ctx: Context, table: pa.Table, rows: Sequence[dict[str, Any]]) -
     return scorer.score(rows)
 
 
-def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]) -> None:
-    """Raise RewardError on all workers when more rows failed over all of them than ``rewards.max_failures``; log
-    allowed failures.
+def _check_failures(
+    ctx: Context, table: pa.Table, scores: Sequence[Score], failed: Sequence[int]
+) -> None:
+    """Raise RewardError on all workers when more rows failed over all of them than
+    ``rewards.max_failures``; log allowed failures.
     """
     scorer: Scorer = ctx.resource
 
@@ -102,7 +115,8 @@ def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], fail
         response = f"{row[RESPONSE]!r:.{_MAX_SHOWN}}"
         answer = f"{row[ANSWER]!r:.{_MAX_SHOWN}}"
         message = (
-            f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, prompt {prompt}, "
+            f"reward {scorer.name} {scores[index].failure}: row {row[ROW_ID]} of step {ctx.step}, "
+            f"prompt {prompt}, "
             f"response {response}, answer {answer}"
         )
         return message, row[ROW_ID]
@@ -119,7 +133,9 @@ def _check_failures(ctx: Context, table: pa.Table, scores: Sequence[Score], fail
 
 
 def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None]) -> None:
-    """Log mean and standard deviation of the rewards: of rows, or of episodes as far as this worker has their rows."""
+    """Log mean and standard deviation of the rewards: of rows, or of episodes as far as this
+    worker has their rows.
+    """
     sequence_rewards = reward_sums(sequences_of(table), rewards)
     valid = [reward for reward in sequence_rewards if reward is not None]
     ctx.log("reward/mean", valid)
@@ -128,7 +144,9 @@ def _log_rewards(ctx: Context, table: pa.Table, rewards: Sequence[float | None])
 
 @columns(reads=[PROMPT_IDS, RESPONSE_IDS], optional=EPISODE_COLUMNS, writes=fields(REWARD))
 def score_with_model(ctx: Context, table: pa.Table) -> pa.Table:
-    """Add the reward model's score of each row, prompt and response. RewardError names a row with no finite score."""
+    """Add the reward model's score of each row, prompt and response. RewardError names a row
+    with no finite score.
+    """
     model: RewardModel = ctx.resource
     scores = model.scores(pack_rows(table).rows)
     finite = scores.isfinite()

@@ -1,4 +1,6 @@
-"""The column of routed experts (``rollout.router_replay``): written by generate nodes, read as a tensor by trainers."""
+"""The column of routed experts (``rollout.router_replay``): written by generate nodes, read as a
+tensor by trainers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from siirl_dask.nodes.packed_table import packed
 from siirl_dask.rollout import RolloutEngine
 from siirl_dask.rollout.engine import routing_of
 from siirl_dask.rollout.requests import Sampled
-from siirl_dask.schema import PROMPT_IDS, RESPONSE_IDS, ROUTED_EXPERTS, ROW_ID, TYPES, DataType, fields
+from siirl_dask.schema import (
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROUTED_EXPERTS,
+    ROW_ID,
+    TYPES,
+    DataType,
+    fields,
+)
 
 
 def route_columns(rollout: RolloutConfig) -> Mapping[str, DataType]:
@@ -25,13 +35,14 @@ def route_columns(rollout: RolloutConfig) -> Mapping[str, DataType]:
 
 
 def add_routes(engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled]) -> pa.Table:
-    """Add the samples' routes. PeerError for those of a peer that do not fit their row, ConfigError for an engine
-    that records none.
+    """Add the samples' routes. PeerError for those of a peer that do not fit their row, ConfigError
+    for an engine that records none.
     """
     routing = routing_of(engine)
     if routing is None:
         raise ConfigError(
-            "rollout.router_replay=true, and the engine records no routes: give build_engine the same rollout"
+            "rollout.router_replay=true, and the engine records no routes: give build_engine the "
+            "same rollout"
         )
     prompts = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
     routes = [
@@ -40,26 +51,32 @@ def add_routes(engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled]
     ]
     ends = np.cumsum([0, *map(len, routes)], dtype=np.int64)
     flat = np.concatenate([np.empty(0, np.uint8), *routes])
-    column = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(flat), type=TYPES[ROUTED_EXPERTS])
+    column = pa.LargeListArray.from_arrays(
+        pa.array(ends), pa.array(flat), type=TYPES[ROUTED_EXPERTS]
+    )
     return rows.append_column(ROUTED_EXPERTS, column)
 
 
 def _routes(sample: Sampled, tokens: int, routing: Routing) -> np.typing.NDArray[np.uint8]:
-    """Return a sample's routes for the ``tokens`` tokens of prompt and response but the last. [tokens * W]."""
+    """Return a sample's routes for the ``tokens`` tokens of prompt and response but the last.
+    [tokens * W].
+    """
     recorded = sample.generation.routes
     routes = np.frombuffer(b"" if recorded is None else recorded, np.uint8)
     if len(routes) != tokens * routing.width or (len(routes) and routes.max() >= routing.experts):
         raise PeerError(
-            f"worker {sample.worker!r} sent routes of {len(routes)} bytes, up to expert {max(routes, default=None)}: "
-            f"expected {routing.width} for each of {counted(tokens, 'token')}, of {routing.experts} experts; does it "
+            f"worker {sample.worker!r} sent routes of {len(routes)} bytes, up to expert "
+            f"{max(routes, default=None)}: "
+            f"expected {routing.width} for each of {counted(tokens, 'token')}, of "
+            f"{routing.experts} experts; does it "
             "sample with the same model and rollout.router_replay?"
         )
     return routes
 
 
 def packed_routes(table: pa.Table) -> Tensor | None:
-    """Return the experts of each token of the table's rows, -1 for the last of each, [T, W] int16; None without the
-    column or rows.
+    """Return the experts of each token of the table's rows, -1 for the last of each, [T, W] int16;
+    None without the column or rows.
 
     DataError for a row that has not as many for each of its tokens, but the last, as the others.
     """
@@ -67,7 +84,9 @@ def packed_routes(table: pa.Table) -> Tensor | None:
         return None
     if nulls := table[ROUTED_EXPERTS].null_count:
         rows = "1 row has" if nulls == 1 else f"{nulls} rows have"
-        raise DataError(f"{rows} no {ROUTED_EXPERTS}: expected the experts of each token but the last")
+        raise DataError(
+            f"{rows} no {ROUTED_EXPERTS}: expected the experts of each token but the last"
+        )
     flat, offsets = packed(table[ROUTED_EXPERTS])
     _, prompt_offsets = packed(table[PROMPT_IDS])
     _, response_offsets = packed(table[RESPONSE_IDS])
@@ -79,7 +98,8 @@ def packed_routes(table: pa.Table) -> Tensor | None:
     if len(wrong):
         row = int(wrong[0])
         raise DataError(
-            f"row {table[ROW_ID][row].as_py()} has {int(experts[row])} {ROUTED_EXPERTS} for the {int(tokens[row])} "
+            f"row {table[ROW_ID][row].as_py()} has {int(experts[row])} {ROUTED_EXPERTS} for the "
+            f"{int(tokens[row])} "
             f"tokens before its last: expected {width} each, as in other rows"
         )
     routes = torch.full((int(token_offsets[-1]), width), -1, dtype=torch.int16)

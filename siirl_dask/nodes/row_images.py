@@ -1,4 +1,6 @@
-"""Images of a table's rows as a trainer takes them: once for the rows of a group that show the same ones."""
+"""Images of a table's rows as a trainer takes them: once for the rows of a group that show the
+same ones.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class _ImageSets:
     """The images of each set, by its number."""
     of_group: dict[int, list[_ImageSet]] = field(default_factory=dict)
 
-    def number(self, group: int, value: pa.Scalar | None, observed: tuple[ObservedImage, ...]) -> int:
+    def number(
+        self, group: int, value: pa.Scalar | None, observed: tuple[ObservedImage, ...]
+    ) -> int:
         """Return the number of the set that a row shows; a set that is new is added."""
         prompt_images = None if value is None else value.values
         known = self.of_group.setdefault(group, [])
@@ -53,11 +57,11 @@ class _ImageSets:
 
 
 def row_images(table: pa.Table) -> RowImages | None:
-    """Return the rows' images; None for a table without the columns, and for a dataset's own column of their name,
-    which ``encode_prompts`` has not made. Rows without any show an empty tuple.
+    """Return the rows' images; None for a table without the columns, and for a dataset's own column
+    of their name, which ``encode_prompts`` has not made. Rows without any show an empty tuple.
 
-    Samples of a prompt have the same value, and where it is the same memory, comparing takes no time. Rows of a group
-    may show other images than its first, as turns of an episode do.
+    Samples of a prompt have the same value, and where it is the same memory, comparing takes no
+    time. Rows of a group may show other images than its first, as turns of an episode do.
     """
     has_images = _has_column(table, IMAGES)
     observed = _observed_images(table)
@@ -68,20 +72,25 @@ def row_images(table: pa.Table) -> RowImages | None:
     in_prompts = _within_prompts(table, observed)
     sets = _ImageSets()
     set_of_row = [
-        sets.number(group, value, in_prompt) for group, value, in_prompt in zip(groups, values, in_prompts, strict=True)
+        sets.number(group, value, in_prompt)
+        for group, value, in_prompt in zip(groups, values, in_prompts, strict=True)
     ]
     return RowImages(sets.images, torch.tensor(set_of_row, dtype=torch.int64), observed)
 
 
 def _has_column(table: pa.Table, name: str) -> bool:
-    """Return whether the table has a column of images; a dataset's own column of that name has another type."""
+    """Return whether the table has a column of images; a dataset's own column of that name has
+    another type.
+    """
     if name not in table.column_names:
         return False
     return bool(table.schema.field(name).type == TYPES[name])
 
 
 def _observed_images(table: pa.Table) -> list[tuple[ObservedImage, ...]]:
-    """Return the images that environments have shown in each row; an empty list for a table without the column."""
+    """Return the images that environments have shown in each row; an empty list for a table
+    without the column.
+    """
     if not _has_column(table, OBSERVED_IMAGES):
         return []
     return [
@@ -90,11 +99,14 @@ def _observed_images(table: pa.Table) -> list[tuple[ObservedImage, ...]]:
     ]
 
 
-def _within_prompts(table: pa.Table, observed: list[tuple[ObservedImage, ...]]) -> list[tuple[ObservedImage, ...]]:
+def _within_prompts(
+    table: pa.Table, observed: list[tuple[ObservedImage, ...]]
+) -> list[tuple[ObservedImage, ...]]:
     """Return, for each row, the observed images that begin within its prompt."""
     if not observed:
         return [()] * table.num_rows
     lengths = table[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
     return [
-        tuple(image for image in row if image.start < length) for row, length in zip(observed, lengths, strict=True)
+        tuple(image for image in row if image.start < length)
+        for row, length in zip(observed, lengths, strict=True)
     ]

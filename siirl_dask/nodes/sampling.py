@@ -1,4 +1,6 @@
-"""The common part of nodes that sample: builds rows and requests, runs the engine, adds the samples' columns."""
+"""The common part of nodes that sample: builds rows and requests, runs the engine, adds the
+samples' columns.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,15 @@ SAMPLED = (
 )
 """The columns that ``make_requests`` and ``add_samples`` add."""
 EARLY_COLUMNS = (PROMPT_IDS, RESPONSE_IDS, RESPONSE, ROLLOUT_LOGPROBS, FINISH_REASON)
-"""The columns that the next node may get row by row, as soon as a response has ended, while others are sampled."""
+"""The columns that the next node may get row by row, as soon as a response has ended, while
+others are sampled."""
 
 
 def make_requests(
     ctx: Context, table: pa.Table, samplings: Sequence[Sampling]
 ) -> tuple[pa.Table, list[GenerationRequest]]:
-    """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each row.
+    """Return ``len(samplings)`` rows for each prompt, prompt after prompt, and one request for each
+    row.
 
     The rows have the columns ``sample_number`` and ``sampling_seed``.
     """
@@ -72,10 +76,14 @@ def make_requests(
     return rows, build_requests(ctx, rows, samplings)
 
 
-def build_requests(ctx: Context, rows: pa.Table, samplings: Sequence[Sampling]) -> list[GenerationRequest]:
-    """Return the request of each row that ``make_requests`` has made, with its sample's element of ``samplings``.
+def build_requests(
+    ctx: Context, rows: pa.Table, samplings: Sequence[Sampling]
+) -> list[GenerationRequest]:
+    """Return the request of each row that ``make_requests`` has made, with its sample's element of
+    ``samplings``.
 
-    It has the row's images where the engine was built for them; for another engine ``images`` is a column like others.
+    It has the row's images where the engine was built for them; for another engine ``images`` is a
+    column like others.
     """
     columns = zip(
         rows[PROMPT_IDS].to_pylist(),
@@ -99,7 +107,9 @@ def _with_limit(sampling: Sampling, limit: int | None) -> Sampling:
 
 
 def prompt_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ...]]:
-    """Return the images of each row's prompt, none for an engine of texts; rows of a group have the same objects."""
+    """Return the images of each row's prompt, none for an engine of texts; rows of a group have
+    the same objects.
+    """
     if IMAGES not in rows.column_names or processor_of(engine) is None:
         return [()] * rows.num_rows
     images_of_group: dict[int, tuple[Image, ...]] = {}
@@ -111,15 +121,19 @@ def prompt_images(engine: RolloutEngine, rows: pa.Table) -> list[tuple[Image, ..
 
 
 def generate_all(
-    ctx: Context, requests: Sequence[GenerationRequest], costs: Sequence[int], rows: pa.Table | None = None
+    ctx: Context,
+    requests: Sequence[GenerationRequest],
+    costs: Sequence[int],
+    rows: pa.Table | None = None,
 ) -> list[Sampled]:
-    """Return a sample for each request, from this worker's engine or from that of a peer that ran idle.
+    """Return a sample for each request, from this worker's engine or from that of a peer that ran
+    idle.
 
-    With ``rows``, the requests' rows in the same order, each finished row is handed to the next node while others are
-    sampled.
+    With ``rows``, the requests' rows in the same order, each finished row is handed to the next
+    node while others are sampled.
 
-    Requests that are expected to cost most begin first, longest prompts first among equals: rows of similar length run
-    together, and the last row to end is a short one.
+    Requests that are expected to cost most begin first, longest prompts first among equals: rows of
+    similar length run together, and the last row to end is a short one.
     """
     engine: RolloutEngine = ctx.resource
     order = sorted(
@@ -147,7 +161,9 @@ def generate_all(
 
 
 def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
-    """Return the codec of requests and samples for work that peers take over, at this version of the weights."""
+    """Return the codec of requests and samples for work that peers take over, at this version of
+    the weights.
+    """
     message = RequestMessage(version)
     return Codec(
         pack_item=message.pack,
@@ -158,9 +174,11 @@ def _codec(version: int) -> Codec[GenerationRequest, Sampled]:
     )
 
 
-def _early_rows(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Callable[[int, Sampled], None] | None:
-    """Return the function that hands a finished row to the next node, from the index of its request in ``order`` and
-    its sample; None where no node reads rows early.
+def _early_rows(
+    ctx: Context, rows: pa.Table | None, order: Sequence[int]
+) -> Callable[[int, Sampled], None] | None:
+    """Return the function that hands a finished row to the next node, from the index of its request
+    in ``order`` and its sample; None where no node reads rows early.
     """
     hand_over = ctx.hand_over
     if hand_over is None or rows is None:
@@ -176,7 +194,9 @@ def _early_rows(ctx: Context, rows: pa.Table | None, order: Sequence[int]) -> Ca
 
 @dataclass(slots=True)
 class _ProgressQueue:
-    """A RequestQueue that adds this worker's name to each result, and reports the engine's progress to the device."""
+    """A RequestQueue that adds this worker's name to each result, and reports the engine's
+    progress to the device.
+    """
 
     queue: Any
     device: Device
@@ -213,19 +233,30 @@ def add_samples(
     lengths = [len(sample.token_ids) for sample in samples]
     ctx.log("response/length", lengths)
     ctx.log("response/length_std", lengths, Reduce.STD)
-    ctx.log("response/truncated", [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples])
+    ctx.log(
+        "response/truncated",
+        [float(sample.finish_reason is FinishReason.LENGTH) for sample in samples],
+    )
     return rows
 
 
 def _with_samples(
-    engine: RolloutEngine, rows: pa.Table, sampled: Sequence[Sampled], versions: Sequence[int] | None = None
+    engine: RolloutEngine,
+    rows: pa.Table,
+    sampled: Sequence[Sampled],
+    versions: Sequence[int] | None = None,
 ) -> pa.Table:
     samples = [sample.generation for sample in sampled]
     prompt_lengths = rows[PROMPT_IDS].combine_chunks().value_lengths().to_pylist()
-    tokens = [length + len(sample.token_ids) for length, sample in zip(prompt_lengths, samples, strict=True)]
+    tokens = [
+        length + len(sample.token_ids)
+        for length, sample in zip(prompt_lengths, samples, strict=True)
+    ]
     columns: dict[str, Sequence[object]] = {
         RESPONSE_IDS: [sample.token_ids for sample in samples],
-        RESPONSE: [engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples],
+        RESPONSE: [
+            engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples
+        ],
         ROLLOUT_LOGPROBS: [sample.logprobs for sample in samples],
         FINISH_REASON: [str(sample.finish_reason) for sample in samples],
         WEIGHTS_VERSION: [engine.version] * len(samples) if versions is None else versions,

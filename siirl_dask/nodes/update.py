@@ -9,14 +9,29 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import LossInputs, TokenLoss, Totals, ValueInputs, k3, row_sums, token_mean, value_clip
+from siirl_dask.algorithms import (
+    LossInputs,
+    TokenLoss,
+    Totals,
+    ValueInputs,
+    k3,
+    row_sums,
+    token_mean,
+    value_clip,
+)
 from siirl_dask.config import ENGINES_LOGPROBS
 from siirl_dask.context import Context, Reduce
 from siirl_dask.coordinator.blobs import rows_where
 from siirl_dask.errors import TrainingError, counted
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, row_positions
 from siirl_dask.nodes.nonfinite import nonfinite_handler
-from siirl_dask.nodes.packed_table import advantages_of, pack_rows, response_mask, valid_rows, values
+from siirl_dask.nodes.packed_table import (
+    advantages_of,
+    pack_rows,
+    response_mask,
+    valid_rows,
+    values,
+)
 from siirl_dask.nodes.routes import packed_routes
 from siirl_dask.planner import columns as declares
 from siirl_dask.planner import reads_option
@@ -51,8 +66,8 @@ def _check_policy_loss(
     columns: Sequence[str] = (),
     **others: object,
 ) -> None:
-    """Call the loss and the aggregation with no tokens, before the run begins. TypeError or ValueError for results of
-    the wrong type or shape.
+    """Call the loss and the aggregation with no tokens, before the run begins. TypeError or
+    ValueError for results of the wrong type or shape.
     """
     empty = torch.zeros(0)
     inputs = LossInputs(
@@ -91,7 +106,10 @@ def _check_loss(result: object, aggregate: Callable[[Tensor, Totals], Tensor]) -
     weights = aggregate(torch.zeros(1, dtype=torch.int64), Totals(tokens=1, rows=1))
     for name, tensor in {"loss": result.loss, "aggregation": weights, **result.metrics}.items():
         if tensor.shape != (0,):
-            raise ValueError(f"{name} of no tokens has shape {list(tensor.shape)}: expected [0], a number a token")
+            raise ValueError(
+                f"{name} of no tokens has shape {list(tensor.shape)}: expected [0], a number a "
+                "token"
+            )
 
 
 @declares(
@@ -115,22 +133,26 @@ def update_policy(
     critic_warmup_steps: int = 0,
     old_logprobs: str = "",
 ) -> pa.Table:
-    """Take one optimizer step per mini-batch, in order, ``epochs`` times over; none in the run's first
-    ``critic_warmup_steps`` steps.
+    """Take one optimizer step per mini-batch, in order, ``epochs`` times over; none in the run's
+    first ``critic_warmup_steps`` steps.
 
-    Every worker of the role takes part in each, with rows or without; a mini-batch without rows anywhere takes no step.
-    Rows without an advantage are left out. An aggregation counts episodes where these have several rows. ``columns``,
-    with a number per row or per response token, reach the loss as ``LossInputs.columns``. The difference between
-    sampler and policy is logged as ``mismatch/...``, unless ``old_logprobs``, which names the node that wrote them as
-    ``algorithm.old_logprobs`` does, took the sampler's. TrainingError for rows sampled by weights that are more than
-    ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is not finite, unless ``run.on_nan=skip``:
-    its step is left out then.
+    Every worker of the role takes part in each, with rows or without; a mini-batch without rows
+    anywhere takes no step. Rows without an advantage are left out. An aggregation counts episodes
+    where these have several rows. ``columns``, with a number per row or per response token, reach
+    the loss as ``LossInputs.columns``. The difference between sampler and policy is logged as
+    ``mismatch/...``, unless ``old_logprobs``, which names the node that wrote them as
+    ``algorithm.old_logprobs`` does, took the sampler's. TrainingError for rows sampled by weights
+    that are more than ``max_staleness`` steps old, and for a mini-batch whose loss or gradient is
+    not finite, unless ``run.on_nan=skip``: its step is left out then.
     """
     ctx.free_device()
     _check_staleness(ctx, table, max_staleness)
     trainer: Trainer = ctx.resource
     tables, spans = _split_minibatches(ctx, table, advantages_of(table), minibatches)
-    batches = [_train_batch(rows, own_spans, columns) for rows, own_spans in zip(tables, spans, strict=True)]
+    batches = [
+        _train_batch(rows, own_spans, columns)
+        for rows, own_spans in zip(tables, spans, strict=True)
+    ]
     if old_logprobs != ENGINES_LOGPROBS:  # else only the engine has computed log-probs
         for batch in batches:
             _log_mismatch(ctx, batch)
@@ -157,8 +179,8 @@ def update_critic(
 ) -> pa.Table:
     """Take one optimizer step per mini-batch towards the returns, in order, ``epochs`` times over.
 
-    Rows without returns are left out. Episodes of several rows, and a mini-batch that is not finite, are handled as by
-    ``update_policy``.
+    Rows without returns are left out. Episodes of several rows, and a mini-batch that is not
+    finite, are handled as by ``update_policy``.
     """
     ctx.free_device()
     critic: Critic = ctx.resource
@@ -172,9 +194,13 @@ def update_critic(
 def _split_minibatches(
     ctx: Context, table: pa.Table, needed: str, minibatches: int
 ) -> tuple[Sequence[pa.Table], Sequence[EpisodeSpans | None]]:
-    """Return the rows of each mini-batch and their spans in episodes, without rows whose column ``needed`` is null."""
+    """Return the rows of each mini-batch and their spans in episodes, without rows whose column
+    ``needed`` is null.
+    """
     table = rows_where(table, valid_rows(table, [needed]))
-    tables = [rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)]
+    tables = [
+        rows_where(table, pc.equal(table[MINIBATCH], minibatch)) for minibatch in range(minibatches)
+    ]
     if EPISODE_ID not in table.column_names:
         return tables, [None] * minibatches
     mask, offsets = response_mask(table)
@@ -190,8 +216,12 @@ def _log_metrics(ctx: Context, name: str, metrics: Mapping[str, float]) -> None:
 
 
 def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
-    """Log the k3 estimate of KL(sampler, policy) before the update, and the largest ratio of probabilities."""
-    difference = (batch.old_logprobs - batch.rollout_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    """Log the k3 estimate of KL(sampler, policy) before the update, and the largest ratio of
+    probabilities.
+    """
+    difference = (batch.old_logprobs - batch.rollout_logprobs).clamp(
+        -_MAX_LOG_RATIO, _MAX_LOG_RATIO
+    )
     if batch.mask is not None:
         difference = difference[batch.mask]
     count = len(difference)
@@ -202,7 +232,9 @@ def _log_mismatch(ctx: Context, batch: TrainBatch) -> None:
 
 
 def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
-    """Log the age of the weights that sampled the rows. TrainingError for rows older than ``max_staleness`` steps."""
+    """Log the age of the weights that sampled the rows. TrainingError for rows older than
+    ``max_staleness`` steps.
+    """
     if WEIGHTS_VERSION not in table.column_names or not table.num_rows:
         return
     staleness = ctx.step - 1 - table[WEIGHTS_VERSION].to_numpy()
@@ -210,14 +242,17 @@ def _check_staleness(ctx: Context, table: pa.Table, max_staleness: int) -> None:
     if highest > max_staleness:
         row_id = table[ROW_ID][int(staleness.argmax())].as_py()
         raise TrainingError(
-            f"row {row_id} was sampled by weights {counted(highest, 'step')} behind: expected at most "
+            f"row {row_id} was sampled by weights {counted(highest, 'step')} behind: expected at "
+            "most "
             f"{max_staleness} (rollout.max_staleness); does a node load the weights of each step?"
         )
     ctx.log("staleness/mean", staleness.tolist())
     ctx.log("staleness/max", float(highest), Reduce.MAX)
 
 
-def _train_batch(table: pa.Table, episodes: EpisodeSpans | None, columns: tuple[str, ...]) -> TrainBatch:
+def _train_batch(
+    table: pa.Table, episodes: EpisodeSpans | None, columns: tuple[str, ...]
+) -> TrainBatch:
     packed = pack_rows(table, packed_routes(table))
     return TrainBatch(
         rows=packed.rows,

@@ -1,9 +1,10 @@
 """Publishes the policy's new weights as rows, one a parameter, and loads them into engines.
 
-The rows travel from worker to worker as any rows do: in tables of at most ``rollout.weight_bucket`` where only engines
-read them, in the same step; or as tensors from device to device (``rollout.weight_sync``). A policy with adapters
-(``trainer.lora.rank``) publishes either all parameters with the adapters merged in, or the adapters alone, for engines
-that have the weights of ``model.path``.
+The rows travel from worker to worker as any rows do: in tables of at most ``rollout.weight_bucket``
+where only engines read them, in the same step; or as tensors from device to device
+(``rollout.weight_sync``). A policy with adapters (``trainer.lora.rank``) publishes either all
+parameters with the adapters merged in, or the adapters alone, for engines that have the weights of
+``model.path``.
 """
 
 from __future__ import annotations
@@ -63,19 +64,26 @@ class _Parameter:
         return self.numel * self.dtype.itemsize
 
 
-def weights_in_parts(ctx: Context, table: pa.Table, *, max_bytes: int, lora: LoraConfig | None = None) -> RowStream:
-    """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all workers, or of one larger
-    parameter.
+def weights_in_parts(
+    ctx: Context, table: pa.Table, *, max_bytes: int, lora: LoraConfig | None = None
+) -> RowStream:
+    """Return what ``publish_weights`` publishes, in tables of at most ``max_bytes`` over all
+    workers, or of one larger parameter.
 
-    A table is made when it is asked for; every rank of a sharded model gathers every parameter. The first call in a run
-    gathers them once more, for their shapes: engines refuse weights that do not fit before anything is loaded.
+    A table is made when it is asked for; every rank of a sharded model gathers every parameter. The
+    first call in a run gathers them once more, for their shapes: engines refuse weights that do not
+    fit before anything is loaded.
     """
     parameters = _parameters(ctx, lora)
     return RowStream(_parameter_index(parameters), _buckets(ctx, parameters, max_bytes, lora))
 
 
-def weights_as_tensors(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> RowStream:
-    """Return the same as tensors on the trainer's device, full on every rank, each gathered when it is asked for."""
+def weights_as_tensors(
+    ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None
+) -> RowStream:
+    """Return the same as tensors on the trainer's device, full on every rank, each gathered when
+    it is asked for.
+    """
     parameters = _parameters(ctx, lora)
     return RowStream(_parameter_index(parameters), _checked_weights(ctx, parameters, lora))
 
@@ -91,7 +99,9 @@ def _weights(ctx: Context, lora: LoraConfig | None) -> Iterable[tuple[str, Tenso
 def _parameters(ctx: Context, lora: LoraConfig | None) -> list[_Parameter]:
     """Return names, types and shapes of the weights, which stay the same through a run."""
     if _PARAMETERS not in ctx.state:
-        ctx.state[_PARAMETERS] = [_Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)]
+        ctx.state[_PARAMETERS] = [
+            _Parameter.of(name, tensor) for name, tensor in _weights(ctx, lora)
+        ]
     parameters: list[_Parameter] = ctx.state[_PARAMETERS]
     return parameters
 
@@ -120,24 +130,34 @@ def _buckets(
     next(tensors, None)  # raises if there are more
 
 
-def _checked_weights(ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None) -> Generator[Tensor]:
-    """Yield the trainer's weights. TypeError when names, types or shapes are not those of ``parameters``."""
+def _checked_weights(
+    ctx: Context, parameters: Sequence[_Parameter], lora: LoraConfig | None
+) -> Generator[Tensor]:
+    """Yield the trainer's weights. TypeError when names, types or shapes are not those of
+    ``parameters``.
+    """
     weights = iter(_weights(ctx, lora))
     for expected in parameters:
         name, tensor = next(weights, ("nothing", torch.empty(0)))
         parameter = _Parameter.of(name, tensor)
         if parameter != expected:
-            raise TypeError(f"weights() gave {parameter} where {expected} was before: expected the same")
+            raise TypeError(
+                f"weights() gave {parameter} where {expected} was before: expected the same"
+            )
         yield tensor
         del tensor  # it may be gathered: one at a time
     extra = next(weights, None)
     if extra is not None:
         name, _ = extra
-        raise TypeError(f"weights() gave {name!r} as well, which was not there before: expected the same")
+        raise TypeError(
+            f"weights() gave {name!r} as well, which was not there before: expected the same"
+        )
 
 
 def _bucket_ranges(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
-    """Yield numbers of consecutive parameters of at most ``max_bytes`` together, or of a single larger one."""
+    """Yield numbers of consecutive parameters of at most ``max_bytes`` together, or of a single
+    larger one.
+    """
     first = 0
     total = 0
     for number, size in enumerate(sizes):
@@ -159,8 +179,8 @@ def _bucket_ranges(sizes: Sequence[int], max_bytes: int) -> Iterator[range]:
 def publish_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> pa.Table:
     """Publish this worker's share of the parameters; the role's workers share the load evenly.
 
-    With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the same option. The
-    rows are a copy, so the next update may begin.
+    With ``lora``, and a rank above 0, these are the adapters alone, for a ``load_weights`` with the
+    same option. The rows are a copy, so the next update may begin.
     """
     own = [
         (number, name, tensor)
@@ -182,33 +202,46 @@ def _rows(numbers: Sequence[int], parameters: Sequence[_Parameter], data: pa.Arr
         GROUP_ID: index,
         TOKENS: pa.array([parameter.numel for parameter in parameters], pa.int64()),
         PARAMETER: pa.array([parameter.name for parameter in parameters], TYPES[PARAMETER]),
-        PARAMETER_DTYPE: pa.array([str(p.dtype).removeprefix("torch.") for p in parameters], TYPES[PARAMETER_DTYPE]),
-        PARAMETER_SHAPE: pa.array([list(parameter.shape) for parameter in parameters], TYPES[PARAMETER_SHAPE]),
+        PARAMETER_DTYPE: pa.array(
+            [str(p.dtype).removeprefix("torch.") for p in parameters], TYPES[PARAMETER_DTYPE]
+        ),
+        PARAMETER_SHAPE: pa.array(
+            [list(parameter.shape) for parameter in parameters], TYPES[PARAMETER_SHAPE]
+        ),
         PARAMETER_DATA: data,
     }
     return pa.table(arrays)
 
 
-def load_weights_in_parts(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
-    """Load weights one parameter after the other. PeerError when other parameters arrive than the index has."""
+def load_weights_in_parts(
+    ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None
+) -> None:
+    """Load weights one parameter after the other. PeerError when other parameters arrive than
+    the index has.
+    """
     _load(ctx, WeightStream(_shapes(parts.index), _received_weights(parts)), lora)
 
 
-def load_weights_from_tensors(ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None) -> None:
+def load_weights_from_tensors(
+    ctx: Context, parts: RowStream, *, lora: LoraConfig | None = None
+) -> None:
     """Load weights from tensors that are on the engine's device already."""
     shapes = _shapes(parts.index)
     _load(ctx, WeightStream(shapes, zip(shapes, parts.tables, strict=True)), lora)
 
 
 def _load(ctx: Context, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None) -> None:
-    """Give the engine weights, or with ``lora`` adapters; their version is the number of steps trained."""
+    """Give the engine weights, or with ``lora`` adapters; their version is the number of steps
+    trained.
+    """
     engine: RolloutEngine = behind(ctx.resource)
     if lora is None or not lora.rank:
         engine.load_weights(tensors, ctx.step)
         return
     if not isinstance(engine, TakesAdapters):
         raise TypeError(
-            f"{type(engine).__name__} has no load_adapters: leave lora out of the options of publish_weights and "
+            f"{type(engine).__name__} has no load_adapters: leave lora out of the options of "
+            "publish_weights and "
             "load_weights, so that it gets weights with the adapters merged in"
         )
     engine.load_adapters(tensors, lora.alpha / lora.rank, ctx.step)
@@ -227,7 +260,9 @@ def _received_weights(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
     for table in parts.tables:
         expected = index.slice(first, table.num_rows)
         if not table.select(_INDEX_COLUMNS).equals(expected):
-            raise PeerError(f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced")
+            raise PeerError(
+                f"parameters {table[PARAMETER].to_pylist()} came otherwise than they were announced"
+            )
         first += table.num_rows
         yield from _tensors(table)
         del table  # frees its memory before the next one arrives
@@ -241,15 +276,17 @@ def _received_weights(parts: RowStream) -> Iterator[tuple[str, Tensor]]:
 def load_weights(ctx: Context, table: pa.Table, *, lora: LoraConfig | None = None) -> pa.Table:
     """Load the weights into the engine; their version is the number of steps trained.
 
-    With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The node needs all rows
-    on each worker: rows=REPLICATED.
+    With ``lora``, and a rank above 0, they are adapters of the weights in the engine's folder. The
+    node needs all rows on each worker: rows=REPLICATED.
     """
     _load(ctx, _tensors(table), lora)
     return table
 
 
 class _BinaryBuilder:
-    """Builds a large_binary array of tensors' bytes; each tensor is copied once, when it is added."""
+    """Builds a large_binary array of tensors' bytes; each tensor is copied once, when it is
+    added.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = np.cumsum([0, *sizes], dtype=np.int64)
@@ -260,7 +297,9 @@ class _BinaryBuilder:
         """Copy the bytes of the next tensor."""
         start = self._ends[self._count]
         stop = self._ends[self._count + 1]
-        self._data[start:stop] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        self._data[start:stop] = (
+            tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        )
         self._count += 1
 
     def array(self) -> pa.Array:
@@ -271,7 +310,9 @@ class _BinaryBuilder:
 
 
 def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each row, over the table's memory. PeerError for bytes that do not fit the shape."""
+    """Yield name and tensor of each row, over the table's memory. PeerError for bytes that do
+    not fit the shape.
+    """
     data = table[PARAMETER_DATA]
     rows = table.select([PARAMETER, PARAMETER_DTYPE, PARAMETER_SHAPE]).to_pylist()
     for index, row in enumerate(rows):
@@ -280,6 +321,10 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
         shape = row[PARAMETER_SHAPE]
         buffer = data[index].as_buffer()
         if dtype not in _DTYPES or buffer.size != _DTYPES[dtype].itemsize * int(np.prod(shape)):
-            raise PeerError(f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}")
-        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))  # read-only memory, too
+            raise PeerError(
+                f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}"
+            )
+        flat = from_dlpack(
+            pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
+        )  # read-only memory, too
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)

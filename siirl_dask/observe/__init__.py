@@ -1,12 +1,19 @@
-"""Shows and records a run while it goes on: metrics and their backends, progress, a summary, the end of a run.
+"""Shows and records a run while it goes on: metrics and their backends, progress, a summary, the
+end of a run.
 
-Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its file lies below it.
+Everything here observes and changes nothing. Each function takes ``run.url`` and knows where its
+file lies below it.
 """
 
 from siirl_dask.observe.console import PipeConsole, announce, printable
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.end_of_run import EndOfRun, Sample, render_end_of_run
-from siirl_dask.observe.eval_result import EvalResult, eval_result_table, print_eval_result, write_eval_result
+from siirl_dask.observe.eval_result import (
+    EvalResult,
+    eval_result_table,
+    print_eval_result,
+    write_eval_result,
+)
 from siirl_dask.observe.metrics import (
     MEASURED,
     Message,

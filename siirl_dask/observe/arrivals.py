@@ -1,4 +1,6 @@
-"""Shows how many workers of a cluster have come: in place on a terminal, a line now and then elsewhere."""
+"""Shows how many workers of a cluster have come: in place on a terminal, a line now and then
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _text(came: int, workers: int) -> Text:
 
 
 class _Lines:
-    """Prints a line when workers have come, at most every few seconds, and one when all are there."""
+    """Prints a line when workers have come, at most every few seconds, and one when all are
+    there.
+    """
 
     def __init__(self, workers: int, console: Console) -> None:
         self._workers = workers

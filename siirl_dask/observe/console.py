@@ -11,7 +11,9 @@ from siirl_dask.errors import SiirlError
 
 
 class PipeConsole(Console):
-    """A rich console that raises BrokenPipeError when its reader, such as ``head``, has closed; rich itself exits."""
+    """A rich console that raises BrokenPipeError when its reader, such as ``head``, has closed;
+    rich itself exits.
+    """
 
     def on_broken_pipe(self) -> None:
         self.quiet = True  # later prints, while the error propagates, must not raise again
@@ -29,7 +31,9 @@ def announce(error: SiirlError) -> None:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without characters that a terminal obeys: a model can sample escape sequences."""
+    """Return ``text`` without characters that a terminal obeys: a model can sample escape
+    sequences.
+    """
     return "".join(map(_printable, text))
 
 

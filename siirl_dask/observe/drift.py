@@ -1,7 +1,8 @@
 """Notices what drifts over the steps of a run, and says each once, in a line.
 
-Noise is no drift: nothing is said of numbers that stay within a fifth of their level. Each rule compares the median of
-the newest steps with that of the run's first ones, but for memory, which must not fall back for three blocks of steps.
+Noise is no drift: nothing is said of numbers that stay within a fifth of their level. Each rule
+compares the median of the newest steps with that of the run's first ones, but for memory, which
+must not fall back for three blocks of steps.
 """
 
 from __future__ import annotations
@@ -17,28 +18,38 @@ from siirl_dask.observe.metrics import Record
 WARM_UP = 2
 FIRST = 10
 LAST = 5
-"""Steps that are left out, steps of which the level is the median, and newest steps that are compared with it."""
+"""Steps that are left out, steps of which the level is the median, and newest steps that are
+compared with it."""
 SLOWER = 1.5
 """Step time, by its level, from which it is said."""
 BLOCK = 10
 BLOCKS = 3
 GROWTH = 1.05
-"""Memory grows if all of a block of steps lie above all of the block before, over so many, and by so much in all."""
+"""Memory grows if all of a block of steps lie above all of the block before, over so many, and
+by so much in all."""
 COLLAPSE = 0.05
 """Entropy, by its level, below which it has collapsed."""
 VANISHED = 0.01
 """Part of a reward, by the size of its level, below which it is gone."""
 MISMATCH = 3.0
 LEAST_MISMATCH = 1e-3
-"""KL between sampler and trainer, by its level, from which it is said; below the least it is rounding."""
+"""KL between sampler and trainer, by its level, from which it is said; below the least it is
+rounding."""
 DISAGREE = 0.1
-"""KL between sampler and trainer, in nats a token, that is said from the first step on: no rounding makes that."""
+"""KL between sampler and trainer, in nats a token, that is said from the first step on: no
+rounding makes that."""
 SECONDS = "seconds"
 MEMORY = "bytes/process"
 ENTROPY = "policy/entropy"
 KL = "mismatch/kl"
 SKIPPED = ("policy/skipped_steps", "critic/skipped_steps")
-_NO_PARTS = ("reward/mean", "reward/std", "reward/failures", "reward/greedy", "reward/overlong_penalty")
+_NO_PARTS = (
+    "reward/mean",
+    "reward/std",
+    "reward/failures",
+    "reward/greedy",
+    "reward/overlong_penalty",
+)
 
 
 class Drift:
@@ -51,7 +62,9 @@ class Drift:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the levels: other workers, or steps that are done again, have levels of their own."""
+        """Forget the levels: other workers, or steps that are done again, have levels of their
+        own.
+        """
         self._series: dict[str, _Series] = {}
 
     def note(self, record: Record) -> list[str]:
@@ -72,7 +85,8 @@ class Drift:
                 yield (
                     name,
                     (
-                        f"step {step}: {count:.0f} of the optimizer steps left out, whose numbers were not finite "
+                        f"step {step}: {count:.0f} of the optimizer steps left out, whose numbers "
+                        "were not finite "
                         f"({name} counts them; the rows are in nonfinite-NODE/step={step:06d})"
                     ),
                 )
@@ -129,7 +143,8 @@ def _slower(series: _Series) -> str:
     first = series.last[0][0]
     last = series.last[-1][0]
     return (
-        f"a step takes {series.now:.2f} s, {series.now / series.level:.1f} times as long as at first: `siirl-dask "
+        f"a step takes {series.now:.2f} s, {series.now / series.level:.1f} times as long as at "
+        "first: `siirl-dask "
         f"trace RUN --steps {first}:{last}` says where the time goes"
     )
 
@@ -144,7 +159,8 @@ def _grows(series: _Series) -> str:
         return ""
     each = (values[-1] - values[0]) / (len(values) - 1) / 2**20
     return (
-        f"the largest worker process grows with each step, by {each:.1f} MiB, to {values[-1] / 2**30:.2f} GiB: what a "
+        f"the largest worker process grows with each step, by {each:.1f} MiB, to "
+        f"{values[-1] / 2**30:.2f} GiB: what a "
         "node of yours keeps from step to step is freed by nobody else"
     )
 
@@ -153,7 +169,8 @@ def _collapses(series: _Series) -> str:
     if not series.ready or series.level <= 0 or series.now >= COLLAPSE * series.level:
         return ""
     return (
-        f"entropy has fallen from {series.level:.3g} to {series.now:.2g}: the policy hardly explores any more; "
+        f"entropy has fallen from {series.level:.3g} to {series.now:.2g}: the policy hardly "
+        "explores any more; "
         "algorithm.entropy_coefficient, a KL term or a smaller trainer.lr keeps it up"
     )
 
@@ -163,20 +180,26 @@ def _part_is_gone(series: _Series) -> str:
         return ""
     if any(abs(value) > VANISHED * abs(series.level) for _, value in series.last):
         return ""
-    return f"has gone from {series.level:.3g} to {series.now:.2g}: this part of the reward teaches nothing any more"
+    return (
+        f"has gone from {series.level:.3g} to {series.now:.2g}: this part of the reward teaches "
+        "nothing any more"
+    )
 
 
 def _mismatched(series: _Series) -> str:
     if series.latest >= DISAGREE:
         return (
-            f"sampler and trainer do not compute the same model: {KL} is {series.latest:.2g} a token, where rounding "
-            "makes less than 0.01; unless rows are of weights that are steps old, take rollout.engine=transformers and "
+            f"sampler and trainer do not compute the same model: {KL} is {series.latest:.2g} a "
+            "token, where rounding "
+            "makes less than 0.01; unless rows are of weights that are steps old, take "
+            "rollout.engine=transformers and "
             "report the model's family; `siirl-dask rollouts RUN --mismatch` shows where"
         )
     if not series.ready or series.now < max(MISMATCH * series.level, LEAST_MISMATCH):
         return ""
     return (
-        f"sampler and trainer come apart: {KL} has grown from {series.level:.2g} to {series.now:.2g}; "
+        f"sampler and trainer come apart: {KL} has grown from {series.level:.2g} to "
+        f"{series.now:.2g}; "
         "`siirl-dask rollouts RUN --mismatch` shows it, algorithm.correction weighs it"
     )
 

@@ -1,6 +1,8 @@
-"""Prints how a run ended: its numbers, samples before and after, the files, and commands to type next.
+"""Prints how a run ended: its numbers, samples before and after, the files, and commands to type
+next.
 
-console.print(render_end_of_run(EndOfRun(summary=summary, before=rows, after=rows_now, files=files, next_lines=lines)))
+console.print(render_end_of_run(EndOfRun(summary=summary, before=rows, after=rows_now, files=files,
+next_lines=lines)))
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from siirl_dask.observe.console import printable
 from siirl_dask.observe.summary import Status, Summary
 
 Sample = Mapping[str, object]
-"""``prompt``, ``response``, ``answer``, ``reward`` of one validation row; a prompt may be a list of chat messages."""
+"""``prompt``, ``response``, ``answer``, ``reward`` of one validation row; a prompt may be a list
+of chat messages."""
 
 _SAMPLES = 3
 _LONGEST = 300  # characters shown of a prompt, an answer or a response
@@ -46,17 +49,26 @@ def render_end_of_run(ended: EndOfRun) -> RenderableType:
     """Return it as something that a rich Console prints."""
     parts: list[RenderableType] = [_headline(ended.summary), _numbers(ended.summary)]
     if ended.before or ended.after:
-        parts += [_title("Validation samples, before and after"), _samples(ended.before, ended.after)]
+        parts += [
+            _title("Validation samples, before and after"),
+            _samples(ended.before, ended.after),
+        ]
     if ended.files:
         parts += [_title("Files"), _files(ended.files)]
     if ended.next_lines:
-        parts += [_title("Next"), *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in ended.next_lines)]
+        parts += [
+            _title("Next"),
+            *(Padding(Text(printable(line)), (0, 0, 0, 2)) for line in ended.next_lines),
+        ]
     return Group(*parts)
 
 
 def _headline(summary: Summary) -> Text:
     text = Text.assemble(
-        ("\nRun ", "bold"), (summary.run_id, "bold"), " ", (str(summary.status), _COLOURS[summary.status])
+        ("\nRun ", "bold"),
+        (summary.run_id, "bold"),
+        " ",
+        (str(summary.status), _COLOURS[summary.status]),
     )
     if summary.error:
         text.append(f"\n{printable(summary.error)}", style=_COLOURS[summary.status])
@@ -69,14 +81,17 @@ def _numbers(summary: Summary) -> Table:
     rows = {
         "validation accuracy": f"{_score(scores.first)} -> {_score(scores.last)}",
         "test accuracy": _score(scores.test),
-        "samples/s": "not measured" if summary.samples_per_second is None else f"{summary.samples_per_second:,.1f}",
+        "samples/s": "not measured"
+        if summary.samples_per_second is None
+        else f"{summary.samples_per_second:,.1f}",
         "steps": f"{summary.steps:,} in {summary.seconds:,.1f} s on {counted(summary.workers, 'worker')}",
         "worker to worker": _size(moved.peers),
         "scheduler and client": _size(moved.scheduler_and_client),
     }
     if (slow := summary.slowest) is not None:
         rows["slowest"] = (
-            f"node {printable(slow.node)} on worker {printable(slow.worker)}, {slow.share:.0%} of the time"
+            f"node {printable(slow.node)} on worker {printable(slow.worker)}, {slow.share:.0%} of "
+            "the time"
         )
     if scores.first is None and scores.last is None:
         rows["validation accuracy"] = _score(None)
@@ -90,13 +105,20 @@ def _numbers(summary: Summary) -> Table:
 
 def _samples(before: Sequence[Sample], after: Sequence[Sample]) -> Table:
     was, now = ({_text(row.get("prompt")): row for row in rows} for rows in (before, after))
-    prompts = sorted(dict.fromkeys([*was, *now]), key=lambda prompt: not (prompt in was and prompt in now))
+    prompts = sorted(
+        dict.fromkeys([*was, *now]), key=lambda prompt: not (prompt in was and prompt in now)
+    )
     table = Table(box=box.SIMPLE_HEAD, show_lines=True, pad_edge=False)
     for heading in ("prompt", "answer", "before", "after"):
         table.add_column(heading, overflow="fold", ratio=1 if heading == "answer" else 2)
     for prompt in islice(prompts, _SAMPLES):
         answer = (now.get(prompt) or was[prompt]).get("answer")
-        table.add_row(Text(prompt), Text(_text(answer)), _response(was.get(prompt)), _response(now.get(prompt)))
+        table.add_row(
+            Text(prompt),
+            Text(_text(answer)),
+            _response(was.get(prompt)),
+            _response(now.get(prompt)),
+        )
     return table
 
 
@@ -127,7 +149,8 @@ def _text(value: object) -> str:
     """Return a prompt, an answer or a response as a few lines of plain text."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = "\n".join(
-            printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m)) for m in value
+            printable(str(m["content"] if isinstance(m, Mapping) and "content" in m else m))
+            for m in value
         )
     text = printable("" if value is None else str(value)).strip()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
@@ -140,4 +163,6 @@ def _score(value: float | None) -> str:
 def _size(nbytes: float | None) -> str:
     if nbytes is None:
         return "not measured"
-    return f"{nbytes / 1e6:,.2f} MB per step" if nbytes >= 1e5 else f"{nbytes / 1e3:,.1f} kB per step"
+    return (
+        f"{nbytes / 1e6:,.2f} MB per step" if nbytes >= 1e5 else f"{nbytes / 1e3:,.1f} kB per step"
+    )

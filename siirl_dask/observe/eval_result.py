@@ -85,9 +85,16 @@ def print_eval_result(result: EvalResult, url: str) -> None:
 
 
 def eval_result_table(result: EvalResult) -> Table:
-    """Return a table with a row for each source and one for all prompts, and a column for each number."""
-    parsed = {name: matched.groups() for name in result.metrics if (matched := _NAME.fullmatch(name))}
-    kinds = sorted({(kind, int(k)) for kind, k, _ in parsed.values()}, key=lambda one: (_ORDER.index(one[0]), one[1]))
+    """Return a table with a row for each source and one for all prompts, and a column for each
+    number.
+    """
+    parsed = {
+        name: matched.groups() for name in result.metrics if (matched := _NAME.fullmatch(name))
+    }
+    kinds = sorted(
+        {(kind, int(k)) for kind, k, _ in parsed.values()},
+        key=lambda one: (_ORDER.index(one[0]), one[1]),
+    )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("source")
     for heading in ("prompts", *(f"{kind}@{k}" for kind, k in kinds)):

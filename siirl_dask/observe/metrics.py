@@ -1,7 +1,8 @@
-"""The metrics of a run: the workers' metrics are merged, and ``<run.url>/metrics.jsonl`` gets one JSON line per step.
+"""The metrics of a run: the workers' metrics are merged, and ``<run.url>/metrics.jsonl`` gets one
+JSON line per step.
 
-metrics = merge([unpack(message) for message in messages])      # in worker order: equal to the last bit each time
-log.write(Record(step=7, phase="train", seconds=1.9, metrics=values(metrics)))
+metrics = merge([unpack(message) for message in messages])      # in worker order: equal to the last
+bit each time log.write(Record(step=7, phase="train", seconds=1.9, metrics=values(metrics)))
 """
 
 from __future__ import annotations
@@ -38,16 +39,24 @@ class Record(TypedDict):
     phase: Phase
     seconds: float
     metrics: dict[str, float | None]
-    """Values by name; None where nothing was logged and, in a record read back, where the value was not finite."""
+    """Values by name; None where nothing was logged and, in a record read back, where the value
+    was not finite."""
 
 
 def pack(metrics: Mapping[str, Metric]) -> Message:
-    """Return ``{name: [reducer, weight, total, squares, low, high]}``, about 60 bytes a metric in msgpack."""
-    return {name: [m.reduce.value, m.weight, m.total, m.squares, m.low, m.high] for name, m in metrics.items()}
+    """Return ``{name: [reducer, weight, total, squares, low, high]}``, about 60 bytes a metric
+    in msgpack.
+    """
+    return {
+        name: [m.reduce.value, m.weight, m.total, m.squares, m.low, m.high]
+        for name, m in metrics.items()
+    }
 
 
 def unpack(message: object) -> dict[str, Metric]:
-    """Return the metrics of a message. ValueError naming the metric if it is malformed: it came over the network."""
+    """Return the metrics of a message. ValueError naming the metric if it is malformed: it came
+    over the network.
+    """
     if not isinstance(message, dict):
         raise ValueError(f"a message of metrics is a dict, not {type(message).__name__}")
     return {_checked_name(name): _unpack_one(name, entry) for name, entry in message.items()}
@@ -61,11 +70,14 @@ def _checked_name(name: object) -> str:
 
 def _unpack_one(name: object, entry: object) -> Metric:
     match entry:
-        case [str(reduce), *rest] if reduce in set(Reduce) and len(numbers := _numbers(rest)) == len(rest) == 5:
+        case [str(reduce), *rest] if (
+            reduce in set(Reduce) and len(numbers := _numbers(rest)) == len(rest) == 5
+        ):
             weight, total, squares, low, high = numbers
         case _:
             raise ValueError(
-                f"metric {name!r}: expected [reducer, weight, total, squares, low, high], got {entry!r:.200}"
+                f"metric {name!r}: expected [reducer, weight, total, squares, low, high], got "
+                f"{entry!r:.200}"
             )
     if not 0 <= weight < math.inf:
         raise ValueError(f"metric {name!r}: weight {weight} is not a finite number from 0")
@@ -77,12 +89,16 @@ def _numbers(entries: Iterable[object]) -> list[float]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether ``value`` is a float, or an integer that msgpack can hold (larger ones overflow ``float``)."""
+    """Return whether ``value`` is a float, or an integer that msgpack can hold (larger ones
+    overflow ``float``).
+    """
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**64)
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of several workers; the parts stay unchanged. ValueError if two disagree on a reducer."""
+    """Merge the metrics of several workers; the parts stay unchanged. ValueError if two disagree
+    on a reducer.
+    """
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -102,16 +118,20 @@ def values(metrics: Mapping[str, Metric]) -> dict[str, float | None]:
 
 
 class MetricsLog:
-    """Appends records to ``<url>/metrics.jsonl``; each is on the disk, or in the store, when ``write`` returns.
+    """Appends records to ``<url>/metrics.jsonl``; each is on the disk, or in the store, when
+    ``write`` returns.
 
-    Only local files are appended to. Elsewhere the whole file is written again: object stores cannot append, and gcsfs
-    answers mode ``ab`` by overwriting. A step is about 1 kB, so after 1,000 steps each costs 1 MB.
+    Only local files are appended to. Elsewhere the whole file is written again: object stores
+    cannot append, and gcsfs answers mode ``ab`` by overwriting. A step is about 1 kB, so after
+    1,000 steps each costs 1 MB.
     """
 
     def __init__(self, url: str, until: int | None = None, attempt: int = 0) -> None:
-        """Open the log; records of steps after ``until`` are dropped, since a resumed run repeats them.
+        """Open the log; records of steps after ``until`` are dropped, since a resumed run repeats
+        them.
 
-        ``attempt`` numbers the start of the run: of two records of one step, that of the later start counts.
+        ``attempt`` numbers the start of the run: of two records of one step, that of the later
+        start counts.
         """
         self._attempt = attempt
         self._fs, self._path = open_fs(join(url, METRICS_FILE))
@@ -119,9 +139,14 @@ class MetricsLog:
         written = self._fs.cat_file(self._path) if self._fs.exists(self._path) else b""
         whole = whole_lines(written)
         if until is not None:
-            records = [(line, decode(line, join(url, METRICS_FILE))) for line in whole.splitlines(keepends=True)]
+            records = [
+                (line, decode(line, join(url, METRICS_FILE)))
+                for line in whole.splitlines(keepends=True)
+            ]
             whole = b"".join(line for line, (record, _) in records if record["step"] <= until)
-        if whole != written or not written:  # the last start was killed while writing; or this run is new
+        if (
+            whole != written or not written
+        ):  # the last start was killed while writing; or this run is new
             write_atomic(self._fs, self._path, whole)
         self._written = b"" if self._appends else whole
 
@@ -132,22 +157,27 @@ class MetricsLog:
             with full_disk_named(self._path, len(line)), self._fs.open(self._path, "ab") as file:
                 file.write(line)
                 file.flush()
-                os.fsync(file.fileno())  # a checkpoint of this step survives a power cut, and so must its metrics
+                os.fsync(
+                    file.fileno()
+                )  # a checkpoint of this step survives a power cut, and so must its metrics
         else:
             self._written += line
             write_atomic(self._fs, self._path, self._written)
 
 
 def read_metrics(url: str) -> list[Record]:
-    """Return every record of the run at ``url``, by step; the last one of the latest start where a step was repeated.
+    """Return every record of the run at ``url``, by step; the last one of the latest start where a
+    step was repeated.
 
-    A last line without a line break was cut short, and is left out. DataError for any other line that is no record.
+    A last line without a line break was cut short, and is left out. DataError for any other line
+    that is no record.
     """
     return [record for record, _ in read_attempts(url)]
 
 
 def read_attempts(url: str) -> list[tuple[Record, int]]:
-    """Return what ``read_metrics`` does, each record with the number of the start of the run that wrote it.
+    """Return what ``read_metrics`` does, each record with the number of the start of the run that
+    wrote it.
 
     It is 0 where an earlier version did.
     """
@@ -156,7 +186,9 @@ def read_attempts(url: str) -> list[tuple[Record, int]]:
     try:
         text = fs.cat_file(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"{name} does not exist: no step of this run has finished, or the run is elsewhere") from error
+        raise DataError(
+            f"{name} does not exist: no step of this run has finished, or the run is elsewhere"
+        ) from error
     return parse_attempts(text, name)
 
 
@@ -167,7 +199,9 @@ def parse_attempts(text: bytes, name: str) -> list[tuple[Record, int]]:
 
 
 def last_records(written: Iterable[tuple[Record, int]]) -> list[tuple[Record, int]]:
-    """Return the records that count, by step: of several of one step, the last one of the latest start."""
+    """Return the records that count, by step: of several of one step, the last one of the latest
+    start.
+    """
     last: dict[tuple[Phase, int], tuple[Record, int]] = {}
     for record, attempt in written:
         key = record["phase"], record["step"]
@@ -178,10 +212,11 @@ def last_records(written: Iterable[tuple[Record, int]]) -> list[tuple[Record, in
 
 
 def damaged_lines(url: str) -> tuple[list[str], bool]:
-    """Return what is wrong with each line of the run at ``url`` that is no record, and whether the last was cut short.
+    """Return what is wrong with each line of the run at ``url`` that is no record, and whether the
+    last was cut short.
 
-    A line that is one, and not as it was written, has another digest than it says; readers do not compare that.
-    FileNotFoundError without a file.
+    A line that is one, and not as it was written, has another digest than it says; readers do not
+    compare that. FileNotFoundError without a file.
     """
     name = join(url, METRICS_FILE)
     fs, path = open_fs(name)
@@ -196,7 +231,10 @@ def damaged_lines(url: str) -> tuple[list[str], bool]:
             continue
         fields = json.loads(line)
         if not is_as_written(fields):
-            wrong.append(f"line {number} was altered: its digest is another one; its numbers cannot be trusted")
+            wrong.append(
+                f"line {number} was altered: its digest is another one; its numbers cannot be "
+                "trusted"
+            )
     return wrong, whole != text
 
 
@@ -224,7 +262,8 @@ def _finite(value: float | None) -> float | None:
 
 
 def decode(line: bytes, where: str) -> tuple[Record, int]:
-    """Return the record of a line and the number of the start that wrote it, 0 where an earlier version did.
+    """Return the record of a line and the number of the start that wrote it, 0 where an earlier
+    version did.
 
     DataError, which begins with ``where``, for a line that is none.
     """
@@ -233,8 +272,13 @@ def decode(line: bytes, where: str) -> tuple[Record, int]:
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({error})") from error
     match fields:
-        case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
-            phase in MEASURED and all(value is None or _is_number(value) for value in metrics.values())
+        case {
+            "step": int(step),
+            "phase": phase,
+            "seconds": float() | int() as seconds,
+            "metrics": dict(metrics),
+        } if phase in MEASURED and all(
+            value is None or _is_number(value) for value in metrics.values()
         ):
             attempt = fields.get("attempt", 0)
             record = Record(step=step, phase=Phase(phase), seconds=float(seconds), metrics=metrics)

@@ -1,4 +1,6 @@
-"""Shows the progress of a run: a bar on a terminal, a line every few steps in a CI log, or nothing."""
+"""Shows the progress of a run: a bar on a terminal, a line every few steps in a CI log, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _MOST = 0.99  # of a step, while it is under way
 
 
 class Pace:
-    """Estimates the time left from the last 20 steps; rich forgets after 30 s, and a step can take minutes."""
+    """Estimates the time left from the last 20 steps; rich forgets after 30 s, and a step can
+    take minutes.
+    """
 
     def __init__(self, done: int, now: float) -> None:
         self._marks = deque([(done, now)], maxlen=20)
@@ -39,7 +43,9 @@ class Pace:
             self._marks.append((done, now))
 
     def seconds_left(self, total: int, now: float) -> float | None:
-        """Return the seconds from ``now`` until ``total`` steps are done; None before the first step."""
+        """Return the seconds from ``now`` until ``total`` steps are done; None before the first
+        step.
+        """
         marks = tuple(self._marks)  # the bar's thread asks while steps are marked
         (first, since) = marks[0]
         (done, until) = marks[-1]
@@ -49,9 +55,11 @@ class Pace:
 
 
 class StepShare:
-    """Estimates how much of a step's time is over: as much as in the step before, when that had got as much done.
+    """Estimates how much of a step's time is over: as much as in the step before, when that had got
+    as much done.
 
-    A beat is a token step, a micro-batch or a scored row: how long one takes differs, and repeats in each step.
+    A beat is a token step, a micro-batch or a scored row: how long one takes differs, and repeats
+    in each step.
     """
 
     def __init__(self, now: float) -> None:
@@ -61,14 +69,20 @@ class StepShare:
         self._last = [(0, 0.0)]  # those of the step before
 
     def count(self, beats: int, now: float) -> float:
-        """Return the share of the step under way, 0 in a run's first, when ``beats`` have been counted so far."""
+        """Return the share of the step under way, 0 in a run's first, when ``beats`` have been
+        counted so far.
+        """
         if beats < self._beats:  # the run is tried again
             self._began = (0, now)
             self._curve = [(0, 0.0)]
         self._beats = beats
         self._curve.append((beats - self._began[0], now - self._began[1]))
         seconds = self._last[-1][1]
-        return min(_MOST, _seconds_at(beats - self._began[0], self._last) / seconds) if seconds else 0.0
+        return (
+            min(_MOST, _seconds_at(beats - self._began[0], self._last) / seconds)
+            if seconds
+            else 0.0
+        )
 
     def end_step(self, now: float) -> None:
         """Note that a step is done, and another one begins."""
@@ -89,12 +103,15 @@ def _seconds_at(beats: int, curve: Sequence[tuple[int, float]]) -> float:
 
 
 class Progress:
-    """Shows one run: call ``start``, then ``step`` and ``validation`` as they come, then ``close`` in any case.
+    """Shows one run: call ``start``, then ``step`` and ``validation`` as they come, then ``close``
+    in any case.
 
     ``under_way`` may be called at any time in between, and while the workers start.
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self, total_steps: int, console: Console | None = None, enabled: bool = True
+    ) -> None:
         self._total = total_steps
         self._console = console or PipeConsole()
         self._enabled = enabled
@@ -110,7 +127,9 @@ class Progress:
             self._task = self._bar.add_task("train", total=total_steps, shown="")
 
     def start(self, dashboard_url: str | None, run_url: str, done: int = 0) -> None:
-        """Print where the run is, and begin to count time. A resumed run has trained ``done`` steps before."""
+        """Print where the run is, and begin to count time. A resumed run has trained ``done``
+        steps before.
+        """
         self._pace = Pace(done, time.monotonic())
         self._step = done
         self._begun = True
@@ -136,10 +155,17 @@ class Progress:
             self._bar.update(self._task, completed=done, shown=shown)
         elif self._is_due(done, now):
             self._printed_at = now
-            self.note("  ".join(part for part in (f"step {done}/{self._total}", shown, self._time_left()) if part))
+            self.note(
+                "  ".join(
+                    part
+                    for part in (f"step {done}/{self._total}", shown, self._time_left())
+                    if part
+                )
+            )
 
     def under_way(self, beats: int, place: str) -> None:
-        """Show what gets done within a step: ``beats`` things so far in the run, most workers being in ``place``.
+        """Show what gets done within a step: ``beats`` things so far in the run, most workers being
+        in ``place``.
 
         The bar moves; without a terminal, and while workers start, a line tells of it now and then.
         """
@@ -155,9 +181,17 @@ class Progress:
             about = f"in step    {self._step + 1}/{self._total}  " if self._begun else "starting   "
             self.note(about + (f"{share:.0%} done, {place}" if share else place))
 
-    def validation(self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION) -> None:
-        """Print the accuracy after ``step`` steps, and metrics over several samples a prompt, such as pass@8."""
-        own = [value for name, value in metrics.items() if name.endswith("/samples") and value is not None]
+    def validation(
+        self, step: int, metrics: Mapping[str, float | None], phase: Phase = Phase.VALIDATION
+    ) -> None:
+        """Print the accuracy after ``step`` steps, and metrics over several samples a prompt,
+        such as pass@8.
+        """
+        own = [
+            value
+            for name, value in metrics.items()
+            if name.endswith("/samples") and value is not None
+        ]
         accuracy = metrics.get("reward/mean")
         samples = min(own, default=metrics.get("samples"))
         parts = [
@@ -165,14 +199,20 @@ class Progress:
             f"step {step}",
             "no accuracy logged" if accuracy is None else f"accuracy {accuracy:.4f}",
         ]
-        several = {name: value for name, value in metrics.items() if _is_of_several(name) and value is not None}
+        several = {
+            name: value
+            for name, value in metrics.items()
+            if _is_of_several(name) and value is not None
+        }
         parts += [f"{name} {value:.4f}" for name, value in several.items()]
         if samples is not None:
             parts.append(f"({samples:.0f} {'samples' if several else 'prompts'})")
         self.note("  ".join(parts))
 
     def note(self, text: str) -> None:
-        """Print ``text`` above the bar without secrets, and otherwise unchanged: no markup, no colours, no breaks."""
+        """Print ``text`` above the bar without secrets, and otherwise unchanged: no markup, no
+        colours, no breaks.
+        """
         if self._enabled:
             self._console.print(Text(redacted(text)), soft_wrap=True)
 
@@ -206,7 +246,9 @@ class _Steps(bars.ProgressColumn):
 
 
 class _TimeLeft(bars.ProgressColumn):
-    """Counts down between steps: rich renders it several times a second, from a thread of its own."""
+    """Counts down between steps: rich renders it several times a second, from a thread of its
+    own.
+    """
 
     def __init__(self, left: Callable[[], str]) -> None:
         super().__init__()
@@ -235,7 +277,9 @@ def headline(metrics: Mapping[str, float | None]) -> str:
 
 
 def _is_of_several(name: str) -> bool:
-    """Return True for ``pass@8`` and ``maj@8``; not for ``pass@1``, ``mean@8`` (the accuracy), nor for one source's."""
+    """Return True for ``pass@8`` and ``maj@8``; not for ``pass@1``, ``mean@8`` (the accuracy),
+    nor for one source's.
+    """
     kind, _, k = name.partition("@")
     return kind != "mean" and k.isdecimal() and int(k) > 1
 

@@ -1,4 +1,6 @@
-"""``<run.url>/summary.json`` says how a run ended, in numbers that a script can compare. Every run writes it."""
+"""``<run.url>/summary.json`` says how a run ended, in numbers that a script can compare. Every
+run writes it.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class Restart:
     steps: int
     """Steps that were done."""
     silence: float | None = None
-    """Seconds from the last sign of life of the worker that was lost until that was noticed; null if unknown."""
+    """Seconds from the last sign of life of the worker that was lost until that was noticed;
+    null if unknown."""
     seconds: float = 0.0
     """Seconds from then until all workers were at work again."""
     steps_again: int = 0
@@ -75,7 +78,8 @@ class Slowest:
     share: float
     """Share of the time of these steps, without waits for other workers."""
     times_others: float | None = None
-    """Its time divided by the median of the other workers' that run the node; null if there are none."""
+    """Its time divided by the median of the other workers' that run the node; null if there are
+    none."""
     steps: int
     """Steps that were looked at."""
 
@@ -113,13 +117,15 @@ class Summary:
     """Steps trained."""
     workers: int
     seconds: float
-    """Seconds from the first step's start to the last one's end, with validation and without set-up."""
+    """Seconds from the first step's start to the last one's end, with validation and without
+    set-up."""
     samples_per_second: float | None
     """Responses trained on, divided by ``seconds``; null if no step was finished."""
     validation: Accuracy = field(default_factory=Accuracy)
     bytes_per_step: BytesPerStep = field(default_factory=BytesPerStep)
     restarts: Sequence[Restart] = ()
-    """Failures after which this start of the run went on by itself, and changes of the number of workers."""
+    """Failures after which this start of the run went on by itself, and changes of the number of
+    workers."""
     slowest: Slowest | None = None
     """The node that took longest; null without a trace (``observe.trace``)."""
     warnings: Sequence[str] = ()
@@ -128,7 +134,9 @@ class Summary:
     """Version of siirl_dask that ended the run."""
 
     def to_json(self) -> str:
-        """Return the text of ``summary.json``, with a digest of itself; numbers that are not finite become null."""
+        """Return the text of ``summary.json``, with a digest of itself; numbers that are not
+        finite become null.
+        """
         written = _without_nan(asdict(self))
         written[KEY] = own_digest(written)
         return json.dumps(written, indent=2, allow_nan=False) + "\n"
@@ -141,7 +149,9 @@ def write_summary(url: str, summary: Summary) -> None:
 
 
 def read_summary(url: str) -> Summary:
-    """Return the summary of the run at ``url``, without unknown fields. DataError if it is absent or damaged."""
+    """Return the summary of the run at ``url``, without unknown fields. DataError if it is
+    absent or damaged.
+    """
     name = join(url, SUMMARY_FILE)
     fs, path = open_fs(name)
     try:
@@ -149,7 +159,9 @@ def read_summary(url: str) -> Summary:
         known["status"] = Status(known["status"])
         known["validation"] = Accuracy(**_known(Accuracy, known["validation"]))
         known["bytes_per_step"] = BytesPerStep(**_known(BytesPerStep, known["bytes_per_step"]))
-        known["restarts"] = tuple(Restart(**_known(Restart, one)) for one in known.get("restarts", ()))
+        known["restarts"] = tuple(
+            Restart(**_known(Restart, one)) for one in known.get("restarts", ())
+        )
         if known.get("slowest") is not None:
             known["slowest"] = Slowest(**_known(Slowest, known["slowest"]))
         if known.get("failure") is not None:
@@ -158,13 +170,18 @@ def read_summary(url: str) -> Summary:
         known["warnings"] = tuple(known.get("warnings", ()))
         return Summary(**known)
     except FileNotFoundError as error:
-        raise DataError(f"{name} does not exist: the run is under way, was killed, or is elsewhere") from error
+        raise DataError(
+            f"{name} does not exist: the run is under way, was killed, or is elsewhere"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{name} is not a run's summary: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{name} is not a run's summary: {type(error).__name__}: {error}"
+        ) from error
 
 
 def summary_altered(url: str) -> bool:
-    """Tell whether the summary of the run at ``url`` has another digest than it says, which readers do not compare.
+    """Tell whether the summary of the run at ``url`` has another digest than it says, which readers
+    do not compare.
 
     DataError as in ``read_summary``.
     """

@@ -17,8 +17,11 @@ _PAUSE = 10.0  # seconds between lines
 
 
 @contextmanager
-def transfer(what: str, nbytes: int, console: Console, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Yield ``add(nbytes)``, which any thread may call as bytes come; ``nbytes`` are expected in all.
+def transfer(
+    what: str, nbytes: int, console: Console, enabled: bool
+) -> Iterator[Callable[[int], None]]:
+    """Yield ``add(nbytes)``, which any thread may call as bytes come; ``nbytes`` are expected in
+    all.
 
     A line at the end tells what came in which time, unless nothing did.
     """
@@ -35,16 +38,23 @@ def transfer(what: str, nbytes: int, console: Console, enabled: bool) -> Iterato
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=nbytes)
 
         def add(came: int) -> None:
             with lock:
                 seen.nbytes += came
                 bar.update(task, completed=seen.nbytes)
-                if not console.is_terminal and time.monotonic() - max(began, seen.told_at) >= _PAUSE:
+                if (
+                    not console.is_terminal
+                    and time.monotonic() - max(began, seen.told_at) >= _PAUSE
+                ):
                     seen.told_at = time.monotonic()
-                    console.print(Text(f"{what}: {decimal(seen.nbytes)} of {decimal(nbytes)}"), soft_wrap=True)
+                    console.print(
+                        Text(f"{what}: {decimal(seen.nbytes)} of {decimal(nbytes)}"), soft_wrap=True
+                    )
 
         yield add
     if seen.nbytes:

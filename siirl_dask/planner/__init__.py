@@ -1,4 +1,6 @@
-"""DAG Planner: a DAG and a placement become one chain of links per worker. Pure Python: no dask, no torch."""
+"""DAG Planner: a DAG and a placement become one chain of links per worker. Pure Python: no dask,
+no torch.
+"""
 
 from siirl_dask.planner.chain import (
     Chain,
@@ -39,7 +41,14 @@ from siirl_dask.planner.hosts import Hosts
 from siirl_dask.planner.inputs import PlanInputs
 from siirl_dask.planner.iteration import Iteration, Phase, phase_of, replay_plan
 from siirl_dask.planner.node import Node, Role, Rows
-from siirl_dask.planner.restore import NO_DATA, Cut, cuts_at_stored, frontiers, run_again, saved_after
+from siirl_dask.planner.restore import (
+    NO_DATA,
+    Cut,
+    cuts_at_stored,
+    frontiers,
+    run_again,
+    saved_after,
+)
 from siirl_dask.planner.role_contract import Preflight, RoleCost, builds
 from siirl_dask.planner.spec.dag_spec import dag_from_spec, dag_to_spec
 from siirl_dask.planner.spec.names import resolve

@@ -14,11 +14,13 @@ from siirl_dask.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class EarlyColumns:
-    """Columns that may go on row by row, along an edge or to a node below, while their node still makes other rows."""
+    """Columns that may go on row by row, along an edge or to a node below, while their node
+    still makes other rows.
+    """
 
     node: str
-    """Node that hands over its finished rows: the edge's source or the node's parent, or one above it on the same
-    workers."""
+    """Node that hands over its finished rows: the edge's source or the node's parent, or one above
+    it on the same workers."""
     columns: tuple[str, ...]
 
 
@@ -26,10 +28,11 @@ class EarlyColumns:
 class Edge:
     """Rows of one node that move to the workers of another.
 
-    The source is a parent of the target, or for blobs a node further above. By group, an edge takes one row of each
-    group of the source to every worker that has a row of the group. The statistics of ``guide``, one of the
-    target's edges, decide the owner of each row for all edges into the target, so that a join finds its rows on one
-    worker. An edge without columns moves no rows: it is a guide whose rows are in place already.
+    The source is a parent of the target, or for blobs a node further above. By group, an edge takes
+    one row of each group of the source to every worker that has a row of the group. The statistics
+    of ``guide``, one of the target's edges, decide the owner of each row for all edges into the
+    target, so that a join finds its rows on one worker. An edge without columns moves no rows: it
+    is a guide whose rows are in place already.
     """
 
     source: str
@@ -44,10 +47,12 @@ class Edge:
     guide: str
     """Source node of the edge whose statistics decide the owners."""
     early: EarlyColumns | None = None
-    """Columns that may travel before the source's table is whole; None where a worker is a source and a target, or no
-    node hands over its rows. Rows of such an edge prefer a target each: see ``layout.preference``."""
+    """Columns that may travel before the source's table is whole; None where a worker is a source
+    and a target, or no node hands over its rows. Rows of such an edge prefer a target each: see
+    ``layout.preference``."""
     by_group: bool = False
-    """True if it moves groups: one row of each to every target that owns a row of it by the guide, or to all."""
+    """True if it moves groups: one row of each to every target that owns a row of it by the
+    guide, or to all."""
 
     @property
     def name(self) -> str:
@@ -56,7 +61,9 @@ class Edge:
     @property
     def ends(self) -> tuple[str, ...]:
         """Source and target, and the words ``by group``: no two edges of a plan have the same."""
-        return (self.source, self.target, "by group") if self.by_group else (self.source, self.target)
+        return (
+            (self.source, self.target, "by group") if self.by_group else (self.source, self.target)
+        )
 
     @property
     def moves(self) -> bool:
@@ -65,12 +72,15 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Columns that a node takes from a table. The executor names a table after its node, or after its edge."""
+    """Columns that a node takes from a table. The executor names a table after its node, or
+    after its edge.
+    """
 
     table: str
     columns: tuple[str, ...]
     by_group: bool = False
-    """True if the table has a row for each group, and the node gets its values in all rows of the group."""
+    """True if the table has a row for each group, and the node gets its values in all rows of
+    the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,8 @@ class RunNode:
     inputs: tuple[Input, ...]
     columns: tuple[str, ...]
     early: EarlyColumns | None = None
-    """Node above it on this worker with whose finished rows it begins, and the columns that it takes of them; None: it
-    begins when all rows are there."""
+    """Node above it on this worker with whose finished rows it begins, and the columns that it
+    takes of them; None: it begins when all rows are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +124,24 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write a node's output on this worker as part ``index`` of ``count`` of ``table``, a folder below the run's."""
+    """Write a node's output on this worker as part ``index`` of ``count`` of ``table``, a folder
+    below the run's.
+    """
 
     node: str
     table: str
     index: int
     count: int
     shared: tuple[str, ...] = ()
-    """Blobs that the rows of a group share: one row of each group is written with them, the others without."""
+    """Blobs that the rows of a group share: one row of each group is written with them, the
+    others without."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """Write what a node keeps on this worker for later steps, as part ``index`` of ``count`` of ``table``."""
+    """Write what a node keeps on this worker for later steps, as part ``index`` of ``count`` of
+    ``table``.
+    """
 
     node: Node
     table: str
@@ -136,8 +151,8 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Report what this worker logged on the way to a saved table, of which it has no part, and its dataloader's
-    position.
+    """Report what this worker logged on the way to a saved table, of which it has no part, and its
+    dataloader's position.
     """
 
     table: str
@@ -145,8 +160,8 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Read this worker's share of the rows that ``table``, a folder below the run's, holds of the step, as a node's
-    output.
+    """Read this worker's share of the rows that ``table``, a folder below the run's, holds of the
+    step, as a node's output.
     """
 
     node: Node
@@ -156,7 +171,8 @@ class Restore:
     index: int
     count: int
     shared: tuple[str, ...] = ()
-    """Columns of which the table has one value per group, for all of its rows; groups are read whole then."""
+    """Columns of which the table has one value per group, for all of its rows; groups are read
+    whole then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +194,8 @@ class Lagged:
 class Stream:
     """Run two nodes at once, piece by piece, so that neither's table is ever whole in memory.
 
-    Each piece of the table that ``source`` makes goes to the workers of ``target`` at once, and is freed soon after.
+    Each piece of the table that ``source`` makes goes to the workers of ``target`` at once, and is
+    freed soon after.
     """
 
     source: Node
@@ -192,20 +209,34 @@ class Stream:
     columns: tuple[str, ...]
     """Columns of a piece."""
     edge: Edge | None
-    """Edge of the pieces; None where each worker takes its own, as it has both nodes: tensors, if the nodes handle
-    them."""
+    """Edge of the pieces; None where each worker takes its own, as it has both nodes: tensors, if
+    the nodes handle them."""
     joins: tuple[str, ...] = ()
-    """Workers of a broadcast of the table as tensors: the source's first worker, and all of the target's. Empty where
-    no broadcast is possible.
+    """Workers of a broadcast of the table as tensors: the source's first worker, and all of the
+    target's. Empty where no broadcast is possible.
     """
 
 
-Link = LoadPrompts | Restore | RunNode | Send | Recv | Save | SaveState | ReportTable | Drop | Lagged | Stream
+Link = (
+    LoadPrompts
+    | Restore
+    | RunNode
+    | Send
+    | Recv
+    | Save
+    | SaveState
+    | ReportTable
+    | Drop
+    | Lagged
+    | Stream
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The links of one worker in a step, in order. All workers share one global order of the nodes."""
+    """The links of one worker in a step, in order. All workers share one global order of the
+    nodes.
+    """
 
     worker: str
     links: tuple[Link, ...]
@@ -218,12 +249,18 @@ class Chain:
     @property
     def saved(self) -> list[str]:
         """Tables of which this worker saves or reports a part."""
-        return [link.table for link in self.flat if isinstance(link, Save | SaveState | ReportTable)]
+        return [
+            link.table for link in self.flat if isinstance(link, Save | SaveState | ReportTable)
+        ]
 
     @property
     def flat(self) -> Iterator[Link]:
         """Yield its links; a Lagged link is replaced by the links in it."""
-        return (inner for link in self.links for inner in (link.links if isinstance(link, Lagged) else (link,)))
+        return (
+            inner
+            for link in self.links
+            for inner in (link.links if isinstance(link, Lagged) else (link,))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,4 +288,6 @@ class Plan:
     @property
     def lagged_streams(self) -> frozenset[str]:
         """Source nodes of streams whose target is steps ahead."""
-        return frozenset(source for source, target in self.streams.items() if self.dag.node(target).lag)
+        return frozenset(
+            source for source, target in self.streams.items() if self.dag.node(target).lag
+        )

@@ -1,8 +1,10 @@
-"""Column flow: finds the columns and rows that reach each node of a DAG, their writers and their readers.
+"""Column flow: finds the columns and rows that reach each node of a DAG, their writers and their
+readers.
 
-Columns go along the edges of the DAG, from node to node. Blobs (binary values, such as images) skip the nodes that do
-not use them: a reader takes a blob straight from the last node whose table holds it. Where a table has several rows of
-a group, which share a blob, nodes below take it by group, from the last table above that holds it.
+Columns go along the edges of the DAG, from node to node. Blobs (binary values, such as images) skip
+the nodes that do not use them: a reader takes a blob straight from the last node whose table holds
+it. Where a table has several rows of a group, which share a blob, nodes below take it by group,
+from the last table above that holds it.
 """
 
 from __future__ import annotations
@@ -41,19 +43,22 @@ class NodeColumns:
     produced: Mapping[str, Column]
     """Columns of the node's table after it ran, used or not."""
     needed: tuple[str, ...]
-    """Columns that the node is given: those it reads, and those that later nodes read from its table."""
+    """Columns that the node is given: those it reads, and those that later nodes read from its
+    table."""
     sources: Mapping[str, str]
-    """Node that each needed column is taken from: a parent, or for a blob the last node above that has it. A column
-    travels along one branch of a diamond only.
+    """Node that each needed column is taken from: a parent, or for a blob the last node above that
+    has it. A column travels along one branch of a diamond only.
     """
     outputs: tuple[str, ...]
-    """Columns of ``produced`` that a later node reads or the run stores; the others are dropped at once."""
+    """Columns of ``produced`` that a later node reads or the run stores; the others are dropped
+    at once."""
     rows: str
     """Origin of the input's rows: DATA, or the name of the node that made them."""
     rows_out: str
     """Origin of the output's rows."""
     by_group: frozenset[str] = frozenset()
-    """Needed columns that have one value for each group where they are taken from, or may have: they go by group."""
+    """Needed columns that have one value for each group where they are taken from, or may have:
+    they go by group."""
     one_a_group: bool = False
     """True if the output has one row of a group at most."""
 
@@ -124,8 +129,12 @@ def trace_columns(dag: DAG, source: Schema) -> dict[str, NodeColumns]:
     return stages
 
 
-def _output_columns(node: Node, available: Mapping[str, Column], *, one_a_group: bool) -> dict[str, Column]:
-    """Return the columns of a node's table: those that it passes on, and then those that it writes."""
+def _output_columns(
+    node: Node, available: Mapping[str, Column], *, one_a_group: bool
+) -> dict[str, Column]:
+    """Return the columns of a node's table: those that it passes on, and then those that it
+    writes.
+    """
     contract = node.contract
     columns = {}
     if contract.passes:
@@ -142,14 +151,15 @@ def _output_columns(node: Node, available: Mapping[str, Column], *, one_a_group:
 
 
 def _check_draws(order: tuple[Node, ...]) -> None:
-    """Refuse a node that draws prompts where there are other entry nodes: only its workers know where the next step
-    begins.
+    """Refuse a node that draws prompts where there are other entry nodes: only its workers know
+    where the next step begins.
     """
     entries = [node.name for node in order if not node.after]
     for node in order:
         if node.contract.draws and entries != [node.name]:
             raise PlanError(
-                f"{node.label} draws more prompts than a step has, so it must be the only node without parents "
+                f"{node.label} draws more prompts than a step has, so it must be the only node "
+                "without parents "
                 f"(there are: {entries})"
             )
 
@@ -169,24 +179,34 @@ def _identity(writer: str) -> dict[str, Column]:
 def _joined_rows(node: Node, rows_out: Mapping[str, str]) -> str:
     made_by = {parent: rows_out[parent] for parent in node.after}
     if len(set(made_by.values())) > 1:
-        listed = ", ".join(f"{parent!r} has the rows of {maker!r}" for parent, maker in made_by.items())
-        raise PlanError(f"{node.label} joins parents whose rows differ: {listed}; join before the rows change")
+        listed = ", ".join(
+            f"{parent!r} has the rows of {maker!r}" for parent, maker in made_by.items()
+        )
+        raise PlanError(
+            f"{node.label} joins parents whose rows differ: {listed}; join before the rows change"
+        )
     return next(iter(made_by.values()), DATA)
 
 
 def _joined_columns(
     node: Node, produced: Mapping[str, Mapping[str, Column]], above: Mapping[str, set[str]]
 ) -> dict[str, Column]:
-    """Return the columns of a node's joined parents; a column that one branch rewrote replaces the older one."""
+    """Return the columns of a node's joined parents; a column that one branch rewrote replaces
+    the older one.
+    """
     joined: dict[str, Column] = {}
     for parent in node.after:
         for name, column in produced[parent].items():
             other = joined.setdefault(name, column)
             if other.writer in (*above[column.writer], DATA):
                 joined[name] = column
-            elif column.writer not in (other.writer, DATA, *above[other.writer]) and name not in IDENTITY:
+            elif (
+                column.writer not in (other.writer, DATA, *above[other.writer])
+                and name not in IDENTITY
+            ):
                 raise PlanError(
-                    f"{node.label} joins two columns {name!r}, one from {other.writer!r} and one from "
+                    f"{node.label} joins two columns {name!r}, one from {other.writer!r} and one "
+                    "from "
                     f"{column.writer!r}: give one of them another name"
                 )
     return joined
@@ -203,7 +223,8 @@ def _check_reads(node: Node, available: Mapping[str, Column]) -> None:
     if missing:
         hint = did_you_mean(missing[0], available)
         raise PlanError(
-            f"{node.label} reads {missing}, which no node before it writes (available: {sorted(available)}){hint}"
+            f"{node.label} reads {missing}, which no node before it writes (available: "
+            f"{sorted(available)}){hint}"
         )
 
 
@@ -215,8 +236,9 @@ def _demand(
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]], dict[str, dict[str, str]]]:
     """Return outputs, needed columns and sources of every node.
 
-    The walk goes backwards: an output column stays if it is stored or if a later node takes it. Blobs that the rows of
-    a group share are stored where that is asked for, and in a stage if a later node takes them.
+    The walk goes backwards: an output column stays if it is stored or if a later node takes it.
+    Blobs that the rows of a group share are stored where that is asked for, and in a stage if a
+    later node takes them.
     """
     wanted: dict[str, set[str]] = {node.name: set(IDENTITY) for node in order}
     outputs: dict[str, tuple[str, ...]] = {}
@@ -230,7 +252,9 @@ def _demand(
             for name, column in produced[node.name].items():
                 if node.save_blobs or not _is_shared(column, single[node.name]):
                     wanted[node.name].add(name)
-        outputs[node.name] = tuple(name for name in produced[node.name] if name in wanted[node.name])
+        outputs[node.name] = tuple(
+            name for name in produced[node.name] if name in wanted[node.name]
+        )
         need = {*IDENTITY, *_taken(node, available[node.name])}
         if contract.passes:
             need |= wanted[node.name] - set(contract.writes.names)
@@ -240,7 +264,9 @@ def _demand(
             continue
         for name in needed[node.name]:
             column = available[node.name][name]
-            supplier = _chosen_source(node, column, _above(node, column, suppliers, produced), nodes)
+            supplier = _chosen_source(
+                node, column, _above(node, column, suppliers, produced), nodes
+            )
             sources[node.name][name] = supplier
             wanted[supplier].add(name)
     return outputs, needed, sources
@@ -257,7 +283,9 @@ def _taken(node: Node, available: Mapping[str, Column]) -> tuple[str, ...]:
 
 
 def _suppliers(
-    order: tuple[Node, ...], produced: Mapping[str, Mapping[str, Column]], single: Mapping[str, bool]
+    order: tuple[Node, ...],
+    produced: Mapping[str, Mapping[str, Column]],
+    single: Mapping[str, bool],
 ) -> dict[str, dict[str, tuple[str, ...]]]:
     """Return, for each node and column, the nodes that later nodes can take the column from.
 
@@ -289,7 +317,9 @@ def _above(
     suppliers: Mapping[str, Mapping[str, tuple[str, ...]]],
     produced: Mapping[str, Mapping[str, Column]],
 ) -> tuple[str, ...]:
-    """Return the nodes above that hold the column as its last writer left it; identity columns are the same in all."""
+    """Return the nodes above that hold the column as its last writer left it; identity columns
+    are the same in all.
+    """
     name = column.name
     found: dict[str, None] = {}  # a set that keeps its order
     for parent in node.after:
@@ -301,7 +331,9 @@ def _above(
 
 
 def _is_left_out(node: Node, column: Column) -> bool:
-    """Return whether a blob skips a node that does not write it: it neither reads nor stores it, nor makes groups."""
+    """Return whether a blob skips a node that does not write it: it neither reads nor stores it,
+    nor makes groups.
+    """
     contract = node.contract
     if column.name in _taken(node, {column.name: column}) or node.stored_as is not None:
         return False
@@ -311,7 +343,8 @@ def _is_left_out(node: Node, column: Column) -> bool:
 
 
 def _is_left_out_by_group(node: Node) -> bool:
-    """Return whether a blob skips a node of which several rows share it: what reads it there does not pass it on.
+    """Return whether a blob skips a node of which several rows share it: what reads it there does
+    not pass it on.
 
     Stages hold it, once per group, since a step may go on from them.
     """
@@ -327,11 +360,13 @@ def _is_shared(column: Column, one_a_group: bool) -> bool:
     return column.of_groups and not one_a_group and is_blob(column.type)
 
 
-def _chosen_source(node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]) -> str:
+def _chosen_source(
+    node: Node, column: Column, having: Sequence[str], nodes: Mapping[str, Node]
+) -> str:
     """Return the node in ``having`` that supplies the column.
 
-    A node that reads or writes the column itself comes first, since its workers hold it anyway. For a blob, nodes of
-    the same role come before others, because their rows may stay in place.
+    A node that reads or writes the column itself comes first, since its workers hold it anyway. For
+    a blob, nodes of the same role come before others, because their rows may stay in place.
     """
     if is_blob(column.type):
         of_same_role = [name for name in having if nodes[name].role == node.role]

@@ -1,7 +1,8 @@
 """The compiler turns a DAG and a placement into one chain of links per worker.
 
-Rows that are already on the wanted workers do not move. Links follow the DAG's order on every worker and a Send never
-waits, so no two workers can wait for each other; ``deadlock.py`` checks every plan for that.
+Rows that are already on the wanted workers do not move. Links follow the DAG's order on every
+worker and a Send never waits, so no two workers can wait for each other; ``deadlock.py`` checks
+every plan for that.
 """
 
 from __future__ import annotations
@@ -51,24 +52,33 @@ def compile_chains(
     *,
     overlap: bool = True,
 ) -> Plan:
-    """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed role is on every one.
+    """Plan ``dag`` on ``workers``. ``placement`` gives each role's workers by index; an unnamed
+    role is on every one.
 
-    ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are ordered such that
-    groups of its ranks (``@builds(groups=...)``) lie on one host where they can. ``whole`` are nodes whose tables are
-    not streamed: iterations of two plans that take rows from each other must move them alike. ``overlap``: nodes that
-    work row by row begin with rows that a node above them has finished, see ``overlap.py``.
+    ``hosts`` gives the host of each worker; None: all are on one. The ranks of an unnamed role are
+    ordered such that groups of its ranks (``@builds(groups=...)``) lie on one host where they can.
+    ``whole`` are nodes whose tables are not streamed: iterations of two plans that take rows from
+    each other must move them alike. ``overlap``: nodes that work row by row begin with rows that a
+    node above them has finished, see ``overlap.py``.
 
-    PlanError when the column contracts do not hold, or the placement names an unknown role or worker.
+    PlanError when the column contracts do not hold, or the placement names an unknown role or
+    worker.
     """
     if not workers or len(set(workers)) != len(workers):
-        raise PlanError(f"the plan is for workers {list(workers)}: expected names, each once, at least one")
+        raise PlanError(
+            f"the plan is for workers {list(workers)}: expected names, each once, at least one"
+        )
     if hosts is None or len(set(hosts.values())) == 1:
         hosts = {}
     placed = place_roles(dag, workers, placement or {}, hosts)
     check_neighbours(dag, placed)
     stages = trace_columns(dag, source)
     moves = plan_moves(stages, placed, hosts)
-    streams = {source: target for source, target in find_streams(stages, placed).items() if source not in whole}
+    streams = {
+        source: target
+        for source, target in find_streams(stages, placed).items()
+        if source not in whole
+    }
     for source_node, target in streams.items():
         if stays(stages[source_node], stages[target], placed):
             moves[target] = replace(moves[target], edges=())
@@ -103,8 +113,9 @@ def compile_chains(
 
 
 def _stored(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the table of each node whose rows are stored, those that are saved, and stages that are of use; and the
-    table of each node's state for later steps, where a step can go on from stored rows.
+    """Return the table of each node whose rows are stored, those that are saved, and stages that
+    are of use; and the table of each node's state for later steps, where a step can go on from
+    stored rows.
     """
     useful = {cut.node for cut in frontiers(dag, stages)[0]}
     output_tables = {}
@@ -132,8 +143,8 @@ def _chains(
 ) -> dict[str, Chain]:
     """Build the chains node by node; the target of a stream runs at the place of its source.
 
-    ``early`` has what nodes begin with, ``output_tables`` and ``state_tables`` where their rows and their state are
-    stored, by node.
+    ``early`` has what nodes begin with, ``output_tables`` and ``state_tables`` where their rows and
+    their state are stored, by node.
     """
     links: dict[str, list[Link]] = {worker: [] for worker in workers}
     outgoing: dict[str, list[Edge]] = {name: [] for name in stages}
@@ -191,13 +202,19 @@ def _receives(node: Node, move: Move, worker: str) -> list[Link]:
     receives: list[Link] = []
     for edge in move.edges:
         if edge.moves:
-            tables = () if node.lag else move.tables_with_groups(edge, worker)  # a lagged node's are of another step
+            tables = (
+                () if node.lag else move.tables_with_groups(edge, worker)
+            )  # a lagged node's are of another step
             receives.append(Recv(edge, guides[edge.guide], tables))
     return receives
 
 
-def _add_writes_of_state(links: Mapping[str, list[Link]], node: Node, table: str, owners: Sequence[str]) -> None:
-    """Let each of the node's workers write its part of the node's state; all others report that they have none."""
+def _add_writes_of_state(
+    links: Mapping[str, list[Link]], node: Node, table: str, owners: Sequence[str]
+) -> None:
+    """Let each of the node's workers write its part of the node's state; all others report that
+    they have none.
+    """
     parts = {worker: index for index, worker in enumerate(owners)}
     for worker, own in links.items():
         if worker in parts:
@@ -209,7 +226,9 @@ def _add_writes_of_state(links: Mapping[str, list[Link]], node: Node, table: str
 def _add_writes_of_rows(
     links: Mapping[str, list[Link]], stage: NodeColumns, table: str, holders: Sequence[str]
 ) -> None:
-    """Let each holder write its part of the node's rows; all other workers report that they have none."""
+    """Let each holder write its part of the node's rows; all other workers report that they have
+    none.
+    """
     parts = {worker: index for index, worker in enumerate(holders)}
     for worker, own in links.items():
         if worker in parts:

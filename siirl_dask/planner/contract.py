@@ -1,7 +1,8 @@
-"""Contracts: a node function declares its columns and rows (``@columns``), a role's builder its needs (``@builds``).
+"""Contracts: a node function declares its columns and rows (``@columns``), a role's builder its
+needs (``@builds``).
 
-Both put one attribute on the function. A wrapper made with ``functools.wraps`` therefore declares the same, and so does
-a ``functools.partial``, whose options count.
+Both put one attribute on the function. A wrapper made with ``functools.wraps`` therefore declares
+the same, and so does a ``functools.partial``, whose options count.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Functions that give a model's weights piece by piece, so that they are never whole in memory."""
+    """Functions that give a model's weights piece by piece, so that they are never whole in
+    memory.
+    """
 
     tables: Callable[..., Any]
-    """``(Context, pa.Table, *, max_bytes, **options) -> RowStream`` of tables of at most ``max_bytes``, or one row. All
-    workers of the role make as many, with the same rows in the same order."""
+    """``(Context, pa.Table, *, max_bytes, **options) -> RowStream`` of tables of at most
+    ``max_bytes``, or one row. All workers of the role make as many, with the same rows in the same
+    order."""
     tensors: Callable[..., Any] | None = None
-    """``(Context, pa.Table, **options) -> RowStream`` of tensors, one a row, for a broadcast from device to device, in
-    which only the first worker's are sent. None: the weights travel as tables alone."""
+    """``(Context, pa.Table, **options) -> RowStream`` of tensors, one a row, for a broadcast from
+    device to device, in which only the first worker's are sent. None: the weights travel as tables
+    alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSink:
-    """Functions that take what a WeightSource gives. Both are called with ``(Context, RowStream, **options)``."""
+    """Functions that take what a WeightSource gives. Both are called with ``(Context, RowStream,
+    **options)``.
+    """
 
     tables: Callable[..., Any]
     tensors: Callable[..., Any] | None = None
@@ -43,25 +50,28 @@ class WeightSink:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Functions that store the rows which a node keeps from step to step (``Context.state``), and give them back."""
+    """Functions that store the rows which a node keeps from step to step (``Context.state``),
+    and give them back.
+    """
 
     pack: Callable[..., Any]
-    """``(Context, **options) -> pa.Table``: what this worker keeps after the step, with the ids and groups of its rows;
-    a table without rows where that is nothing."""
+    """``(Context, **options) -> pa.Table``: what this worker keeps after the step, with the ids and
+    groups of its rows; a table without rows where that is nothing."""
     unpack: Callable[..., Any]
-    """``(Context, pa.Table, **options)``: take rows that workers had packed, groups whole; called before the first
-    step."""
+    """``(Context, pa.Table, **options)``: take rows that workers had packed, groups whole; called
+    before the first step."""
 
 
 class Groups(StrEnum):
     """The groups of rows that a node makes of its input's rows."""
 
     KEPT = "kept"
-    """Each row has the group_id of the row that it comes of; with ``expand`` several may come of one, else one at most.
-    Blobs go past such a node, by group."""
+    """Each row has the group_id of the row that it comes of; with ``expand`` several may come of
+    one, else one at most. Blobs go past such a node, by group."""
     NEW = "new"
-    """Groups get new numbers, or some are of earlier steps. The rows of a group come of one row, or of rows that
-    share their blobs: so they share them too, and they go on by group from this node's table."""
+    """Groups get new numbers, or some are of earlier steps. The rows of a group come of one row, or
+    of rows that share their blobs: so they share them too, and they go on by group from this node's
+    table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +104,11 @@ class Contract:
     """Columns that must be there."""
     writes: Schema = field(default_factory=lambda: make_schema({}))
     optional: tuple[str, ...] = ()
-    """Columns that it reads if they are there: a node upstream writes them, or the dataset has them."""
+    """Columns that it reads if they are there: a node upstream writes them, or the dataset has
+    them."""
     if_written: tuple[str, ...] = ()
-    """Columns that it reads if a node upstream writes them. A dataset's column of that name is something else."""
+    """Columns that it reads if a node upstream writes them. A dataset's column of that name is
+    something else."""
     new_rows: bool = False
     """True if its output has other rows than its input."""
     passes: bool = True
@@ -104,18 +116,19 @@ class Contract:
     drops: tuple[str, ...] = ()
     """Columns of the input that end here, where the others travel on."""
     one_of: tuple[str, ...] = ()
-    """Columns that it reads if a node upstream writes them; at least one of them must be written."""
+    """Columns that it reads if a node upstream writes them; at least one of them must be
+    written."""
     draws: bool = False
-    """True if it asks for more prompts than the step's own (``Context.draw_prompts``); it must then be the only node
-    without parents."""
+    """True if it asks for more prompts than the step's own (``Context.draw_prompts``); it must then
+    be the only node without parents."""
     stateful: bool = False
-    """True if it changes its role's object, as an update does. A step that is replayed from stored rows runs such a
-    node again, and skips others whose output is stored."""
+    """True if it changes its role's object, as an update does. A step that is replayed from stored
+    rows runs such a node again, and skips others whose output is stored."""
     carries: KeptRows | None = None
     """How the rows are stored that it keeps from step to step; None if it keeps none."""
     expand: str | Sequence[str] | None = None
-    """Dotted name of the option that holds the rows made per row, for estimates; several are multiplied. None: no more
-    than come in."""
+    """Dotted name of the option that holds the rows made per row, for estimates; several are
+    multiplied. None: no more than come in."""
     groups: Groups | None = None
     """Groups of its new rows. None: unknown, so that a blob goes along with each of its rows."""
     of_groups: tuple[str, ...] = ()
@@ -123,21 +136,25 @@ class Contract:
     requires: tuple[str, ...] = ()
     """Capabilities that its role must have (``RoleCost.provides``), such as ``adapters``."""
     neighbour: str | None = None
-    """Role that must be on each of the node's workers, because the node uses its entry of ``ctx.resources``."""
+    """Role that must be on each of the node's workers, because the node uses its entry of
+    ``ctx.resources``."""
     early: tuple[str, ...] = ()
     """Columns that it can hand over row by row, while it makes others (``Context.hand_over``)."""
     by_row: Callable[..., Any] | None = None
-    """``(resource, **options) -> RowWork``: begins the node's work on rows that a node before it has finished, while
-    that makes others. What the node adds to a row depends on that row alone. None: it begins when all are there."""
+    """``(resource, **options) -> RowWork``: begins the node's work on rows that a node before it
+    has finished, while that makes others. What the node adds to a row depends on that row alone.
+    None: it begins when all are there."""
     stream: WeightSource | WeightSink | None = None
     """Functions that give or take a model's weights piece by piece, where the plan allows it."""
     trial: Callable[..., None] | None = None
-    """Function of the node's options that raises if they cannot work; called before a run starts."""
+    """Function of the node's options that raises if they cannot work; called before a run
+    starts."""
     learns_alone: Callable[..., bool] | None = None
-    """Function of the node's options: whether what it computes tells a good sample from a bad one where each prompt has
-    one sample alone; asked before a run starts. None: it does."""
+    """Function of the node's options: whether what it computes tells a good sample from a bad one
+    where each prompt has one sample alone; asked before a run starts. None: it does."""
     depends_on_options: Callable[..., ContractChanges] | None = None
-    """Function of the node's options, defaults included, that returns what they add to this contract."""
+    """Function of the node's options, defaults included, that returns what they add to this
+    contract."""
 
     def taken(self, available: Collection[str]) -> tuple[str, ...]:
         """Return the columns that it reads among the ``available`` ones."""
@@ -167,17 +184,24 @@ def columns(
 ) -> Callable[[_F], _F]:
     """Declare a node function's contract where its code is; see Contract for each argument.
 
-    ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a WeightSource or ``groups``
-    of a function that makes no new rows, and for ``by_row`` of one that does.
+    ``writes`` maps columns to Arrow types. ``expand`` implies ``new_rows``. TypeError for a
+    WeightSource or ``groups`` of a function that makes no new rows, and for ``by_row`` of one that
+    does.
     """
     if expand is not None:
         new_rows = True
     if isinstance(stream, WeightSource) and not new_rows:
-        raise TypeError("stream=WeightSource(...): only a function with new_rows=True can give parts of its table")
+        raise TypeError(
+            "stream=WeightSource(...): only a function with new_rows=True can give parts of its "
+            "table"
+        )
     if by_row is not None and new_rows:
         raise TypeError("by_row=...: only a function that keeps its rows works on each by itself")
     if groups is not None and (not new_rows or groups not in list(Groups)):
-        raise TypeError(f"groups={groups!r}: expected 'kept' or 'new', of a function with new_rows=True or expand=...")
+        raise TypeError(
+            f"groups={groups!r}: expected 'kept' or 'new', of a function with new_rows=True or "
+            "expand=..."
+        )
     contract = Contract(
         reads=tuple(reads),
         writes=make_schema(writes or {}),
@@ -206,7 +230,9 @@ def columns(
 
 
 def reads_option(name: str) -> Callable[..., ContractChanges]:
-    """Return a value of ``depends_on_options`` that adds the columns listed by the option ``name`` to the reads."""
+    """Return a value of ``depends_on_options`` that adds the columns listed by the option
+    ``name`` to the reads.
+    """
 
     def changes(**options: Any) -> ContractChanges:
         return ContractChanges(reads=tuple(options.get(name) or ()))
@@ -215,7 +241,9 @@ def reads_option(name: str) -> Callable[..., ContractChanges]:
 
 
 def contract_of(fn: NodeFn) -> Contract:
-    """Return a function's contract, bound options included. One without ``@columns`` reads and writes nothing."""
+    """Return a function's contract, bound options included. One without ``@columns`` reads and
+    writes nothing.
+    """
     declared: Contract = getattr(bare(fn), "__contract__", Contract())
     if declared.depends_on_options is None:
         return declared
@@ -248,28 +276,42 @@ def options_of(fn: Any) -> Mapping[str, Any]:
 def all_options(fn: Any) -> dict[str, Any]:
     """Return the bound options over the defaults of keyword-only parameters."""
     parameters = inspect.signature(bare(fn)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    defaults = {
+        p.name: p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
     return {**defaults, **options_of(fn)}
 
 
 def check_options(fn: Any, options: Mapping[str, Any], label: str) -> None:
-    """Raise PlanError for an option that the function does not have, with the nearest spelling, or for a missing one.
+    """Raise PlanError for an option that the function does not have, with the nearest spelling, or
+    for a missing one.
 
     ``**extra`` does not count: an option that the function does not name is a mistake.
     """
     parameters = inspect.signature(fn).parameters.values()
-    by_name = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+    by_name = [
+        p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty
+    ]
     known = [p.name for p in (*by_name, *(p for p in parameters if p.kind is p.KEYWORD_ONLY))]
     for name in options:
         if name not in known:
-            raise PlanError(f"{label} has no option {name!r} (options: {known}){did_you_mean(str(name), known)}")
+            raise PlanError(
+                f"{label} has no option {name!r} (options: {known}){did_you_mean(str(name), known)}"
+            )
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options:
-            raise PlanError(f"{label} needs the option {p.name!r}: give it under 'with', or as an argument of Node")
+            raise PlanError(
+                f"{label} needs the option {p.name!r}: give it under 'with', or as an argument of "
+                "Node"
+            )
 
 
 def option_at(fn: Any, path: str) -> Any:
-    """Return the value at a dotted path into a function's options, their dataclasses and mappings; None if absent."""
+    """Return the value at a dotted path into a function's options, their dataclasses and
+    mappings; None if absent.
+    """
     defaults = {p.name: p.default for p in inspect.signature(bare(fn)).parameters.values()}
     value: Any = {**defaults, **options_of(fn)}
     for part in path.split("."):

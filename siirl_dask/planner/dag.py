@@ -14,9 +14,11 @@ from siirl_dask.planner.node import Node, Role
 
 @dataclass(frozen=True)
 class DAG:
-    """Roles and nodes. PlanError for a name that is double or unknown, a role that is not bound, or a cycle.
+    """Roles and nodes. PlanError for a name that is double or unknown, a role that is not bound, or
+    a cycle.
 
-    A DAG is immutable: ``add``, ``replace`` and ``without`` return new ones, as changes of single nodes in YAML do.
+    A DAG is immutable: ``add``, ``replace`` and ``without`` return new ones, as changes of single
+    nodes in YAML do.
     """
 
     roles: tuple[Role, ...]
@@ -47,7 +49,9 @@ class DAG:
                     )
             for parent in node.after:
                 if self.node(parent).lag:
-                    raise PlanError(f"{node.label} comes after {parent!r}, whose rows are of an earlier step")
+                    raise PlanError(
+                        f"{node.label} comes after {parent!r}, whose rows are of an earlier step"
+                    )
             _unique(f"parent of {node.label}:", node.after)
         self.ordered()
 
@@ -57,7 +61,9 @@ class DAG:
             if node.name == name:
                 return node
         names = [node.name for node in self.nodes]
-        raise PlanError(f"node {name!r} is none of the DAG's (nodes: {names}){did_you_mean(name, names)}")
+        raise PlanError(
+            f"node {name!r} is none of the DAG's (nodes: {names}){did_you_mean(name, names)}"
+        )
 
     def role(self, name: str) -> Role:
         """Return the role of that name. PlanError, with the nearest spelling, if there is none."""
@@ -65,7 +71,9 @@ class DAG:
             if role.name == name:
                 return role
         names = [role.name for role in self.roles]
-        raise PlanError(f"role {name!r} is none of the DAG's (roles: {names}){did_you_mean(name, names)}")
+        raise PlanError(
+            f"role {name!r} is none of the DAG's (roles: {names}){did_you_mean(name, names)}"
+        )
 
     def add(self, *nodes: Node, roles: Sequence[Role] = ()) -> DAG:
         """Return this DAG with more nodes and roles. A role replaces the role of the same name."""
@@ -73,10 +81,11 @@ class DAG:
         return DAG(tuple(named.values()), (*self.nodes, *nodes))
 
     def replace(self, name: str, **fields: Any) -> DAG:
-        """Return this DAG with changed fields of the node ``name``: ``dag.replace("update", rows=Rows.BALANCED)``.
+        """Return this DAG with changed fields of the node ``name``: ``dag.replace("update",
+        rows=Rows.BALANCED)``.
 
-        ``options`` are merged over the node's own, key by key; None removes an option that the node has. PlanError for
-        an unknown node or field.
+        ``options`` are merged over the node's own, key by key; None removes an option that the node
+        has. PlanError for an unknown node or field.
         """
         old = self.node(name)
         known = [f.name for f in dataclass_fields(Node) if f.name != "name"]
@@ -87,12 +96,18 @@ class DAG:
         fn = fields.pop("fn", old.fn)
         changes = {**options_of(fn), **fields.pop("options", {})}
         options = {**old.options, **changes}
-        options = {key: value for key, value in options.items() if value is not None or key not in old.options}
+        options = {
+            key: value
+            for key, value in options.items()
+            if value is not None or key not in old.options
+        }
         new = replace(old, fn=bare(fn), options=options, **fields)
         return DAG(self.roles, tuple(new if node is old else node for node in self.nodes))
 
     def without(self, name: str) -> DAG:
-        """Return this DAG without the node ``name``. PlanError if there is none, or if another comes after it."""
+        """Return this DAG without the node ``name``. PlanError if there is none, or if another
+        comes after it.
+        """
         gone = self.node(name)
         return DAG(self.roles, tuple(node for node in self.nodes if node is not gone))
 
@@ -101,7 +116,9 @@ class DAG:
         done: dict[str, Node] = {}
         waiting = list(self.nodes)
         while waiting:
-            ready = next((i for i, node in enumerate(waiting) if done.keys() >= set(node.after)), None)
+            ready = next(
+                (i for i, node in enumerate(waiting) if done.keys() >= set(node.after)), None
+            )
             if ready is None:
                 raise PlanError(f"the nodes make a cycle: {' -> '.join(_cycle(waiting))}")
             node = waiting.pop(ready)

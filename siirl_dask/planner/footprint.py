@@ -1,9 +1,10 @@
-"""The memory of a role's object on an accelerator, part by part, and what roles on one accelerator come to together.
+"""The memory of a role's object on an accelerator, part by part, and what roles on one accelerator
+come to together.
 
-At any time each worker computes with one of its roles, while the others keep what they hold, or what is left of it
-where they can sleep. Between two of these moments new weights move from one role that sleeps to another. So a worker
-needs the most of these moments, and workers that share an accelerator need their sum.
-One role may take what all this leaves: an engine, for its cache.
+At any time each worker computes with one of its roles, while the others keep what they hold, or
+what is left of it where they can sleep. Between two of these moments new weights move from one role
+that sleeps to another. So a worker needs the most of these moments, and workers that share an
+accelerator need their sum. One role may take what all this leaves: an engine, for its cache.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 PROCESS = 10**9
-"""Bytes of an accelerator that each process takes for itself: its context, kernels, and buffers of collectives."""
+"""Bytes of an accelerator that each process takes for itself: its context, kernels, and buffers
+of collectives."""
 SPARE = 0.03
 """Share of an accelerator that is kept free: allocators round up, and leave gaps."""
 MOST_SHARE = 0.9
-"""Largest share of an accelerator for a role that takes what is left; also an engine's own default."""
+"""Largest share of an accelerator for a role that takes what is left; also an engine's own
+default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +33,16 @@ class Footprint:
     leaves: tuple[str, ...] = ()
     """Held parts that are not on the device while the worker computes with its other roles."""
     moves: tuple[str, ...] = ()
-    """Parts that are there in any case while weights move from this role to another of the worker, or the reverse."""
+    """Parts that are there in any case while weights move from this role to another of the
+    worker, or the reverse."""
     parks: Mapping[str, int] = field(default_factory=dict)
-    """Held parts that leave if the role parks, with the bytes that each then takes of the host's memory."""
+    """Held parts that leave if the role parks, with the bytes that each then takes of the host's
+    memory."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Bytes by part in the host's memory."""
     spared: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by part in the host's memory while it sleeps; where new weights follow each time, and so nothing need be
-    kept, only until all roles are built."""
+    """Bytes by part in the host's memory while it sleeps; where new weights follow each time, and
+    so nothing need be kept, only until all roles are built."""
     loading: int = 0
     """Bytes in the host's memory while it is built, and not later."""
     fills: str | None = None
@@ -45,7 +50,8 @@ class Footprint:
     least: int = 0
     """Least bytes of that part, for one row of the greatest length."""
     share: float | None = None
-    """Share of the accelerator that the held parts of a role that fills take in any case; None: what is left."""
+    """Share of the accelerator that the held parts of a role that fills take in any case; None:
+    what is left."""
     share_key: str = ""
     """Config key of that share; empty where there is none."""
     remedies: tuple[Remedy, ...] = ()
@@ -64,22 +70,37 @@ class Footprint:
     @property
     def moving(self) -> int:
         """Bytes on the device while weights move between roles of the worker."""
-        return sum(size for part, size in self.held.items() if part not in self.leaves or part in self.moves)
+        return sum(
+            size
+            for part, size in self.held.items()
+            if part not in self.leaves or part in self.moves
+        )
 
     def parked(self) -> Footprint:
         """Return the same where it parks while other roles compute."""
         copies = {f"parked {part}": size for part, size in self.parks.items() if size}
-        return replace(self, leaves=(*dict.fromkeys((*self.leaves, *self.parks)),), host={**self.host, **copies})
+        return replace(
+            self,
+            leaves=(*dict.fromkeys((*self.leaves, *self.parks)),),
+            host={**self.host, **copies},
+        )
 
     def without(self, part: str) -> Footprint:
         """Return the same, with its remedies, where another role holds a part for both."""
-        held, host = ({name: size for name, size in own.items() if name != part} for own in (self.held, self.host))
-        found = tuple(replace(remedy, footprint=remedy.footprint.without(part)) for remedy in self.remedies)
+        held, host = (
+            {name: size for name, size in own.items() if name != part}
+            for own in (self.held, self.host)
+        )
+        found = tuple(
+            replace(remedy, footprint=remedy.footprint.without(part)) for remedy in self.remedies
+        )
         return replace(self, held=held, host=host, loading=0, remedies=found)
 
     def staying(self) -> Footprint:
         """Return the same where it cannot park."""
-        return replace(self, parks={}, remedies=tuple(remedy for remedy in self.remedies if not remedy.parks))
+        return replace(
+            self, parks={}, remedies=tuple(remedy for remedy in self.remedies if not remedy.parks)
+        )
 
     def grown(self, size: int) -> Footprint:
         """Return the same with ``size`` more bytes of the part that fills."""
@@ -97,7 +118,8 @@ class Remedy:
     footprint: Footprint
     """The role's memory with it, and with all remedies before it."""
     instead_of: str = ""
-    """Setting of a remedy before it that it replaces, with those after that one: both do not go together."""
+    """Setting of a remedy before it that it replaces, with those after that one: both do not go
+    together."""
     parks: bool = False
     """Whether the role parks, whatever else is changed before or after."""
 
@@ -105,12 +127,14 @@ class Remedy:
 Roles = Mapping[str, Footprint]
 """The roles of one worker, by name."""
 EXCHANGE = "weights move"
-"""Name of the moment in which no role computes, and one that would sleep gives its weights to another."""
+"""Name of the moment in which no role computes, and one that would sleep gives its weights to
+another."""
 
 
 def moments(roles: Roles) -> dict[str, int]:
-    """Return the bytes that a worker has on its device while it computes with each of its roles, and while weights move
-    between two of them that are elsewhere at other times: no other moment has both.
+    """Return the bytes that a worker has on its device while it computes with each of its roles,
+    and while weights move between two of them that are elsewhere at other times: no other moment
+    has both.
     """
     found = {
         name: own.busy + sum(other.resting for role, other in roles.items() if role != name)
@@ -128,7 +152,9 @@ def peak(roles: Roles) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """An accelerator, and the roles of the workers that compute on it, where one that fills has taken what is left."""
+    """An accelerator, and the roles of the workers that compute on it, where one that fills has
+    taken what is left.
+    """
 
     memory: int
     """Bytes of the accelerator."""
@@ -155,14 +181,19 @@ class Card:
 
 
 def fill(memory: int, workers: Mapping[str, Roles]) -> Card:
-    """Return an accelerator of ``memory`` bytes on which the roles that fill have taken what the others leave.
+    """Return an accelerator of ``memory`` bytes on which the roles that fill have taken what the
+    others leave.
 
-    They take equal parts, and no more than ``MOST_SHARE`` of it together; where they have a share of their own, that.
-    Nothing is left where the roles do not fit: see ``Card.fits``.
+    They take equal parts, and no more than ``MOST_SHARE`` of it together; where they have a share
+    of their own, that. Nothing is left where the roles do not fit: see ``Card.fits``.
     """
-    workers = {worker: _with_shares(roles, memory, len(workers)) for worker, roles in workers.items()}
+    workers = {
+        worker: _with_shares(roles, memory, len(workers)) for worker, roles in workers.items()
+    }
     card = Card(memory, workers)
-    filling = [worker for worker, roles in workers.items() if any(_grows(one) for one in roles.values())]
+    filling = [
+        worker for worker, roles in workers.items() if any(_grows(one) for one in roles.values())
+    ]
     left = card.usable - card.needed
     if left < 0 or not filling:
         return card
@@ -180,26 +211,34 @@ def _grows(one: Footprint) -> bool:
 
 def _with_shares(roles: Roles, memory: int, sharers: int) -> Roles:
     """Let roles with a share of their own have it, divided by the workers on the accelerator."""
-    shares = {name: 0 if one.share is None else int(one.share * memory / sharers) for name, one in roles.items()}
+    shares = {
+        name: 0 if one.share is None else int(one.share * memory / sharers)
+        for name, one in roles.items()
+    }
     return {name: one.grown(shares[name] - sum(one.held.values())) for name, one in roles.items()}
 
 
 def _grow(roles: Roles, budget: int, most: int) -> Roles:
-    """Let a worker's filling role grow until one of the moments that have it takes ``budget``, or itself ``most``."""
+    """Let a worker's filling role grow until one of the moments that have it takes ``budget``,
+    or itself ``most``.
+    """
     grown = dict(roles)
     for name, one in roles.items():
         if _grows(one):
             own = moments(grown)
-            bound = [budget - own[role] for role in own if role == name or one.fills not in one.leaves]
+            bound = [
+                budget - own[role] for role in own if role == name or one.fills not in one.leaves
+            ]
             grown[name] = one.grown(min([*bound, most - sum(one.held.values())]))
     return grown
 
 
 def remedies(memory: int, workers: Mapping[str, Roles]) -> Iterator[tuple[str, Card]]:
-    """Yield settings, each with the accelerator as it is with it and all before it, until everything fits.
+    """Yield settings, each with the accelerator as it is with it and all before it, until
+    everything fits.
 
-    Those of the role that computes at the peak come first. A setting that lowers nothing is passed over, and so are
-    those of a role without which everything comes to fit.
+    Those of the role that computes at the peak come first. A setting that lowers nothing is passed
+    over, and so are those of a role without which everything comes to fit.
     """
     chosen = _ladder(memory, workers)
     if fill(memory, _with(workers, chosen)).fits:
@@ -228,7 +267,9 @@ def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
             if card.fits or card.needed < needed:
                 workers = changed
                 needed = card.needed
-                if remedy.instead_of in settings:  # what came after it made room for a role that is elsewhere now
+                if (
+                    remedy.instead_of in settings
+                ):  # what came after it made room for a role that is elsewhere now
                     del settings[settings.index(remedy.instead_of) :]
                 settings.append(remedy.setting)
             if card.fits:
@@ -245,7 +286,10 @@ def _with(workers: Mapping[str, Roles], chosen: Sequence[Sequence[str]]) -> Mapp
 
 def _changed(workers: Mapping[str, Roles], setting: str) -> Mapping[str, Roles]:
     """Return the workers with a setting, which may be one of several of their roles."""
-    return {worker: {name: _remedied(one, setting) for name, one in roles.items()} for worker, roles in workers.items()}
+    return {
+        worker: {name: _remedied(one, setting) for name, one in roles.items()}
+        for worker, roles in workers.items()
+    }
 
 
 def _remedied(one: Footprint, setting: str) -> Footprint:

@@ -1,7 +1,9 @@
-"""Places groups of workers on hosts: ranks that speak with each other all the time lie on one host where they can.
+"""Places groups of workers on hosts: ranks that speak with each other all the time lie on one host
+where they can.
 
-A group is neighbours in a role's rank order: an engine's ranks, the ranks that a model is in shards over, or those that
-share a sequence. Within a host they speak through NVLink or memory, between hosts over a link that all of them share.
+A group is neighbours in a role's rank order: an engine's ranks, the ranks that a model is in shards
+over, or those that share a sequence. Within a host they speak through NVLink or memory, between
+hosts over a link that all of them share.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 
 Hosts = Mapping[str, str]
-"""Host of each worker; a worker that it does not name is on the same host as all others that it does not name."""
+"""Host of each worker; a worker that it does not name is on the same host as all others that it
+does not name."""
 _MOST_SIZES = 4  # sizes whose orders are all tried: a configuration has three at most
 
 
@@ -34,10 +37,11 @@ def groups_apart(workers: Sequence[str], hosts: Hosts, size: int) -> list[tuple[
 
 
 def arrange(workers: Sequence[str], hosts: Hosts, sizes: Iterable[int]) -> tuple[str, ...]:
-    """Return the workers in an order in which few groups of neighbours, of any of the ``sizes``, lie on several hosts.
+    """Return the workers in an order in which few groups of neighbours, of any of the ``sizes``,
+    lie on several hosts.
 
-    None does where every size divides every host's workers, and of a single size as few as possible. Workers of one
-    host keep their order, and on a single host nothing changes.
+    None does where every size divides every host's workers, and of a single size as few as
+    possible. Workers of one host keep their order, and on a single host nothing changes.
     """
     workers = tuple(workers)
     if len(by_host(workers, hosts)) == 1:
@@ -49,8 +53,8 @@ def arrange(workers: Sequence[str], hosts: Hosts, sizes: Iterable[int]) -> tuple
 
 
 def _in_blocks(workers: Sequence[str], hosts: Hosts, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return the workers host by host: of each host as many as make up whole groups of the first size, then of what is
-    left as many as make up those of the next size, at last the rest.
+    """Return the workers host by host: of each host as many as make up whole groups of the first
+    size, then of what is left as many as make up those of the next size, at last the rest.
     """
     left = list(by_host(workers, hosts).values())
     order: list[str] = []

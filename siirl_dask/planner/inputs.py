@@ -17,7 +17,8 @@ from siirl_dask.schema import Schema
 class PlanInputs:
     """Everything that a plan is computed from: the same inputs give the same plan in every process.
 
-    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger than its inputs.
+    Workers get these and plan for themselves. A plan for 1,024 of them is a hundred times larger
+    than its inputs.
     """
 
     dag: DAG
@@ -35,7 +36,10 @@ class PlanInputs:
     def of(plan: Plan) -> PlanInputs:
         """Return the inputs of ``plan``, but for the names of its workers."""
         index = {worker: number for number, worker in enumerate(plan.chains)}
-        placed = {role: tuple(index[worker] for worker in workers) for role, workers in plan.placement.items()}
+        placed = {
+            role: tuple(index[worker] for worker in workers)
+            for role, workers in plan.placement.items()
+        }
         hosts = tuple(host_of(worker, plan.hosts) for worker in index if plan.hosts)
         return PlanInputs(
             dag=plan.dag,
@@ -64,7 +68,8 @@ P = TypeVar("P")
 
 
 def alike(plans: Mapping[P, Plan]) -> dict[P, Plan]:
-    """Return the plans of phases whose steps take lagged rows from one another: they stream the same ones.
+    """Return the plans of phases whose steps take lagged rows from one another: they stream the
+    same ones.
 
     A step after a replay loads weights that the replay published, by its own plan.
     """

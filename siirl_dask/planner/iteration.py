@@ -1,4 +1,6 @@
-"""Iterations: passages of all workers through the chains of a plan, and the phases of a run that they belong to."""
+"""Iterations: passages of all workers through the chains of a plan, and the phases of a run that
+they belong to.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ class Phase(StrEnum):
 
     TRAIN = "train"
     REPLAY = "replay"
-    """Training step of a resumed run whose rows are stored: its updates are repeated, and nothing is generated."""
+    """Training step of a resumed run whose rows are stored: its updates are repeated, and
+    nothing is generated."""
     VALIDATION = "validation"
     TEST = "test"
     EVALUATION = "evaluation"
@@ -23,12 +26,16 @@ class Phase(StrEnum):
 
     @property
     def counts_as(self) -> Phase:
-        """The phase under which its steps are logged and its nodes keep their state: a replay is training."""
+        """The phase under which its steps are logged and its nodes keep their state: a replay is
+        training.
+        """
         return Phase.TRAIN if self is Phase.REPLAY else self
 
 
 def replay_plan(frontier: str) -> str:
-    """Return the name of the plan of steps that are replayed from the rows of the table ``frontier``."""
+    """Return the name of the plan of steps that are replayed from the rows of the table
+    ``frontier``.
+    """
     return f"{Phase.REPLAY}:{frontier}"
 
 
@@ -47,7 +54,8 @@ class Iteration:
     sequence: int
     """Number of the iteration in the run, which makes the keys of its messages unique."""
     drain: bool = False
-    """True if no training step follows at once, so that nodes with a lag catch up in this iteration."""
+    """True if no training step follows at once, so that nodes with a lag catch up in this
+    iteration."""
     position: int | None = None
     """Number of the next prompt after a replayed step that had drawn more prompts than its own."""
     frontier: str = ""

@@ -1,4 +1,5 @@
-"""Decides which rows move: the layout of each node's rows on its workers, and the edges that bring them there.
+"""Decides which rows move: the layout of each node's rows on its workers, and the edges that bring
+them there.
 
 Rows that are already on the wanted workers do not move, nor do blobs whose group is there already.
 """
@@ -26,7 +27,8 @@ class Layout:
     policy: str
     workers: tuple[str, ...]
     origin: str = ""
-    """First node of the layout that these rows came from, where some rows may have stayed; they depend on it."""
+    """First node of the layout that these rows came from, where some rows may have stayed; they
+    depend on it."""
 
     @property
     def replicated(self) -> bool:
@@ -38,13 +40,19 @@ class Layout:
         return self.workers[:1] if self.replicated else self.workers
 
     def senders(self, hosts: Hosts) -> tuple[str, ...]:
-        """Return the workers that give others its rows; for replicas the first of each host, the nearest first."""
+        """Return the workers that give others its rows; for replicas the first of each host, the
+        nearest first.
+        """
         if not self.replicated:
             return self.workers
-        return tuple(workers_of_host[0] for workers_of_host in by_host(self.workers, hosts).values())
+        return tuple(
+            workers_of_host[0] for workers_of_host in by_host(self.workers, hosts).values()
+        )
 
     def is_as(self, policy: str, workers: tuple[str, ...]) -> bool:
-        """Return whether rows with this layout satisfy ``policy`` on ``workers``; rows that are balanced stay so."""
+        """Return whether rows with this layout satisfy ``policy`` on ``workers``; rows that are
+        balanced stay so.
+        """
         if self.workers != workers:
             return False
         return self.policy == policy or len(workers) == 1
@@ -58,14 +66,17 @@ def _layout(rows: str, policy: str, workers: tuple[str, ...], origin: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A node's input: the tables that it joins, and the edges that bring those that are elsewhere."""
+    """A node's input: the tables that it joins, and the edges that bring those that are
+    elsewhere.
+    """
 
     inputs: tuple[Input, ...]
     edges: tuple[Edge, ...]
     layout: Layout
     """Layout of the node's output."""
     group_tables: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    """Tables that have groups of an edge before it is pulled, by the edge's name and the worker that has them."""
+    """Tables that have groups of an edge before it is pulled, by the edge's name and the worker
+    that has them."""
 
     def tables_with_groups(self, edge: Edge, worker: str) -> tuple[str, ...]:
         """Return the tables of a worker that have groups of an edge already."""
@@ -83,18 +94,24 @@ class _Planned:
     first: dict[Layout, str] = field(default_factory=dict)
     """First node that has each layout."""
     arrived: dict[tuple[str, Layout, bool], Edge] = field(default_factory=dict)
-    """Edge that brought a node's rows, or its groups, into a layout; its table can be used again."""
+    """Edge that brought a node's rows, or its groups, into a layout; its table can be used
+    again."""
     homes: dict[Layout, Layout] = field(default_factory=dict)
-    """Layout of rows from which those of a layout were made in place: their groups are on the same workers."""
+    """Layout of rows from which those of a layout were made in place: their groups are on the
+    same workers."""
 
     def with_groups_of(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layouts in which each worker has all groups that it has in ``layout``, and that one first."""
+        """Yield the layouts in which each worker has all groups that it has in ``layout``, and
+        that one first.
+        """
         home: Layout | None = layout
         while home is not None:
             yield home
             home = self.homes.get(home)
 
-    def brought(self, source: str, layout: Layout, columns: Sequence[str], *, by_group: bool) -> Edge | None:
+    def brought(
+        self, source: str, layout: Layout, columns: Sequence[str], *, by_group: bool
+    ) -> Edge | None:
         """Return the edge that has brought ``columns`` of a node's table into a layout."""
         edge = self.arrived.get((source, layout, by_group))
         if edge is None or not set(columns) <= set(edge.schema.names):
@@ -116,7 +133,9 @@ def plan_moves(
         edges: tuple[Edge, ...] = ()
         if node.after:
             guide = _guide(stage, workers, planned.layouts)
-            layout = _wanted(stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]])
+            layout = _wanted(
+                stage, workers, planned.layouts[guide], planned.first[planned.layouts[guide]]
+            )
             inputs, edges = _bring(stage, layout, guide, planned)
             for edge in edges:
                 for worker in edge.targets:
@@ -144,17 +163,26 @@ def plan_moves(
 
 
 def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> None:
-    """Refuse a lagged node whose input stays on its worker: it is dropped before the later step asks for it."""
-    arriving = {edge.name: edge for edge in edges if edge.moves and set(edge.sources).isdisjoint(edge.targets)}
+    """Refuse a lagged node whose input stays on its worker: it is dropped before the later step
+    asks for it.
+    """
+    arriving = {
+        edge.name: edge
+        for edge in edges
+        if edge.moves and set(edge.sources).isdisjoint(edge.targets)
+    }
     staying = [item.table for item in inputs if item.table not in arriving]
     if staying:
         raise PlanError(
-            f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its workers: expected its "
-            "parents on other workers than its own (cluster.placement), or lag=0 (rollout.max_staleness)"
+            f"{node.label} is {steps_behind(node.lag)} and {staying[0]!r} does not leave its "
+            "workers: expected its "
+            "parents on other workers than its own (cluster.placement), or lag=0 "
+            "(rollout.max_staleness)"
         )
     if node.stored_as:
         raise PlanError(
-            f"{node.label} is {steps_behind(node.lag)} and saves {node.stored_as!r}: save the output of a node before "
+            f"{node.label} is {steps_behind(node.lag)} and saves {node.stored_as!r}: save the "
+            "output of a node before "
             "it (save_as, stage)"
         )
 
@@ -162,8 +190,8 @@ def _check_lag(node: Node, inputs: Sequence[Input], edges: Sequence[Edge]) -> No
 def _guide(stage: NodeColumns, workers: tuple[str, ...], layouts: Mapping[str, Layout]) -> str:
     """Return the parent whose rows decide the layout.
 
-    It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in place comes first, then
-    one on the node's workers.
+    It holds the column ``minibatch`` if the node is balanced by it. A parent whose rows are in
+    place comes first, then one on the node's workers.
     """
     if _by_minibatch(stage):
         return stage.sources[MINIBATCH]
@@ -195,17 +223,20 @@ def _wanted(stage: NodeColumns, workers: tuple[str, ...], guide: Layout, origin:
         return guide
     if guide.workers == workers and stage.node.rows is Rows.ANYWHERE:
         return guide
-    some_stay = stage.node.rows is not Rows.REPLICATED and not set(guide.workers).isdisjoint(workers)
+    some_stay = stage.node.rows is not Rows.REPLICATED and not set(guide.workers).isdisjoint(
+        workers
+    )
     return _layout(stage.rows, policy, workers, origin if some_stay else "")
 
 
 def _bring(
     stage: NodeColumns, layout: Layout, guide: str, planned: _Planned
 ) -> tuple[tuple[Input, ...], tuple[Edge, ...]]:
-    """Return the tables that a node joins, and an edge from each source whose rows are not in place.
+    """Return the tables that a node joins, and an edge from each source whose rows are not in
+    place.
 
-    Sources are its parents, and nodes further above for blobs. A blob that an earlier edge brought into the same layout
-    is taken from there.
+    Sources are its parents, and nodes further above for blobs. A blob that an earlier edge brought
+    into the same layout is taken from there.
     """
     sources = dict.fromkeys((*stage.node.after, *stage.sources.values()))
     inputs: list[Input] = []
@@ -228,9 +259,13 @@ def _bring(
             inputs.append(Input(source, columns))
         elif source in stage.node.after or by_row:
             is_parent = source in stage.node.after
-            brought = None if is_parent else planned.brought(source, layout, columns, by_group=False)
+            brought = (
+                None if is_parent else planned.brought(source, layout, columns, by_group=False)
+            )
             if brought is None:
-                edge = _edge(stage, planned.stages[source], senders, layout, columns=columns, guide=guide)
+                edge = _edge(
+                    stage, planned.stages[source], senders, layout, columns=columns, guide=guide
+                )
                 edges.append(replace(edge, early=_early(edge, planned)))
                 inputs.append(Input(edge.name, columns))
             else:
@@ -240,7 +275,9 @@ def _bring(
             columns = (*IDENTITY, *by_group)
             table = _groups_in_place(source, layout, columns, planned)
             if table is None:
-                edge = _edge(stage, planned.stages[source], senders, layout, columns=columns, guide=guide)
+                edge = _edge(
+                    stage, planned.stages[source], senders, layout, columns=columns, guide=guide
+                )
                 edge = replace(edge, by_group=True)
                 edges.append(edge)
                 table = edge.name
@@ -251,8 +288,11 @@ def _bring(
     return tuple(inputs), tuple(edges)
 
 
-def _groups_in_place(source: str, layout: Layout, columns: Sequence[str], planned: _Planned) -> str | None:
-    """Return the table with the groups of each worker's rows in ``layout``: the source's, or one that an edge brought.
+def _groups_in_place(
+    source: str, layout: Layout, columns: Sequence[str], planned: _Planned
+) -> str | None:
+    """Return the table with the groups of each worker's rows in ``layout``: the source's, or one
+    that an edge brought.
 
     None where no table is sure to have them.
     """
@@ -267,8 +307,8 @@ def _groups_in_place(source: str, layout: Layout, columns: Sequence[str], planne
 
 
 def _tables_with_groups(edge: Edge, worker: str, planned: _Planned) -> tuple[str, ...]:
-    """Return the tables of a worker that have some groups of an edge: its own as a source, and those of earlier
-    edges.
+    """Return the tables of a worker that have some groups of an edge: its own as a source, and
+    those of earlier edges.
     """
     if not edge.by_group or edge.rows is Rows.REPLICATED:
         return ()
@@ -296,7 +336,9 @@ def _edge(
 ) -> Edge:
     schema = make_schema({name: source.produced[name].type for name in columns})
     target = stage.node
-    rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)  # where the guide is in place and replicated
+    rows = (
+        Rows.REPLICATED if layout.replicated else Rows(target.rows)
+    )  # where the guide is in place and replicated
     return Edge(
         source.node.name,
         target.name,
@@ -310,8 +352,8 @@ def _edge(
 
 
 def _early(edge: Edge, planned: _Planned) -> EarlyColumns | None:
-    """Return what of an edge can travel early: columns that come unchanged from a node which hands over its rows, on
-    the workers that send them.
+    """Return what of an edge can travel early: columns that come unchanged from a node which hands
+    over its rows, on the workers that send them.
     """
     if edge.rows is Rows.REPLICATED or not set(edge.sources).isdisjoint(edge.targets):
         return None
@@ -323,7 +365,8 @@ def _early(edge: Edge, planned: _Planned) -> EarlyColumns | None:
         unchanged = [
             column
             for column in maker.node.contract.early
-            if column in edge.schema.names and source.produced[column].writer == maker.produced[column].writer
+            if column in edge.schema.names
+            and source.produced[column].writer == maker.produced[column].writer
         ]
         if unchanged:
             return EarlyColumns(name, tuple(unchanged))

@@ -27,7 +27,8 @@ BuildFn = Callable[..., Any]
 """``(Device, Rank, **options) -> resource``."""
 
 STAGES = "stages"
-"""Folder of a run with the rows of nodes that are stored until a later table has them (``Node.stage``)."""
+"""Folder of a run with the rows of nodes that are stored until a later table has them
+(``Node.stage``)."""
 TRACE = "trace"
 """Table of a run with what each worker did."""
 NONFINITE = "nonfinite-"
@@ -39,7 +40,8 @@ class Rows(StrEnum):
     """Layout of a node's rows among the workers of its role."""
 
     ANYWHERE = "anywhere"
-    """Rows stay in place; those that must move go to the least loaded worker. The only choice without parents."""
+    """Rows stay in place; those that must move go to the least loaded worker. The only choice
+    without parents."""
     GROUPED = "grouped"
     """All rows of a group on one worker, tokens balanced."""
     BALANCED = "balanced"
@@ -50,7 +52,9 @@ class Rows(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Role:
-    """A model or an engine, which ``build(device, rank, **options)`` makes once on each of its workers."""
+    """A model or an engine, which ``build(device, rank, **options)`` makes once on each of its
+    workers.
+    """
 
     name: str
     build: BuildFn
@@ -79,8 +83,8 @@ class Role:
 class Node:
     """One stage of the workflow: a function of a table, run on every worker of its role.
 
-    PlanError for an invalid name, parent or option. ``reads`` and ``writes`` replace those of the function's
-    ``@columns``.
+    PlanError for an invalid name, parent or option. ``reads`` and ``writes`` replace those of the
+    function's ``@columns``.
     """
 
     name: str
@@ -91,23 +95,28 @@ class Node:
     after: Sequence[str] = ()
     """Name of its parent, or names of several; a tuple once the node is made."""
     rows: Rows | str = Rows.ANYWHERE
-    """Layout of its rows among the workers of its role, or the layout's name; a ``Rows`` once the node is made."""
+    """Layout of its rows among the workers of its role, or the layout's name; a ``Rows`` once
+    the node is made."""
     save_as: str | None = None
     """Name of the run's table to which every worker writes its part of the output."""
     stage: bool = False
-    """True if its rows are stored as soon as they are made, until a table that is saved further on has them: a step
-    that is cut short in between goes on from them. It changes nothing where ``save_as`` stores them anyway."""
+    """True if its rows are stored as soon as they are made, until a table that is saved further on
+    has them: a step that is cut short in between goes on from them. It changes nothing where
+    ``save_as`` stores them anyway."""
     save_blobs: bool = False
-    """True if the table that it saves also holds the blobs that the rows of a group share, once per group."""
+    """True if the table that it saves also holds the blobs that the rows of a group share, once
+    per group."""
     lag: int = 0
-    """Steps by which its input is older than the step, so that its workers do not wait for the step's own rows."""
+    """Steps by which its input is older than the step, so that its workers do not wait for the
+    step's own rows."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the function, which override those bound by a partial; all options once the node is made."""
+    """Options of the function, which override those bound by a partial; all options once the
+    node is made."""
     reads: tuple[str, ...] | None = None
     writes: Schema | None = None
     agent: str = ""
-    """Agent that it works for, in a run of several: its metrics begin with the agent's name, and its random numbers are
-    its own. Empty: it works for all, or there is one."""
+    """Agent that it works for, in a run of several: its metrics begin with the agent's name, and
+    its random numbers are its own. Empty: it works for all, or there is one."""
     at: str = ""
     """File and line of its definition, for errors."""
 
@@ -115,7 +124,9 @@ class Node:
         _check_name(f"{self.at}: node" if self.at else "node", self.name)
         if self.agent != "":
             _check_name(f"agent of {self.label}:", self.agent)
-        object.__setattr__(self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after))
+        object.__setattr__(
+            self, "after", (self.after,) if isinstance(self.after, str) else tuple(self.after)
+        )
         function_name(bare(self.fn))
         options = {**options_of(self.fn), **self.options}
         if options:
@@ -125,31 +136,51 @@ class Node:
         if self.save_as is not None:
             _check_name(f"save_as of {self.label}:", self.save_as)
             if self.save_as == STAGES:
-                raise PlanError(f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another name")
+                raise PlanError(
+                    f"save_as of {self.label}: {STAGES!r} is the folder of stages: choose another "
+                    "name"
+                )
             if self.save_as == TRACE:
                 raise PlanError(
-                    f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose another name"
+                    f"save_as of {self.label}: {TRACE!r} is the table of the run's trace: choose "
+                    "another name"
                 )
             if self.save_as.startswith(NONFINITE):
                 raise PlanError(
-                    f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose another name"
+                    f"save_as of {self.label}: tables named {NONFINITE}... are the run's: choose "
+                    "another name"
                 )
         if not isinstance(self.stage, bool):
             raise PlanError(f"{self.label} has stage={self.stage!r}: expected true or false")
         if not isinstance(self.save_blobs, bool) or (self.save_blobs and self.save_as is None):
-            raise PlanError(f"{self.label} has save_blobs={self.save_blobs!r}: expected true or false, and save_as")
+            raise PlanError(
+                f"{self.label} has save_blobs={self.save_blobs!r}: expected true or false, and "
+                "save_as"
+            )
         if self.writes is not None:
-            object.__setattr__(self, "writes", make_schema({field.name: field.type for field in self.writes}))
+            object.__setattr__(
+                self, "writes", make_schema({field.name: field.type for field in self.writes})
+            )
         object.__setattr__(self, "rows", self._checked_rows())
         if not self.after and self.rows is not Rows.ANYWHERE:
-            raise PlanError(f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded")
+            raise PlanError(
+                f"{self.label} has rows={str(self.rows)!r} and no parents: its rows are as loaded"
+            )
         if not isinstance(self.lag, int) or self.lag < 0 or (self.lag and not self.after):
-            raise PlanError(f"{self.label} has lag={self.lag!r}: expected a number of steps, and parents to lag behind")
+            raise PlanError(
+                f"{self.label} has lag={self.lag!r}: expected a number of steps, and parents to "
+                "lag behind"
+            )
         contract = self.contract
-        # Layouts are computed from these; a join would not find its rows if they changed on one branch only.
-        changed = [name for name in contract.writes.names if name in IDENTITY and not contract.new_rows]
+        # Layouts are computed from these; a join would not find its rows if they changed on one
+        # branch only.
+        changed = [
+            name for name in contract.writes.names if name in IDENTITY and not contract.new_rows
+        ]
         if changed:
-            raise PlanError(f"{self.label} writes {changed} of rows that exist: only new_rows=True may")
+            raise PlanError(
+                f"{self.label} writes {changed} of rows that exist: only new_rows=True may"
+            )
 
     def _checked_rows(self) -> Rows:
         valid = [str(policy) for policy in Rows]
@@ -165,19 +196,25 @@ class Node:
 
     @property
     def stored_as(self) -> str | None:
-        """Folder below the run's in which its rows are stored at each step, for good or as a stage; None if nowhere."""
+        """Folder below the run's in which its rows are stored at each step, for good or as a
+        stage; None if nowhere.
+        """
         if self.save_as is not None:
             return self.save_as
         return f"{STAGES}/{self.name}" if self.stage else None
 
     @property
     def state_table(self) -> str | None:
-        """Folder below the run's for the rows that it keeps for later steps; None if it keeps none."""
+        """Folder below the run's for the rows that it keeps for later steps; None if it keeps
+        none.
+        """
         return None if self.contract.carries is None else f"{STAGES}/{self.name}.kept"
 
     @property
     def contract(self) -> Contract:
-        """Contract of the function with its options, and with the node's own ``reads`` and ``writes``."""
+        """Contract of the function with its options, and with the node's own ``reads`` and
+        ``writes``.
+        """
         declared = contract_of(self.fn)
         reads = declared.reads if self.reads is None else tuple(self.reads)
         writes = declared.writes if self.writes is None else self.writes
@@ -207,7 +244,8 @@ class Node:
                 trial(**self.options)
             except Exception as error:  # a user's function may raise anything
                 raise PlanError(
-                    f"{self.label}: its options fail on a table without rows: {type(error).__name__}: {error}"
+                    f"{self.label}: its options fail on a table without rows: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
 
     @property
@@ -239,6 +277,11 @@ class Node:
 
 
 def _check_name(label: str, name: object) -> None:
-    """Refuse a name that cannot be part of file names, dotted config keys and edge names (``a->b``)."""
+    """Refuse a name that cannot be part of file names, dotted config keys and edge names
+    (``a->b``).
+    """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise PlanError(f"{label} {name!r} is no usable name: expected letters, digits, '_' and '-', as in 'old_logp'")
+        raise PlanError(
+            f"{label} {name!r} is no usable name: expected letters, digits, '_' and '-', as in "
+            "'old_logp'"
+        )

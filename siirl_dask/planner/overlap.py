@@ -1,8 +1,9 @@
-"""Finds the nodes that may begin with rows which a node above them has finished, while that one makes others.
+"""Finds the nodes that may begin with rows which a node above them has finished, while that one
+makes others.
 
-Responses have a long tail of lengths. Where a node adds something to each row by itself (``@columns(by_row=...)``), and
-its role works while the worker's own thread does something else (``@builds(beside=...)``), the short ones need not wait
-for the longest.
+Responses have a long tail of lengths. Where a node adds something to each row by itself
+(``@columns(by_row=...)``), and its role works while the worker's own thread does something else
+(``@builds(beside=...)``), the short ones need not wait for the longest.
 """
 
 from __future__ import annotations
@@ -17,17 +18,24 @@ from siirl_dask.planner.role_contract import works_beside
 from siirl_dask.schema import GROUP_ID, ROW_ID
 
 
-def find_early(dag: DAG, stages: Mapping[str, NodeColumns], moves: Mapping[str, Move]) -> dict[str, EarlyColumns]:
-    """Return the nodes that may begin early, each with the node whose finished rows it takes and their columns.
+def find_early(
+    dag: DAG, stages: Mapping[str, NodeColumns], moves: Mapping[str, Move]
+) -> dict[str, EarlyColumns]:
+    """Return the nodes that may begin early, each with the node whose finished rows it takes and
+    their columns.
 
-    Both have the same rows on the same workers in the same step, and the one above can tell all that the other reads of
-    a row at the row's end.
+    Both have the same rows on the same workers in the same step, and the one above can tell all
+    that the other reads of a row at the row's end.
     """
     found: dict[str, EarlyColumns] = {}
     earlier: list[NodeColumns] = []
     for name, stage in stages.items():
         node = stage.node
-        if node.contract.by_row is not None and not node.lag and works_beside(dag.role(node.role).build):
+        if (
+            node.contract.by_row is not None
+            and not node.lag
+            and works_beside(dag.role(node.role).build)
+        ):
             columns = [column for column in stage.reads if column not in (ROW_ID, GROUP_ID)]
             for maker in earlier:
                 same_layout = moves[maker.node.name].layout == moves[name].layout
@@ -40,9 +48,13 @@ def find_early(dag: DAG, stages: Mapping[str, NodeColumns], moves: Mapping[str, 
 
 
 def _finished_rows_have(columns: Sequence[str], maker: NodeColumns, reader: NodeColumns) -> bool:
-    """Return whether finished rows of ``maker`` can have the columns, as the node of ``reader`` reads them."""
+    """Return whether finished rows of ``maker`` can have the columns, as the node of ``reader``
+    reads them.
+    """
     contract = maker.node.contract
-    if not contract.early or contract.carries is not None:  # what it stores for later steps is decided at its end
+    if (
+        not contract.early or contract.carries is not None
+    ):  # what it stores for later steps is decided at its end
         return False
     for name in columns:
         made = maker.produced.get(name)

@@ -15,20 +15,36 @@ from siirl_dask.planner.role_contract import groups_of
 def place_roles(
     dag: DAG, workers: Sequence[str], placement: Mapping[str, Sequence[int]], hosts: Hosts
 ) -> dict[str, tuple[str, ...]]:
-    """Return the workers of each role in rank order. PlanError when the placement names an unknown role or worker."""
+    """Return the workers of each role in rank order. PlanError when the placement names an
+    unknown role or worker.
+    """
     roles = [role.name for role in dag.roles]
     for role, indices in placement.items():
         if role not in roles:
-            raise PlanError(f"the placement names role {role!r}, which the DAG has not{did_you_mean(role, roles)}")
+            raise PlanError(
+                f"the placement names role {role!r}, which the DAG has "
+                f"not{did_you_mean(role, roles)}"
+            )
         for index in indices:
             if not 0 <= index < len(workers):
-                raise PlanError(f"the placement puts role {role!r} on worker {index}: there are {len(workers)}, from 0")
+                raise PlanError(
+                    f"the placement puts role {role!r} on worker {index}: there are "
+                    f"{len(workers)}, from 0"
+                )
         if not indices or len(set(indices)) != len(indices):
-            raise PlanError(f"the placement puts role {role!r} on {list(indices)}: expected workers, each one once")
+            raise PlanError(
+                f"the placement puts role {role!r} on {list(indices)}: expected workers, each one "
+                "once"
+            )
     everywhere = [role for role in dag.roles if role.name not in placement]
     sizes = [size for role in everywhere for size in groups_of(role.build, len(workers)).values()]
-    order = arrange(workers, hosts, sizes)  # one for all of them: rows stay where roles have the same workers
-    return {role: tuple(workers[i] for i in placement[role]) if role in placement else order for role in roles}
+    order = arrange(
+        workers, hosts, sizes
+    )  # one for all of them: rows stay where roles have the same workers
+    return {
+        role: tuple(workers[i] for i in placement[role]) if role in placement else order
+        for role in roles
+    }
 
 
 def check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
@@ -38,16 +54,22 @@ def check_neighbours(dag: DAG, placed: Mapping[str, tuple[str, ...]]) -> None:
         if role is None:
             continue
         if role not in placed:
-            raise PlanError(f"node {node.name!r} uses role {role!r}, which the DAG has not{did_you_mean(role, placed)}")
+            raise PlanError(
+                f"node {node.name!r} uses role {role!r}, which the DAG has "
+                f"not{did_you_mean(role, placed)}"
+            )
         if alone := [worker for worker in placed[node.role] if worker not in placed[role]]:
             raise PlanError(
-                f"node {node.name!r} uses role {role!r} on each worker of its own role {node.role!r}, and worker "
+                f"node {node.name!r} uses role {role!r} on each worker of its own role "
+                f"{node.role!r}, and worker "
                 f"{alone[0]!r} has it not: place {role!r} where {node.role!r} is"
             )
 
 
 def host_notes(plan: Plan) -> Iterator[str]:
-    """Yield a sentence on each kind of groups of which some lie on several hosts, and on what can be done about it."""
+    """Yield a sentence on each kind of groups of which some lie on several hosts, and on what
+    can be done about it.
+    """
     for role in plan.dag.roles:
         workers = plan.placement[role.name]
         sizes = groups_of(role.build, len(workers))
@@ -55,23 +77,35 @@ def host_notes(plan: Plan) -> Iterator[str]:
         for key, size in sizes.items():
             if apart := groups_apart(workers, plan.hosts, size):
                 least = len(groups_apart(best, plan.hosts, size))
-                yield f"role {role.name!r}: {_apart(apart, key, size, len(workers) // size, plan.hosts)}; " + _advice(
-                    key, size, len(apart), least, by_host(workers, plan.hosts).values()
+                yield (
+                    f"role {role.name!r}: "
+                    f"{_apart(apart, key, size, len(workers) // size, plan.hosts)}; "
+                    + _advice(key, size, len(apart), least, by_host(workers, plan.hosts).values())
                 )
 
 
 def _apart(apart: Sequence[tuple[str, ...]], key: str, size: int, groups: int, hosts: Hosts) -> str:
-    first = ", ".join(f"{', '.join(those)} on {host}" for host, those in by_host(apart[0], hosts).items())
+    first = ", ".join(
+        f"{', '.join(those)} on {host}" for host, those in by_host(apart[0], hosts).items()
+    )
     if groups == 1:
         return f"its {size} ranks ({key}) are on {len(by_host(apart[0], hosts))} hosts"
-    return f"{len(apart)} of its {groups} groups of {size} ranks ({key}) are on several hosts, the first with {first}"
+    return (
+        f"{len(apart)} of its {groups} groups of {size} ranks ({key}) are on several hosts, the "
+        f"first with {first}"
+    )
 
 
 def _advice(key: str, size: int, apart: int, least: int, hosts: Collection[Sequence[str]]) -> str:
-    """Return what would put more groups of ``size`` on one host; ``least`` of the ``apart`` must be on several."""
+    """Return what would put more groups of ``size`` on one host; ``least`` of the ``apart`` must
+    be on several.
+    """
     if least < apart:
         return f"with its workers in another order in cluster.placement, {least or 'none'} would be"
     fitting = gcd(*map(len, hosts))
     if fitting > 1 and fitting < size:
-        return f"no order of its workers does better; {key}={fitting} would keep each group on one host"
+        return (
+            f"no order of its workers does better; {key}={fitting} would keep each group on one "
+            "host"
+        )
     return "no order of its workers does better"

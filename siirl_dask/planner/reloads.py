@@ -26,7 +26,9 @@ def reloaded_after(chain: Chain) -> Mapping[str, frozenset[str]]:
 
 
 def always_reloaded(chain: Chain, role: str, frees: frozenset[str]) -> bool:
-    """Return whether weights for ``role`` come next after each node of the roles ``frees``, which put it to sleep."""
+    """Return whether weights for ``role`` come next after each node of the roles ``frees``,
+    which put it to sleep.
+    """
     after = reloaded_after(chain)
     return all(role in after[node.name] for node, _ in _nodes(chain) if node.role in frees - {role})
 

@@ -1,10 +1,12 @@
 """Cuts a DAG at a table that is stored: what a step still has to do when its rows are there.
 
-The node that stores the table, and the nodes before it, are not run again: a node without parents takes their place,
-whose rows are read. What follows runs as before. So does a node before it that changes its role's object
-(``@columns(stateful=True)``), on the stored rows; and it takes nothing from its parents but stored columns.
+The node that stores the table, and the nodes before it, are not run again: a node without parents
+takes their place, whose rows are read. What follows runs as before. So does a node before it that
+changes its role's object (``@columns(stateful=True)``), on the stored rows; and it takes nothing
+from its parents but stored columns.
 
-Each table from which a step can go on so is a frontier: those that nodes save for good (``save_as``), and stages.
+Each table from which a step can go on so is a frontier: those that nodes save for good
+(``save_as``), and stages.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def _of_groups(*, of_groups: Sequence[str] = (), **options: object) -> ContractC
 
 @columns(new_rows=True, passes=False, depends_on_options=_of_groups)
 def stored_rows(context: Any, rows: Any, *, table: str, of_groups: Sequence[str] = ()) -> Any:
-    """Stand for rows of the run's table ``table``: the plan has a Restore link for a node with this function."""
+    """Stand for rows of the run's table ``table``: the plan has a Restore link for a node with
+    this function.
+    """
     raise AssertionError(f"rows of {table!r} are read by a link of the chain, not by a node")
 
 
@@ -59,7 +63,8 @@ class Cut:
 def frontiers(dag: DAG, stages: Mapping[str, NodeColumns]) -> tuple[list[Cut], list[str]]:
     """Return ``dag`` cut at each stored table that is enough for what follows, the furthest first.
 
-    The furthest is the one that leaves fewest nodes. The second list has the reason for each table that is not enough.
+    The furthest is the one that leaves fewest nodes. The second list has the reason for each table
+    that is not enough.
     """
     cuts: list[Cut] = []
     reasons: list[str] = []
@@ -79,7 +84,8 @@ def cuts_at_stored(dag: DAG, source: Schema) -> list[Cut]:
     cuts, reasons = frontiers(dag, trace_columns(dag, source))
     if not cuts and not reasons:
         raise PlanError(
-            "no node stores its rows (save_as, stage), so a step that was cut short cannot be replayed from them"
+            "no node stores its rows (save_as, stage), so a step that was cut short cannot be "
+            "replayed from them"
         )
     if not cuts:
         raise PlanError("; ".join(reasons))
@@ -97,44 +103,57 @@ def cut_at(dag: DAG, stages: Mapping[str, NodeColumns], saved: Node) -> Cut:
     for node in left:
         _check_stored(stages, node, saved, skipped)
     stage = stages[saved.name]
-    entry = _entry(saved.name, saved.role, saved.stored_as, [stage.produced[name] for name in stage.outputs])
-    nodes = (entry, *(_attached(node, saved.name, skipped) for node in left if node.name != saved.name))
+    entry = _entry(
+        saved.name, saved.role, saved.stored_as, [stage.produced[name] for name in stage.outputs]
+    )
+    nodes = (
+        entry,
+        *(_attached(node, saved.name, skipped) for node in left if node.name != saved.name),
+    )
     before = [node for node in dag.ordered() if node.name in skipped and node.name != saved.name]
     spent = tuple(str(node.stored_as) for node in before if node.stage and not node.save_as)
     return Cut(DAG(dag.roles, nodes), saved.name, saved.stored_as, spent)
 
 
 def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
-    """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this table holds.
+    """Return the nodes from ``first`` on up to the saved table, as a DAG on the rows that this
+    table holds.
 
-    ``source`` are the columns of the stored rows. The last node saves its rows as ``save_as``. Columns that these nodes
-    write are computed again; all others are stored ones. PlanError when ``first`` is no node before a saved table, or
-    one of the nodes needs more than the table holds.
+    ``source`` are the columns of the stored rows. The last node saves its rows as ``save_as``.
+    Columns that these nodes write are computed again; all others are stored ones. PlanError when
+    ``first`` is no node before a saved table, or one of the nodes needs more than the table holds.
     """
     stages = trace_columns(dag, _with_blobs(dag, source))
     saved = _saving(dag, dag.node(first))
     before = nodes_before(dag, saved) | {saved.name}
     nodes_again = [
-        node for node in dag.ordered() if node.name in before and first in {node.name, *nodes_before(dag, node)}
+        node
+        for node in dag.ordered()
+        if node.name in before and first in {node.name, *nodes_before(dag, node)}
     ]
     again = {node.name for node in nodes_again}
     for node in nodes_again:
         if stages[node.name].node.contract.new_rows or not node.after:
             raise PlanError(
-                f"node {node.name!r} makes rows of its own, and only stored rows can be run again: name a later node"
+                f"node {node.name!r} makes rows of its own, and only stored rows can be run again: "
+                "name a later node"
             )
     for node in nodes_again:
         _check_stored(stages, stages[node.name].node, saved, before - again)
     stored_columns = []
     for column in stages[saved.name].produced.values():
-        if column.writer not in again and column.name in source.names:  # an earlier version may have stored fewer
+        if (
+            column.writer not in again and column.name in source.names
+        ):  # an earlier version may have stored fewer
             stored_columns.append(column)
     entry = _entry(STORED, dag.node(first).role, str(saved.save_as), stored_columns)
     nodes = []
     needed_roles: set[str | None] = set()
     for node in nodes_again:
         own_table = save_as if node.name == saved.name else None
-        nodes.append(replace(_attached(node, STORED, before - again), stage=False, save_as=own_table))
+        nodes.append(
+            replace(_attached(node, STORED, before - again), stage=False, save_as=own_table)
+        )
         needed_roles.add(node.role)
         needed_roles.add(node.contract.neighbour)
     roles = tuple(role for role in dag.roles if role.name in needed_roles)
@@ -142,7 +161,9 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
 
 
 def _with_blobs(dag: DAG, source: Schema) -> Schema:
-    """Return stored columns, and those of the dataset that nodes read and that are not stored, as blobs are not."""
+    """Return stored columns, and those of the dataset that nodes read and that are not stored,
+    as blobs are not.
+    """
     types = {column.name: column.type for column in source}
     for node in dag.nodes:
         if node.after:
@@ -155,7 +176,9 @@ def _with_blobs(dag: DAG, source: Schema) -> Schema:
 def _entry(name: str, role: str, table: str, held: Iterable[Column]) -> Node:
     """Return a node that stands for the rows of a stored table."""
     columns_held = [column for column in held if column.name not in IDENTITY]
-    shared = tuple(column.name for column in columns_held if column.of_groups and is_blob(column.type))
+    shared = tuple(
+        column.name for column in columns_held if column.of_groups and is_blob(column.type)
+    )
     options: dict[str, Any] = {"table": table}
     if shared:
         options["of_groups"] = shared
@@ -164,7 +187,9 @@ def _entry(name: str, role: str, table: str, held: Iterable[Column]) -> Node:
 
 
 def saved_after(dag: DAG, first: Node) -> str:
-    """Return the table that ``first`` saves, or the first node after it that saves one. PlanError if there is none."""
+    """Return the table that ``first`` saves, or the first node after it that saves one.
+    PlanError if there is none.
+    """
     return str(_saving(dag, first).save_as)
 
 
@@ -174,7 +199,8 @@ def _saving(dag: DAG, first: Node) -> Node:
             return node
     tables = {node.name: node.save_as for node in dag.nodes if node.save_as}
     raise PlanError(
-        f"no rows are saved at node {first.name!r} or after it: name a node that is before one of those which save "
+        f"no rows are saved at node {first.name!r} or after it: name a node that is before one of "
+        "those which save "
         f"rows, or is one of them ({tables})"
     )
 
@@ -201,26 +227,41 @@ def nodes_before(dag: DAG, node: Node) -> set[str]:
     return above
 
 
-def _check_stored(stages: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]) -> None:
-    """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as they made it."""
+def _check_stored(
+    stages: Mapping[str, NodeColumns], node: Node, saved: Node, skipped: set[str]
+) -> None:
+    """Raise PlanError unless all that a node takes from skipped ones is in the saved table, as
+    they made it.
+    """
     stage = stages[node.name]
     held = stages[saved.name]
     if node.contract.carries:
         raise PlanError(
-            f"node {node.name!r} keeps rows for later steps: no step goes on from table {saved.stored_as!r}, before it"
+            f"node {node.name!r} keeps rows for later steps: no step goes on from table "
+            f"{saved.stored_as!r}, before it"
         )
     if node.name == saved.name and node.contract.stateful:
-        raise PlanError(f"node {node.name!r} saves its rows and changes its role: save the output of a node before it")
+        raise PlanError(
+            f"node {node.name!r} saves its rows and changes its role: save the output of a node "
+            "before it"
+        )
     if not node.after and node.name in skipped:
-        raise PlanError(f"node {node.name!r} reads the dataset and changes its role: its input is not stored")
+        raise PlanError(
+            f"node {node.name!r} reads the dataset and changes its role: its input is not stored"
+        )
     if not node.after:
-        raise PlanError(f"node {node.name!r} reads the dataset, and table {saved.stored_as!r} has other rows")
-    wanted = (name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY)
+        raise PlanError(
+            f"node {node.name!r} reads the dataset, and table {saved.stored_as!r} has other rows"
+        )
+    wanted = (
+        name for name, source in stage.sources.items() if source in skipped and name not in IDENTITY
+    )
     for name in wanted:
         column = stage.available[name]
         if name not in held.outputs or held.produced[name].writer != column.writer:
             raise PlanError(
-                f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table {saved.stored_as!r} of "
+                f"node {node.name!r} takes {name!r} as {column.writer!r} makes it, which table "
+                f"{saved.stored_as!r} of "
                 f"node {saved.name!r} does not hold"
             )
     if any(parent in skipped for parent in node.after) and stage.rows != held.rows_out:
@@ -228,7 +269,9 @@ def _check_stored(stages: Mapping[str, NodeColumns], node: Node, saved: Node, sk
 
 
 def _attached(node: Node, entry: str, skipped: set[str]) -> Node:
-    """Return a node whose skipped parents are replaced by the stored rows; a skipped one stores nothing again."""
+    """Return a node whose skipped parents are replaced by the stored rows; a skipped one stores
+    nothing again.
+    """
     after = tuple(dict.fromkeys(entry if parent in skipped else parent for parent in node.after))
     if node.name in skipped:
         return replace(node, after=after, save_as=None, stage=False)

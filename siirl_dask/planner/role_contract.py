@@ -1,4 +1,6 @@
-"""Declarations of a role's builder (``@builds``): how it is checked, and what it costs, before a run starts."""
+"""Declarations of a role's builder (``@builds``): how it is checked, and what it costs, before a
+run starts.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleCost:
-    """A role's memory on each of its workers and its capabilities, as far as known before it is built."""
+    """A role's memory on each of its workers and its capabilities, as far as known before it is
+    built.
+    """
 
     memory: int | None = None
     """Bytes on a CPU; None if unknown, such as for a model whose files are not on this machine."""
     computing: int = 0
-    """Bytes on a CPU besides, while it computes: activations. Roles of a worker compute one after the other."""
+    """Bytes on a CPU besides, while it computes: activations. Roles of a worker compute one
+    after the other."""
     device: Footprint | None = None
     """The same where the worker has an accelerator; None if unknown."""
     checkpoint_copy: int = 0
@@ -27,10 +32,11 @@ class RoleCost:
     provides: frozenset[str] = frozenset()
     """Capabilities that nodes may ask for with ``@columns(requires=...)``, such as ``adapters``."""
     together: str = ""
-    """Roles with the same text hold together what it says: they are on the same workers, each of which has it once."""
+    """Roles with the same text hold together what it says: they are on the same workers, each of
+    which has it once."""
     process: str = ""
-    """Change that the role makes to its workers' whole processes, such as a library that it patches there; roles that
-    say different things cannot be on one worker."""
+    """Change that the role makes to its workers' whole processes, such as a library that it patches
+    there; roles that say different things cannot be on one worker."""
     notes: tuple[str, ...] = ()
     """Sentences for readers of a plan."""
     reads: tuple[str, ...] = ()
@@ -40,21 +46,24 @@ class RoleCost:
 Preflight = Callable[[Mapping[str, Any], Sequence[str], Any], RoleCost]
 """``(options, workers, config) -> RoleCost``: checks a role before anything starts.
 
-``options`` are those that are bound to the builder, ``workers`` the names of the role's workers in rank order,
-``config`` the run's Config. ConfigError or PlanError for what cannot work.
+``options`` are those that are bound to the builder, ``workers`` the names of the role's workers in
+rank order, ``config`` the run's Config. ConfigError or PlanError for what cannot work.
 """
 
 
 Groups = Callable[[Mapping[str, Any], int], Mapping[str, int]]
-"""``(options, workers) -> {config key: size}``: sizes of the groups that the ranks of a role on ``workers`` form.
+"""``(options, workers) -> {config key: size}``: sizes of the groups that the ranks of a role on
+``workers`` form.
 
-A group is ``size`` neighbours in rank order that speak with each other all the time, such as the ranks of an engine;
-the planner puts each on one host where it can. ``options`` are those that are bound to the builder.
+A group is ``size`` neighbours in rank order that speak with each other all the time, such as the
+ranks of an engine; the planner puts each on one host where it can. ``options`` are those that are
+bound to the builder.
 """
 
 
 Beside = Callable[[Mapping[str, Any]], bool]
-"""``(options) -> bool``: whether a role's object works on rows beside the worker's own thread, such as in processes.
+"""``(options) -> bool``: whether a role's object works on rows beside the worker's own thread, such
+as in processes.
 
 Only then does a node of the role gain by beginning with finished rows (``@columns(by_row=...)``).
 """
@@ -79,9 +88,10 @@ def builds(
 ) -> Callable[[_F], _F]:
     """Declare beside a role's builder how it is checked, and what it costs, before a run starts.
 
-    ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight`` may add more.
-    ``groups`` tells which of its ranks belong on one host; None: each rank stands for itself. ``beside`` tells whether
-    it works on rows while its worker does something else; None: it does not.
+    ``provides`` are capabilities that all its roles have (see ``RoleCost.provides``); ``preflight``
+    may add more. ``groups`` tells which of its ranks belong on one host; None: each rank stands for
+    itself. ``beside`` tells whether it works on rows while its worker does something else; None: it
+    does not.
     """
     declared = Declared(preflight, frozenset(provides), groups, beside)
 
@@ -105,14 +115,22 @@ def provides_of(build: Callable[..., Any]) -> frozenset[str]:
 
 
 def groups_of(build: Callable[..., Any], workers: int) -> dict[str, int]:
-    """Return the sizes of the groups of ranks that a role on ``workers`` workers forms, by their config key."""
+    """Return the sizes of the groups of ranks that a role on ``workers`` workers forms, by their
+    config key.
+    """
     declared: Declared | None = getattr(bare(build), "__builds__", None)
     if declared is None or declared.groups is None:
         return {}
-    return {key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1}
+    return {
+        key: size for key, size in declared.groups(options_of(build), workers).items() if size > 1
+    }
 
 
 def works_beside(build: Callable[..., Any]) -> bool:
-    """Return whether the role of this builder works on rows while its worker does something else."""
+    """Return whether the role of this builder works on rows while its worker does something
+    else.
+    """
     declared: Declared | None = getattr(bare(build), "__builds__", None)
-    return declared is not None and declared.beside is not None and declared.beside(options_of(build))
+    return (
+        declared is not None and declared.beside is not None and declared.beside(options_of(build))
+    )

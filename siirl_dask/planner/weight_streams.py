@@ -1,4 +1,6 @@
-"""Finds the tables that are streamed piece by piece, from the node that makes them to their only reader."""
+"""Finds the tables that are streamed piece by piece, from the node that makes them to their only
+reader.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ Placed = Mapping[str, tuple[str, ...]]
 def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str, str]:
     """Return the target node of each source node whose table can be streamed.
 
-    A table is made whole if it is saved, if several nodes read it, if one of the two functions declares no stream, or
-    if its reader is steps behind and the source may not wait for it: see ``_may_wait``.
+    A table is made whole if it is saved, if several nodes read it, if one of the two functions
+    declares no stream, or if its reader is steps behind and the source may not wait for it: see
+    ``_may_wait``.
     """
     readers: dict[str, list[str]] = {name: [] for name in stages}
     for name, stage in stages.items():
@@ -26,7 +29,9 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
             readers[source].append(name)
     streams = {}
     for source, names in readers.items():
-        if len(names) != 1 or readers[names[0]]:  # of several readers, or of one that others read in turn
+        if (
+            len(names) != 1 or readers[names[0]]
+        ):  # of several readers, or of one that others read in turn
             continue
         target = names[0]
         if not _fit(stages[source].node, stages[target].node):
@@ -37,11 +42,12 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
 
 
 def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, target: str) -> bool:
-    """Return whether the workers of ``source`` may wait in their step for those of ``target``, which are steps ahead.
+    """Return whether the workers of ``source`` may wait in their step for those of ``target``,
+    which are steps ahead.
 
-    A stream's source waits until its pieces are taken. So what the target's workers do until then must not wait for
-    the source's: no other node of theirs gets rows from these, or from workers that wait for these, or shares a role
-    with them.
+    A stream's source waits until its pieces are taken. So what the target's workers do until then
+    must not wait for the source's: no other node of theirs gets rows from these, or from workers
+    that wait for these, or shares a role with them.
     """
     waiting = set(placed[stages[source].node.role])
     grown = True
@@ -51,15 +57,19 @@ def _may_wait(stages: Mapping[str, NodeColumns], placed: Placed, source: str, ta
             own = placed[stage.node.role]
             parents = (*stage.node.after, *stage.sources.values())
             before = {worker for parent in parents for worker in placed[stages[parent].node.role]}
-            if name != target and not waiting.isdisjoint({*own, *before}) and not waiting.issuperset(own):
+            if (
+                name != target
+                and not waiting.isdisjoint({*own, *before})
+                and not waiting.issuperset(own)
+            ):
                 waiting.update(own)
                 grown = True
     return waiting.isdisjoint(placed[stages[target].node.role])
 
 
 def stays(source: NodeColumns, target: NodeColumns, placed: Placed) -> bool:
-    """Return whether each worker takes the tensors of a stream from itself, without a table: it has both roles, and all
-    of the source's workers go through all tensors.
+    """Return whether each worker takes the tensors of a stream from itself, without a table: it has
+    both roles, and all of the source's workers go through all tensors.
     """
     if set(placed[source.node.role]) != set(placed[target.node.role]):
         return False
@@ -67,7 +77,9 @@ def stays(source: NodeColumns, target: NodeColumns, placed: Placed) -> bool:
 
 
 def handle_tensors(source: Node, target: Node) -> bool:
-    """Return whether the first node gives its weights as tensors, and the second takes them so, without a table."""
+    """Return whether the first node gives its weights as tensors, and the second takes them so,
+    without a table.
+    """
     gives = source.weight_source
     takes = target.weight_sink
     if gives is None or takes is None:
@@ -78,7 +90,9 @@ def handle_tensors(source: Node, target: Node) -> bool:
 def why_no_broadcast(
     source: NodeColumns, target: NodeColumns, placed: Placed, streams: Mapping[str, str]
 ) -> str | None:
-    """Return the reason, in words, why no broadcast can take tensors of ``source`` to ``target``; None if one can."""
+    """Return the reason, in words, why no broadcast can take tensors of ``source`` to
+    ``target``; None if one can.
+    """
     giver = source.node
     taker = target.node
     both = [worker for worker in placed[giver.role] if worker in placed[taker.role]]
@@ -87,13 +101,23 @@ def why_no_broadcast(
         return f"{functions} do not both handle tensors (@columns(stream=...))"
     if taker.lag and streams.get(giver.name) != taker.name and _fit(giver, taker):
         return (
-            f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness), and its workers also wait for "
-            f"those of role {giver.role!r} elsewhere: give them no role in common (cluster.placement)"
+            f"node {taker.name!r} is {steps_behind(taker.lag)} (rollout.max_staleness), and its "
+            "workers also wait for "
+            f"those of role {giver.role!r} elsewhere: give them no role in common "
+            "(cluster.placement)"
         )
-    if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(source.outputs):
-        return f"the table of node {giver.name!r} is saved, has other readers, or does not go whole to each worker"
+    if streams.get(giver.name) != taker.name or not {PARAMETER_DTYPE, PARAMETER_SHAPE} <= set(
+        source.outputs
+    ):
+        return (
+            f"the table of node {giver.name!r} is saved, has other readers, or does not go whole "
+            "to each worker"
+        )
     if both:
-        return f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} (cluster.placement)"
+        return (
+            f"worker {both[0]!r} has both roles, {giver.role!r} and {taker.role!r} "
+            "(cluster.placement)"
+        )
     return None
 
 
@@ -106,7 +130,9 @@ def _fit(source: Node, target: Node) -> bool:
 
 
 def run_order(dag: DAG, streams: Mapping[str, str]) -> list[Node]:
-    """Return the nodes in the order of every chain: the DAG's, with the target of a stream right after its source."""
+    """Return the nodes in the order of every chain: the DAG's, with the target of a stream right
+    after its source.
+    """
     targets = set(streams.values())
     order = []
     for node in dag.ordered():

@@ -1,10 +1,12 @@
-"""Several agents that act in turn: each its own model, engine, policy and optimizer, or one that they share.
+"""Several agents that act in turn: each its own model, engine, policy and optimizer, or one that
+they share.
 
     python -m siirl_dask.recipes.agents configs/quickstart_agents.yaml agents.b.trainer.lr=5e-5
 
-The agents of ``agents:`` act in the order in which they are named, ``rounds`` times over; each is told what the one
-before it wrote (``hand_over``). The reward of the last turn is every agent's (``bring_out``). Each agent learns by what
-its ``algorithm`` says, from its own turns alone: advantages are those of one agent (Dr. MAS, arXiv:2602.08847).
+The agents of ``agents:`` act in the order in which they are named, ``rounds`` times over; each is
+told what the one before it wrote (``hand_over``). The reward of the last turn is every agent's
+(``bring_out``). Each agent learns by what its ``algorithm`` says, from its own turns alone:
+advantages are those of one agent (Dr. MAS, arXiv:2602.08847).
 """
 
 from __future__ import annotations
@@ -43,11 +45,18 @@ from siirl_dask.recipes.common import (
 )
 
 
-def agents(config: Config, *, reward: Function | None = None, message: Function | None = None, rounds: int = 1) -> DAG:
+def agents(
+    config: Config,
+    *,
+    reward: Function | None = None,
+    message: Function | None = None,
+    rounds: int = 1,
+) -> DAG:
     """Return the DAG of a chain of agents.
 
-    ``reward`` replaces ``rewards.function``; it is asked once an episode, after the last turn. ``message`` makes of an
-    agent's turn what the next one is told (``hand_over``). ConfigError without ``agents``.
+    ``reward`` replaces ``rewards.function``; it is asked once an episode, after the last turn.
+    ``message`` makes of an agent's turn what the next one is told (``hand_over``). ConfigError
+    without ``agents``.
     """
     _check_agents(config)
     acting = list(_acting(config, rounds, message))
@@ -78,10 +87,11 @@ def agents(config: Config, *, reward: Function | None = None, message: Function 
 
 
 def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
-    """Return ``dag`` with the nodes that are alike for every agent: from its rows to its engine's new weights.
+    """Return ``dag`` with the nodes that are alike for every agent: from its rows to its engine's
+    new weights.
 
-    ``after`` is the node with the rows of all agents. ``algorithm`` and ``trainer`` are those of ``agents.NAME``. Each
-    node's name, and each role's, ends with ``_NAME``.
+    ``after`` is the node with the rows of all agents. ``algorithm`` and ``trainer`` are those of
+    ``agents.NAME``. Each node's name, and each role's, ends with ``_NAME``.
     """
     own = _view(config, agent)
     groups = _groups_per_prompt(config, agent)
@@ -92,8 +102,21 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
     options = {"advantage": advantage_of(own, None)}
     nodes = (
         Node("rollout", take_agents, role="reward", options={"agents": learns}),
-        Node("old_logprobs", resolve(own.algorithm.old_logprobs), role="policy", after="rollout", rows=Rows.BALANCED),
-        Node("advantage", estimate_advantage, role="policy", after="old_logprobs", rows=Rows.GROUPED, options=options),
+        Node(
+            "old_logprobs",
+            resolve(own.algorithm.old_logprobs),
+            role="policy",
+            after="rollout",
+            rows=Rows.BALANCED,
+        ),
+        Node(
+            "advantage",
+            estimate_advantage,
+            role="policy",
+            after="old_logprobs",
+            rows=Rows.GROUPED,
+            options=options,
+        ),
         *learning(own),
     )
     alone = with_reference(DAG(roles(own), nodes), own)
@@ -105,14 +128,19 @@ def with_learner(dag: DAG, config: Config, agent: str, *, after: str) -> DAG:
 
 
 def validation(config: Config, *, message: Function | None = None) -> DAG:
-    """Return the validation DAG of ``agents``: the first agent answers as ``validation`` says, the others once each."""
+    """Return the validation DAG of ``agents``: the first agent answers as ``validation`` says,
+    the others once each.
+    """
     _check_agents(config)
     settings = config.validation
     once = ValidationConfig(n=1, temperature=settings.temperature, top_p=settings.top_p)
     nodes: list[Node] = []
     for node in _acting(config, 1, message):
         if bare(node.fn) is generate:
-            sample = {"rollout": node.options["rollout"], "validation": once if nodes[1:] else settings}
+            sample = {
+                "rollout": node.options["rollout"],
+                "validation": once if nodes[1:] else settings,
+            }
             node = replace(node, fn=generate_answers, options=sample, stage=False)
         nodes.append(node)
     last = nodes[-1].name
@@ -139,7 +167,9 @@ def _turn_name(agent: str, number: int) -> str:
 
 
 def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[Node]:
-    """Yield the nodes of all turns: each agent but the first is handed over what the one before it wrote."""
+    """Yield the nodes of all turns: each agent but the first is handed over what the one before
+    it wrote.
+    """
     before = ""
     turns = _turns(config, rounds)
     for place, (agent, number) in enumerate(turns):
@@ -169,8 +199,12 @@ def _acting(config: Config, rounds: int, message: Function | None) -> Iterator[N
         )
         before = f"rollout_{name}"
         if place < len(turns) - 1:
-            given = {"agent": agent, "message": message or append_response} | ({"round": number} if number > 1 else {})
-            yield Node(f"hand_over_{name}", hand_over, role=role, after=before, options=given, agent=agent)
+            given = {"agent": agent, "message": message or append_response} | (
+                {"round": number} if number > 1 else {}
+            )
+            yield Node(
+                f"hand_over_{name}", hand_over, role=role, after=before, options=given, agent=agent
+            )
             before = f"hand_over_{name}"
 
 
@@ -210,15 +244,24 @@ def _view(config: Config, agent: str) -> Config:
     """Return the configuration as one agent sees it."""
     own: AgentConfig = config.agents[agent]
     return replace(
-        config, model=own.model, rollout=own.rollout, trainer=own.trainer, algorithm=own.algorithm, agents={}
+        config,
+        model=own.model,
+        rollout=own.rollout,
+        trainer=own.trainer,
+        algorithm=own.algorithm,
+        agents={},
     )
 
 
 def _groups(config: Config) -> dict[str, str]:
-    """Return the agents that answer a turn several times, each with the agent whose turn they answer: these answers are
-    compared with each other, and no others.
+    """Return the agents that answer a turn several times, each with the agent whose turn they
+    answer: these answers are compared with each other, and no others.
     """
-    return {name: before for before, name in pairwise(config.agents) if config.agents[name].rollout.n > 1}
+    return {
+        name: before
+        for before, name in pairwise(config.agents)
+        if config.agents[name].rollout.n > 1
+    }
 
 
 def _groups_per_prompt(config: Config, agent: str) -> int:
@@ -232,7 +275,8 @@ def _groups_per_prompt(config: Config, agent: str) -> int:
 def _check_agents(config: Config) -> None:
     if len(config.agents) < 2:
         raise ConfigError(
-            f"agents has {[*config.agents]}: this DAG is of at least two, as in agents: {{a: {{}}, b: {{}}}}"
+            f"agents has {[*config.agents]}: this DAG is of at least two, as in agents: {{a: {{}}, "
+            f"b: {{}}}}"
         )
 
 

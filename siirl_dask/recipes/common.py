@@ -1,4 +1,5 @@
-"""Parts that recipes share: roles, the update with its loss, validation. Together they read every ``algorithm.*`` key.
+"""Parts that recipes share: roles, the update with its loss, validation. Together they read every
+``algorithm.*`` key.
 
 No key is ignored: one that an argument of the recipe replaces must be left at its default.
 """
@@ -46,12 +47,24 @@ def roles(config: Config, reward: Function | None = None) -> tuple[Role, ...]:
     return (
         Role(
             "rollout",
-            partial(build_engine, model=model, rollout=rollout, lora=config.trainer.lora, images=config.images),
+            partial(
+                build_engine,
+                model=model,
+                rollout=rollout,
+                lora=config.trainer.lora,
+                images=config.images,
+            ),
         ),
         Role("reward", partial(build_scorer, rewards=config.rewards, reward=reward)),
         Role(
             "policy",
-            partial(build_trainer, model=model, trainer=config.trainer, rollout=rollout, images=config.images),
+            partial(
+                build_trainer,
+                model=model,
+                trainer=config.trainer,
+                rollout=rollout,
+                images=config.images,
+            ),
         ),
     )
 
@@ -76,12 +89,15 @@ def play_options(config: Config) -> dict[str, Any]:
 
 
 def advantage_of(config: Config, advantage: Function | None) -> Function:
-    """Return ``advantage``, or the function of ``algorithm.advantage``. ConfigError if both are given."""
+    """Return ``advantage``, or the function of ``algorithm.advantage``. ConfigError if both are
+    given.
+    """
     return _chosen(config.algorithm, "advantage", advantage)
 
 
 def loss_of(config: Config, loss: Function | None) -> Function:
-    """Return the policy's loss: ``loss``, or ``algorithm.loss``, with its KL, entropy and correction terms.
+    """Return the policy's loss: ``loss``, or ``algorithm.loss``, with its KL, entropy and
+    correction terms.
 
     ConfigError if both ``loss`` and ``algorithm.loss`` are given.
     """
@@ -101,8 +117,12 @@ def loss_of(config: Config, loss: Function | None) -> Function:
     )
 
 
-def learning(config: Config, loss: Function | None = None, columns: Sequence[str] = ()) -> tuple[Node, ...]:
-    """Return the nodes from mini-batches to engines with new weights. The loss gets ``columns`` in LossInputs."""
+def learning(
+    config: Config, loss: Function | None = None, columns: Sequence[str] = ()
+) -> tuple[Node, ...]:
+    """Return the nodes from mini-batches to engines with new weights. The loss gets ``columns``
+    in LossInputs.
+    """
     algorithm = config.algorithm
     draw = {
         "minibatches": algorithm.minibatches,
@@ -125,28 +145,46 @@ def learning(config: Config, loss: Function | None = None, columns: Sequence[str
     lora = {"lora": config.trainer.lora}
     return (
         Node("minibatches", draw_minibatches, role="policy", after="advantage", options=draw),
-        Node("update", update_policy, role="policy", after="minibatches", rows=Rows.BALANCED, options=update),
+        Node(
+            "update",
+            update_policy,
+            role="policy",
+            after="minibatches",
+            rows=Rows.BALANCED,
+            options=update,
+        ),
         Node("weights", publish_weights, role="policy", after="update", options=lora),
         Node(
-            "load_weights", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED, lag=lag, options=lora
+            "load_weights",
+            load_weights,
+            role="rollout",
+            after="weights",
+            rows=Rows.REPLICATED,
+            lag=lag,
+            options=lora,
         ),
     )
 
 
 def with_reference(dag: DAG, config: Config, function: Function | None = None) -> DAG:
-    """Return ``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs; unchanged if that is 0.
+    """Return ``dag`` with the reference log-probs that ``algorithm.kl_coefficient`` needs;
+    unchanged if that is 0.
 
-    ``function`` gets them from the policy. Without one the reference is with adapters the policy without them, and
-    otherwise a role of its own. ConfigError for a function that no term of the loss needs.
+    ``function`` gets them from the policy. Without one the reference is with adapters the policy
+    without them, and otherwise a role of its own. ConfigError for a function that no term of the
+    loss needs.
     """
     if not config.algorithm.kl_coefficient:
         if function is not None:
             raise ConfigError(
-                f"reference={function.__name__} with algorithm.kl_coefficient=0: no term of the loss needs a "
+                f"reference={function.__name__} with algorithm.kl_coefficient=0: no term of the "
+                "loss needs a "
                 "reference; give it a weight, or leave the argument out"
             )
         return dag
-    reference = Node("reference_logprobs", base_logprobs, role="policy", after="rollout", rows=Rows.BALANCED)
+    reference = Node(
+        "reference_logprobs", base_logprobs, role="policy", after="rollout", rows=Rows.BALANCED
+    )
     if function is not None:
         dag = dag.add(replace(reference, fn=function))
     elif config.trainer.lora.rank:
@@ -165,21 +203,34 @@ def with_reference(dag: DAG, config: Config, function: Function | None = None) -
 
 
 def validation(config: Config, dag: DAG) -> DAG:
-    """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer and score.
+    """Return the validation DAG of a training DAG, whose roles ``rollout`` and ``reward`` answer
+    and score.
 
-    Where the training DAG plays, its environments reward the answers. PlanError if it does not have these roles.
+    Where the training DAG plays, its environments reward the answers. PlanError if it does not have
+    these roles.
     """
     settings = config.validation
     measure = measure_options(config)
     placement = Rows(str(config.rollout.prompt_placement))
     sample = {"rollout": config.rollout, "validation": settings}
     prompts = Node("prompts", encode_prompts, role="rollout", options=prompt_options(config))
-    answers = Node("rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample)
+    answers = Node(
+        "rollout", generate_answers, role="rollout", after="prompts", rows=placement, options=sample
+    )
     score_of = Node("reward", score, role="reward", after="rollout", save_as="validation")
-    measured = Node("measure", measure_answers, role="reward", after="reward", rows=Rows.GROUPED, options=measure)
+    measured = Node(
+        "measure",
+        measure_answers,
+        role="reward",
+        after="reward",
+        rows=Rows.GROUPED,
+        options=measure,
+    )
     if not any(bare(node.fn) is play for node in dag.nodes):
         return DAG(dag.roles, (prompts, answers, score_of, measured))
-    answers = replace(answers, fn=play_answers, options=sample | play_options(config), save_as="validation")
+    answers = replace(
+        answers, fn=play_answers, options=sample | play_options(config), save_as="validation"
+    )
     return DAG(dag.roles, (prompts, answers, replace(measured, role="rollout", after="rollout")))
 
 
@@ -195,24 +246,33 @@ def measure_options(config: Config) -> dict[str, Any]:
 
 
 def check_reads(config: Config, *keys: str) -> None:
-    """Raise ConfigError for an ``algorithm.*`` key that is set and is none of ``keys``, those that a DAG reads."""
+    """Raise ConfigError for an ``algorithm.*`` key that is set and is none of ``keys``, those
+    that a DAG reads.
+    """
     default = AlgorithmConfig()
     for name in (field.name for field in fields(AlgorithmConfig)):
         value = getattr(config.algorithm, name)
         if name not in keys and value != getattr(default, name):
-            raise ConfigError(f"algorithm.{name}={value!r}: this DAG does not read it; leave it out")
+            raise ConfigError(
+                f"algorithm.{name}={value!r}: this DAG does not read it; leave it out"
+            )
 
 
 def _chosen(algorithm: AlgorithmConfig, key: str, function: Function | None) -> Function:
-    """Return ``function``, or the one that ``algorithm.<key>`` names. ConfigError if both are given."""
+    """Return ``function``, or the one that ``algorithm.<key>`` names. ConfigError if both are
+    given.
+    """
     name: str = getattr(algorithm, key)
     options: Mapping[str, Any] = getattr(algorithm, f"{key}_options")
     if function is None:
         return partial(resolve(name), **options)
     if name != getattr(AlgorithmConfig(), key) or options:
-        configured = f"algorithm.{key}={name}" + (f" with {key}_options={dict(options)}" if options else "")
+        configured = f"algorithm.{key}={name}" + (
+            f" with {key}_options={dict(options)}" if options else ""
+        )
         raise ConfigError(
-            f"{configured}, and the recipe was given {key}={getattr(function, '__name__', function)}: expected "
+            f"{configured}, and the recipe was given "
+            f"{key}={getattr(function, '__name__', function)}: expected "
             "one of them; bind options to the function with functools.partial"
         )
     return function

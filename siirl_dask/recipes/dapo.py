@@ -2,8 +2,9 @@
 
     python -m siirl_dask.recipes.dapo configs/quickstart_dapo.yaml algorithm.loss_options.clip_high=0.3
 
-The clip bounds and the aggregation are values of the configuration; the penalty and dynamic sampling are nodes of the
-DAG. Dynamic sampling replaces a prompt whose samples all get the same reward, in further rounds of generation.
+The clip bounds and the aggregation are values of the configuration; the penalty and dynamic
+sampling are nodes of the DAG. Dynamic sampling replaces a prompt whose samples all get the same
+reward, in further rounds of generation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def dapo(
     columns: Sequence[str] = (),
     rounds: int = 10,
 ) -> DAG:
-    """Return the DAG of DAPO. ``rounds`` is the most rounds of generation in a step; other arguments as in ``grpo``.
+    """Return the DAG of DAPO. ``rounds`` is the most rounds of generation in a step; other
+    arguments as in ``grpo``.
 
     ``dapo(config).replace("reward", options={"buffer": 512, "factor": 0.5})`` changes the penalty.
     """
@@ -40,8 +42,11 @@ def dapo(
     }
     penalty = {"max_length": config.rollout.max_response_length}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)
-    # one node reads prompts, generates and scores, round after round: each worker draws its own prompts
-    dag = dag.replace("rollout", fn=sample_until_mixed, after=(), rows=Rows.ANYWHERE, options=sample)
+    # one node reads prompts, generates and scores, round after round: each worker draws its own
+    # prompts
+    dag = dag.replace(
+        "rollout", fn=sample_until_mixed, after=(), rows=Rows.ANYWHERE, options=sample
+    )
     return dag.replace("reward", fn=penalise_overlong, options=penalty).without("prompts")
 
 

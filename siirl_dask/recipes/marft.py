@@ -1,10 +1,12 @@
-"""MARFT (arXiv:2504.16129): several agents that act in turn, and one critic over the sequence of all that they say.
+"""MARFT (arXiv:2504.16129): several agents that act in turn, and one critic over the sequence of
+all that they say.
 
     python -m siirl_dask.recipes.marft configs/quickstart_marft.yaml critic.lr=1e-3
 
-The DAG is that of ``siirl_dask.agents`` with one advantage for the team in place of one for each agent: the critic
-reads what an agent reads, earlier agents' words included, and what follows an agent's turn is the next agent's. Left
-out are MARFT's Huber loss of the values, its limit of the KL, and agents that learn by turns.
+The DAG is that of ``siirl_dask.agents`` with one advantage for the team in place of one for each
+agent: the critic reads what an agent reads, earlier agents' words included, and what follows an
+agent's turn is the next agent's. Left out are MARFT's Huber loss of the values, its limit of the
+KL, and agents that learn by turns.
 """
 
 from __future__ import annotations
@@ -13,7 +15,12 @@ from functools import partial
 
 from siirl_dask.config import Config
 from siirl_dask.errors import ConfigError
-from siirl_dask.nodes import draw_minibatches, estimate_turn_advantages, estimate_values, update_critic
+from siirl_dask.nodes import (
+    draw_minibatches,
+    estimate_turn_advantages,
+    estimate_values,
+    update_critic,
+)
 from siirl_dask.planner import DAG, Node, Role, Rows
 from siirl_dask.recipes.agents import agents
 from siirl_dask.recipes.common import Function, advantage_of
@@ -21,13 +28,19 @@ from siirl_dask.schema import TOKEN_TURNS
 from siirl_dask.training import build_critic
 
 
-def marft(config: Config, *, reward: Function | None = None, message: Function | None = None, rounds: int = 1) -> DAG:
+def marft(
+    config: Config,
+    *,
+    reward: Function | None = None,
+    message: Function | None = None,
+    rounds: int = 1,
+) -> DAG:
     """Return the DAG of a chain of agents with one critic.
 
-    ``algorithm.advantage`` names a function of TurnOutcomes over all agents: ``siirl_dask.algorithms:marft``, with the
-    loss ``turn_clip``, or ``marft_tokens`` for one ratio a token. ``critic`` is the run's, on the run's ``model``.
-    Other arguments as in ``agents``. ConfigError for an agent with another advantage, or that answers a turn several
-    times.
+    ``algorithm.advantage`` names a function of TurnOutcomes over all agents:
+    ``siirl_dask.algorithms:marft``, with the loss ``turn_clip``, or ``marft_tokens`` for one ratio
+    a token. ``critic`` is the run's, on the run's ``model``. Other arguments as in ``agents``.
+    ConfigError for an agent with another advantage, or that answers a turn several times.
     """
     _check(config)
     algorithm = config.algorithm
@@ -41,10 +54,31 @@ def marft(config: Config, *, reward: Function | None = None, message: Function |
     update = {"minibatches": algorithm.minibatches, "epochs": algorithm.epochs}
     dag = agents(config, reward=reward, message=message, rounds=rounds).add(
         Node("values", estimate_values, role="critic", after="turns", rows=Rows.BALANCED),
-        Node("advantage", estimate_turn_advantages, role="critic", after="values", rows=Rows.GROUPED, options=estimate),
+        Node(
+            "advantage",
+            estimate_turn_advantages,
+            role="critic",
+            after="values",
+            rows=Rows.GROUPED,
+            options=estimate,
+        ),
         Node("minibatches", draw_minibatches, role="critic", after="advantage", options=draw),
-        Node("update_critic", update_critic, role="critic", after="minibatches", rows=Rows.BALANCED, options=update),
-        roles=(Role("critic", partial(build_critic, model=config.model, trainer=config.critic, images=config.images)),),
+        Node(
+            "update_critic",
+            update_critic,
+            role="critic",
+            after="minibatches",
+            rows=Rows.BALANCED,
+            options=update,
+        ),
+        roles=(
+            Role(
+                "critic",
+                partial(
+                    build_critic, model=config.model, trainer=config.critic, images=config.images
+                ),
+            ),
+        ),
     )
     for name in (name for name, agent in config.agents.items() if agent.share is None):
         before = dag.node(f"advantage_{name}").after
@@ -59,12 +93,14 @@ def _check(config: Config) -> None:
     for place, (name, agent) in enumerate(config.agents.items()):
         if (agent.algorithm.advantage, agent.algorithm.advantage_options) != team:
             raise ConfigError(
-                f"agents.{name}.algorithm.advantage={agent.algorithm.advantage}: the agents of MARFT have one "
+                f"agents.{name}.algorithm.advantage={agent.algorithm.advantage}: the agents of "
+                "MARFT have one "
                 f"advantage; set algorithm.advantage, which is {team[0]}"
             )
         if place and agent.rollout.n > 1:
             raise ConfigError(
-                f"agents.{name}.rollout.n={agent.rollout.n}: MARFT takes the agents of an episode for one sequence, in "
+                f"agents.{name}.rollout.n={agent.rollout.n}: MARFT takes the agents of an episode "
+                "for one sequence, in "
                 "which each turn is answered once; leave it at 1"
             )
 

@@ -2,7 +2,8 @@
 
     python -m siirl_dask.recipes.ppo configs/quickstart_ppo.yaml critic.lr=1e-3
 
-The DAG has two ends: policy and critic learn at the same time, on workers of their own, from one advantage.
+The DAG has two ends: policy and critic learn at the same time, on workers of their own, from one
+advantage.
 """
 
 from __future__ import annotations
@@ -28,15 +29,25 @@ def ppo(
 ) -> DAG:
     """Return the DAG of PPO: GRPO's with a critic, whose values enter the advantage of each token.
 
-    ``algorithm.advantage`` names a function of TokenOutcomes, such as ``siirl_dask.algorithms:gae``. Arguments as in
-    ``grpo``.
+    ``algorithm.advantage`` names a function of TokenOutcomes, such as
+    ``siirl_dask.algorithms:gae``. Arguments as in ``grpo``.
     """
-    critic = Role("critic", partial(build_critic, model=config.model, trainer=config.critic, images=config.images))
+    critic = Role(
+        "critic",
+        partial(build_critic, model=config.model, trainer=config.critic, images=config.images),
+    )
     update = {"minibatches": config.algorithm.minibatches, "epochs": config.algorithm.epochs}
     dag = grpo(config, reward=reward, advantage=advantage, loss=loss, columns=columns)
     dag = dag.add(
         Node("values", estimate_values, role="critic", after="rollout", rows=Rows.BALANCED),
-        Node("update_critic", update_critic, role="critic", after="minibatches", rows=Rows.BALANCED, options=update),
+        Node(
+            "update_critic",
+            update_critic,
+            role="critic",
+            after="minibatches",
+            rows=Rows.BALANCED,
+            options=update,
+        ),
         roles=(critic,),
     )
     after = (*dag.node("advantage").after, "values")

@@ -1,9 +1,10 @@
-"""GRPO (arXiv:2402.03300) over episodes of several turns: an environment answers the policy, and rewards its turns.
+"""GRPO (arXiv:2402.03300) over episodes of several turns: an environment answers the policy, and
+rewards its turns.
 
     python -m siirl_dask.recipes.turns configs/quickstart_turns.yaml environments.turns=5
 
-One node plays in place of generation and reward. Only the policy's own tokens learn; an episode's return is compared
-with those of the other episodes of its prompt.
+One node plays in place of generation and reward. Only the policy's own tokens learn; an episode's
+return is compared with those of the other episodes of its prompt.
 """
 
 from __future__ import annotations
@@ -27,21 +28,29 @@ def turns(
     loss: Function | None = None,
     columns: Sequence[str] = (),
 ) -> DAG:
-    """Return the DAG of GRPO over episodes, with the environments and tools that ``environments.*`` names.
+    """Return the DAG of GRPO over episodes, with the environments and tools that ``environments.*``
+    names.
 
-    ``environment`` replaces ``environments.environment``: a class, or a function that makes one. Other arguments as in
-    ``grpo``.
+    ``environment`` replaces ``environments.environment``: a class, or a function that makes one.
+    Other arguments as in ``grpo``.
     """
     sample = {"rollout": config.rollout} | play_options(config)
     dag = grpo(config, advantage=advantage, loss=loss, columns=columns)
-    dag = dag.replace("advantage", after=tuple(name for name in dag.node("advantage").after if name != "reward"))
+    dag = dag.replace(
+        "advantage", after=tuple(name for name in dag.node("advantage").after if name != "reward")
+    )
     dag = dag.without("reward").replace("rollout", fn=play, options=sample)
-    roles = (*(role for role in dag.roles if role.name != "reward"), environments_role(config, environment))
+    roles = (
+        *(role for role in dag.roles if role.name != "reward"),
+        environments_role(config, environment),
+    )
     return DAG(roles, dag.nodes)
 
 
 def environments_role(config: Config, environment: Function | None = None) -> Role:
-    """Return the role of the environments and tools that ``environments.*`` names; arguments as in ``turns``."""
+    """Return the role of the environments and tools that ``environments.*`` names; arguments as
+    in ``turns``.
+    """
     given = config.environments
     if environment is None and given.environment is not None:
         environment = resolve(given.environment)

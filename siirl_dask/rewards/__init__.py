@@ -1,13 +1,19 @@
 """Reward functions, and the scorer that calls one for each row.
 
-A reward function has the signature of ``RewardFn``; a config names it as ``module:function``, a recipe takes the
-function itself. ``build_scorer`` is the ``build`` of a role that scores.
+A reward function has the signature of ``RewardFn``; a config names it as ``module:function``, a
+recipe takes the function itself. ``build_scorer`` is the ``build`` of a role that scores.
 """
 
 from siirl_dask.rewards.code_execution.cases import code_execution
 from siirl_dask.rewards.math_answers import dapo_math, gsm8k, math_answer
 from siirl_dask.rewards.scorer import RewardFn, Score, Scorer, build_scorer
-from siirl_dask.rewards.text_answers import brevity, exact_match, matches_format, multiple_choice, weighted_sum
+from siirl_dask.rewards.text_answers import (
+    brevity,
+    exact_match,
+    matches_format,
+    multiple_choice,
+    weighted_sum,
+)
 
 __all__ = [
     "RewardFn",

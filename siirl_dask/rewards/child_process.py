@@ -1,8 +1,8 @@
 """A child process that answers one message after the other, and is killed with all that it started.
 
-multiprocessing cannot do this: a Dask worker under a nanny is a daemon, which may not start such children, and one
-process of a standard pool cannot be stopped alone. Children answer in JSON, not pickle: they work on whatever a model
-wrote.
+multiprocessing cannot do this: a Dask worker under a nanny is a daemon, which may not start such
+children, and one process of a standard pool cannot be stopped alone. Children answer in JSON, not
+pickle: they work on whatever a model wrote.
 """
 
 from __future__ import annotations
@@ -40,22 +40,31 @@ def describe_exception(error: BaseException) -> str:
 class Child:
     """The parent's end of one child process. All but ``kill`` belongs to the thread that makes it.
 
-    ``serve(file)`` is what the process runs: a module-level function, which begins with ``connect``. ``payload`` is the
-    pickle of what it loads, ``what`` its name in the ConfigError of a child that cannot load it, ``longest`` the most
-    bytes of an answer. A child dies with the thread that made it.
+    ``serve(file)`` is what the process runs: a module-level function, which begins with
+    ``connect``. ``payload`` is the pickle of what it loads, ``what`` its name in the ConfigError of
+    a child that cannot load it, ``longest`` the most bytes of an answer. A child dies with the
+    thread that made it.
     """
 
-    def __init__(self, serve: Callable[[int], None], payload: bytes, *, what: str, longest: int) -> None:
+    def __init__(
+        self, serve: Callable[[int], None], payload: bytes, *, what: str, longest: int
+    ) -> None:
         self._longest = longest
         ours, theirs = socket.socketpair()
         with theirs:
-            command = f"from {serve.__module__} import {serve.__name__} as serve; serve({theirs.fileno()})"
+            command = (
+                f"from {serve.__module__} import {serve.__name__} as serve; "
+                f"serve({theirs.fileno()})"
+            )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # so that what it starts can be killed with it
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                },
             )
         unbind(self._process.pid)
         self._connection = Connection(ours.detach())
@@ -67,14 +76,20 @@ class Child:
             raise ConfigError(f"{what} cannot be loaded in a process of its own: {failure}")
 
     def call(self, request: object, timeout: float | None) -> Outcome:
-        """Return the child's outcome for one request. A child that gives none within ``timeout`` seconds is killed."""
+        """Return the child's outcome for one request. A child that gives none within ``timeout``
+        seconds is killed.
+        """
         return self._exchange(pickle.dumps(request), timeout)
 
     def kill(self) -> None:
-        """Kill the process and all that it started. Any thread may call it; ``call`` then returns a failure."""
+        """Kill the process and all that it started. Any thread may call it; ``call`` then
+        returns a failure.
+        """
         with self._lock:
             self.alive = False
-            if self._process.returncode is None:  # not reaped yet: its number cannot be another process's
+            if (
+                self._process.returncode is None
+            ):  # not reaped yet: its number cannot be another process's
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
@@ -132,7 +147,9 @@ class Requests:
 
 
 def connect(file: int) -> Requests:
-    """Make this process the child of whoever holds the other end of ``file``, with which it dies."""
+    """Make this process the child of whoever holds the other end of ``file``, with which it
+    dies.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if sys.platform == "linux":
         # Even inside a function that never returns. Elsewhere it ends with its next request.
@@ -144,7 +161,8 @@ def connect(file: int) -> Requests:
 def _end_with_session(file: int) -> None:
     """Start a process that kills all of this session when this process has ended, also by a signal.
 
-    Where a worker is killed, the kernel kills its children with it, and nobody what these have started.
+    Where a worker is killed, the kernel kills its children with it, and nobody what these have
+    started.
     """
     try:
         watched = os.pidfd_open(os.getpid())

@@ -1,4 +1,6 @@
-"""Calls an async reward function on an event loop of its own thread, for rows that come one after the other."""
+"""Calls an async reward function on an event loop of its own thread, for rows that come one
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _PATIENCE = 2.0  # seconds for cancelled calls to end; one that goes on is left 
 
 
 class LoopCalls:
-    """Calls of an async function, at most ``concurrency`` at a time, each of at most ``timeout`` seconds.
+    """Calls of an async function, at most ``concurrency`` at a time, each of at most ``timeout``
+    seconds.
 
     ``take`` gets the outcomes, in the loop's thread, which calls ``bind`` first.
     """
@@ -44,7 +47,9 @@ class LoopCalls:
         self._thread.start()
 
     def add(self, key: Hashable, row: Callable[[], Row]) -> None:
-        """Call the function for a row, which ``row`` gives when it is its turn. Any thread may call this."""
+        """Call the function for a row, which ``row`` gives when it is its turn. Any thread may
+        call this.
+        """
         self._tell(self._jobs.put_nowait, (key, row))
 
     def finish(self) -> None:

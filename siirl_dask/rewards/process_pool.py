@@ -1,4 +1,6 @@
-"""A pool of child processes that call a reward function: a row that hangs or crashes takes only its own child down."""
+"""A pool of child processes that call a reward function: a row that hangs or crashes takes only
+its own child down.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _LONGEST = 2**20  # bytes of an answer: a few numbers by name
 
 
 def call_reward(function: Callable[..., Any], row: Row) -> Outcome:
-    """Call a reward function with a row's columns by name; a coroutine that it returns is run to its end."""
+    """Call a reward function with a row's columns by name; a coroutine that it returns is run to
+    its end.
+    """
     try:
         result = function(**row)
         return (asyncio.run(result) if inspect.iscoroutine(result) else result), None
@@ -35,18 +39,24 @@ def call_reward(function: Callable[..., Any], row: Row) -> Outcome:
 
 
 class Pool:
-    """Calls one function in ``processes`` children. ConfigError when the function cannot be sent to them."""
+    """Calls one function in ``processes`` children. ConfigError when the function cannot be sent
+    to them.
+    """
 
     def __init__(self, function: Callable[..., Any], processes: int) -> None:
         try:
             self._payload = dumps(function)
         except Exception as error:  # pickle raises anything from TypeError to RecursionError
-            raise ConfigError(f"the reward {function!r} cannot be sent to other processes: {error}") from error
-        self._children: queue.SimpleQueue[Child | None] = queue.SimpleQueue()  # None: one that is not started yet
+            raise ConfigError(
+                f"the reward {function!r} cannot be sent to other processes: {error}"
+            ) from error
+        self._children: queue.SimpleQueue[Child | None] = (
+            queue.SimpleQueue()
+        )  # None: one that is not started yet
         self._processes = processes
         self._threads = ThreadPoolExecutor(processes, "siirl-reward")
-        # One starts now, so that a function that cannot be loaded is known before the run; in a thread of the pool,
-        # because a child dies with the thread that started it.
+        # One starts now, so that a function that cannot be loaded is known before the run; in a
+        # thread of the pool, because a child dies with the thread that started it.
         self._children.put(self._threads.submit(self._start).result())
         for _ in range(processes - 1):
             self._children.put(None)
@@ -78,7 +88,8 @@ class Pool:
 
 
 class PoolCalls:
-    """Calls of a pool's function for rows that come one after the other, each of at most ``timeout`` seconds.
+    """Calls of a pool's function for rows that come one after the other, each of at most
+    ``timeout`` seconds.
 
     ``take`` gets the outcomes.
     """
@@ -93,7 +104,9 @@ class PoolCalls:
         self._stopped = False
 
     def add(self, key: Hashable, row: Callable[[], Row]) -> None:
-        """Call the function for a row, which ``row`` gives when it is its turn. Any thread may call this."""
+        """Call the function for a row, which ``row`` gives when it is its turn. Any thread may
+        call this.
+        """
         if not self._stopped:
             self._calls.append(self._pool.submit(partial(self._call, key, row)))
 
@@ -129,7 +142,9 @@ class PoolCalls:
 
 
 def serve(file: int) -> None:
-    """Run a child: load the function, then answer for one row after the other until the parent is gone."""
+    """Run a child: load the function, then answer for one row after the other until the parent
+    is gone.
+    """
     requests = connect(file)
     if (function := requests.load()) is not None:
         for row in requests:

@@ -1,4 +1,6 @@
-"""The scorer: the resource of the role that gives rewards. It calls one reward function for each row."""
+"""The scorer: the resource of the role that gives rewards. It calls one reward function for each
+row.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from siirl_dask.rewards.process_pool import Pool, PoolCalls, Row, call_reward
 from siirl_dask.rewards.text_answers import reads_prompt_text
 
 RewardFn = Callable[..., Any]
-"""``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra`` holds the columns that
-the node adds. The key ``reward`` of a dict trains; its other entries are logged and saved beside it.
+"""``(prompt, response, answer, **extra) -> float | dict[str, float]``, sync or async; ``extra``
+holds the columns that the node adds. The key ``reward`` of a dict trains; its other entries are
+logged and saved beside it.
 """
 REWARD_KEY = "reward"
 _LARGEST = 3.4028234663852886e38  # the largest float32
@@ -29,18 +32,22 @@ _METRIC_NAMES = {"mean", "std", "failures", "greedy", "overlong_penalty"}
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of a reward function for one row. It has neither reward nor failure for a row that was not scored."""
+    """The result of a reward function for one row. It has neither reward nor failure for a row
+    that was not scored.
+    """
 
     reward: float | None = None
     """The reward; None where the function failed or was not called."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """All numbers of the dict that the function gave, the reward included; empty when it gave a number."""
+    """All numbers of the dict that the function gave, the reward included; empty when it gave a
+    number."""
     failure: str | None = None
     """The reason why there is no reward."""
 
 
 class Scorer(HoldsNoGroups):
-    """Scores rows with one function: in this thread, on an event loop when it is async, or in a pool of processes.
+    """Scores rows with one function: in this thread, on an event loop when it is async, or in a
+    pool of processes.
 
     ``device`` hears of each row that has its outcome, and is bound to the thread of the event loop.
     """
@@ -77,7 +84,8 @@ class Scorer(HoldsNoGroups):
     def score(self, rows: Sequence[Row]) -> list[Score]:
         """Return one score a row, in order. ``rows`` are the arguments of the function, by name.
 
-        Scoring stops as soon as more than ``max_failures`` rows have failed: the rest is left without a score.
+        Scoring stops as soon as more than ``max_failures`` rows have failed: the rest is left
+        without a score.
         """
         if self.works_beside:
             scoring = self.begin()
@@ -94,11 +102,15 @@ class Scorer(HoldsNoGroups):
 
     @property
     def works_beside(self) -> bool:
-        """Whether the function runs in processes of its own or is async, so that its caller can do something else."""
+        """Whether the function runs in processes of its own or is async, so that its caller can
+        do something else.
+        """
         return self._pool is not None or self._is_async
 
     def begin(self) -> Scoring:
-        """Begin to score rows that come one after the other; only for a scorer that ``works_beside``."""
+        """Begin to score rows that come one after the other; only for a scorer that
+        ``works_beside``.
+        """
         assert self.works_beside
         tally = _ScoreCollector(self.max_failures, self._progress)
         timeout = self._config.timeout
@@ -125,7 +137,9 @@ class Scoring:
     _calls: PoolCalls | LoopCalls
 
     def add(self, key: Hashable, row: Callable[[], Row]) -> None:
-        """Score a row, whose arguments ``row`` gives when it is its turn. Any thread may call this."""
+        """Score a row, whose arguments ``row`` gives when it is its turn. Any thread may call
+        this.
+        """
         self._calls.add(key, row)
 
     @property
@@ -134,7 +148,9 @@ class Scoring:
         return len(self._tally.scores)
 
     def finish(self) -> dict[Hashable, Score]:
-        """Wait, and return the score of each row by its key; after too many failures some have none."""
+        """Wait, and return the score of each row by its key; after too many failures some have
+        none.
+        """
         self._calls.finish()
         return self._tally.scores
 
@@ -161,7 +177,9 @@ class _ScoreCollector:
 
 
 def score_of(outcome: Outcome) -> Score:
-    """Return the score that an outcome makes; a failure where the function gave anything but finite numbers."""
+    """Return the score that an outcome makes; a failure where the function gave anything but
+    finite numbers.
+    """
     result, failure = outcome
     if failure is not None:
         return Score(failure=failure)
@@ -169,9 +187,13 @@ def score_of(outcome: Outcome) -> Score:
     reward = parts.get(REWARD_KEY) if isinstance(result, Mapping) else result
     numbers = {**parts, REWARD_KEY: reward}
     if bad := {str(name): value for name, value in numbers.items() if not _is_number(value)}:
-        return Score(failure=f"gave {result!r}: expected a finite number{'' if not parts else f' for {[*bad]}'}")
+        return Score(
+            failure=f"gave {result!r}: expected a finite number{'' if not parts else f' for {[*bad]}'}"
+        )
     if taken := sorted(_METRIC_NAMES & parts.keys()):
-        return Score(failure=f"gave parts named {taken}, which are names of metrics already: rename them")
+        return Score(
+            failure=f"gave parts named {taken}, which are names of metrics already: rename them"
+        )
     return Score(float(reward), {str(name): float(value) for name, value in parts.items()})  # type: ignore[arg-type]
 
 
@@ -186,7 +208,9 @@ def check_scorer(options: Mapping[str, Any], workers: Sequence[str], config: obj
 
 
 def works_beside(options: Mapping[str, Any]) -> bool:
-    """Tell whether the scorer of these options works in processes of its own, or calls an async function."""
+    """Tell whether the scorer of these options works in processes of its own, or calls an async
+    function.
+    """
     return bool(options["rewards"].processes) or _is_async(options["reward"])
 
 
@@ -195,6 +219,10 @@ def _is_async(reward: RewardFn) -> bool:
 
 
 @builds(preflight=check_scorer, provides=["scorer"], beside=works_beside)
-def build_scorer(device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]) -> Scorer:
-    """Return the scorer of a role. ConfigError when ``rewards`` asks for what the function cannot do."""
+def build_scorer(
+    device: Device, rank: Rank, *, rewards: RewardsConfig, reward: Callable[..., Any]
+) -> Scorer:
+    """Return the scorer of a role. ConfigError when ``rewards`` asks for what the function
+    cannot do.
+    """
     return Scorer(reward, rewards, device)

@@ -1,4 +1,6 @@
-"""Engines that generate: ``build_engine`` builds a role's, ``engine.py`` has the protocol that each of them follows."""
+"""Engines that generate: ``build_engine`` builds a role's, ``engine.py`` has the protocol that
+each of them follows.
+"""
 
 from __future__ import annotations
 
@@ -81,16 +83,23 @@ def build_engine(
     agent: str = "",
     base: Sequence[str] = (),
 ) -> RolloutEngine:
-    """Build the engine that the configuration names, or this rank of it, on this device. ``lora`` describes the
-    adapters that it will get in place of weights, if it will; ``images`` those of prompts, if ``images.column`` is set.
-    ``base`` names agents with adapters over one base, for which this worker builds one engine; ``agent`` is this
-    role's.
+    """Build the engine that the configuration names, or this rank of it, on this device. ``lora``
+    describes the adapters that it will get in place of weights, if it will; ``images`` those of
+    prompts, if ``images.column`` is set. ``base`` names agents with adapters over one base, for
+    which this worker builds one engine; ``agent`` is this role's.
 
-    ConfigError when ``model.path`` is missing or cannot be loaded, or sees no images where there are some.
+    ConfigError when ``model.path`` is missing or cannot be loaded, or sees no images where there
+    are some.
     """
     spec = engine_spec(rollout.engine)
     inputs = EngineInputs(
-        model=model, rollout=rollout, device=device, rank=rank, lora=lora, images=images, agents=tuple(base)
+        model=model,
+        rollout=rollout,
+        device=device,
+        rank=rank,
+        lora=lora,
+        images=images,
+        agents=tuple(base),
     )
     if not base:
         return _build(spec, inputs)
@@ -100,8 +109,10 @@ def build_engine(
         built = _build(spec, inputs)
         if not isinstance(built, AdaptableEngine):
             raise ConfigError(
-                f"rollout.engine={rollout.engine}: the agents {list(base)} are over one base, and this engine has no "
-                "fit_adapters and use_adapters (AdaptableEngine); take another engine, or leave out base"
+                f"rollout.engine={rollout.engine}: the agents {list(base)} are over one base, and "
+                "this engine has no "
+                "fit_adapters and use_adapters (AdaptableEngine); take another engine, or leave "
+                "out base"
             )
         return SharedEngine(built)
 
@@ -129,6 +140,7 @@ def _check_stop_tokens(model: ModelConfig, rollout: RolloutConfig) -> None:
         return  # the engine says what is wrong with the folder
     if unknown := [token for token in rollout.stop_token_ids if token >= vocabulary]:
         raise ConfigError(
-            f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has {vocabulary} tokens and "
+            f"rollout.stop_token_ids={rollout.stop_token_ids}: the model in {model.path!r} has "
+            f"{vocabulary} tokens and "
             f"no {unknown[0]}"
         )

@@ -1,4 +1,6 @@
-"""The weights of ``model.path``, into which an engine merges adapters: they stay as they are, in the folder's files."""
+"""The weights of ``model.path``, into which an engine merges adapters: they stay as they are, in
+the folder's files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from siirl_dask.rollout.weight_loading import WeightLoader
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """An engine computes with these beside the weights of its folder. Without any the weights are as they are."""
+    """An engine computes with these beside the weights of its folder. Without any the weights
+    are as they are.
+    """
 
     by_weight: Mapping[str, Adapter] = field(default_factory=dict)
     """Adapters by the name of the weight that each changes, copies of their own."""
@@ -28,7 +32,9 @@ class Adapters:
 
 
 class MergesAdapters(ABC):
-    """Takes adapters for an engine that has no layers for them: they are merged into the folder's weights."""
+    """Takes adapters for an engine that has no layers for them: they are merged into the
+    folder's weights.
+    """
 
     _base: BaseWeights
 
@@ -36,11 +42,15 @@ class MergesAdapters(ABC):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter."""
 
-    def fit_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
+    def fit_adapters(
+        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+    ) -> Adapters:
         """Return a copy of adapters. ValueError for those that do not fit."""
         return self._base.fit(tensors, scaling, version)
 
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
+    def load_adapters(
+        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+    ) -> None:
         """Merge adapters into the folder's weights, and load these; errors as ``load_weights``."""
         self.use_adapters(self.fit_adapters(tensors, scaling, version))
 
@@ -50,7 +60,9 @@ class MergesAdapters(ABC):
 
 
 class BaseWeights:
-    """Merges adapters into a folder's weights, one at a time; the files are opened at the first use."""
+    """Merges adapters into a folder's weights, one at a time; the files are opened at the first
+    use.
+    """
 
     def __init__(self, path: str, parameters: WeightLoader) -> None:
         self._path = path
@@ -61,15 +73,18 @@ class BaseWeights:
         return Adapters(pair(tensors, self._parameters.shapes, version), scaling, version)
 
     def merged(self, given: Adapters) -> WeightStream:
-        """Return all weights of the files, those with an adapter merged with it in float32; each is read when it comes.
+        """Return all weights of the files, those with an adapter merged with it in float32; each is
+        read when it comes.
 
         ConfigError where the files lack a weight that has an adapter.
         """
         adapters = given.by_weight
         if lacking := sorted(adapters.keys() - self._files.keys()):
             raise ConfigError(
-                f"model.path={self._path!r}: its *.safetensors lack {lacking[:3]}, which adapters are to be merged "
-                "into; leave lora out of the options of publish_weights and load_weights, so that all weights travel"
+                f"model.path={self._path!r}: its *.safetensors lack {lacking[:3]}, which adapters "
+                "are to be merged "
+                "into; leave lora out of the options of publish_weights and load_weights, so that "
+                "all weights travel"
             )
 
         files = self._files
@@ -77,7 +92,10 @@ class BaseWeights:
         def weights() -> Iterator[tuple[str, Tensor]]:
             for name, (file, own) in files.items():
                 weight = file.get_tensor(own)
-                yield name, merge(weight, adapters[name], given.scaling) if name in adapters else weight
+                yield (
+                    name,
+                    merge(weight, adapters[name], given.scaling) if name in adapters else weight,
+                )
 
         shapes = {name: file.get_slice(own).get_shape() for name, (file, own) in files.items()}
         return WeightStream(shapes, weights())

@@ -1,9 +1,11 @@
-"""Decodes with tensors of fixed shapes, so that a step is captured once as a graph of the device and then replayed.
+"""Decodes with tensors of fixed shapes, so that a step is captured once as a graph of the device
+and then replayed.
 
-A pass over one token a row takes a few milliseconds of the device and ten times as many of Python, which launches its
-kernels. A captured step (torch.cuda.CUDAGraph) is launched at once. It reads and writes the same memory at each replay:
-so the cache of keys and values is allocated for the whole batch, all that changes from token to token is in tensors,
-and there is a graph for each number of rows and of columns. Rows and columns are rounded up, to few different numbers.
+A pass over one token a row takes a few milliseconds of the device and ten times as many of Python,
+which launches its kernels. A captured step (torch.cuda.CUDAGraph) is launched at once. It reads and
+writes the same memory at each replay: so the cache of keys and values is allocated for the whole
+batch, all that changes from token to token is in tensors, and there is a graph for each number of
+rows and of columns. Rows and columns are rounded up, to few different numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from siirl_dask.rollout.memory import cache_columns, cache_rows
 logger = logging.getLogger("siirl_dask.rollout")
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes a step, which may be run several times, and returns what replays it with the tensors that it used."""
+"""Takes a step, which may be run several times, and returns what replays it with the tensors
+that it used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tensors that change from one token to the next, for up to R rows: a captured step reads them nowhere else."""
+    """Tensors that change from one token to the next, for up to R rows: a captured step reads
+    them nowhere else.
+    """
 
     tokens: Tensor
     """The rows' latest tokens. [R] int64."""
@@ -55,13 +60,18 @@ class GraphRows:
 
 
 class FixedCache:
-    """Keys and values of a fixed number of rows and columns, as ``cached_attention`` needs them for one token a row.
+    """Keys and values of a fixed number of rows and columns, as ``cached_attention`` needs them for
+    one token a row.
 
     They lie at the beginning of each layer's memory; caches of other shapes lie in the same.
     """
 
     def __init__(
-        self, memory: Mapping[nn.Module, tuple[Tensor, Tensor]], inputs: Inputs, rows: int, columns: int
+        self,
+        memory: Mapping[nn.Module, tuple[Tensor, Tensor]],
+        inputs: Inputs,
+        rows: int,
+        columns: int,
     ) -> None:
         """``memory`` [R, H, C, D] of each layer has room for at least ``rows * columns`` tokens."""
         self.rows = rows
@@ -79,8 +89,8 @@ class FixedCache:
         return [*self._layers]
 
     def step(self, model: PreTrainedModel) -> None:
-        """Compute the logits of the tokens after the latest ones. Nothing here may depend on a number of the host that
-        changes.
+        """Compute the logits of the tokens after the latest ones. Nothing here may depend on a
+        number of the host that changes.
         """
         self._masks.clear()
         starts = self._inputs.starts[: self.rows, None]
@@ -96,20 +106,28 @@ class FixedCache:
         self._masks.clear()
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a layer's keys and values of the latest tokens in, and return all. [R, H, 1, D] -> [R, H, C, D]."""
+        """Put a layer's keys and values of the latest tokens in, and return all. [R, H, 1, D] ->
+        [R, H, C, D].
+        """
         keys, values = self._layers[layer]
         keys.index_copy_(2, self._inputs.column, key)
         values.index_copy_(2, self._inputs.column, value)
         return keys, values
 
     def mask(self, query: Tensor, window: int | None) -> Tensor:
-        """Return what is added to the scores of the latest tokens, made once for all layers. [R, 1, 1, C]."""
+        """Return what is added to the scores of the latest tokens, made once for all layers. [R,
+        1, 1, C].
+        """
         if window not in self._masks:
             columns = torch.arange(self.columns, device=query.device)
-            seen = (columns <= self._inputs.column) & (columns >= self._inputs.starts[: self.rows, None])
+            seen = (columns <= self._inputs.column) & (
+                columns >= self._inputs.starts[: self.rows, None]
+            )
             if window is not None:
                 seen &= columns > self._inputs.column - window
-            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(
+                ~seen, -torch.inf
+            )
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
 
@@ -126,7 +144,9 @@ class FixedCache:
 
 
 def _fill(fixed: Tensor, part: Tensor) -> None:
-    """Write a layer's first rows and columns; all else is 0, since it must be finite. [R, H, C, D], [n, H, c, D]."""
+    """Write a layer's first rows and columns; all else is 0, since it must be finite. [R, H, C,
+    D], [n, H, c, D].
+    """
     fixed.zero_()
     fixed[: part.shape[0], :, : part.shape[2]] = part
 
@@ -144,16 +164,22 @@ def _inputs(logits: Tensor, rows: int) -> Inputs:
 
 
 def _shaped(memory: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the beginning of a layer's memory in another shape. [R, H, C, D] -> [rows, H, columns, D]."""
+    """Return the beginning of a layer's memory in another shape. [R, H, C, D] -> [rows, H,
+    columns, D].
+    """
     _, heads, _, width = memory.shape
     return memory.view(-1)[: rows * heads * columns * width].view(rows, heads, columns, width)
 
 
 class DecodeGraphs:
-    """Captured steps of a model, and the memory that they use; it stays from one batch to the next, until ``drop``."""
+    """Captured steps of a model, and the memory that they use; it stays from one batch to the
+    next, until ``drop``.
+    """
 
     def __init__(self, model: PreTrainedModel, new_capture: Callable[[], Capture]) -> None:
-        """``new_capture`` is called once for all graphs that are there together, which share memory."""
+        """``new_capture`` is called once for all graphs that are there together, which share
+        memory.
+        """
         self._model = model
         self._new_capture = new_capture
         self._refused = False
@@ -161,7 +187,9 @@ class DecodeGraphs:
 
     @property
     def usable(self) -> bool:
-        """Whether no step of this model failed to be captured; where one did, nothing of its memory is left."""
+        """Whether no step of this model failed to be captured; where one did, nothing of its
+        memory is left.
+        """
         if self._refused:
             self.drop()
         return not self._refused
@@ -174,13 +202,17 @@ class DecodeGraphs:
         self._inputs: Inputs | None = None
         self._addresses: list[int] = []
 
-    def begin(self, layers: dict[nn.Module, tuple[Tensor, Tensor]], rows: GraphRows, columns: int) -> GraphDecoder:
+    def begin(
+        self, layers: dict[nn.Module, tuple[Tensor, Tensor]], rows: GraphRows, columns: int
+    ) -> GraphDecoder:
         """Go on with rows whose prompts were computed, to as many ``columns``. [P, H, C, D].
 
         ``layers`` are emptied one after the other, so that keys and values take no memory twice.
         """
         count = len(rows.prompts)
-        addresses = [tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())]
+        addresses = [
+            tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers())
+        ]
         if addresses != self._addresses or not self._has_room(layers, count, columns):
             self.drop()
             self._addresses = addresses
@@ -191,25 +223,36 @@ class DecodeGraphs:
         for layer in [*layers]:
             pair = layers.pop(layer)
             if layer not in self._memory:
-                keys, values = (_allocated(part, cache_rows(count), cache_columns(columns)) for part in pair)
+                keys, values = (
+                    _allocated(part, cache_rows(count), cache_columns(columns)) for part in pair
+                )
                 self._memory[layer] = keys, values
             for memory, part in zip(self._memory[layer], pair, strict=True):
-                _fill(_shaped(memory, cache_rows(count), cache_columns(filled + 1)), part[rows.prompts])
+                _fill(
+                    _shaped(memory, cache_rows(count), cache_columns(filled + 1)),
+                    part[rows.prompts],
+                )
             del pair
         inputs.tokens.zero_()
         inputs.starts.zero_()
         inputs.starts[:count] = rows.starts
         return GraphDecoder(self, inputs, count, filled)
 
-    def _has_room(self, layers: Mapping[nn.Module, tuple[Tensor, Tensor]], rows: int, columns: int) -> bool:
+    def _has_room(
+        self, layers: Mapping[nn.Module, tuple[Tensor, Tensor]], rows: int, columns: int
+    ) -> bool:
         if self._inputs is None or layers.keys() != self._memory.keys():
             return False
         needed = cache_rows(rows) * cache_columns(columns)
         there = (pair[0].shape for pair in self._memory.values())
-        return cache_rows(rows) <= len(self._inputs.tokens) and all(shape[0] * shape[2] >= needed for shape in there)
+        return cache_rows(rows) <= len(self._inputs.tokens) and all(
+            shape[0] * shape[2] >= needed for shape in there
+        )
 
     def cache(self, rows: int, columns: int) -> FixedCache:
-        """Return the cache of a number of rows and columns, which have their graph or get it at the first replay."""
+        """Return the cache of a number of rows and columns, which have their graph or get it at
+        the first replay.
+        """
         found = self._replays.get((rows, columns))
         if found is not None:
             return found[0]
@@ -260,7 +303,9 @@ class GraphDecoder:
         self._inputs.tokens[: self._rows] = tokens
 
     def logits(self) -> Tensor:
-        """Compute the logits of each row's next token, which are there until the next call. [B, V] float32."""
+        """Compute the logits of each row's next token, which are there until the next call. [B,
+        V] float32.
+        """
         if self._columns == self._cache.columns:
             self._move(torch.arange(self._rows, device=self._inputs.tokens.device))
         self._inputs.column.fill_(self._columns)
@@ -279,7 +324,9 @@ class GraphDecoder:
             numbers[: len(rows)] = kept
 
     def _move(self, rows: Tensor) -> None:
-        """Move rows to a cache of the shape that they need from now on, in the same memory, a layer at a time."""
+        """Move rows to a cache of the shape that they need from now on, in the same memory, a
+        layer at a time.
+        """
         before = self._cache
         self._cache = self._fitting()
         for layer in before.layers:
@@ -291,9 +338,11 @@ class GraphDecoder:
 
 
 def decode_graphs(model: PreTrainedModel, device: torch.device) -> DecodeGraphs | None:
-    """Return what captures a model's steps; None where the device has no graphs, and for mixtures of experts, whose
-    kernels are launched by what the tokens choose.
+    """Return what captures a model's steps; None where the device has no graphs, and for mixtures
+    of experts, whose kernels are launched by what the tokens choose.
     """
-    if not accelerator.has_graphs(device) or getattr(model.config.get_text_config(), "num_experts_per_tok", None):
+    if not accelerator.has_graphs(device) or getattr(
+        model.config.get_text_config(), "num_experts_per_tok", None
+    ):
         return None
     return DecodeGraphs(model, partial(accelerator.graph_capture, device))

@@ -1,8 +1,10 @@
-"""Samples many rows together with a causal model of transformers, without what ``generate`` does besides.
+"""Samples many rows together with a causal model of transformers, without what ``generate`` does
+besides.
 
-A prompt that several rows have is computed once. Keys and values lie in memory that grows by large pieces, instead of
-being copied for each token; there is no mask where all rows are equally long; and rows that have ended leave the batch.
-Models whose attention cannot be replaced are left to ``generate``: ``use_decoding`` finds out which.
+A prompt that several rows have is computed once. Keys and values lie in memory that grows by large
+pieces, instead of being copied for each token; there is no mask where all rows are equally long;
+and rows that have ended leave the batch. Models whose attention cannot be replaced are left to
+``generate``: ``use_decoding`` finds out which.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from siirl_dask.rollout.row_states import row_states, state_arguments
 
 logger = logging.getLogger("siirl_dask.rollout")
 DECODING = "siirl_decoding"
-"""Name of ``cached_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
+"""Name of ``cached_attention`` in transformers. No mask function has that name, so transformers
+makes no mask."""
 _COLUMNS = 32  # least number of columns by which a cache grows
 _ENDED = 0.25  # share of a batch that must have ended for the others to be copied together
 
 Choose = Callable[[Tensor, NDArray[np.intp], int], tuple[Tensor, Tensor]]
-"""``(logits [b, V] float32, rows [b], at)`` gives tokens and log-probs, [b] each, of rows at position ``at`` of their
-responses. The logits may be written to."""
+"""``(logits [b, V] float32, rows [b], at)`` gives tokens and log-probs, [b] each, of rows at
+position ``at`` of their responses. The logits may be written to."""
 
 
 class KeyValueCache:
@@ -45,7 +48,9 @@ class KeyValueCache:
     """
 
     def __init__(self, lengths: Tensor, width: int) -> None:
-        """``lengths`` [B] are the rows' tokens that the first pass computes, in ``width`` columns."""
+        """``lengths`` [B] are the rows' tokens that the first pass computes, in ``width``
+        columns.
+        """
         self.columns = 0
         """Columns that are filled, before the tokens of the pass under way."""
         self._lengths = lengths
@@ -55,13 +60,17 @@ class KeyValueCache:
         self._masks: dict[int | None, Tensor | None] = {}
 
     def positions(self, count: int) -> Tensor:
-        """Return the position in its row of each of the next ``count`` tokens, 0 where there is none. [B, count]."""
+        """Return the position in its row of each of the next ``count`` tokens, 0 where there is
+        none. [B, count].
+        """
         behind = self._width - self._lengths
         columns = torch.arange(self.columns, self.columns + count, device=behind.device)
         return (columns - behind[:, None]).clamp(min=0)
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's keys and values of this pass, and return all. [B, H, count, D] each -> [B, H, C, D] each."""
+        """Add a layer's keys and values of this pass, and return all. [B, H, count, D] each ->
+        [B, H, C, D] each.
+        """
         end = self.columns + key.shape[2]
         if not self.columns:
             self._stored[layer] = key, value
@@ -86,8 +95,11 @@ class KeyValueCache:
             self._stored[layer] = tuple(each[:, :, : self.columns][rows] for each in pair)  # type: ignore[assignment]
         self._lengths = self._lengths[rows]
 
-    def continued(self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int) -> GraphDecoder:
-        """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more; none are left.
+    def continued(
+        self, graphs: DecodeGraphs, prompts: Tensor, logits: Tensor, longest: int
+    ) -> GraphDecoder:
+        """Move all keys and values to a cache of fixed shape with room for ``longest`` tokens more;
+        none are left.
 
         ``prompts`` [B] says which row of this cache each of its rows is.
         """
@@ -95,14 +107,18 @@ class KeyValueCache:
         return graphs.begin(self._stored, rows, self.columns + longest)
 
     def mask(self, query: Tensor, window: int | None) -> Tensor | None:
-        """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once for all layers.
+        """Return what is added to the scores of the pass's tokens, [B or 1, 1, count, C], made once
+        for all layers.
 
-        None where a single token sees all columns, and where several tokens see what a causal mask lets them see.
+        None where a single token sees all columns, and where several tokens see what a causal mask
+        lets them see.
         """
         end = self.columns + query.shape[2]
         window = None if window is None or window >= end else window
         if window not in self._masks:
-            uneven = self._uneven or (window is not None) or (self.columns > 0 and query.shape[2] > 1)
+            uneven = (
+                self._uneven or (window is not None) or (self.columns > 0 and query.shape[2] > 1)
+            )
             self._masks[window] = self._made(query, end, window) if uneven else None
         return self._masks[window]
 
@@ -112,8 +128,12 @@ class KeyValueCache:
         seen = (keys <= queries) & (keys >= (self._width - self._lengths)[:, None, None, None])
         if window is not None:
             seen &= keys > queries - window
-        seen |= keys == queries  # a place without a token sees itself: nothing at all would give nan
-        return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
+        seen |= (
+            keys == queries
+        )  # a place without a token sees itself: nothing at all would give nan
+        return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            ~seen, -torch.inf
+        )
 
 
 def _grown(tensor: Tensor, columns: int) -> Tensor:
@@ -139,15 +159,17 @@ def cached_attention(
     position_bias: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T, D] twice ->
-    [B, T, H, D].
+    """Attend to the cached tokens of each row and to those of this pass. [B, H, T, D], [B, H_kv, T,
+    D] twice -> [B, T, H, D].
 
-    ``decoding`` is an argument of the model's forward; ``s_aux`` are sinks, [H]. NotImplementedError for attention with
-    a position bias or a mask of its own.
+    ``decoding`` is an argument of the model's forward; ``s_aux`` are sinks, [H].
+    NotImplementedError for attention with a position bias or a mask of its own.
     """
     if position_bias is not None or attention_mask is not None:
         what = "a position bias" if position_bias is not None else "a mask of its own"
-        raise NotImplementedError(f"cached attention supports no {what}, which {type(module).__name__} has")
+        raise NotImplementedError(
+            f"cached attention supports no {what}, which {type(module).__name__} has"
+        )
     rows, heads, count, width = query.shape
     few = key.shape[1]
     mask = decoding.mask(query, window_of(module, sliding_window))
@@ -155,7 +177,9 @@ def cached_attention(
     if softcap is not None or s_aux is not None:
         if mask is None:
             mask = _causal_mask(query)
-        attended = attend_by_scores(query, key, value, mask, scaling=scaling, softcap=softcap, sinks=s_aux)
+        attended = attend_by_scores(
+            query, key, value, mask, scaling=scaling, softcap=softcap, sinks=s_aux
+        )
         return attended, None
     if count == 1:  # the heads that share keys are queries of one head: their keys are read once
         query = query.view(rows, few, heads // few, width)
@@ -175,13 +199,17 @@ _PROBE = register_with_probe(DECODING, cached_attention)
 
 
 def _causal_mask(query: Tensor) -> Tensor:
-    """Return what is added to the scores of a pass before which there are no tokens, or which is over one. [T, T]."""
+    """Return what is added to the scores of a pass before which there are no tokens, or which is
+    over one. [T, T].
+    """
     count = query.shape[2]
     return torch.full((count, count), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
 
 
 def padded(prompts: Sequence[Sequence[int]], pad_token: int) -> tuple[Tensor, Tensor]:
-    """Return the prompts with padding before the shorter ones, and 1 where there is none. [B, T] int64 each."""
+    """Return the prompts with padding before the shorter ones, and 1 where there is none. [B, T]
+    int64 each.
+    """
     width = max(map(len, prompts))
     tokens = torch.full((len(prompts), width), pad_token)
     mask = torch.zeros((len(prompts), width), dtype=torch.int64)
@@ -212,10 +240,14 @@ class Decoder:
         if self._states is not None and not bool(mask.all()):
             self._first_mask = mask.to(model.device)
         self._images = images if any(images) else ()
-        self._shifts = torch.tensor([shown.shift if shown else 0 for shown in self._images], device=model.device)
+        self._shifts = torch.tensor(
+            [shown.shift if shown else 0 for shown in self._images], device=model.device
+        )
 
     def logits(self) -> Tensor:
-        """Compute the logits of each row's next token. [B, V] float32, for the caller to write to."""
+        """Compute the logits of each row's next token. [B, V] float32, for the caller to write
+        to.
+        """
         count = self._tokens.shape[1]
         positions = self._cache.positions(count)
         if self._images and not self._cache.columns:
@@ -247,10 +279,14 @@ class Decoder:
         """Whether layers have states of the rows, which captured steps do not know."""
         return self._states is not None
 
-    def continued(self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int) -> GraphDecoder:
-        """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder is used up.
+    def continued(
+        self, graphs: DecodeGraphs, of_prompt: Sequence[int], logits: Tensor, longest: int
+    ) -> GraphDecoder:
+        """Return what goes on by captured steps, with up to ``longest`` tokens a row; this decoder
+        is used up.
 
-        Row r has prompt ``of_prompt[r]``; ``logits`` [B, V] float32 are those of the rows' next tokens.
+        Row r has prompt ``of_prompt[r]``; ``logits`` [B, V] float32 are those of the rows' next
+        tokens.
         """
         prompts = torch.as_tensor(of_prompt, device=self._tokens.device)
         return self._cache.continued(graphs, prompts, logits, longest)
@@ -280,14 +316,19 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Sample until each row has an end token or as many tokens as its limit, at least one.
 
-    ``images`` are those of each prompt, if any has some; rows with the same ids and images have the same object.
-    ``recorder`` has the rows' routes afterwards. With ``graphs``, rows without images and routes are decoded by them.
+    ``images`` are those of each prompt, if any has some; rows with the same ids and images have the
+    same object. ``recorder`` has the rows' routes afterwards. With ``graphs``, rows without images
+    and routes are decoded by them.
 
-    Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds meaningless ones.
+    Returns tokens and log-probs, [B, longest] each on the CPU; after its end a row holds
+    meaningless ones.
     """
     shown = images or [None] * len(prompts)
     places: dict[tuple[tuple[int, ...], PromptImages | None], int] = {}
-    of_prompt = [places.setdefault((tuple(prompt), of), len(places)) for prompt, of in zip(prompts, shown, strict=True)]
+    of_prompt = [
+        places.setdefault((tuple(prompt), of), len(places))
+        for prompt, of in zip(prompts, shown, strict=True)
+    ]
     prefill = Decoder(model, [ids for ids, _ in places], pad_token, [of for _, of in places])
     logits = prefill.logits()
     if recorder is not None:
@@ -306,7 +347,9 @@ def decode(
     longest = np.asarray(limits)
     rows = np.arange(len(prompts))
     ended = np.zeros(len(prompts), dtype=bool)
-    tokens, logprobs = [np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)]
+    tokens, logprobs = [
+        np.zeros((max(limits), len(prompts)), kind) for kind in (np.int64, np.float32)
+    ]
     for at in range(max(limits)):
         chosen, scores = choose(logits, rows, at)
         drawn, drawn_logprobs = _on_host(chosen, scores)
@@ -328,22 +371,29 @@ def decode(
 
 
 def _on_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return both as arrays, by one copy: for each the host would wait until the device is done. [B], [B]."""
+    """Return both as arrays, by one copy: for each the host would wait until the device is done.
+    [B], [B].
+    """
     both = torch.stack([tokens.to(torch.int32), logprobs.float().view(torch.int32)]).cpu().numpy()
     return both[0], both[1].view(np.float32)
 
 
 @torch.inference_mode()
 def use_decoding(model: PreTrainedModel) -> bool:
-    """Replace the model's attention for ``decode``, and return whether it gives the logits of plain passes; if it does
-    not, the model stays as it was.
+    """Replace the model's attention for ``decode``, and return whether it gives the logits of plain
+    passes; if it does not, the model stays as it was.
 
     Tried on a short row and on one that is longer than windows, each with a token more.
     """
     rows = trial_rows(model)
     before = attention_of_text(model, None)
-    model.set_attn_implementation(attention_of_text(model, EAGER))  # transformers' sdpa leaves soft caps out
-    plain = [model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float() for row in rows]
+    model.set_attn_implementation(
+        attention_of_text(model, EAGER)
+    )  # transformers' sdpa leaves soft caps out
+    plain = [
+        model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float()
+        for row in rows
+    ]
     expected = torch.stack(plain, dim=1)
     try:
         model.set_attn_implementation(attention_of_text(model, _PROBE))
@@ -356,9 +406,15 @@ def use_decoding(model: PreTrainedModel) -> bool:
         if error <= rounding(expected, model.dtype):
             return True
         reason = f"logits are off by {error:.2g}"
-    except Exception as failure:  # a model may do anything with an attention that it does not expect
+    except (
+        Exception
+    ) as failure:  # a model may do anything with an attention that it does not expect
         reason = f"{type(failure).__name__}: {failure}"
-    logger.info("%s generates with transformers' generate, which takes longer: %s", type(model).__name__, reason)
+    logger.info(
+        "%s generates with transformers' generate, which takes longer: %s",
+        type(model).__name__,
+        reason,
+    )
     model.set_attn_implementation(before)
     return False
 
@@ -366,18 +422,24 @@ def use_decoding(model: PreTrainedModel) -> bool:
 def trial_rows(model: PreTrainedModel) -> list[list[int]]:
     """Return two rows to try a model on: a short one, and one that is longer than windows."""
     config = model.config.get_text_config()
-    return [[token % config.vocab_size for token in row] for row in ([1, 2, 3], range(trial_length(config)))]
+    return [
+        [token % config.vocab_size for token in row]
+        for row in ([1, 2, 3], range(trial_length(config)))
+    ]
 
 
 def attention_of_text(model: PreTrainedModel, attention: str | None) -> Any:
-    """Return what gives a model's decoder an attention, and leaves that of a tower as it is; None: the one it has."""
+    """Return what gives a model's decoder an attention, and leaves that of a tower as it is;
+    None: the one it has.
+    """
     config = model.config
     text = config.get_text_config()
     if text is config:
         return attention or config._attn_implementation
     parts = {name: getattr(config, name) for name in config.sub_configs}
     return {
-        name: attention if attention and part is text else part._attn_implementation for name, part in parts.items()
+        name: attention if attention and part is text else part._attn_implementation
+        for name, part in parts.items()
     }
 
 

@@ -1,4 +1,6 @@
-"""The protocol of rollout engines: token ids in, token ids out. Nothing here knows a model library."""
+"""The protocol of rollout engines: token ids in, token ids out. Nothing here knows a model
+library.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Sampling:
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
-    """Least probability of a token, as a fraction of the likeliest one's (arXiv:2407.01082). 0 is off."""
+    """Least probability of a token, as a fraction of the likeliest one's (arXiv:2407.01082). 0
+    is off."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides those that the model and its tokenizer name."""
 
@@ -62,13 +65,15 @@ class Generation:
     token_ids: list[int]
     """The sampled tokens, with the end token if there is one."""
     logprobs: list[float]
-    """Log-probability of each token under softmax(logits / temperature), before top-p, top-k and min-p.
+    """Log-probability of each token under softmax(logits / temperature), before top-p, top-k and
+    min-p.
 
     Greedy sampling counts as temperature 1.
     """
     finish_reason: FinishReason
     routes: bytes | None = None
-    """Experts of each token of prompt and response but the last, as ``models/routing.py`` says; None: not recorded."""
+    """Experts of each token of prompt and response but the last, as ``models/routing.py`` says;
+    None: not recorded."""
 
 
 class Tokenizer(Protocol):
@@ -81,10 +86,12 @@ class Tokenizer(Protocol):
         *,
         continue_answer: bool = False,
     ) -> list[int]:
-        """Return the token ids of a prompt: a string, or chat messages through the model's chat template.
+        """Return the token ids of a prompt: a string, or chat messages through the model's chat
+        template.
 
-        ``tools`` are JSON schemas of what the model may call, for the template. With ``continue_answer`` the model goes
-        on with a last message of the assistant's, which is a DataError otherwise.
+        ``tools`` are JSON schemas of what the model may call, for the template. With
+        ``continue_answer`` the model goes on with a last message of the assistant's, which is a
+        DataError otherwise.
         """
         ...
 
@@ -99,9 +106,11 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]],
         last: int,
     ) -> list[int]:
-        """Return the ids that ``new`` messages add to a chat, up to where the assistant answers them.
+        """Return the ids that ``new`` messages add to a chat, up to where the assistant answers
+        them.
 
-        ``before`` is how the chat began; its latest turn was sampled, and ended with the id ``last``.
+        ``before`` is how the chat began; its latest turn was sampled, and ended with the id
+        ``last``.
         """
         ...
 
@@ -110,7 +119,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of token ids, with or without the tokens that end a text or fill a row."""
+        """Return the text of token ids, with or without the tokens that end a text or fill a
+        row.
+        """
         ...
 
 
@@ -123,23 +134,28 @@ class GenerationRequest:
     seed: int
     sampling: Sampling
     begun: int = 0
-    """Tokens at the end of ``prompt`` that already belong to the response; it continues as if it was never interrupted.
+    """Tokens at the end of ``prompt`` that already belong to the response; it continues as if it
+    was never interrupted.
     """
     images: tuple[Image, ...] = ()
-    """Images that ``prompt`` shows: for each, in order, it has as many placeholders as the image has tokens."""
+    """Images that ``prompt`` shows: for each, in order, it has as many placeholders as the image
+    has tokens."""
     image_starts: tuple[int, ...] | None = None
-    """Place in ``prompt`` of each image's first token, where images may also be among the begun tokens. None: all are
-    before those, in the order of the placeholders.
+    """Place in ``prompt`` of each image's first token, where images may also be among the begun
+    tokens. None: all are before those, in the order of the placeholders.
     """
 
 
 class RequestQueue(Protocol):
-    """The requests an engine is to serve. The engine takes as many as it has room for, whenever it has room."""
+    """The requests an engine is to serve. The engine takes as many as it has room for, whenever
+    it has room.
+    """
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, GenerationRequest]]:
         """Return up to ``limit`` requests, each with a ticket for its result.
 
-        With ``wait``, an empty answer means that none are left; without it, that none are there yet.
+        With ``wait``, an empty answer means that none are left; without it, that none are there
+        yet.
         """
         ...
 
@@ -149,7 +165,8 @@ class RequestQueue(Protocol):
 
 
 class LocalQueue(Generic[I, R]):
-    """A queue of one worker, from which no peer takes items: a RequestQueue where these are requests.
+    """A queue of one worker, from which no peer takes items: a RequestQueue where these are
+    requests.
 
     ``R`` is the type of the results.
     """
@@ -157,8 +174,12 @@ class LocalQueue(Generic[I, R]):
     taken_over = 0
     """Items that came from peers."""
 
-    def __init__(self, items: Sequence[I], on_result: Callable[[int, R], None] | None = None) -> None:
-        """``on_result`` is called with the number and the result of each item, as soon as it is there."""
+    def __init__(
+        self, items: Sequence[I], on_result: Callable[[int, R], None] | None = None
+    ) -> None:
+        """``on_result`` is called with the number and the result of each item, as soon as it is
+        there.
+        """
         self._waiting = deque(enumerate(items))
         self._on_result = on_result
         self._results: dict[int, R] = {}
@@ -183,18 +204,20 @@ class WeightStream:
     shapes: Mapping[str, Sequence[int]]
     """The shape of every tensor by name, in the order of arrival."""
     tensors: Iterable[tuple[str, Tensor]]
-    """Names and tensors. A tensor stays until the next is asked for, and as long as somebody refers to it."""
+    """Names and tensors. A tensor stays until the next is asked for, and as long as somebody
+    refers to it."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors)
 
 
 class RolloutEngine(Closes, Protocol):
-    """Generates responses. A sample depends on its prompt and what that shows, its seed and the weights, never on the
-    rows beside it.
+    """Generates responses. A sample depends on its prompt and what that shows, its seed and the
+    weights, never on the rows beside it.
 
-    What else an engine can do has protocols of its own: ``SeesImages``, ``TakesAdapters``, ``RecordsRoutes``, and, as
-    any role's object, ``Sleeps`` and ``KeepsGroups`` (``siirl_dask.context``).
+    What else an engine can do has protocols of its own: ``SeesImages``, ``TakesAdapters``,
+    ``RecordsRoutes``, and, as any role's object, ``Sleeps`` and ``KeepsGroups``
+    (``siirl_dask.context``).
     """
 
     @property
@@ -211,21 +234,25 @@ class RolloutEngine(Closes, Protocol):
         ...
 
     def serve(self, queue: RequestQueue) -> None:
-        """Generate until the queue is empty. ValueError for a prompt without tokens; DataError for one that does not
-        show its images.
+        """Generate until the queue is empty. ValueError for a prompt without tokens; DataError for
+        one that does not show its images.
         """
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
         """Return one response per prompt, in order. Empty input gives empty output."""
         ...
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every parameter, by name. ValueError naming what is missing, unknown or of another shape.
+        """Replace every parameter, by name. ValueError naming what is missing, unknown or of
+        another shape.
 
-        The tensors share the sender's memory: copy them, do not write to them, and drop them soon, since the trainer
-        waits for that memory. Keep no more than a layer of a WeightStream: all of it may not fit into memory. A failure
-        half way leaves a mixture of old and new weights; the engine is unusable and the run ends.
+        The tensors share the sender's memory: copy them, do not write to them, and drop them soon,
+        since the trainer waits for that memory. Keep no more than a layer of a WeightStream: all of
+        it may not fit into memory. A failure half way leaves a mixture of old and new weights; the
+        engine is unusable and the run ends.
         """
         ...
 
@@ -248,9 +275,12 @@ class SeesImages(Protocol):
 class TakesAdapters(Protocol):
     """An engine that takes adapters in place of weights."""
 
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
-        """Generate from now on as with ``W + scaling * B A`` in place of each weight W of ``model.path`` that has an
-        adapter (see ``siirl_dask.models.adapters``). ValueError, before anything changes, for those that do not fit.
+    def load_adapters(
+        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+    ) -> None:
+        """Generate from now on as with ``W + scaling * B A`` in place of each weight W of
+        ``model.path`` that has an adapter (see ``siirl_dask.models.adapters``). ValueError, before
+        anything changes, for those that do not fit.
 
         The engine keeps the folder's weights for it, or reads them again.
         """
@@ -263,7 +293,9 @@ class RecordsRoutes(Protocol):
 
     @property
     def routing(self) -> Routing | None:
-        """Routers and experts of the model whose samples have their routes; None where none are recorded."""
+        """Routers and experts of the model whose samples have their routes; None where none are
+        recorded.
+        """
         ...
 
 
@@ -271,12 +303,16 @@ class RecordsRoutes(Protocol):
 class FitsAdapters(Protocol):
     """An engine whose adapters several agents can take turns with."""
 
-    def fit_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> Adapters:
+    def fit_adapters(
+        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+    ) -> Adapters:
         """Return a copy of adapters, for ``use_adapters``. ValueError for those that do not fit."""
         ...
 
     def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Generate from now on with ``given``, which are those of ``agent``, and report their version."""
+        """Generate from now on with ``given``, which are those of ``agent``, and report their
+        version.
+        """
         ...
 
 
@@ -286,7 +322,9 @@ class AdaptableEngine(RolloutEngine, FitsAdapters, KeepsGroups, Protocol):
 
 
 def processor_of(engine: RolloutEngine) -> ImageProcessor | None:
-    """Return the processor of the images that an engine's prompts show; None for an engine that takes texts alone."""
+    """Return the processor of the images that an engine's prompts show; None for an engine that
+    takes texts alone.
+    """
     own = behind(engine)
     return own.processor if isinstance(own, SeesImages) else None
 
@@ -298,17 +336,26 @@ def routing_of(engine: RolloutEngine) -> Routing | None:
 
 
 def serve_all(
-    engine: RolloutEngine, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    sampling: Sampling,
 ) -> list[Generation]:
-    """Serve one request per prompt and return the responses in order: what ``generate`` of an engine does.
+    """Serve one request per prompt and return the responses in order: what ``generate`` of an
+    engine does.
 
     ValueError unless there is one seed per prompt and every prompt has tokens.
     """
     if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt")
+        raise ValueError(
+            f"{len(prompts)} prompts and {len(seeds)} seeds: expected one seed a prompt"
+        )
     check_prompts(prompts)
     queue = LocalQueue[GenerationRequest, Generation](
-        [GenerationRequest(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+        [
+            GenerationRequest(prompt, seed, sampling)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
     )
     engine.serve(queue)
     return queue.results()
@@ -318,7 +365,8 @@ def check_no_images(requests: Iterable[GenerationRequest]) -> None:
     """Raise ConfigError for a request with images, of an engine that was built without them."""
     if shown := next((request.images for request in requests if request.images), None):
         raise ConfigError(
-            f"a prompt shows {len(shown)} images, and the engine was built without: set images.column, and give "
+            f"a prompt shows {len(shown)} images, and the engine was built without: set "
+            "images.column, and give "
             "build_engine images: ${images}"
         )
 

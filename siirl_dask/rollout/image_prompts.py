@@ -1,4 +1,6 @@
-"""Makes what a model of transformers reads of prompts with images: features in place of embeddings, and positions."""
+"""Makes what a model of transformers reads of prompts with images: features in place of
+embeddings, and positions.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _KEPT = 2**28  # bytes of features that are kept for later batches
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
-    """The images of one prompt, as a model reads them. Two are equal if they are the same object."""
+    """The images of one prompt, as a model reads them. Two are equal if they are the same
+    object.
+    """
 
     places: Sequence[range]
     """Places of each image's tokens in the prompt."""
@@ -43,7 +47,8 @@ class PromptImages:
 
 
 def places_of(request: GenerationRequest, processor: ImageProcessor) -> list[range]:
-    """Return the places of each image's tokens in a request's prompt. DataError where they are not as many.
+    """Return the places of each image's tokens in a request's prompt. DataError where they are not
+    as many.
 
     What was sampled shows no image, whatever tokens it has.
     """
@@ -54,13 +59,16 @@ def places_of(request: GenerationRequest, processor: ImageProcessor) -> list[ran
     places = image_places(given, processor.image_token, counts)
     if (there := given.count(processor.image_token)) != sum(counts):
         raise DataError(
-            f"a prompt keeps {there} places for tokens of images, and its {len(counts)} images have {sum(counts)}: "
+            f"a prompt keeps {there} places for tokens of images, and its {len(counts)} images "
+            f"have {sum(counts)}: "
             "expected as many; nodes that sample need the column images"
         )
     return places
 
 
-def _checked_places(request: GenerationRequest, processor: ImageProcessor, starts: Sequence[int]) -> list[range]:
+def _checked_places(
+    request: GenerationRequest, processor: ImageProcessor, starts: Sequence[int]
+) -> list[range]:
     counts = map(processor.tokens, request.images)
     prompt = request.prompt
     places = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -69,20 +77,25 @@ def _checked_places(request: GenerationRequest, processor: ImageProcessor, start
     shown = sum(len(place) for place in places if place.start < first)
     if (there := list(prompt[:first]).count(processor.image_token)) != shown:
         raise DataError(
-            f"a prompt keeps {there} places for tokens of images, and its images have {shown}: expected as many; nodes "
+            f"a prompt keeps {there} places for tokens of images, and its images have {shown}: "
+            "expected as many; nodes "
             "that play need the column images"
         )
     return places
 
 
 def collapsed(ids: Sequence[int], places: Sequence[range]) -> list[int]:
-    """Return a prompt's ids with one placeholder for each image, in its first place; those that were sampled stay."""
+    """Return a prompt's ids with one placeholder for each image, in its first place; those that
+    were sampled stay.
+    """
     gone = {at for place in places for at in place[1:]}
     return [token for at, token in enumerate(ids) if at not in gone]
 
 
 class PromptImageReader:
-    """Reads the images of requests for a model. The tower runs once for an image, until ``forget``."""
+    """Reads the images of requests for a model. The tower runs once for an image, until
+    ``forget``.
+    """
 
     def __init__(self, model: Any, processor: ImageProcessor) -> None:
         self._model = model
@@ -91,8 +104,14 @@ class PromptImageReader:
 
     @torch.inference_mode()
     def read(self, requests: Sequence[GenerationRequest]) -> list[PromptImages | None]:
-        """Return the images of each request, None for one without; requests that are alike get the same object."""
-        shown = {self._processor.identity(image): image for request in requests for image in request.images}
+        """Return the images of each request, None for one without; requests that are alike get
+        the same object.
+        """
+        shown = {
+            self._processor.identity(image): image
+            for request in requests
+            for image in request.images
+        }
         features = self._features(shown)
         made: dict[tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]], PromptImages] = {}
         found: list[PromptImages | None] = []
@@ -156,6 +175,8 @@ def inputs_with_images(
         "inputs_embeds": embeddings,
         "position_ids": positions if has_image_positions(model) else positions[0],
     }
-    if levels := [torch.cat(level) for level in zip(*(each.levels for each in features), strict=True)]:
+    if levels := [
+        torch.cat(level) for level in zip(*(each.levels for each in features), strict=True)
+    ]:
         given |= {"visual_pos_masks": visual, "deepstack_visual_embeds": levels}
     return given

@@ -1,4 +1,5 @@
-"""Arithmetic of an engine's memory on an accelerator that engines have in common: sampler, cache, milder settings.
+"""Arithmetic of an engine's memory on an accelerator that engines have in common: sampler, cache,
+milder settings.
 
 Each engine's own is beside its spec (``EngineSpec.memory``).
 """
@@ -15,9 +16,13 @@ from siirl_dask.models.shapes import ModelSize
 CACHE = "KV cache"
 GRAPHS = "graphs"
 GRAPHS_BYTES = 10**9
-"""Bytes of captured graphs: engines' logs tell of 0.5 to 1.5 GB for models of 7 billion parameters."""
+"""Bytes of captured graphs: engines' logs tell of 0.5 to 1.5 GB for models of 7 billion
+parameters."""
 _LOGITS = 4  # bytes of a logit
-_CHUNK = {True: 4 * 2**20, False: 256 * 2**20}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
+_CHUNK = {
+    True: 4 * 2**20,
+    False: 256 * 2**20,
+}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
 _CHUNK_COPIES = 2  # of a chunk's logits: probabilities, and half as much for their sums, or a mask
 _FEW_ROWS = 64
 _LEAST_COLUMNS = 256  # of a cache of fixed shape
@@ -60,9 +65,11 @@ def rows_of_all_ranks(rollout: RolloutConfig) -> int:
     return rollout.max_rows * rollout.tensor_parallel_size
 
 
-def sampler_bytes(engine: EngineOnWorkers, rows: int, copies: int | None = None) -> Mapping[str, int]:
-    """Return the bytes of all ``rows``' logits in float32, and of drawing from them: ``copies`` of all logits, or None
-    for those of TokenSampler, which takes a chunk at a time.
+def sampler_bytes(
+    engine: EngineOnWorkers, rows: int, copies: int | None = None
+) -> Mapping[str, int]:
+    """Return the bytes of all ``rows``' logits in float32, and of drawing from them: ``copies`` of
+    all logits, or None for those of TokenSampler, which takes a chunk at a time.
     """
     logits = _LOGITS * rows * engine.architecture.vocabulary
     if copies is not None:
@@ -88,12 +95,16 @@ def sampler_chunk(*, on_cpu: bool) -> int:
 
 
 def cache_rows(rows: int) -> int:
-    """Return the rows of the cache of fixed shape in which so many rows are decoded: a power of two."""
+    """Return the rows of the cache of fixed shape in which so many rows are decoded: a power of
+    two.
+    """
     return 1 << (rows - 1).bit_length()
 
 
 def cache_columns(columns: int) -> int:
-    """Return the columns of the cache of fixed shape for so many tokens of a row, of four sizes to a power of two."""
+    """Return the columns of the cache of fixed shape for so many tokens of a row, of four sizes
+    to a power of two.
+    """
     if columns <= _LEAST_COLUMNS:
         return _LEAST_COLUMNS
     piece = 1 << (columns - 1).bit_length() - 3

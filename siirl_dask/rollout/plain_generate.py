@@ -28,8 +28,8 @@ def generate(
 ) -> tuple[Tensor, Tensor]:
     """Sample as ``decoding.decode`` does, with arguments and results of the same meaning.
 
-    A model with pinned rotary frequencies computes every token anew: transformers drops the cache of some of them, such
-    as Phi-3, where a row grows beyond the original context.
+    A model with pinned rotary frequencies computes every token anew: transformers drops the cache
+    of some of them, such as Phi-3, where a row grows beyond the original context.
     """
     input_ids, mask = padded(prompts, pad_token)
     chosen = _ChosenTokens(choose)
@@ -50,8 +50,8 @@ def generate(
 
 @torch.inference_mode()
 def check_generate(model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError where ``generate`` has other log-probs than plain passes of the model: rows of unequal lengths
-    are side by side there, and some models take the padding for tokens.
+    """Raise ConfigError where ``generate`` has other log-probs than plain passes of the model: rows
+    of unequal lengths are side by side there, and some models take the padding for tokens.
     """
     prompts = trial_rows(model)
     vocabulary: list[Tensor] = []
@@ -62,7 +62,9 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
         best = logprobs.max(-1)
         return best.indices, best.values
 
-    tokens, _ = generate(model, prompts, limits=[2, 2], ends=frozenset(), pad_token=0, choose=likeliest)
+    tokens, _ = generate(
+        model, prompts, limits=[2, 2], ends=frozenset(), pad_token=0, choose=likeliest
+    )
     found = torch.stack(vocabulary, dim=1)
     plain = []
     for prompt, first in zip(prompts, tokens[:, 0].tolist(), strict=True):
@@ -72,9 +74,11 @@ def check_generate(model: PreTrainedModel, path: str) -> None:
     error = float((found - expected.log_softmax(-1)).abs().max())
     if error > rounding(expected, model.dtype):
         raise ConfigError(
-            f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs that are off by "
+            f"model.path={path!r}: transformers' generate gives {type(model).__name__} log-probs "
+            "that are off by "
             f"{error:.2g} in a batch of prompts of unequal lengths; take "
-            f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or another model"
+            f"{alternatives('transformers', lambda able: Sampler.exact in able.samplers)}, or "
+            "another model"
         )
 
 
@@ -87,12 +91,18 @@ class _ChosenTokens(LogitsProcessor):
         self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Choose a token for each row and leave it alone to choose from. [B, T], [B, V] float32 -> [B, V]."""
+        """Choose a token for each row and leave it alone to choose from. [B, T], [B, V] float32
+        -> [B, V].
+        """
         tokens, logprobs = self._choose(scores, np.arange(len(scores)), len(self._tokens))
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
         return scores.fill_(-torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return tokens and their log-probs, [B, steps] each; after its end a row holds meaningless ones."""
-        return torch.stack(self._tokens, dim=1).cpu(), torch.stack(self._logprobs, dim=1).float().cpu()
+        """Return tokens and their log-probs, [B, steps] each; after its end a row holds
+        meaningless ones.
+        """
+        return torch.stack(self._tokens, dim=1).cpu(), torch.stack(
+            self._logprobs, dim=1
+        ).float().cpu()

@@ -1,4 +1,6 @@
-"""Checks a rollout role before anything starts: its engine, whether its workers can share one, its memory."""
+"""Checks a rollout role before anything starts: its engine, whether its workers can share one,
+its memory.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ _LISTED_ENGINES = 4  # the rest is only counted
 
 
 def check_engine(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check a role of ``build_engine`` before anything starts, and return its memory. Of agents over one base the first
-    one's role counts the engine.
+    """Check a role of ``build_engine`` before anything starts, and return its memory. Of agents
+    over one base the first one's role counts the engine.
 
-    PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError for an engine that is not
-    there, for what the engine cannot do, and for options of one that ``auto`` passes over.
+    PlanError when ``tensor_parallel_size`` does not divide the role's workers; ConfigError for an
+    engine that is not there, for what the engine cannot do, and for options of one that ``auto``
+    passes over.
     """
     role = EngineRole(
         model=options.get("model", config.model),
@@ -85,12 +88,15 @@ def _check_abilities(spec: EngineSpec, role: EngineRole) -> None:
         asked[f"rollout.sampler={rollout.sampler}"] = (f"has {', '.join(own.samplers)}", "samplers")
     for key, (reason, ability) in asked.items():
         raise ConfigError(
-            f"{key}: the engine of rollout.engine={rollout.engine} {reason} (EngineSpec.abilities.{ability}); leave it "
+            f"{key}: the engine of rollout.engine={rollout.engine} {reason} "
+            f"(EngineSpec.abilities.{ability}); leave it "
             "out, or take another engine"
         )
 
 
-def _on_device(spec: EngineSpec, role: EngineRole, size: ModelSize, workers: int) -> Footprint | None:
+def _on_device(
+    spec: EngineSpec, role: EngineRole, size: ModelSize, workers: int
+) -> Footprint | None:
     """Return the memory on an accelerator; None for an architecture that is not known."""
     architecture = read_architecture(role.model.path)
     memory = role.config.cluster.device_memory
@@ -115,8 +121,8 @@ def engine_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
 
 
 def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> None:
-    """Raise ConfigError for a model that sees no images where its prompts have some, and for one that could see those
-    of the run and is given none; a model that is elsewhere passes.
+    """Raise ConfigError for a model that sees no images where its prompts have some, and for one
+    that could see those of the run and is given none; a model that is elsewhere passes.
     """
     if (found := read_config(path)) is None:
         return
@@ -124,8 +130,10 @@ def _check_images(own: ImagesConfig | None, images: ImagesConfig, path: str) -> 
         family_of(found, path)
     elif own is None and images.used and found.get("model_type") in FAMILIES:
         raise ConfigError(
-            f"{images.source}: build_engine with model.path={path!r} is given no images, and would take "
-            "their places in prompts for text; give it images: ${images}, or for texts alone images: {column: null}"
+            f"{images.source}: build_engine with model.path={path!r} is given no images, and would "
+            "take "
+            "their places in prompts for text; give it images: ${images}, or for texts alone "
+            "images: {column: null}"
         )
 
 
@@ -133,7 +141,8 @@ def _check_workers(size: int, workers: Sequence[str]) -> None:
     """Raise PlanError when ``size`` does not divide the role's workers."""
     if len(workers) % size:
         raise PlanError(
-            f"rollout.tensor_parallel_size={size}, and the role has {counted(len(workers), 'worker')}: expected a "
+            f"rollout.tensor_parallel_size={size}, and the role has "
+            f"{counted(len(workers), 'worker')}: expected a "
             f"multiple of {size}; change cluster.workers or cluster.placement, or take another size"
         )
 
@@ -144,4 +153,7 @@ def _notes(size: int, workers: Sequence[str]) -> tuple[str, ...]:
         return ()
     engines = [" and ".join(workers[at : at + size]) for at in range(0, len(workers), size)]
     more = "; .." if len(engines) > _LISTED_ENGINES else ""
-    return (f"{len(engines)} engines, {size} workers each: {'; '.join(engines[:_LISTED_ENGINES])}{more}",)
+    return (
+        f"{len(engines)} engines, {size} workers each: "
+        f"{'; '.join(engines[:_LISTED_ENGINES])}{more}",
+    )

@@ -1,4 +1,6 @@
-"""Generation requests and their results as plain data, for workers that serve each other's requests."""
+"""Generation requests and their results as plain data, for workers that serve each other's
+requests.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class Sampled:
 
 
 class ImageMessage:
-    """Packs or reads the images of one message, in its order. The bytes of an image are in it once: whoever shows it
-    again has their digest.
+    """Packs or reads the images of one message, in its order. The bytes of an image are in it once:
+    whoever shows it again has their digest.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,9 @@ class RequestMessage:
         }
 
     def read(self, value: object) -> GenerationRequest:
-        """Return the request in ``value``. PeerError for anything else, and for other weights than these."""
+        """Return the request in ``value``. PeerError for anything else, and for other weights
+        than these.
+        """
         match value:
             case {
                 "prompt": bytes(prompt),
@@ -88,7 +92,8 @@ class RequestMessage:
             }:
                 if wanted != self._version:
                     raise PeerError(
-                        f"was given a prompt for weights of version {wanted}: those here are {self._version}"
+                        f"was given a prompt for weights of version {wanted}: those here are "
+                        f"{self._version}"
                     )
                 shown = tuple(map(self._images.read, images))
                 places = _starts(starts, len(shown))
@@ -129,7 +134,11 @@ def read_sampled(value: object) -> Sampled:
         }:
             ids = _numbers(tokens, "<i8")
             scores = _numbers(logprobs, "<f8")
-            if len(ids) == len(scores) and all(map(isfinite, scores)) and reason in list(FinishReason):
+            if (
+                len(ids) == len(scores)
+                and all(map(isfinite, scores))
+                and reason in list(FinishReason)
+            ):
                 return Sampled(Generation(ids, scores, FinishReason(reason), routes), worker)
     raise PeerError(f"received {short(value)}, which is no sample")
 
@@ -138,7 +147,11 @@ def _starts(value: object, images: int) -> tuple[int, ...] | None:
     """Return the places of ``images`` images in ``value``. PeerError for anything else."""
     if value is None:
         return None
-    if isinstance(value, list | tuple) and len(value) == images and all(isinstance(at, int) for at in value):
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == images
+        and all(isinstance(at, int) for at in value)
+    ):
         return tuple(value)
     raise PeerError(f"received {short(value)} for the places of {images} images")
 
@@ -152,7 +165,9 @@ def _sampling(message: Mapping[str, Any]) -> Sampling:
     valid = message.keys() == {*known, "stop_token_ids"}
     if not valid or not all(isinstance(message[name], int | kind) for name, kind in known.items()):
         raise PeerError(f"received {short(message)}, which are no sampling parameters")
-    return Sampling(**{name: kind(message[name]) for name, kind in known.items()}, stop_token_ids=tuple(stops))
+    return Sampling(
+        **{name: kind(message[name]) for name, kind in known.items()}, stop_token_ids=tuple(stops)
+    )
 
 
 def _numbers(packed: bytes, kind: str) -> list[Any]:

@@ -29,11 +29,14 @@ class RouteRecorder:
         self._steps: list[Bytes] = []
 
     def read_prompts(self, of_prompt: Sequence[int], lengths: Sequence[int]) -> None:
-        """Begin a batch: take the pass over prompts, padded in front. Row r has prompt ``of_prompt[r]``, of
-        ``lengths[r]`` tokens.
+        """Begin a batch: take the pass over prompts, padded in front. Row r has prompt
+        ``of_prompt[r]``, of ``lengths[r]`` tokens.
         """
         routes = self._take().reshape(max(of_prompt) + 1, -1, self._width)
-        self._prompts = [routes[at, routes.shape[1] - length :] for at, length in zip(of_prompt, lengths, strict=True)]
+        self._prompts = [
+            routes[at, routes.shape[1] - length :]
+            for at, length in zip(of_prompt, lengths, strict=True)
+        ]
         self._steps = []
 
     def read_tokens(self, rows: NDArray[np.intp]) -> None:
@@ -43,8 +46,8 @@ class RouteRecorder:
         self._steps.append(routes)
 
     def routes(self, row: int, tokens: int) -> bytes:
-        """Return the routes of a row's prompt and of its response of so many ``tokens``, but for the last, which the
-        model never saw.
+        """Return the routes of a row's prompt and of its response of so many ``tokens``, but for
+        the last, which the model never saw.
         """
         response = [step[row] for step in self._steps[: tokens - 1]]
         return self._prompts[row].tobytes() + b"".join(each.tobytes() for each in response)

@@ -1,4 +1,6 @@
-"""States of rows under way in layers that have no keys and values, such as linear attention and short convolutions."""
+"""States of rows under way in layers that have no keys and values, such as linear attention and
+short convolutions.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,13 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
 class RowStates(DynamicCache):
-    """transformers' cache, for states alone: keys and values go through it as they are, to a KeyValueCache."""
+    """transformers' cache, for states alone: keys and values go through it as they are, to a
+    KeyValueCache.
+    """
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def select(self, rows: Tensor) -> None:
@@ -24,7 +30,9 @@ class RowStates(DynamicCache):
 
 
 def row_states(model: PreTrainedModel) -> RowStates | None:
-    """Return room for the states of rows that are about to be decoded; None for a model whose layers all attend."""
+    """Return room for the states of rows that are about to be decoded; None for a model whose
+    layers all attend.
+    """
     states = RowStates(config=model.config)
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in states.layers):
         return states

@@ -1,8 +1,9 @@
-"""One engine whose base several agents have in common: each sees an engine with adapters of its own.
+"""One engine whose base several agents have in common: each sees an engine with adapters of its
+own.
 
-The rows of one agent are generated at a time, since a worker runs one node at a time. An engine with layers for
-adapters has those of all agents, and each request names its agent's; another merges an agent's adapters into the
-folder's weights when its turn comes.
+The rows of one agent are generated at a time, since a worker runs one node at a time. An engine
+with layers for adapters has those of all agents, and each request names its agent's; another merges
+an agent's adapters into the folder's weights when its turn comes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class SharedEngine:
             self._in_use = self.of(agent)
 
     def sleep(self, *, weights_follow: bool) -> None:
-        """Put the engine to sleep. What it computes with is put there anew where it may forget its weights."""
+        """Put the engine to sleep. What it computes with is put there anew where it may forget
+        its weights.
+        """
         if isinstance(self.engine, Sleeps):
             self.engine.sleep(weights_follow=weights_follow)
         if weights_follow:
@@ -106,19 +109,26 @@ class AgentEngine:
         self.shared.use(self._agent)
         self.shared.engine.serve(queue)
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
         """Return one response per prompt, in order."""
         return serve_all(self, prompts, seeds, sampling)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refuse weights by TypeError: they would be those of all agents."""
         raise TypeError(
-            "an engine whose base several agents have in common takes adapters alone: give publish_weights and "
+            "an engine whose base several agents have in common takes adapters alone: give "
+            "publish_weights and "
             "load_weights the option lora"
         )
 
-    def load_adapters(self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int) -> None:
-        """Generate the agent's rows with these adapters from now on. ValueError for those that do not fit."""
+    def load_adapters(
+        self, tensors: Iterable[tuple[str, Tensor]], scaling: float, version: int
+    ) -> None:
+        """Generate the agent's rows with these adapters from now on. ValueError for those that
+        do not fit.
+        """
         self.shared.give(self._agent, self.shared.engine.fit_adapters(tensors, scaling, version))
 
     def sleep(self, *, weights_follow: bool = False) -> None:

@@ -1,11 +1,13 @@
-"""An engine before it is built: a frozen description, data and functions, that is found by the engine's name.
+"""An engine before it is built: a frozen description, data and functions, that is found by the
+engine's name.
 
     SPEC = EngineSpec(name="mine", build=build)  # in my_package.py
 
     siirl-dask run CONFIG rollout.engine=my_package:SPEC 'rollout.engine_options={rows: 8}'
 
-The product asks an engine's spec for everything that it must know before and while the engine is built, and nothing
-outside an engine's own modules knows its name. Importing a spec imports no library that generates: ``build`` does.
+The product asks an engine's spec for everything that it must know before and while the engine is
+built, and nothing outside an engine's own modules knows its name. Importing a spec imports no
+library that generates: ``build`` does.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from siirl_dask.config import Config, Dtype, Engine, ImagesConfig, LoraConfig, ModelConfig, RolloutConfig, Sampler
+from siirl_dask.config import (
+    Config,
+    Dtype,
+    Engine,
+    ImagesConfig,
+    LoraConfig,
+    ModelConfig,
+    RolloutConfig,
+    Sampler,
+)
 from siirl_dask.context import Device, Rank
 from siirl_dask.errors import ConfigError, did_you_mean
 from siirl_dask.planner import Footprint, Remedy
@@ -35,7 +46,8 @@ ENGINES: Mapping[str, str] = MappingProxyType(
         "sglang": "siirl_dask.rollout.sglang_engine:SPEC",
     }
 )
-"""Names of the specs of shipped engines, in the order in which ``auto`` looks for one that is installed."""
+"""Names of the specs of shipped engines, in the order in which ``auto`` looks for one that is
+installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +127,8 @@ class Installation:
     by_auto: bool = False
     """Whether ``rollout.engine=auto`` takes the engine where the library is installed."""
     check_passed_over: Callable[[RolloutConfig], None] = _accepted
-    """Raises ConfigError for options that this engine alone reads, where ``auto`` takes another for lack of it."""
+    """Raises ConfigError for options that this engine alone reads, where ``auto`` takes another
+    for lack of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +136,15 @@ class Abilities:
     """Abilities of an engine; a run that needs more of it is refused before it starts."""
 
     samplers: tuple[Sampler, ...] = (Sampler.exact,)
-    """Values of ``rollout.sampler``. ``exact``: a token is drawn by its row's seed, its position and its logits alone,
-    as ``siirl_dask.rollout.token_sampling.TokenSampler`` does."""
+    """Values of ``rollout.sampler``. ``exact``: a token is drawn by its row's seed, its position
+    and its logits alone, as ``siirl_dask.rollout.token_sampling.TokenSampler`` does."""
     images: bool = False
     """Whether prompts may show images: the engine is a ``SeesImages``."""
     adapters: bool = False
     """Whether it takes adapters in place of weights: the engine is a ``TakesAdapters``."""
     routes: bool = False
-    """Whether it records routed experts (``rollout.router_replay``): the engine is a ``RecordsRoutes``."""
+    """Whether it records routed experts (``rollout.router_replay``): the engine is a
+    ``RecordsRoutes``."""
     tensor_parallel: bool = False
     """Whether several workers can form one engine (``rollout.tensor_parallel_size``)."""
 
@@ -153,15 +167,19 @@ class EngineMemory:
     """The memory of an engine on each of its workers, besides its weights."""
 
     host_cache: Callable[[RolloutConfig], int] = _given_cache
-    """Returns the bytes of the cache of keys and values in the host's memory, beside the weights, on a CPU."""
+    """Returns the bytes of the cache of keys and values in the host's memory, beside the
+    weights, on a CPU."""
     footprint: Callable[[EngineOnWorkers], Footprint | None] = _unknown_footprint
     """Returns the memory on an accelerator, without remedies; None where it is not known."""
     changes: Callable[[EngineOnWorkers, int], Sequence[Change]] = _no_changes
-    """``(engine, workers)`` gives settings that need less memory, the mildest first, each with the engine as it is with
-    this one and all before it. ``workers`` is the number of the role's workers."""
+    """``(engine, workers)`` gives settings that need less memory, the mildest first, each with the
+    engine as it is with this one and all before it. ``workers`` is the number of the role's
+    workers."""
 
     def on_accelerator(self, engine: EngineOnWorkers, workers: int = 1) -> Footprint | None:
-        """Return the memory on an accelerator with its remedies, for a role of so many workers; None: not known."""
+        """Return the memory on an accelerator with its remedies, for a role of so many workers;
+        None: not known.
+        """
         own = self.footprint(engine)
         if own is None:
             return None
@@ -175,20 +193,27 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMoves:
-    """Moves of an engine's memory where other roles compute on its accelerator, and where it gets new weights."""
+    """Moves of an engine's memory where other roles compute on its accelerator, and where it
+    gets new weights.
+    """
 
     sleeps: bool
     """Whether it gives back weights, cache and graphs while other roles compute."""
     forgets: bool
-    """Whether it drops weights, instead of moving them to the host, where all of them are about to be replaced."""
+    """Whether it drops weights, instead of moving them to the host, where all of them are about
+    to be replaced."""
     graphs: int
     """Bytes of captured graphs, which the host's memory has while the engine sleeps."""
 
 
 class AdapterLayers(Protocol):
-    """Returns whether an engine computes with adapters in layers of its own, instead of merging them into weights."""
+    """Returns whether an engine computes with adapters in layers of its own, instead of merging
+    them into weights.
+    """
 
-    def __call__(self, dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig, *, on_cpu: bool) -> bool: ...
+    def __call__(
+        self, dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig, *, on_cpu: bool
+    ) -> bool: ...
 
 
 def _no_layers(dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig, *, on_cpu: bool) -> bool:
@@ -213,34 +238,42 @@ class EngineFacts:
     """Returns whether a prompt is read once for all its samples."""
     adapter_layers: AdapterLayers = _no_layers
     moves: Callable[[RolloutConfig], EngineMoves | None] = _unknown_moves
-    """Returns what moves while the engine sleeps, wakes and loads weights; None where that is not estimated."""
+    """Returns what moves while the engine sleeps, wakes and loads weights; None where that is
+    not estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine: what it needs, what it can do, and how it is built. Its functions are module-level ones."""
+    """An engine: what it needs, what it can do, and how it is built. Its functions are
+    module-level ones.
+    """
 
     name: str
     """Name in messages; that of a shipped engine is also the value of ``rollout.engine``."""
     build: Callable[[EngineInputs], RolloutEngine]
-    """Builds the engine, or one rank of it, on its worker. ConfigError for a model that it cannot run."""
+    """Builds the engine, or one rank of it, on its worker. ConfigError for a model that it
+    cannot run."""
     check: Callable[[EngineRole], Sequence[str]] = _no_notes
-    """Checks configuration and model before anything starts, where a model may be elsewhere; returns sentences for
-    readers of a plan. ConfigError, which names the option, for what cannot work."""
+    """Checks configuration and model before anything starts, where a model may be elsewhere;
+    returns sentences for readers of a plan. ConfigError, which names the option, for what cannot
+    work."""
     installation: Installation = field(default_factory=Installation)
     abilities: Abilities = field(default_factory=Abilities)
     memory: EngineMemory = field(default_factory=EngineMemory)
     facts: EngineFacts = field(default_factory=EngineFacts)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that processes of workers need before anything is imported; one that is set stays."""
+    """Environment variables that processes of workers need before anything is imported; one that
+    is set stays."""
 
 
 def engine_spec(engine: str) -> EngineSpec:
-    """Return the spec of ``rollout.engine``: a shipped one by its name, of ``auto`` one that is installed here, or the
-    one that ``module:NAME`` or ``file.py:NAME`` names, whose module is imported.
+    """Return the spec of ``rollout.engine``: a shipped one by its name, of ``auto`` one that is
+    installed here, or the one that ``module:NAME`` or ``file.py:NAME`` names, whose module is
+    imported.
 
-    ConfigError, with the nearest spelling, where there is no such spec, and for an ``auto`` whose library is broken.
-    Whether the library of an engine with a name is installed is not asked: workers may have it.
+    ConfigError, with the nearest spelling, where there is no such spec, and for an ``auto`` whose
+    library is broken. Whether the library of an engine with a name is installed is not asked:
+    workers may have it.
     """
     if engine == Engine.auto:
         spec, passed_over = _auto()
@@ -254,13 +287,16 @@ def engine_spec(engine: str) -> EngineSpec:
     if ":" not in engine:
         names = [*ENGINES, str(Engine.auto)]
         near = did_you_mean(engine, names)
-        raise ConfigError(f"rollout.engine={engine!r}: expected one of {names}, or module:NAME of an EngineSpec{near}")
+        raise ConfigError(
+            f"rollout.engine={engine!r}: expected one of {names}, or module:NAME of an "
+            f"EngineSpec{near}"
+        )
     return load_named_spec("rollout.engine", engine, EngineSpec)
 
 
 def check_passed_over(rollout: RolloutConfig) -> None:
-    """Raise ConfigError for options that an engine alone reads which ``auto`` passes over, since it is not installed
-    here.
+    """Raise ConfigError for options that an engine alone reads which ``auto`` passes over, since it
+    is not installed here.
     """
     if rollout.engine != Engine.auto:
         return
@@ -270,8 +306,9 @@ def check_passed_over(rollout: RolloutConfig) -> None:
 
 
 def process_environment(engine: str) -> dict[str, str]:
-    """Return the environment variables that processes of workers need for ``rollout.engine``; for ``auto`` those of all
-    engines that it may take, since workers may have what is not installed here.
+    """Return the environment variables that processes of workers need for ``rollout.engine``; for
+    ``auto`` those of all engines that it may take, since workers may have what is not installed
+    here.
     """
     if engine != Engine.auto:
         return dict(engine_spec(engine).environment)
@@ -302,4 +339,6 @@ def _auto() -> tuple[EngineSpec, list[EngineSpec]]:
             spec.installation.check()
             return spec, passed_over
         passed_over.append(spec)
-    raise ConfigError("rollout.engine=auto: none of the engines that it takes is installed; name one")
+    raise ConfigError(
+        "rollout.engine=auto: none of the engines that it takes is installed; name one"
+    )

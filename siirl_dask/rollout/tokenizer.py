@@ -23,7 +23,9 @@ _OF_BATCHES = ("truncation", "padding")  # settings of single calls, which a tok
 
 
 class HuggingFaceTokenizer:
-    """A Tokenizer: strings get the tokenizer's special tokens, chat messages go through the model's chat template."""
+    """A Tokenizer: strings get the tokenizer's special tokens, chat messages go through the
+    model's chat template.
+    """
 
     def __init__(
         self,
@@ -34,8 +36,8 @@ class HuggingFaceTokenizer:
         add_special_tokens: Literal["auto", True, False] = "auto",
         generation: GenerationConfig | None = None,
     ) -> None:
-        """``template`` and ``add_special_tokens`` are those of ModelConfig. ConfigError for an argument that the chat
-        template does not read. ``generation`` has the model's end tokens.
+        """``template`` and ``add_special_tokens`` are those of ModelConfig. ConfigError for an
+        argument that the chat template does not read. ``generation`` has the model's end tokens.
         """
         self._tokenizer = tokenizer
         self._path = path
@@ -49,7 +51,9 @@ class HuggingFaceTokenizer:
         self._check_template()
 
     def with_options(self, model: ModelConfig) -> HuggingFaceTokenizer:
-        """Return the tokenizer with the options of ``model`` for prompts. ConfigError where these do not fit it."""
+        """Return the tokenizer with the options of ``model`` for prompts. ConfigError where
+        these do not fit it.
+        """
         return HuggingFaceTokenizer(
             self._tokenizer,
             model.path,
@@ -70,20 +74,28 @@ class HuggingFaceTokenizer:
 
     @property
     def response_template(self) -> dict[str, Any] | None:
-        """The tokenizer's rules for finding tool calls and thoughts in what the model writes; most have none."""
+        """The tokenizer's rules for finding tool calls and thoughts in what the model writes;
+        most have none.
+        """
         template: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
         return template
 
     @property
     def identity(self) -> str | None:
-        """Digest of everything that token ids depend on: vocabulary, rules, chat template, special tokens.
+        """Digest of everything that token ids depend on: vocabulary, rules, chat template, special
+        tokens.
 
-        None for a tokenizer that does not tell its rules (one that is not of the package ``tokenizers``).
+        None for a tokenizer that does not tell its rules (one that is not of the package
+        ``tokenizers``).
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
-        rules = {name: rule for name, rule in json.loads(backend.to_str()).items() if name not in _OF_BATCHES}
+        rules = {
+            name: rule
+            for name, rule in json.loads(backend.to_str()).items()
+            if name not in _OF_BATCHES
+        }
         parts = [rules, self._tokenizer.chat_template, self._tokenizer.special_tokens_map]
         if self._template:
             parts.append(self._template)
@@ -94,7 +106,9 @@ class HuggingFaceTokenizer:
 
     @property
     def special_tokens_note(self) -> str:
-        """Return a sentence on the special tokens around prompts that are texts; empty where there are none."""
+        """Return a sentence on the special tokens around prompts that are texts; empty where
+        there are none.
+        """
         before, after = self._around()
         shown = []
         if before:
@@ -106,7 +120,8 @@ class HuggingFaceTokenizer:
         verb = "do not get" if self._add_special_tokens is False else "get"
         own = "the tokenizer's own special tokens"
         return (
-            f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are texts {verb} {own}, "
+            f"model.add_special_tokens={str(self._add_special_tokens).lower()}: prompts that are "
+            f"texts {verb} {own}, "
             f"{' and '.join(shown)} each"
         )
 
@@ -128,17 +143,20 @@ class HuggingFaceTokenizer:
     ) -> list[int]:
         """Return the token ids of a string, or of chat messages up to where the assistant answers.
 
-        ``tools`` are JSON schemas for the chat template. A field that is null is as one that is not there: Arrow gives
-        each message every field that any message of the table has. With ``continue_answer`` a last message of the
-        assistant's is left open, for the model to go on with; without it such a message is a DataError. ConfigError for
-        messages where the model has no template.
+        ``tools`` are JSON schemas for the chat template. A field that is null is as one that is not
+        there: Arrow gives each message every field that any message of the table has. With
+        ``continue_answer`` a last message of the assistant's is left open, for the model to go on
+        with; without it such a message is a DataError. ConfigError for messages where the model has
+        no template.
         """
         if isinstance(prompt, str):
             return self._encode_texts([prompt])[0]
         return self._encode_chats([prompt], tools, continue_answer)[0]
 
     def encode_more(self, text: str) -> list[int]:
-        """Return the token ids of a string that goes on with an earlier one: no special tokens are put around it."""
+        """Return the token ids of a string that goes on with an earlier one: no special tokens
+        are put around it.
+        """
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def after_turn(
@@ -148,7 +166,8 @@ class HuggingFaceTokenizer:
         tools: Sequence[Mapping[str, Any]],
         last: int,
     ) -> list[int]:
-        """Return the ids that new messages add to a conversation whose latest turn was sampled: see ``chat_turns.py``.
+        """Return the ids that new messages add to a conversation whose latest turn was sampled: see
+        ``chat_turns.py``.
 
         ConfigError for a chat template that cannot be continued.
         """
@@ -157,13 +176,15 @@ class HuggingFaceTokenizer:
         return self._turns.after_turn(before, new, tools, last)
 
     def check_turns(self) -> None:
-        """Raise ConfigError for a chat template whose conversations cannot be continued token by token."""
+        """Raise ConfigError for a chat template whose conversations cannot be continued token by
+        token.
+        """
         if self._turns is None:
             self._turns = ChatTurns(self._tokenizer, self._path, self._template)
 
     def lengths(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[int]:
-        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time; a last message of the
-        assistant's counts as it is. ConfigError alike.
+        """Return the number of tokens of each prompt, as ``encode`` gives them, many at a time; a
+        last message of the assistant's counts as it is. ConfigError alike.
         """
         if not prompts:
             return []
@@ -174,20 +195,29 @@ class HuggingFaceTokenizer:
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         adds = self._add_special_tokens is not False
-        encoded = [list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=adds)["input_ids"]]
+        encoded = [
+            list(ids) for ids in self._tokenizer(list(texts), add_special_tokens=adds)["input_ids"]
+        ]
         first = self._tokenizer.bos_token
         if self._add_special_tokens == "auto" and first:
             for place, text in enumerate(texts):
-                if text.startswith(first) and encoded[place][:2] == [self._tokenizer.bos_token_id] * 2:
+                if (
+                    text.startswith(first)
+                    and encoded[place][:2] == [self._tokenizer.bos_token_id] * 2
+                ):
                     del encoded[place][0]
         return encoded
 
     def _encode_chats(
-        self, chats: Sequence[Any], tools: Sequence[Mapping[str, Any]] = (), continue_answer: bool = False
+        self,
+        chats: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+        continue_answer: bool = False,
     ) -> list[list[int]]:
         if not self._tokenizer.chat_template:
             raise ConfigError(
-                f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a list of messages; "
+                f"model.path={self._path!r}: its tokenizer has no chat template, and a prompt is a "
+                "list of messages; "
                 "expected a chat model, or prompts that are strings"
             )
         answered = [_ends_with_answer(chat) for chat in chats]
@@ -210,42 +240,54 @@ class HuggingFaceTokenizer:
         return encoded
 
     def _check_template(self) -> None:
-        """Raise ConfigError for arguments that no chat template reads: it would leave them out without a word."""
+        """Raise ConfigError for arguments that no chat template reads: it would leave them out
+        without a word.
+        """
         if not self._template:
             return
         template: Any = self._tokenizer.chat_template
         if not template:
-            raise ConfigError(f"model.template={self._template}: the tokenizer of {self._path!r} has no chat template")
+            raise ConfigError(
+                f"model.template={self._template}: the tokenizer of {self._path!r} has no chat "
+                "template"
+            )
         texts = [template] if isinstance(template, str) else [*template.values()]
         words = {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
         for name in self._template:
             if name not in words:
                 raise ConfigError(
-                    f"model.template={self._template}: the chat template of {self._path!r} does not read "
+                    f"model.template={self._template}: the chat template of {self._path!r} does "
+                    "not read "
                     f"{name!r}{did_you_mean(name, words)}; leave it out"
                 )
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of token ids, with spaces as they are.
 
-        With ``skip_special`` tokens that end a text or a turn, and padding, are left out. Other special tokens stay in
-        the text: to many models ``<think>`` and ``<tool_call>`` are such.
+        With ``skip_special`` tokens that end a text or a turn, and padding, are left out. Other
+        special tokens stay in the text: to many models ``<think>`` and ``<tool_call>`` are such.
         """
         shown = list(token_ids)
         if skip_special:
             if self._left_out is None:
                 self._left_out = self._ends()
             shown = [token for token in shown if token not in self._left_out]
-        text = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     def _ends(self) -> frozenset[int]:
-        """Return the end tokens, that of padding, and the special token that the chat template ends a turn with."""
+        """Return the end tokens, that of padding, and the special token that the chat template
+        ends a turn with.
+        """
         ends = set(self.end_tokens)
         if self.pad_token_id is not None:
             ends.add(self.pad_token_id)
         if self._tokenizer.chat_template:
-            with suppress(Exception):  # a template that fails here fails on prompts too, and is named there
+            with suppress(
+                Exception
+            ):  # a template that fails here fails on prompts too, and is named there
                 ends |= set(self._tokenizer.all_special_ids) & set(self._ids_after_turn()[:1])
         return frozenset(ends)
 
@@ -256,7 +298,9 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
-    """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if it cannot be loaded."""
+    """Load the tokenizer in a Hugging Face folder. ConfigError, beginning with ``subject``, if
+    it cannot be loaded.
+    """
     with refused_by_name(path, subject):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         generation = read_generation_config(path)
@@ -265,7 +309,11 @@ def load_tokenizer(path: str, subject: str) -> HuggingFaceTokenizer:
 
 def read_generation_config(path: str) -> GenerationConfig | None:
     """Read the generation config in a model's folder; None where there is none."""
-    return GenerationConfig.from_pretrained(path) if Path(path, "generation_config.json").is_file() else None
+    return (
+        GenerationConfig.from_pretrained(path)
+        if Path(path, "generation_config.json").is_file()
+        else None
+    )
 
 
 def end_tokens(config: GenerationConfig | None, own: int | None) -> frozenset[int]:

@@ -1,5 +1,5 @@
-"""Generates with ``transformers``: no extra install, any causal model, any device that torch knows; images for models
-that see them.
+"""Generates with ``transformers``: no extra install, any causal model, any device that torch knows;
+images for models that see them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _WIDENED = 2**22  # most elements of a head that are in float32 at once, where t
 
 
 class TransformersEngine(MergesAdapters, HoldsNoGroups):
-    """A RolloutEngine over a causal or image-text model of transformers, in batches of at most ``max_rows`` rows."""
+    """A RolloutEngine over a causal or image-text model of transformers, in batches of at most
+    ``max_rows`` rows.
+    """
 
     def __init__(
         self,
@@ -73,25 +75,33 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self._progress = progress
         self._end_tokens = tokenizer.end_tokens
         self._pad_token = next(iter([*self._end_tokens, 0]))
-        self._model.generation_config = GenerationConfig()  # its penalties and sampling must not reach our samples
+        self._model.generation_config = (
+            GenerationConfig()
+        )  # its penalties and sampling must not reach our samples
         self._decodes = use_decoding(self._model)
         if not self._decodes:
             check_generate(self._model, model.path)
         if (processor is not None or routing is not None) and not self._decodes:
             raise ConfigError(
-                f"model.path={model.path!r}: a {type(self._model).__name__} generates with transformers' own loop "
+                f"model.path={model.path!r}: a {type(self._model).__name__} generates with "
+                "transformers' own loop "
                 "alone, which is not given images here and records no routes; take "
-                f"{alternatives('transformers', lambda able: able.images and able.routes)}, or another model"
+                f"{alternatives('transformers', lambda able: able.images and able.routes)}, or "
+                "another model"
             )
         self.routing = routing
         self._recorder = None if routing is None else RouteRecorder(self._model, routing)
         self._graphs = decode_graphs(self._model, torch.device(device)) if self._decodes else None
         self.processor = processor
         self._reader = None if processor is None else PromptImageReader(self._model, processor)
-        self.context_length: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self.context_length: int | None = getattr(
+            self._model.config.get_text_config(), "max_position_embeddings", None
+        )
         self.version = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
         """Return one response per prompt, in order. ValueError for a prompt without tokens."""
         return serve_all(self, prompts, seeds, sampling)
 
@@ -117,7 +127,9 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
                     queue.complete(ticket, generation)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy every parameter in place. ValueError, before anything changes, if the names or shapes do not fit."""
+        """Copy every parameter in place. ValueError, before anything changes, if the names or
+        shapes do not fit.
+        """
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         weights = self._parameters.fit(tensors, version)
         with torch.no_grad():
@@ -127,7 +139,9 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self.version = version
 
     def sleep(self, *, weights_follow: bool = False) -> None:
-        """Free the cache of captured steps, with these, and what torch's allocator keeps for later."""
+        """Free the cache of captured steps, with these, and what torch's allocator keeps for
+        later.
+        """
         if self._graphs is not None:
             self._graphs.drop()
         accelerator.free_cache(self._model.device.type)
@@ -137,7 +151,9 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         del self._model, self._reader, self._graphs
 
     def _generate_batch(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Generate for requests with equal sampling parameters, up to the longest response that one of them allows."""
+        """Generate for requests with equal sampling parameters, up to the longest response that
+        one of them allows.
+        """
         prompts = [request.prompt for request in requests]
         limits = [request.sampling.max_tokens for request in requests]
         sampling = requests[0].sampling
@@ -153,28 +169,42 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         given = self._model, prompts, limits, ends, self._pad_token, choose
         shown = () if self._reader is None else self._reader.read(requests)
         if self._decodes:
-            tokens, logprobs = decode(*given, images=shown, recorder=self._recorder, graphs=self._graphs)
+            tokens, logprobs = decode(
+                *given, images=shown, recorder=self._recorder, graphs=self._graphs
+            )
         else:
             tokens, logprobs = generate(*given)
-        cut = [self._cut(*row, ends) for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)]
+        cut = [
+            self._cut(*row, ends)
+            for row in zip(tokens.tolist(), logprobs.tolist(), limits, strict=True)
+        ]
         if self._recorder is None:
             return cut
         return [
-            replace(sample, routes=self._recorder.routes(row, len(sample.token_ids))) for row, sample in enumerate(cut)
+            replace(sample, routes=self._recorder.routes(row, len(sample.token_ids)))
+            for row, sample in enumerate(cut)
         ]
 
-    def _cut(self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]) -> Generation:
-        """Cut a row after its end token or at its limit. RunError for a log-probability that is not finite."""
+    def _cut(
+        self, tokens: list[int], logprobs: list[float], limit: int, ends: frozenset[int]
+    ) -> Generation:
+        """Cut a row after its end token or at its limit. RunError for a log-probability that is
+        not finite.
+        """
         end = next((at for at, token in enumerate(tokens[:limit]) if token in ends), None)
         length = min(len(tokens), limit) if end is None else end + 1
         if not all(logprob > -torch.inf for logprob in logprobs[:length]):
-            raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
+            raise RunError(
+                f"the model gives logits that are not finite (weights of version {self.version})"
+            )
         reason = FinishReason.LENGTH if end is None else FinishReason.STOP
         return Generation(tokens[:length], logprobs[:length], reason)
 
 
 def _unlimited(request: GenerationRequest) -> Sampling:
-    """Return the request's sampling parameters without the number of tokens, which may differ within a batch."""
+    """Return the request's sampling parameters without the number of tokens, which may differ
+    within a batch.
+    """
     return replace(request.sampling, max_tokens=0)
 
 
@@ -194,17 +224,20 @@ def _load(model: ModelConfig, device: str) -> tuple[PreTrainedModel, HuggingFace
 
 
 def _compute_head_in_float32(model: PreTrainedModel) -> None:
-    """Let a model give logits that are products in float32 of its hidden states and its head, of any type.
+    """Let a model give logits that are products in float32 of its hidden states and its head, of
+    any type.
 
-    The weights stay as they are: a tied embedding is the same tensor, and new weights are copied into it. A part of the
-    head is widened at a time, since all of it would take gigabytes.
+    The weights stay as they are: a tied embedding is the same tensor, and new weights are copied
+    into it. A part of the head is widened at a time, since all of it would take gigabytes.
     """
     head = model.get_output_embeddings()
     rows = max(1, _WIDENED // head.in_features)
 
     def forward(hidden: Tensor) -> Tensor:
         wide = hidden.float()
-        logits = torch.cat([functional.linear(wide, part.float()) for part in head.weight.split(rows)], dim=-1)
+        logits = torch.cat(
+            [functional.linear(wide, part.float()) for part in head.weight.split(rows)], dim=-1
+        )
         if head.bias is not None:
             logits += head.bias.float()
         return logits

@@ -18,12 +18,19 @@ from siirl_dask.rollout.memory import (
     rows_of_all_ranks,
     sampler_bytes,
 )
-from siirl_dask.rollout.specs import Abilities, EngineInputs, EngineMemory, EngineRole, EngineSpec, Installation
+from siirl_dask.rollout.specs import (
+    Abilities,
+    EngineInputs,
+    EngineMemory,
+    EngineRole,
+    EngineSpec,
+    Installation,
+)
 
 
 def _check(role: EngineRole) -> Sequence[str]:
-    """Return a note on a model that is sampled with transformers' own loop. ConfigError for rotary frequencies that
-    nothing pins.
+    """Return a note on a model that is sampled with transformers' own loop. ConfigError for rotary
+    frequencies that nothing pins.
     """
     check_frequencies_are_pinned(role.model)
     note = loop_note(role.model.path)
@@ -31,7 +38,9 @@ def _check(role: EngineRole) -> Sequence[str]:
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
-    from siirl_dask.rollout.transformers_engine import TransformersEngine  # imports torch and transformers
+    from siirl_dask.rollout.transformers_engine import (
+        TransformersEngine,
+    )  # imports torch and transformers
 
     routing = needed_routing(inputs.model.path) if inputs.rollout.router_replay else None
     with inputs.device.stage("the loading of weights"):
@@ -46,7 +55,9 @@ def _build(inputs: EngineInputs) -> RolloutEngine:
 
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
-    """Return the memory of an engine that keeps all weights on the device, and a cache of a batch's largest shape."""
+    """Return the memory of an engine that keeps all weights on the device, and a cache of a
+    batch's largest shape.
+    """
     size = engine.dtype.itemsize * engine.size.total
     rows = rows_of_all_ranks(engine.rollout)
     tokens = cache_rows(rows) * cache_columns(engine.longest)

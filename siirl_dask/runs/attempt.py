@@ -1,12 +1,15 @@
-"""One start of a run at a time: each start takes the run's folder as an attempt, and fences those before it.
+"""One start of a run at a time: each start takes the run's folder as an attempt, and fences those
+before it.
 
     <run.url>/attempts/0003.json    created exclusively: the third start, its host, process, user and time
-                       0003.beat    written anew every few seconds while it lives, and a last time when it ends
+                       0003.beat    written anew every few seconds while it lives, and a last time
+                       when it ends
 
-The start with the highest number has the folder. One that finds a higher number, or whose own file is gone or has
-another start's token, is fenced: it writes and deletes nothing more. The number alone would not do: in a folder that
-was removed or moved, numbers begin again at 1. Whether an attempt lives is judged by one clock, that of the start which
-wants the folder: it watches whether the beat changes. Neither the clocks of two hosts nor a store's times are compared.
+The start with the highest number has the folder. One that finds a higher number, or whose own file
+is gone or has another start's token, is fenced: it writes and deletes nothing more. The number
+alone would not do: in a folder that was removed or moved, numbers begin again at 1. Whether an
+attempt lives is judged by one clock, that of the start which wants the folder: it watches whether
+the beat changes. Neither the clocks of two hosts nor a store's times are compared.
 """
 
 from __future__ import annotations
@@ -45,12 +48,15 @@ _LOOKS = 24  # at the beat in that time
 _ENDED = b"ended\n"
 _TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "ino")
 """Keys under which fsspec's stores say what changes with a file."""
-_PAUSE = 1.0  # seconds before a second look for a record: a store's reading, or NFS, may be behind for a moment
+# seconds before a second look for a record: a store's reading, or NFS, may be behind for a moment
+_PAUSE = 1.0
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A start of the run at ``url``. Used with ``with``, it renews itself, and says at the end that it is over."""
+    """A start of the run at ``url``. Used with ``with``, it renews itself, and says at the end
+    that it is over.
+    """
 
     url: str
     number: int
@@ -60,19 +66,24 @@ class Attempt:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the number changes, and while a sign of life is written under it."""
     _seen: tuple[object, ...] | None = None
-    """State of this attempt's file, as the store's listing has it, when the token in it was compared last."""
+    """State of this attempt's file, as the store's listing has it, when the token in it was
+    compared last."""
     _gone: bool = False
     """True once its file was gone, or another start's: it gives no sign of life there any more."""
     _opened: int | None = None
-    """Descriptor of the folder of attempts on a local disk, which follows that folder wherever it is moved."""
+    """Descriptor of the folder of attempts on a local disk, which follows that folder wherever
+    it is moved."""
 
     def check(self) -> None:
-        """Raise Fenced if another start has taken the folder, FolderGone if it was moved or removed."""
+        """Raise Fenced if another start has taken the folder, FolderGone if it was moved or
+        removed.
+        """
         if (fenced := self._fenced()) is not None:
             raise fenced
 
     def begin_again(self) -> None:
-        """Take the folder under a new number: processes of before may still write, and no record will list that.
+        """Take the folder under a new number: processes of before may still write, and no record
+        will list that.
 
         Fenced if another start has taken it.
         """
@@ -96,7 +107,8 @@ class Attempt:
     def _fenced(self) -> Fenced | None:
         """Return why this start has the folder no more; None while it has it.
 
-        That is one listing. The file itself is read where the store says that it has changed, or nothing at all of it.
+        That is one listing. The file itself is read where the store says that it has changed, or
+        nothing at all of it.
         """
         fs, folder = _folder(self.url)
         records = _records(fs, folder)
@@ -110,13 +122,17 @@ class Attempt:
         if newest <= self.number:
             return None
         return Fenced(
-            f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, attempt "
-            f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends here, it "
+            f"run.url={self.url!r} was taken over by {_read(fs, folder, newest)}: this start, "
+            "attempt "
+            f"{self.number}, gave no sign of life for {self.holder.lease:g} s (run.lease). It ends "
+            "here, it "
             "commits and deletes nothing more, and what it has committed stays"
         )
 
     def _has_own_token(self, fs: AbstractFileSystem, folder: str) -> bool:
-        """Return whether this attempt's file is there and its own. One that is not there is looked for twice."""
+        """Return whether this attempt's file is there and its own. One that is not there is
+        looked for twice.
+        """
         with suppress(FileNotFoundError):
             return self._is_own(fs, folder)
         time.sleep(_PAUSE)
@@ -126,7 +142,9 @@ class Attempt:
             return False
 
     def _is_own(self, fs: AbstractFileSystem, folder: str) -> bool:
-        """Return whether this attempt's file has its token. FileNotFoundError where there is none."""
+        """Return whether this attempt's file has its token. FileNotFoundError where there is
+        none.
+        """
         try:
             return _read(fs, folder, self.number).token == self.holder.token
         except ConfigError:
@@ -143,13 +161,16 @@ class Attempt:
         now_at = self._now_at()
         moved = "was moved or removed" if now_at is None else f"was moved to {now_at}"
         return FolderGone(
-            f"run.url={self.url!r} {moved} under this start, attempt {self.number}: its record {record} {found}. "
+            f"run.url={self.url!r} {moved} under this start, attempt {self.number}: its record "
+            f"{record} {found}. "
             "It ends here, and commits and deletes nothing more",
             now_at,
         )
 
     def _now_at(self) -> str | None:
-        """Return where the run's folder is now, if it was moved on a local disk; None where nobody knows."""
+        """Return where the run's folder is now, if it was moved on a local disk; None where
+        nobody knows.
+        """
         if self._opened is None:
             return None
         with suppress(OSError):
@@ -169,7 +190,10 @@ class Attempt:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._thread is not None
         self._over.set()
@@ -185,15 +209,21 @@ class Attempt:
                 self._write(_ENDED)
         except FileNotFoundError:
             return  # the folder was moved or removed
-        except Exception as failure:  # each store has errors of its own; the next start finds out by waiting
+        except (
+            Exception
+        ) as failure:  # each store has errors of its own; the next start finds out by waiting
             logger.warning("attempt %d could not say that it is over: %s", self.number, failure)
 
     def _withdraw(self) -> bool:
-        """Remove this attempt where the run's folder has nothing else: a start that was refused leaves no folder."""
+        """Remove this attempt where the run's folder has nothing else: a start that was refused
+        leaves no folder.
+        """
         fs, folder = _folder(self.url)
         run = folder.rpartition("/")[0]
         own = (_record_path(folder, self.number), _beat_path(folder, self.number))
-        if _names(fs, run) != {FOLDER} or not _names(fs, folder) <= {_name_of(path) for path in own}:
+        if _names(fs, run) != {FOLDER} or not _names(fs, folder) <= {
+            _name_of(path) for path in own
+        }:
             return False
         for path in own:
             remove_file(fs, path)
@@ -215,7 +245,12 @@ class Attempt:
                 warned = False
             except Exception as error:  # the store may be back for the next one
                 if not warned:
-                    logger.warning("attempt %d could not be renewed: %s: %s", self.number, type(error).__name__, error)
+                    logger.warning(
+                        "attempt %d could not be renewed: %s: %s",
+                        self.number,
+                        type(error).__name__,
+                        error,
+                    )
                 warned = True
 
     def _write(self, beat: bytes) -> None:
@@ -230,21 +265,27 @@ class RunStart:
     number: int
     holder: Holder
     beat: bytes = b""
-    """Its last sign of life, which changes while it lives; empty where it was not read, or gave none yet."""
+    """Its last sign of life, which changes while it lives; empty where it was not read, or gave
+    none yet."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it said that it has ended, or its process has certainly gone; False where neither is known."""
+        """Whether it said that it has ended, or its process has certainly gone; False where
+        neither is known.
+        """
         return self.beat == _ENDED or self.holder.is_gone()
 
 
 def starts_of(url: str, most: int) -> list[RunStart]:
-    """Return the newest ``most`` starts of the run at ``url``, ascending, without their signs of life.
+    """Return the newest ``most`` starts of the run at ``url``, ascending, without their signs of
+    life.
 
     ConfigError for a damaged file.
     """
     fs, folder = _folder(url)
-    numbers = sorted(int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name)))
+    numbers = sorted(
+        int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))
+    )
     found = []
     for number in numbers[-most:]:
         with suppress(FileNotFoundError):  # it had written nothing, and has left
@@ -253,11 +294,17 @@ def starts_of(url: str, most: int) -> list[RunStart]:
 
 
 def newest_start(url: str) -> RunStart | None:
-    """Return the newest start of the run at ``url``; None where no file tells of one. ConfigError for a damaged one."""
+    """Return the newest start of the run at ``url``; None where no file tells of one.
+    ConfigError for a damaged one.
+    """
     fs, folder = _folder(url)
     newest = _newest(fs, folder)
     try:
-        return RunStart(newest, _read(fs, folder, newest), _beat(fs, folder, newest)) if newest else None
+        return (
+            RunStart(newest, _read(fs, folder, newest), _beat(fs, folder, newest))
+            if newest
+            else None
+        )
     except FileNotFoundError:
         return None
 
@@ -265,9 +312,9 @@ def newest_start(url: str) -> RunStart | None:
 def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
     """Take the folder of the run at ``url`` for this process, as its newest attempt.
 
-    An attempt whose process is gone, on this host, is taken over at once; any other when it gave no sign of life for as
-    many seconds as its own lease says, and ``note`` is told of the wait. RunInProgress, naming host and process, while
-    it is alive.
+    An attempt whose process is gone, on this host, is taken over at once; any other when it gave no
+    sign of life for as many seconds as its own lease says, and ``note`` is told of the wait.
+    RunInProgress, naming host and process, while it is alive.
     """
     fs, folder = _folder(url)
     me = Holder.here(lease)
@@ -286,7 +333,8 @@ def take(url: str, lease: float, note: Callable[[str], None]) -> Attempt:
 def is_held(url: str, note: Callable[[str], None]) -> bool:
     """Return whether a start that is alive has the folder at ``url``, which stays as it is.
 
-    One of another host is waited for as ``take`` does, and ``note`` is called with a sentence about that.
+    One of another host is waited for as ``take`` does, and ``note`` is called with a sentence about
+    that.
     """
     fs, folder = _folder(url)
     try:
@@ -299,21 +347,28 @@ def is_held(url: str, note: Callable[[str], None]) -> bool:
 
 
 def _number_used(fs: AbstractFileSystem, folder: str, newest: int) -> int:
-    """Return the highest number of an attempt of which anything is left, ``newest`` being that of the newest record.
+    """Return the highest number of an attempt of which anything is left, ``newest`` being that of
+    the newest record.
 
-    Records may be missing, and what a start wrote under a number must not be taken for what another one writes. Where
-    all are, every file of the run is looked at; a new run has none.
+    Records may be missing, and what a start wrote under a number must not be taken for what another
+    one writes. Where all are, every file of the run is looked at; a new run has none.
     """
     beats = [int(matched[1]) for name in _names(fs, folder) if (matched := _BEAT.fullmatch(name))]
     if newest or beats:
         return max([newest, *beats])
     files = list_files(fs, folder.rpartition("/")[0])
     written = filter(None, map(_WRITTEN_BY.fullmatch, files))
-    return max((int(number) for matched in written for number in matched.groups() if number), default=0)
+    return max(
+        (int(number) for matched in written for number in matched.groups() if number), default=0
+    )
 
 
-def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]) -> bool:
-    """Return True when attempt ``number`` is over, False when it is no longer the newest, or raise RunInProgress."""
+def _is_over(
+    fs: AbstractFileSystem, folder: str, number: int, url: str, note: Callable[[str], None]
+) -> bool:
+    """Return True when attempt ``number`` is over, False when it is no longer the newest, or
+    raise RunInProgress.
+    """
     try:
         holder = _read(fs, folder, number)
     except FileNotFoundError:
@@ -322,7 +377,8 @@ def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: C
     if first == _ENDED or holder.is_gone():
         return True
     note(
-        f"waiting for up to {holder.lease:g} s for a sign of life of {holder}, attempt {number} at this run (run.lease)"
+        f"waiting for up to {holder.lease:g} s for a sign of life of {holder}, attempt {number} at "
+        "this run (run.lease)"
     )
     deadline = time.monotonic() + holder.lease
     while time.monotonic() < deadline:
@@ -332,7 +388,8 @@ def _is_over(fs: AbstractFileSystem, folder: str, number: int, url: str, note: C
             return True
         if beat and beat != first:  # it has none when it has just begun, or leaves
             raise RunInProgress(
-                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one first, or choose "
+                f"run.url={url!r} is being trained, by {holder}, attempt {number}: stop that one "
+                "first, or choose "
                 "another run.name or run.url"
             )
         if _newest(fs, folder) != number:
@@ -353,7 +410,9 @@ def _beat_path(folder: str, number: int) -> str:
 
 
 def _records(fs: AbstractFileSystem, folder: str) -> dict[int, tuple[object, ...] | None]:
-    """Return for each attempt that has a file what the store says of it; None where that does not tell two apart."""
+    """Return for each attempt that has a file what the store says of it; None where that does
+    not tell two apart.
+    """
     try:
         entries: list[dict[str, Any]] = fs.ls(folder, detail=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -369,7 +428,10 @@ def _tag(entry: dict[str, Any]) -> tuple[object, ...] | None:
 
 def _newest(fs: AbstractFileSystem, folder: str) -> int:
     """Return the number of the newest attempt; 0 if there is none."""
-    return max((int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))), default=0)
+    return max(
+        (int(matched[1]) for name in _names(fs, folder) if (matched := _NAME.fullmatch(name))),
+        default=0,
+    )
 
 
 def _names(fs: AbstractFileSystem, folder: str) -> set[str]:

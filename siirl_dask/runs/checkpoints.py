@@ -1,14 +1,15 @@
 """A run's checkpoints: where they are stored, which are complete, and which are kept.
 
     <run.url>/checkpoints/step=000010-0003/policy/      the role's tensors: see training/files/checkpoint.py
-                                           state.json   everything that is no tensor: see checkpoint_state.py
-                                           COMMITTED    created last, with all digests: see commit_record.py
-                                           BEGUN        created first: it is being written, or was
+                                           state.json   everything that is no tensor: see
+                                           checkpoint_state.py COMMITTED    created last, with all
+                                           digests: see commit_record.py BEGUN        created first:
+                                           it is being written, or was
 
-Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write there at any time,
-also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes the same step to a folder of its own,
-and voids that of attempt 3 before it removes anything there. Where two attempts have committed a step, the later one's
-counts.
+Attempt 3 alone writes to a folder that ends with its number. A process of it may live on and write
+there at any time, also after attempt 4 has taken the run over (see attempt.py). So attempt 4 writes
+the same step to a folder of its own, and voids that of attempt 3 before it removes anything there.
+Where two attempts have committed a step, the later one's counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from fsspec import AbstractFileSystem
-from siirl_storage import Conflict, join, open_fs, remove_file, remove_tree, write_atomic, write_exclusive
+from siirl_storage import (
+    Conflict,
+    join,
+    open_fs,
+    remove_file,
+    remove_tree,
+    write_atomic,
+    write_exclusive,
+)
 from siirl_storage.digests import FileDigest, digest_file
 from siirl_storage.files import list_files
 
@@ -55,12 +64,20 @@ class Checkpoint:
     """Description of a damaged record; empty for a whole one."""
 
     def files(self, roles: Collection[str] | None = None) -> dict[str, FileDigest]:
-        """Return the digests of the files by path in the folder; only those of ``roles``, if given."""
+        """Return the digests of the files by path in the folder; only those of ``roles``, if
+        given.
+        """
         listed = self.record.files if self.record else {}
-        return {name: one for name, one in listed.items() if roles is None or PurePosixPath(name).parts[0] in roles}
+        return {
+            name: one
+            for name, one in listed.items()
+            if roles is None or PurePosixPath(name).parts[0] in roles
+        }
 
     def state(self) -> CheckpointState:
-        """Return ``state.json``. DamagedCheckpoint if it is not what was written, CheckpointError if it is unusable."""
+        """Return ``state.json``. DamagedCheckpoint if it is not what was written,
+        CheckpointError if it is unusable.
+        """
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
         url = join(self.url, STATE)
@@ -73,10 +90,14 @@ class Checkpoint:
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{url} is gone") from error
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{url} is not a checkpoint's state: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{url} is not a checkpoint's state: {type(error).__name__}: {error}"
+            ) from error
 
     def verify(self, roles: Collection[str] | None = None) -> None:
-        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names one that differs."""
+        """Read every file, or those of ``roles``, and compare digests. DamagedCheckpoint names
+        one that differs.
+        """
         if self.record is None:
             raise DamagedCheckpoint(self.damage)
         files = self.files(roles)
@@ -87,7 +108,9 @@ class Checkpoint:
 
 
 def damage_of(url: str, files: Mapping[str, FileDigest]) -> str:
-    """Return what is wrong with the first of ``files`` below ``url`` that is not what was written; empty if none is."""
+    """Return what is wrong with the first of ``files`` below ``url`` that is not what was
+    written; empty if none is.
+    """
     return next(filter(None, (_damage(url, name, written) for name, written in files.items())), "")
 
 
@@ -107,7 +130,9 @@ def _differs(url: str, found: FileDigest, written: FileDigest) -> str:
 
 
 def find_checkpoints(run_url: str) -> list[Checkpoint]:
-    """Return the checkpoints of the run at ``run_url`` by step, one for each; also those whose record is damaged."""
+    """Return the checkpoints of the run at ``run_url`` by step, one for each; also those whose
+    record is damaged.
+    """
     chosen = {found.step: found for found in _found(run_url)}
     return [chosen[step] for step in sorted(chosen)]
 
@@ -124,7 +149,9 @@ def unfinished_steps(run_url: str) -> set[int]:
 
 
 def kept_folders(run_url: str) -> set[str]:
-    """Return the names of the folders of all complete checkpoints, and of those whose record is damaged."""
+    """Return the names of the folders of all complete checkpoints, and of those whose record is
+    damaged.
+    """
     return {found.url.rpartition("/")[2] for found in _found(run_url)}
 
 
@@ -132,7 +159,9 @@ def find_checkpoint(run_url: str, step: int) -> Checkpoint:
     """Return the checkpoint of ``step``. CheckpointError if there is none."""
     there = {found.step: found for found in find_checkpoints(run_url)}
     if step not in there:
-        raise CheckpointError(f"{run_url!r} has no complete checkpoint of step {step} (there are: {sorted(there)})")
+        raise CheckpointError(
+            f"{run_url!r} has no complete checkpoint of step {step} (there are: {sorted(there)})"
+        )
     return there[step]
 
 
@@ -145,7 +174,9 @@ def checkpoint_url(run_url: str, step: int) -> str:
 
 
 def read_state(run_url: str, step: int) -> CheckpointState:
-    """Return ``state.json`` of the checkpoint of ``step``. CheckpointError when it is absent or unreadable."""
+    """Return ``state.json`` of the checkpoint of ``step``. CheckpointError when it is absent or
+    unreadable.
+    """
     return find_checkpoint(run_url, step).state()
 
 
@@ -159,13 +190,14 @@ class Checkpoints:
     keep_best: str | None = None
     """Metric whose highest value keeps one more checkpoint."""
     done: int = 0
-    """Step after which the attempt resumed; what earlier ones wrote of later steps is superseded."""
+    """Step after which the attempt resumed; what earlier ones wrote of later steps is
+    superseded."""
 
     def folder(self, step: int) -> str:
         """Return the URL of the folder for the checkpoint of ``step``, to which nobody else writes.
 
-        A file in it says that it is being written. A store may show nothing else of it until it is whole, and a start
-        that comes upon it must not take it for one that was lost.
+        A file in it says that it is being written. A store may show nothing else of it until it is
+        whole, and a start that comes upon it must not take it for one that was lost.
         """
         url = join(self.attempt.url, FOLDER, f"step={step:06d}-{self.attempt.number:04d}")
         fs, path = open_fs(url)
@@ -174,9 +206,11 @@ class Checkpoints:
         return url
 
     def commit(self, url: str, state: CheckpointState, files: Mapping[str, FileDigest]) -> None:
-        """Complete the checkpoint at ``url``, of which all roles' ``files`` are written, and delete those not kept.
+        """Complete the checkpoint at ``url``, of which all roles' ``files`` are written, and delete
+        those not kept.
 
-        Fenced if another start has taken the run over, CheckpointError if a file is not there as it was written.
+        Fenced if another start has taken the run over, CheckpointError if a file is not there as it
+        was written.
         """
         fs, path = open_fs(url)
         self._check_sizes(fs, path, files)
@@ -184,23 +218,31 @@ class Checkpoints:
         text = state.to_json()
         try:
             write_atomic(fs, f"{path}/{STATE}", text)
-            record = CommitRecord(step=state.step, files={**files, STATE: FileDigest.of(text)}).to_json()
+            record = CommitRecord(
+                step=state.step, files={**files, STATE: FileDigest.of(text)}
+            ).to_json()
             self.attempt.check()
             write_exclusive(fs, f"{path}/{NAME}", record)
         except Conflict as error:
             self.attempt.check()
             raise Fenced(f"{url} was voided by a later start of this run") from error
         except OSError:
-            self.attempt.check()  # a start that took over empties the folder, also under a file that is being written
+            # a start that took over empties the folder, also under a file that is being written
+            self.attempt.check()
             raise
         try:
             self._prune()
-        except (OSError, CheckpointError) as error:  # the next commit tries again; what is committed costs no run
+        except (
+            OSError,
+            CheckpointError,
+        ) as error:  # the next commit tries again; what is committed costs no run
             where = self.attempt.url
             kind = type(error).__name__
             logger.warning("checkpoints that are not kept stay at %s: %s: %s", where, kind, error)
 
-    def _check_sizes(self, fs: AbstractFileSystem, path: str, files: Mapping[str, FileDigest]) -> None:
+    def _check_sizes(
+        self, fs: AbstractFileSystem, path: str, files: Mapping[str, FileDigest]
+    ) -> None:
         there = list_files(fs, path)
         for name, written in files.items():
             if there.get(name) != written.nbytes:
@@ -209,7 +251,9 @@ class Checkpoints:
                 raise CheckpointError(f"{path}/{name} {found}, and {written.nbytes} were written")
 
     def _prune(self) -> None:
-        """Delete complete checkpoints that are not kept, and what earlier attempts left incomplete or superseded."""
+        """Delete complete checkpoints that are not kept, and what earlier attempts left
+        incomplete or superseded.
+        """
         number = self.attempt.number
         complete = [found for found in _found(self.attempt.url) if found.record]
         line = {one.step: one for one in complete if one.step <= self.done or one.attempt == number}
@@ -228,11 +272,15 @@ class Checkpoints:
                 self._void(fs, f"{root}/{name}", step)
 
     def _void(self, fs: AbstractFileSystem, folder: str, step: int) -> None:
-        """Empty the incomplete folder of an earlier attempt, once a record says that it will never count."""
+        """Empty the incomplete folder of an earlier attempt, once a record says that it will
+        never count.
+        """
         path = f"{folder}/{NAME}"
         if not fs.exists(path):
             try:
-                write_exclusive(fs, path, CommitRecord(step=step, voided_by=self.attempt.number).to_json())
+                write_exclusive(
+                    fs, path, CommitRecord(step=step, voided_by=self.attempt.number).to_json()
+                )
             except Conflict:
                 return  # it was committed at this moment
         for name in list_files(fs, folder):
@@ -248,7 +296,9 @@ class Checkpoints:
             try:
                 metrics = one.state().metrics
             except CheckpointError as error:
-                logger.warning("the checkpoint of step %d cannot be the best one: %s", one.step, error)
+                logger.warning(
+                    "the checkpoint of step %d cannot be the best one: %s", one.step, error
+                )
                 continue
             if self.keep_best in metrics:
                 values[one.url] = metrics[self.keep_best]
@@ -256,7 +306,9 @@ class Checkpoints:
 
 
 def remove_all(run_url: str) -> None:
-    """Delete every checkpoint of the run, the newest first: a crash leaves none newer than those deleted."""
+    """Delete every checkpoint of the run, the newest first: a crash leaves none newer than those
+    deleted.
+    """
     fs, root = _root(run_url)
     for name, _, _ in sorted(_folders(fs, root), key=lambda folder: folder[1:], reverse=True):
         _remove(fs, f"{root}/{name}")
@@ -275,14 +327,20 @@ def _folders(fs: AbstractFileSystem, root: str) -> Iterator[tuple[str, int, int]
     for path in listed:
         name = str(path).rstrip("/").rpartition("/")[2]
         if matched := _NAME.fullmatch(name):
-            yield name, int(matched[1]), int(matched[2]) if _NUMBER.fullmatch(matched[2] or "") else 0
+            yield (
+                name,
+                int(matched[1]),
+                int(matched[2]) if _NUMBER.fullmatch(matched[2] or "") else 0,
+            )
 
 
 def _found(run_url: str) -> list[Checkpoint]:
     """Return every folder that has a record and is not void, by step and attempt."""
     fs, root = _root(run_url)
     found = []
-    for name, step, attempt in sorted(_folders(fs, root), key=lambda folder: (*folder[1:], folder[0])):
+    for name, step, attempt in sorted(
+        _folders(fs, root), key=lambda folder: (*folder[1:], folder[0])
+    ):
         try:
             data = fs.cat_file(f"{root}/{name}/{NAME}")
         except (FileNotFoundError, NotADirectoryError):
@@ -300,6 +358,8 @@ def _found(run_url: str) -> list[Checkpoint]:
 
 
 def _remove(fs: AbstractFileSystem, folder: str) -> None:
-    """Delete a checkpoint, its record first: a crash in between leaves nothing that looks complete."""
+    """Delete a checkpoint, its record first: a crash in between leaves nothing that looks
+    complete.
+    """
     remove_file(fs, f"{folder}/{NAME}")
     remove_tree(fs, folder)

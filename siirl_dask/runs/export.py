@@ -1,4 +1,6 @@
-"""``siirl-dask export``: writes a checkpoint as a Hugging Face folder, or its adapters for peft, to any fsspec URL."""
+"""``siirl-dask export``: writes a checkpoint as a Hugging Face folder, or its adapters for peft,
+to any fsspec URL.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from siirl_dask.runs.reader import open_run
 from siirl_dask.runs.whole_checkpoint import with_whole_checkpoint
 
 _LAST = ("config.json", "adapter_config.json")
-"""Files that are copied last: nothing loads a folder without them, so an incomplete copy is never used."""
+"""Files that are copied last: nothing loads a folder without them, so an incomplete copy is
+never used."""
 
 
 def export(
@@ -38,14 +41,16 @@ def export(
     adapter: bool = False,
     verify: bool = False,
 ) -> int:
-    """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the newest checkpoint.
+    """Write the weights of ``role`` at ``step`` to ``to``, and return the step; None takes the
+    newest checkpoint.
 
     ``ema`` takes the moving average of the weights; ``dtype`` is by default the run's own. Adapters
-    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for peft. ``verify``
-    loads what was written, before it is copied to ``to``, and compares its tensors and log-probs with those of the
-    checkpoint and of the base's own files. If the newest checkpoint is damaged, or removed meanwhile, the newest of the
-    others is taken, and the log says so. ConfigError when there is no such run, checkpoint or role, when something is
-    at ``to``, or when what was written is another model.
+    (``trainer.lora.rank``) are merged into the base weights, or with ``adapter`` written alone, for
+    peft. ``verify`` loads what was written, before it is copied to ``to``, and compares its tensors
+    and log-probs with those of the checkpoint and of the base's own files. If the newest checkpoint
+    is damaged, or removed meanwhile, the newest of the others is taken, and the log says so.
+    ConfigError when there is no such run, checkpoint or role, when something is at ``to``, or when
+    what was written is another model.
     """
     if verify and adapter:
         raise ConfigError("--verify compares a whole model: leave out --verify, or --adapter")
@@ -58,7 +63,17 @@ def export(
     def write(found: Checkpoint) -> None:
         with TemporaryDirectory() as folder:
             local = Path(folder)
-            write_folder(local, run, config, found, role=role, ema=ema, dtype=dtype, adapter=adapter, verify=verify)
+            write_folder(
+                local,
+                run,
+                config,
+                found,
+                role=role,
+                ema=ema,
+                dtype=dtype,
+                adapter=adapter,
+                verify=verify,
+            )
             put_folder(local, to)
 
     return with_whole_checkpoint(run, step, [role], write)
@@ -76,7 +91,8 @@ def write_folder(
     adapter: bool = False,
     verify: bool = False,
 ) -> None:
-    """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local folder.
+    """Write the weights of the checkpoint ``found`` as ``export`` does, into an existing local
+    folder.
 
     ConfigError as for ``export``, and for a full disk.
     """
@@ -95,11 +111,15 @@ def write_folder(
     roles = found.state().roles
     if role not in roles:
         raise ConfigError(
-            f"the checkpoint of step {found.step} of run {run!r} has no role {role!r} (there are: {sorted(roles)})"
+            f"the checkpoint of step {found.step} of run {run!r} has no role {role!r} (there are: "
+            f"{sorted(roles)})"
             f"{did_you_mean(role, roles)}"
         )
     if ema and not (config.trainer.ema_decay or config.critic.ema_decay):
-        raise ConfigError(f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out --ema")
+        raise ConfigError(
+            f"run {run!r} kept no moving average of the weights (trainer.ema_decay): leave out "
+            "--ema"
+        )
     trained = read_model(join(found.url, role), ema=ema)
     weights = trained
     config = _of_role(config, role)
@@ -138,10 +158,14 @@ def _nbytes(weights: Mapping[str, Any], dtype: Dtype) -> int:
 
 @contextmanager
 def room_for(folder: Path, nbytes: int) -> Iterator[None]:
-    """Raise ConfigError, with what is missing, where the disk of ``folder`` is too small for a model of ``nbytes``."""
+    """Raise ConfigError, with what is missing, where the disk of ``folder`` is too small for a
+    model of ``nbytes``.
+    """
     try:
         yield
-    except Exception as error:  # safetensors has a class of its own, and in it the system's number as text
+    except (
+        Exception
+    ) as error:  # safetensors has a class of its own, and in it the system's number as text
         if not (is_full(error) or f"os error {errno.ENOSPC})" in str(error)):
             raise
         written = sum(file.stat().st_size for file in folder.iterdir())
@@ -149,43 +173,57 @@ def room_for(folder: Path, nbytes: int) -> Iterator[None]:
             with full_disk_named(folder / "model", max(0, nbytes - written)):
                 raise OSError(errno.ENOSPC, str(error)) from error
         except OSError as full:
-            where = "the folder of TMPDIR" if folder.parent == Path(gettempdir()) else str(folder.parent)
+            where = (
+                "the folder of TMPDIR"
+                if folder.parent == Path(gettempdir())
+                else str(folder.parent)
+            )
             raise ConfigError(f"the model is written into {where} first: {full}") from full
 
 
 def _of_role(config: Config, role: str) -> Config:
-    """Return the configuration with the model and the trainer of the agent that the role ``policy_AGENT`` is of."""
+    """Return the configuration with the model and the trainer of the agent that the role
+    ``policy_AGENT`` is of.
+    """
     agent = config.agents.get(role.rpartition("_")[2])
     return config if agent is None else replace(config, model=agent.model, trainer=agent.trainer)
 
 
 def _adapted(run: str, config: Config, weights: Mapping[str, Any]) -> bool:
-    """Return whether the checkpoint has adapters. ConfigError unless their rank is ``trainer.lora.rank``."""
+    """Return whether the checkpoint has adapters. ConfigError unless their rank is
+    ``trainer.lora.rank``.
+    """
     from siirl_dask.models.adapters import is_adapter
     from siirl_dask.training.model.lora import rank_of
 
     ranks = {rank_of(name, tensor) for name, tensor in weights.items() if is_adapter(name)}
     if ranks - {config.trainer.lora.rank}:
         raise ConfigError(
-            f"the checkpoint has adapters of rank {sorted(ranks)}, and the config of run {run!r} says "
+            f"the checkpoint has adapters of rank {sorted(ranks)}, and the config of run {run!r} "
+            "says "
             f"trainer.lora.rank={config.trainer.lora.rank}: only adapters of that can be exported"
         )
     return bool(ranks)
 
 
 def check_unused(url: str, option: str) -> None:
-    """Raise ConfigError, naming ``option``, unless ``url`` can be written and is absent or an empty folder."""
+    """Raise ConfigError, naming ``option``, unless ``url`` can be written and is absent or an
+    empty folder.
+    """
     try:
         fs, path = open_fs(url)
     except StorageError as error:
         raise ConfigError(str(error)) from error
     if fs.isfile(path) or (fs.exists(path) and fs.ls(path, detail=False)):
-        raise ConfigError(f"there is something at {url!r} already: choose another {option}, or remove it")
+        raise ConfigError(
+            f"there is something at {url!r} already: choose another {option}, or remove it"
+        )
     check_writable(url, write=False, option=option)
 
 
 def put_folder(folder: Path, url: str) -> None:
-    """Copy the files of a model's local folder to ``url``, those without which nothing loads it last.
+    """Copy the files of a model's local folder to ``url``, those without which nothing loads it
+    last.
 
     If that fails, the files are removed that were copied. ConfigError for a full disk.
     """
@@ -199,7 +237,9 @@ def put_folder(folder: Path, url: str) -> None:
             left -= file.stat().st_size
     except BaseException as error:
         for file in files:
-            with suppress(Exception):  # it may not be there; the error that led here is the one to tell
+            with suppress(
+                Exception
+            ):  # it may not be there; the error that led here is the one to tell
                 remove_file(fs, f"{path}/{file.name}")
         with suppress(Exception):
             fs.rmdir(path)
@@ -209,7 +249,9 @@ def put_folder(folder: Path, url: str) -> None:
 
 
 def _put_file(fs: AbstractFileSystem, file: Path, to: str, left: int) -> None:
-    """Copy a file. OSError of a full disk says how much is missing for the ``left`` bytes of this and later files."""
+    """Copy a file. OSError of a full disk says how much is missing for the ``left`` bytes of
+    this and later files.
+    """
     if not isinstance(fs, LocalFileSystem):
         fs.put_file(str(file), to)
         return

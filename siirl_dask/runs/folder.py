@@ -1,4 +1,6 @@
-"""The folder at ``run.url``: writes and compares a run's identity, and removes what an earlier start left."""
+"""The folder at ``run.url``: writes and compares a run's identity, and removes what an earlier
+start left.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,27 @@ CONFIG_FILE = "config.yaml"
 DAG_FILE = "dag.json"
 _SUMMARY = "summary.json"
 _PLOTS = ("plot.svg", "plot.png")  # a PNG in runs of version 0.1
-_FILES = (IDENTITY, RETENTION, DAG_FILE, _SUMMARY, "metrics.jsonl", "metrics.parquet", *_PLOTS, "tracking.json")
+_FILES = (
+    IDENTITY,
+    RETENTION,
+    DAG_FILE,
+    _SUMMARY,
+    "metrics.jsonl",
+    "metrics.parquet",
+    *_PLOTS,
+    "tracking.json",
+)
 _PROFILE = re.compile(r"profile/step=\d{6}/[\w.-]+\.json\.gz")
 _TABLE = re.compile(r"\w[\w-]*")
-_MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "storage", *LAYOUT_GROUPS} | {
+_MAY_CHANGE = {
+    "cluster",
+    "validation",
+    "observe",
+    "profile",
+    "checkpoint",
+    "storage",
+    *LAYOUT_GROUPS,
+} | {
     "run.name",
     "run.url",
     "run.steps",
@@ -80,14 +99,17 @@ _MAY_CHANGE = {"cluster", "validation", "observe", "profile", "checkpoint", "sto
     "trainer.max_skipped_steps",
     "critic.max_skipped_steps",
 }
-"""Groups and keys that may differ when a run is resumed: what is learned does not depend on them."""
+"""Groups and keys that may differ when a run is resumed: what is learned does not depend on
+them."""
 _LONGEST_ROW = ".model.longest_row"
 _Spec = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The part of a run that decides its results: configuration and training DAG, as plain data without secrets."""
+    """The part of a run that decides its results: configuration and training DAG, as plain data
+    without secrets.
+    """
 
     values: Mapping[str, Any]
     """Configuration values by ``group.key``, without those that may change."""
@@ -105,21 +127,30 @@ class RunIdentity:
         return sha256(text.encode()).hexdigest()[:16]
 
     def differences(self, other: RunIdentity) -> list[str]:
-        """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 -> 2e-06``.
+        """Return the changes from this identity to ``other``, each as ``trainer.lr: 1e-06 ->
+        2e-06``.
 
-        A DAG that was not written yet equals any, and so does a longest row of a run of a version that recorded none:
-        it follows from keys that are compared.
+        A DAG that was not written yet equals any, and so does a longest row of a run of a version
+        that recorded none: it follows from keys that are compared.
         """
         dags = (self.dag, other.dag if self.dag else self.dag)
         leaves = [_leaves(_by_name(dag), "DAG: ") for dag in dags]
         old, new = ({**one.values, **more} for one, more in zip((self, other), leaves, strict=True))
-        changed = [name for name in {**old, **new} if old.get(name) != new.get(name) and not _is_free_option(name)]
-        names = [name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)]
+        changed = [
+            name
+            for name in {**old, **new}
+            if old.get(name) != new.get(name) and not _is_free_option(name)
+        ]
+        names = [
+            name for name in changed if not (name.endswith(_LONGEST_ROW) and old.get(name) is None)
+        ]
         return [f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}" for name in names]
 
 
 def read_identity(url: str) -> RunIdentity | None:
-    """Return the identity of the run at ``url``; None if there is no run. ConfigError if it cannot be read."""
+    """Return the identity of the run at ``url``; None if there is no run. ConfigError if it
+    cannot be read.
+    """
     try:
         fs, path = open_fs(url)
         if not fs.exists(f"{path}/{CONFIG_FILE}"):
@@ -132,10 +163,11 @@ def read_identity(url: str) -> RunIdentity | None:
 
 
 def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration ``text`` that the run at ``url`` recorded, with overrides, ``key=value``.
+    """Return the configuration ``text`` that the run at ``url`` recorded, with overrides,
+    ``key=value``.
 
-    Interpolated for a text that is no record. ConfigError for unusable overrides, and, with what can still be read,
-    when another version wrote the run.
+    Interpolated for a text that is no record. ConfigError for unusable overrides, and, with what
+    can still be read, when another version wrote the run.
     """
     file = join(url, CONFIG_FILE)
     try:
@@ -144,8 +176,10 @@ def recorded_config(text: str | bytes, url: str, overrides: Sequence[str] = ()) 
         raise
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can be read, but to "
-            "resume, evaluate or export it takes that version; a run of this version needs another run.name or "
+            f"{error}. Another version of siirl_dask wrote this run: its samples and metrics can "
+            "be read, but to "
+            "resume, evaluate or export it takes that version; a run of this version needs another "
+            "run.name or "
             "run.url, or --fresh, which removes what is there"
         ) from error
     return load_recorded(text, file, overrides) if overrides else recorded
@@ -159,10 +193,12 @@ def write_identity(
     data: Mapping[str, DataVersion] = MappingProxyType({}),
     tables: Mapping[str, DueTable] = MappingProxyType({}),
 ) -> None:
-    """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing ones.
+    """Write ``config.yaml``, ``dag.json`` and ``identity.json``; with ``replace`` over existing
+    ones.
 
-    ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from here on: what it saved
-    before it has to have as well. ConfigError when another run has taken the folder in the meantime.
+    ``data`` is the state of the tables to train on, and ``tables`` those that the run saves from
+    here on: what it saved before it has to have as well. ConfigError when another run has taken the
+    folder in the meantime.
     """
     fs, path = open_fs(config.run.url)
     earlier = read_identity_file(config.run.url) if replace else None
@@ -170,12 +206,15 @@ def write_identity(
         kept = {name: one for name, one in earlier.tables.items() if name in tables}
         tables = {**tables, **kept}
         remove_identity_file(config.run.url)
-    # The token makes it differ from what another start of the same command writes: see write_exclusive.
+    # The token makes it differ from what another start of the same command writes: see
+    # write_exclusive.
     text = f"# start {uuid4().hex}\n{dump(config, secrets=False)}".encode()
     try:
         (write_atomic if replace else write_exclusive)(fs, f"{path}/{CONFIG_FILE}", text)
     except Conflict as error:
-        raise ConfigError(f"run.url={config.run.url!r} was taken by another run in the meantime") from error
+        raise ConfigError(
+            f"run.url={config.run.url!r} was taken by another run in the meantime"
+        ) from error
     spec = (json.dumps(redacted(dag_to_spec(dag)), indent=2) + "\n").encode()
     write_atomic(fs, f"{path}/{DAG_FILE}", spec)
     files = {CONFIG_FILE: FileDigest.of(text), DAG_FILE: FileDigest.of(spec)}
@@ -193,9 +232,13 @@ def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> 
         raise ConfigError(f"{option}={url!r}: {error}") from error
     if isinstance(fs, LocalFileSystem):
         folder = Path(path)
-        parent = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        parent = next(
+            place for place in (folder, *folder.parents) if place.exists() or place.is_symlink()
+        )
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"{option}={url!r}: {str(parent)!r} is no folder that this user can write to")
+            raise ConfigError(
+                f"{option}={url!r}: {str(parent)!r} is no folder that this user can write to"
+            )
     if write:
         with probe(url, option):
             pass
@@ -203,7 +246,8 @@ def check_writable(url: str, *, write: bool = True, option: str = "run.url") -> 
 
 @contextmanager
 def probe(url: str, option: str = "run.url") -> Iterator[str]:
-    """Yield the name of a new file in the folder ``url``, and remove it again, with the folder if that is new.
+    """Yield the name of a new file in the folder ``url``, and remove it again, with the folder if
+    that is new.
 
     ConfigError, naming ``option``, if that fails.
     """
@@ -218,7 +262,9 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
         with _refused(f"{option}={url!r}"):
             remove_file(fs, f"{path}/{name}")
             if not existed and fs.exists(path):  # object stores have no folders
-                with suppress(OSError):  # it is not empty: a worker that died, or another start, wrote there
+                with suppress(
+                    OSError
+                ):  # it is not empty: a worker that died, or another start, wrote there
                     fs.rmdir(path)
 
 
@@ -226,8 +272,12 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
 def _refused(setting: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # each store has errors of its own: no bucket, no credentials, no connection
-        raise ConfigError(f"{setting} cannot be written: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # each store has errors of its own: no bucket, no credentials, no connection
+        raise ConfigError(
+            f"{setting} cannot be written: {type(error).__name__}: {error}"
+        ) from error
 
 
 def remove_summary(url: str) -> None:
@@ -240,8 +290,8 @@ def remove_summary(url: str) -> None:
 def remove_run(url: str, tables: Iterable[str]) -> None:
     """Delete everything that a run writes but the files of its attempts, and nothing else.
 
-    Its checkpoints go first and its ``config.yaml`` last: until then the folder holds a run, which can be resumed or
-    removed again.
+    Its checkpoints go first and its ``config.yaml`` last: until then the folder holds a run, which
+    can be resumed or removed again.
     """
     fs, path = open_fs(url)
     checkpoints.remove_all(url)
@@ -249,7 +299,12 @@ def remove_run(url: str, tables: Iterable[str]) -> None:
     remove_tree(fs, f"{path}/{STAGES}")
     events = [file for file in listed(fs, f"{path}/tensorboard") if "events.out.tfevents" in file]
     steps = listed(fs, f"{path}/profile")
-    profiles = [file for step in steps for file in listed(fs, step) if _PROFILE.fullmatch(file[len(path) + 1 :])]
+    profiles = [
+        file
+        for step in steps
+        for file in listed(fs, step)
+        if _PROFILE.fullmatch(file[len(path) + 1 :])
+    ]
     for file in (*events, *profiles, *(f"{path}/{name}" for name in (*_FILES, CONFIG_FILE))):
         if fs.exists(file):
             fs.rm_file(file)
@@ -265,7 +320,9 @@ def _saved_tables(fs: AbstractFileSystem, path: str) -> set[str]:
 
 
 def _made_beside(fs: AbstractFileSystem, path: str) -> set[str]:
-    """Return the names of the tables that replays of the run's rows have made, and of rows that were put aside."""
+    """Return the names of the tables that replays of the run's rows have made, and of rows that
+    were put aside.
+    """
     names = {name.rpartition("/")[2] for name in listed(fs, path)}
     return {name for name in names if REPLAY.fullmatch(name) or name.startswith(NONFINITE)}
 
@@ -282,7 +339,9 @@ def _read_dag(fs: AbstractFileSystem, path: str) -> _Spec:
         roles = dict(spec["roles"])
         nodes = [dict(node) for node in spec["nodes"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}/{DAG_FILE} is not a run's DAG: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{path}/{DAG_FILE} is not a run's DAG: {type(error).__name__}: {error}"
+        ) from error
     try:
         return dag_to_spec(dag_from_spec(roles, nodes))
     except PlanError:
@@ -302,15 +361,22 @@ def _deciding(config: Config) -> dict[str, Any]:
 
 
 def _is_free_option(name: str) -> bool:
-    """Return whether ``name``, as ``DAG: roles.policy.with.trainer.lr``, is of an option that may change."""
+    """Return whether ``name``, as ``DAG: roles.policy.with.trainer.lr``, is of an option that
+    may change.
+    """
     if name.endswith(tuple(f".with.{key}" for key in _MAY_CHANGE)):
         return True
     return any(f".with.{group}." in name for group in LAYOUT_GROUPS)
 
 
 def _deciding_nodes(dag: _Spec) -> _Spec:
-    """Return a DAG as plain data without what results do not depend on: which nodes' rows are stages."""
-    nodes = [{key: value for key, value in node.items() if key != "stage"} for node in dag.get("nodes", ())]
+    """Return a DAG as plain data without what results do not depend on: which nodes' rows are
+    stages.
+    """
+    nodes = [
+        {key: value for key, value in node.items() if key != "stage"}
+        for node in dag.get("nodes", ())
+    ]
     return {**dag, "nodes": nodes} if dag else dag
 
 

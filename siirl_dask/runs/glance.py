@@ -1,4 +1,6 @@
-"""Looks at the newest samples of a run that may be far away: a few rows of one part of one step, and no other file."""
+"""Looks at the newest samples of a run that may be far away: a few rows of one part of one step,
+and no other file.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ _MOST_BYTES = 2**24  # of the columns of a row group
 
 
 def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
-    """Return up to ``count`` rows of a step, each with ``prompt``, ``response`` and ``reward``, from best to worst.
+    """Return up to ``count`` rows of a step, each with ``prompt``, ``response`` and ``reward``,
+    from best to worst.
 
-    Where the run has turns, ``turns`` is their number, and ``finish_reason`` tells of episodes that failed.
-    They are evenly apart in the first row group of the first part. None come of a step that is not saved, or whose
-    texts are too large to be glanced at. DataError for a damaged part.
+    Where the run has turns, ``turns`` is their number, and ``finish_reason`` tells of episodes that
+    failed. They are evenly apart in the first row group of the first part. None come of a step that
+    is not saved, or whose texts are too large to be glanced at. DataError for a damaged part.
     """
     try:
         fs, root = open_fs(step_folder(url, TABLE, step))
@@ -40,7 +43,12 @@ def glance(url: str, step: int, count: int) -> list[Mapping[str, Any]]:
             return []
         rows = footer.groups[0]
         chosen = sorted({rows * number // count for number in range(count)}) if rows else []
-        columns = [prompt, RESPONSE, REWARD, *(name for name in (TURNS, FINISH_REASON) if {TURNS, name} <= {*names})]
+        columns = [
+            prompt,
+            RESPONSE,
+            REWARD,
+            *(name for name in (TURNS, FINISH_REASON) if {TURNS, name} <= {*names}),
+        ]
         table = read_rows(fs, path, 0, columns, footer.groups, rows=chosen, max_bytes=_MOST_BYTES)
     except TooLarge:
         return []

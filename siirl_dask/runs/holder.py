@@ -28,7 +28,8 @@ class Holder:
     machine: str = ""
     """The running system and namespace in which ``pid`` counts; empty where they cannot be told."""
     birth: str = ""
-    """Time at which the process began, as the kernel counts: a later process may have the same ``pid``."""
+    """Time at which the process began, as the kernel counts: a later process may have the same
+    ``pid``."""
 
     @staticmethod
     def here(lease: float) -> Holder:
@@ -46,7 +47,9 @@ class Holder:
         )
 
     def is_gone(self) -> bool:
-        """Return whether the process has certainly ended: it was one of this system, and is no more."""
+        """Return whether the process has certainly ended: it was one of this system, and is no
+        more.
+        """
         if not self.machine or self.machine != _machine():
             return False
         birth = _birth(self.pid)
@@ -66,13 +69,27 @@ class Holder:
         document = json.loads(data)
         if not isinstance(document, dict):
             raise ValueError(f"expected an object, got {document!r:.100}")
-        holder = Holder(**{name.name: document[name.name] for name in fields(Holder) if name.name in document})
-        texts = (holder.host, holder.user, holder.started, holder.token, holder.machine, holder.birth)
+        holder = Holder(
+            **{name.name: document[name.name] for name in fields(Holder) if name.name in document}
+        )
+        texts = (
+            holder.host,
+            holder.user,
+            holder.started,
+            holder.token,
+            holder.machine,
+            holder.birth,
+        )
         if not all(isinstance(text, str) and text.isprintable() for text in texts):
             raise ValueError("host, user, started, token, machine and birth are not all texts")
-        if type(holder.pid) is not int or not isinstance(holder.lease, (int, float)) or not 0 < holder.lease <= 86400:
+        if (
+            type(holder.pid) is not int
+            or not isinstance(holder.lease, (int, float))
+            or not 0 < holder.lease <= 86400
+        ):
             raise ValueError(
-                f"pid={holder.pid!r} and lease={holder.lease!r}: expected a number, and seconds up to a day"
+                f"pid={holder.pid!r} and lease={holder.lease!r}: expected a number, and seconds up "
+                "to a day"
             )
         return holder
 
@@ -88,7 +105,9 @@ def _user() -> str:
 
 
 def _machine() -> str:
-    """Return the id of this boot of the system and of this process's pid namespace; empty where there is none."""
+    """Return the id of this boot of the system and of this process's pid namespace; empty where
+    there is none.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -97,7 +116,9 @@ def _machine() -> str:
 
 
 def _birth(pid: int) -> str | None:
-    """Return the time at which process ``pid`` of this system began, empty if that is hidden; None if it has ended."""
+    """Return the time at which process ``pid`` of this system began, empty if that is hidden;
+    None if it has ended.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -108,4 +129,6 @@ def _birth(pid: int) -> str | None:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return None if state in ("Z", "X") else rest[18]  # field 22 of proc(5), the name and what is before it taken off
+    return (
+        None if state in ("Z", "X") else rest[18]
+    )  # field 22 of proc(5), the name and what is before it taken off

@@ -1,12 +1,14 @@
-"""``identity.json``: what a run's data was when it began, which rows it has to have, and digests of its small files.
+"""``identity.json``: what a run's data was when it began, which rows it has to have, and digests of
+its small files.
 
     {"version": 1,
      "files":  {"config.yaml": [bytes, SHA-256], "dag.json": [bytes, SHA-256]},
      "data":   {"data.url": {"version": null, "rows": 4096, "bytes": 88231, "digest": SHA-256}},
      "tables": {"rollouts": ["train", 1], "validation": ["validation", 0]}}
 
-Each start writes it, after the files that it has digests of. Runs of earlier versions have none: they are resumed and
-checked without. ``retention.json`` beside it says which rows were deleted on purpose.
+Each start writes it, after the files that it has digests of. Runs of earlier versions have none:
+they are resumed and checked without. ``retention.json`` beside it says which rows were deleted on
+purpose.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class DataVersion:
     def of(table: Snapshot) -> DataVersion:
         """Return the state of a table that is open."""
         nbytes = sum(part.nbytes for part in table.parts)
-        return DataVersion(version=table.version, rows=table.num_rows, bytes=nbytes, digest=table.digest)
+        return DataVersion(
+            version=table.version, rows=table.num_rows, bytes=nbytes, digest=table.digest
+        )
 
     def __str__(self) -> str:
         version = "" if self.version is None else f"version {self.version}, "
@@ -55,7 +59,8 @@ class DueTable:
 
     phase: Phase
     since: int
-    """The first step of which it has rows: 1 in training, 0 in validation, or the one after which it was added."""
+    """The first step of which it has rows: 1 in training, 0 in validation, or the one after
+    which it was added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,8 @@ class IdentityFile:
 
     files: Mapping[str, FileDigest] = field(default_factory=dict)
     data: Mapping[str, DataVersion] = field(default_factory=dict)
-    """State of each table of prompts, by the configuration's key that names it, of one to validate on with its URL."""
+    """State of each table of prompts, by the configuration's key that names it, of one to
+    validate on with its URL."""
     tables: Mapping[str, DueTable] = field(default_factory=dict)
 
     def write(self, url: str) -> None:
@@ -80,15 +86,21 @@ class IdentityFile:
 
 
 def read_identity_file(url: str) -> IdentityFile | None:
-    """Return what is recorded of the run at ``url``; None if it has no such file. ConfigError for a damaged one."""
+    """Return what is recorded of the run at ``url``; None if it has no such file. ConfigError
+    for a damaged one.
+    """
     document = _read(url, FILE)
     if document is None:
         return None
     try:
-        files = {name: FileDigest(_count(value[0]), _digest(value[1])) for name, value in document["files"].items()}
+        files = {
+            name: FileDigest(_count(value[0]), _digest(value[1]))
+            for name, value in document["files"].items()
+        }
         data = {key: _data_version(value) for key, value in document["data"].items()}
         tables = {
-            name: DueTable(phase=Phase(value[0]), since=_count(value[1])) for name, value in document["tables"].items()
+            name: DueTable(phase=Phase(value[0]), since=_count(value[1]))
+            for name, value in document["tables"].items()
         }
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise _damaged(url, FILE, error) from error
@@ -103,7 +115,9 @@ def remove_identity_file(url: str) -> None:
 
 
 def read_retention(url: str) -> dict[str, int]:
-    """Return the last step whose rows were deleted on purpose, by table. ConfigError for a damaged file."""
+    """Return the last step whose rows were deleted on purpose, by table. ConfigError for a
+    damaged file.
+    """
     document = _read(url, RETENTION)
     if document is None:
         return {}
@@ -119,7 +133,11 @@ def note_retention(url: str, removed: Mapping[str, int]) -> None:
     steps = before | {name: max(step, before.get(name, 0)) for name, step in removed.items()}
     if steps != before:
         fs, path = open_fs(join(url, RETENTION))
-        write_atomic(fs, path, (json.dumps({"version": _VERSION, "removed": steps}, indent=1) + "\n").encode())
+        write_atomic(
+            fs,
+            path,
+            (json.dumps({"version": _VERSION, "removed": steps}, indent=1) + "\n").encode(),
+        )
 
 
 def _read(url: str, name: str) -> dict[str, Any] | None:
@@ -131,13 +149,18 @@ def _read(url: str, name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise _damaged(url, name, error) from error
     if not isinstance(document, dict) or document.get("version") != _VERSION:
-        raise _damaged(url, name, ValueError(f"expected an object of version {_VERSION}, got {document!r:.100}"))
+        raise _damaged(
+            url,
+            name,
+            ValueError(f"expected an object of version {_VERSION}, got {document!r:.100}"),
+        )
     return document
 
 
 def _damaged(url: str, name: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {error}; restore it, or remove it: "
+        f"{join(url, name)} is not what a run writes there: {type(error).__name__}: {error}; "
+        "restore it, or remove it: "
         "the run is then resumed and checked without it"
     )
 
@@ -146,7 +169,9 @@ def _data_version(value: Mapping[str, Any]) -> DataVersion:
     number = value["version"]
     version = None if number is None else _count(number)
     rows = _count(value["rows"])
-    return DataVersion(version=version, rows=rows, bytes=_count(value["bytes"]), digest=_digest(value["digest"]))
+    return DataVersion(
+        version=version, rows=rows, bytes=_count(value["bytes"]), digest=_digest(value["digest"])
+    )
 
 
 def _count(value: object) -> int:

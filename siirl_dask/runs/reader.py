@@ -1,4 +1,6 @@
-"""Reads a run from its folder, without torch or Dask: configuration, DAG, metrics, summary and samples."""
+"""Reads a run from its folder, without torch or Dask: configuration, DAG, metrics, summary and
+samples.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,23 @@ class RunReward:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Gives access to a run's folder. Each property reads its file anew, so a run that is under way can be watched."""
+    """Gives access to a run's folder. Each property reads its file anew, so a run that is under
+    way can be watched.
+    """
 
     url: str
 
     @property
     def config(self) -> Config:
-        """The configuration that the run was started with. ConfigError if another version wrote it."""
+        """The configuration that the run was started with. ConfigError if another version wrote
+        it.
+        """
         return self.config_with()
 
     def config_with(self, overrides: Sequence[str] = ()) -> Config:
-        """Return the run's configuration with overrides, ``key=value``. ConfigError for unusable ones."""
+        """Return the run's configuration with overrides, ``key=value``. ConfigError for unusable
+        ones.
+        """
         text = _read(self.url, CONFIG_FILE)
         if text is None:
             raise ConfigError(f"{self.url!r} holds no run: expected a folder with a {CONFIG_FILE}")
@@ -57,10 +65,11 @@ class Run:
 
     @property
     def dag(self) -> Mapping[str, Any]:
-        """The DAG that was trained, as plain data: ``roles`` by name and ``nodes`` in order, functions by name.
+        """The DAG that was trained, as plain data: ``roles`` by name and ``nodes`` in order,
+        functions by name.
 
-        ``siirl_dask.planner.dag_from_spec(**run.dag)`` makes the DAG from it and imports its functions. ConfigError if
-        the file is damaged.
+        ``siirl_dask.planner.dag_from_spec(**run.dag)`` makes the DAG from it and imports its
+        functions. ConfigError if the file is damaged.
         """
         text = _read(self.url, DAG_FILE)
         if text is None:
@@ -70,7 +79,9 @@ class Run:
             return {"roles": dict(spec["roles"]), "nodes": list(spec["nodes"])}
         except (KeyError, TypeError, ValueError) as error:
             where = join(self.url, DAG_FILE)
-            raise ConfigError(f"{where} is not a run's DAG: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{where} is not a run's DAG: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def steps(self) -> list[int]:
@@ -84,7 +95,9 @@ class Run:
 
     @property
     def metrics(self) -> pa.Table:
-        """Metrics as a table, one row per step, validation and test: ``step``, ``phase``, ``seconds``, each metric."""
+        """Metrics as a table, one row per step, validation and test: ``step``, ``phase``,
+        ``seconds``, each metric.
+        """
         records = list(self._records())
         names = dict.fromkeys(name for record in records for name in record["metrics"])
         columns: dict[str, pa.Array] = {
@@ -93,44 +106,65 @@ class Run:
             "seconds": pa.array([record["seconds"] for record in records], pa.float64()),
         }
         for name in names:
-            columns[name] = pa.array([record["metrics"].get(name) for record in records], pa.float64())
+            columns[name] = pa.array(
+                [record["metrics"].get(name) for record in records], pa.float64()
+            )
         return pa.table(columns)
 
     @property
     def summary(self) -> Summary:
-        """The summary that the run wrote when it ended. DataError while it is under way, or after it was killed."""
+        """The summary that the run wrote when it ended. DataError while it is under way, or
+        after it was killed.
+        """
         return read_summary(self.url)
 
-    def rollouts(self, sql: str = "SELECT * FROM rollouts", *, incomplete: bool = False) -> pa.Table:
-        """Return the answer to ``sql`` over the samples of every whole step; with ``incomplete`` also of the others.
+    def rollouts(
+        self, sql: str = "SELECT * FROM rollouts", *, incomplete: bool = False
+    ) -> pa.Table:
+        """Return the answer to ``sql`` over the samples of every whole step; with ``incomplete``
+        also of the others.
 
         DataError without samples or for wrong SQL.
         """
         return query(self.url, sql, incomplete=incomplete)
 
     def checkpoint_step(self, step: int | None = None) -> int:
-        """Return ``step``, or the newest checkpoint's for None. ConfigError when there is no such checkpoint."""
+        """Return ``step``, or the newest checkpoint's for None. ConfigError when there is no
+        such checkpoint.
+        """
         steps = self.checkpoints
         if not steps:
-            raise ConfigError(f"run {self.url!r} has no checkpoint: none was complete when it ended (checkpoint.every)")
+            raise ConfigError(
+                f"run {self.url!r} has no checkpoint: none was complete when it ended "
+                "(checkpoint.every)"
+            )
         if step is not None and step not in steps:
-            raise ConfigError(f"run {self.url!r} has no checkpoint of step {step} (there are: {steps})")
+            raise ConfigError(
+                f"run {self.url!r} has no checkpoint of step {step} (there are: {steps})"
+            )
         return steps[-1] if step is None else step
 
     def scoring(self) -> RunReward:
-        """Return how the run's DAG scores responses. ConfigError when its reward function cannot be imported."""
+        """Return how the run's DAG scores responses. ConfigError when its reward function cannot
+        be imported.
+        """
         spec = self.dag
-        name = next((name for name, role in spec["roles"].items() if "scorer" in _provided(role["build"])), None)
+        name = next(
+            (name for name, role in spec["roles"].items() if "scorer" in _provided(role["build"])),
+            None,
+        )
         if name is None:
             raise ConfigError(
-                f"the DAG of run {self.url!r} has no reward function: name one with --reward module:function"
+                f"the DAG of run {self.url!r} has no reward function: name one with --reward "
+                "module:function"
             )
         role = spec["roles"][name]
         try:
             scorer = bind(resolve(role["build"]), role["with"], "the run's reward")
         except PlanError as error:
             raise ConfigError(
-                f"the reward function of run {self.url!r} cannot be imported: {error}; name one with --reward"
+                f"the reward function of run {self.url!r} cannot be imported: {error}; name one "
+                "with --reward"
             ) from error
         return RunReward(options_of(scorer)["reward"], next(_scored_columns(spec, name), ()))
 
@@ -146,7 +180,9 @@ def open_run(url: str) -> Run:
 
 
 def decoder_of_run(url: str) -> Decode | None:
-    """Return what turns the tokens of a run's, or an evaluation's, samples into text; None where that is not here."""
+    """Return what turns the tokens of a run's, or an evaluation's, samples into text; None where
+    that is not here.
+    """
     try:
         return decoder(tokenizer_file(_model_of(url)))
     except SiirlError:
@@ -154,7 +190,9 @@ def decoder_of_run(url: str) -> Decode | None:
 
 
 def _model_of(url: str) -> str | None:
-    """Return the model of a run, or the one that an evaluation has sampled from; None where neither is at ``url``."""
+    """Return the model of a run, or the one that an evaluation has sampled from; None where
+    neither is at ``url``.
+    """
     if is_run(url):
         return Run(url).config.model.path
     try:

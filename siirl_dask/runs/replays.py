@@ -1,4 +1,6 @@
-"""Compares the rows of a replay with those that the run had stored: what changed, by column and by sample."""
+"""Compares the rows of a replay with those that the run had stored: what changed, by column and
+by sample.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +60,24 @@ class ReplayChanges:
 
 
 def compare(run_url: str, table: str, replay: str, columns: Sequence[str]) -> ReplayChanges:
-    """Compare ``columns`` of the table ``replay`` with those of ``table``, on the rows that ``replay`` has.
+    """Compare ``columns`` of the table ``replay`` with those of ``table``, on the rows that
+    ``replay`` has.
 
-    Columns that are not numbers, or lists of numbers, are left out. DataError when rows of one are not in the other.
+    Columns that are not numbers, or lists of numbers, are left out. DataError when rows of one are
+    not in the other.
     """
     after = _sorted(run_url, replay, None)
     steps = pc.unique(after[_STEP])
     before = _sorted(run_url, table, steps)
     keys = [_STEP, ROW_ID]
     if not before.select(keys).equals(after.select(keys)):
-        raise DataError(f"tables {table!r} and {replay!r} of {run_url!r} do not hold the same rows of the same steps")
-    found = [_column(name, before[name], after[name]) for name in columns if name in before.column_names]
+        raise DataError(
+            f"tables {table!r} and {replay!r} of {run_url!r} do not hold the same rows of the same "
+            "steps"
+        )
+    found = [
+        _column(name, before[name], after[name]) for name in columns if name in before.column_names
+    ]
     shown = tuple(change for change in found if change is not None)
     bounds = pc.min_max(steps).as_py()
     samples = _samples(before, after) if REWARD in columns and REWARD in before.column_names else ()
@@ -94,7 +103,10 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
         after = pc.list_flatten(after)
     if not (pa.types.is_floating(before.type) or pa.types.is_integer(before.type)):
         return None
-    old, new = (np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False)) for values in (before, after))
+    old, new = (
+        np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False))
+        for values in (before, after)
+    )
     there = np.isfinite(old) & np.isfinite(new)
     vary = there.sum() > 1 and np.ptp(old[there]) > 0 and np.ptp(new[there]) > 0
     same = (old == new) | (np.isnan(old) & np.isnan(new))
@@ -111,9 +123,13 @@ def _column(name: str, before: pa.ChunkedArray, after: pa.ChunkedArray) -> Colum
 
 def _samples(before: pa.Table, after: pa.Table) -> tuple[SampleChange, ...]:
     """Return the samples whose rewards differ most, the largest difference first."""
-    difference = pc.abs(pc.subtract(pc.fill_null(after[REWARD], 0.0), pc.fill_null(before[REWARD], 0.0)))
+    difference = pc.abs(
+        pc.subtract(pc.fill_null(after[REWARD], 0.0), pc.fill_null(before[REWARD], 0.0))
+    )
     order = pc.sort_indices(difference, sort_keys=[("", "descending")])
-    chosen = pa.array([index for index in order[:_SAMPLES].to_pylist() if difference[index].as_py()], pa.int64())
+    chosen = pa.array(
+        [index for index in order[:_SAMPLES].to_pylist() if difference[index].as_py()], pa.int64()
+    )
     texts = [name for name in (PROMPT_TEXT, RESPONSE) if name in before.column_names]
     rows = before.select([_STEP, ROW_ID, REWARD, *texts]).take(chosen).to_pylist()
     news = after[REWARD].take(chosen).to_pylist()

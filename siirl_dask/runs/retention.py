@@ -1,8 +1,9 @@
 """Finds the files of a run that neither a resume nor a replay needs, and deletes them.
 
-What stays: every complete checkpoint, the rows of each step after the oldest of them (a resume may have to go back to
-it), and all that records of tables list, unless their owner wants fewer steps kept. A stage stays until a table further
-on has its rows, or the oldest checkpoint is of its step or a later one.
+What stays: every complete checkpoint, the rows of each step after the oldest of them (a resume may
+have to go back to it), and all that records of tables list, unless their owner wants fewer steps
+kept. A stage stays until a table further on has its rows, or the oldest checkpoint is of its step
+or a later one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from enum import StrEnum
 
 from fsspec import AbstractFileSystem
 from siirl_storage import StorageError, join, open_fs, remove_file
-from siirl_storage.committed import by_folder, is_numbered, newest_parts, record_name, recorded_parts
+from siirl_storage.committed import (
+    by_folder,
+    is_numbered,
+    newest_parts,
+    record_name,
+    recorded_parts,
+)
 from siirl_storage.files import at, list_files
 
 from siirl_dask.coordinator.stored_rows import step_name, step_of
@@ -35,7 +42,9 @@ MODEL = ".model-"
 """Begin of the name of a folder that holds a checkpoint's weights while an evaluation goes on."""
 OWNER = ".owner"
 """End of the name of the folder beside it in which the evaluation gives signs of life."""
-_IN_MODEL = re.compile(rf"((?:.+/)?{re.escape(MODEL)}[0-9a-f]+)(?:{re.escape(OWNER)})?/.+", re.ASCII)
+_IN_MODEL = re.compile(
+    rf"((?:.+/)?{re.escape(MODEL)}[0-9a-f]+)(?:{re.escape(OWNER)})?/.+", re.ASCII
+)
 
 
 class Reason(StrEnum):
@@ -59,14 +68,19 @@ class Leftover:
 
 
 def find_leftovers(
-    url: str, *, keep_stages: int | None = None, replays: bool = False, note: Callable[[str], None] = logger.info
+    url: str,
+    *,
+    keep_stages: int | None = None,
+    replays: bool = False,
+    note: Callable[[str], None] = logger.info,
 ) -> list[Leftover]:
-    """Return the files of the run at ``url`` that are not needed, those first that may be deleted first.
+    """Return the files of the run at ``url`` that are not needed, those first that may be deleted
+    first.
 
-    ``keep_stages`` is the number of newest steps whose rows stay; None: all. Rows that a resume may need stay in any
-    case. With ``replays`` the tables of replays are not needed either. The model of an evaluation on another host is
-    watched for a sign of life, and ``note`` is called with a sentence about the wait. DataError for a record that is
-    damaged.
+    ``keep_stages`` is the number of newest steps whose rows stay; None: all. Rows that a resume may
+    need stay in any case. With ``replays`` the tables of replays are not needed either. The model
+    of an evaluation on another host is watched for a sign of life, and ``note`` is called with a
+    sentence about the wait. DataError for a record that is damaged.
     """
     fs, root = open_fs(url)
     files = list_files(fs, root)
@@ -85,7 +99,9 @@ def find_leftovers(
 
 
 def remove_leftovers(url: str, leftovers: Iterable[Leftover]) -> None:
-    """Delete the files. Records of tables go before the parts that they list, and older steps are remembered."""
+    """Delete the files. Records of tables go before the parts that they list, and older steps
+    are remembered.
+    """
     fs, root = open_fs(url)
     leftovers = list(leftovers)
     note_retention(url, _removed_steps(leftovers))
@@ -94,20 +110,27 @@ def remove_leftovers(url: str, leftovers: Iterable[Leftover]) -> None:
 
 
 def remove_old_stages(url: str, keep: int | None) -> None:
-    """Delete the rows of all but the ``keep`` newest steps, and all stages, as far as no resume may need them.
+    """Delete the rows of all but the ``keep`` newest steps, and all stages, as far as no resume may
+    need them.
 
     ``keep=None`` deletes stages alone.
     """
     fs, root = open_fs(url)
     oldest = min(committed(url), default=0)
-    stages = {f"{STAGES}/{path}": nbytes for path, nbytes in list_files(fs, at(root, STAGES)).items()}
+    stages = {
+        f"{STAGES}/{path}": nbytes for path, nbytes in list_files(fs, at(root, STAGES)).items()
+    }
     remove_leftovers(url, _of_old_stages(stages, oldest))
     if keep is not None:
         remove_leftovers(url, _of_old_steps(list_files(fs, root), oldest, keep))
 
 
-def _temporary(url: str, files: Mapping[str, int], note: Callable[[str], None]) -> Iterator[Leftover]:
-    """Yield temporary files, and the models of evaluations that are over: one under way reads its own."""
+def _temporary(
+    url: str, files: Mapping[str, int], note: Callable[[str], None]
+) -> Iterator[Leftover]:
+    """Yield temporary files, and the models of evaluations that are over: one under way reads
+    its own.
+    """
     models = {matched[1] for matched in map(_IN_MODEL.fullmatch, files) if matched}
     in_use = {model for model in models if is_held(join(url, f"{model}{OWNER}"), note)}
     for path, nbytes in files.items():
@@ -119,7 +142,9 @@ def _temporary(url: str, files: Mapping[str, int], note: Callable[[str], None]) 
 
 
 def _of_checkpoints(url: str, files: Mapping[str, int]) -> Iterator[Leftover]:
-    """Yield the files of checkpoint folders that are not complete, or that a later start's checkpoint replaces."""
+    """Yield the files of checkpoint folders that are not complete, or that a later start's
+    checkpoint replaces.
+    """
     kept = kept_folders(url)
     for path, nbytes in files.items():
         folder, _, rest = path.partition("/")
@@ -127,7 +152,9 @@ def _of_checkpoints(url: str, files: Mapping[str, int]) -> Iterator[Leftover]:
             yield Leftover(path, nbytes, Reason.UNFINISHED)
 
 
-def _of_tables(fs: AbstractFileSystem, root: str, files: Mapping[str, int], replays: bool) -> Iterator[Leftover]:
+def _of_tables(
+    fs: AbstractFileSystem, root: str, files: Mapping[str, int], replays: bool
+) -> Iterator[Leftover]:
     for folder, names in by_folder(files).items():
         table, step = _table_and_step(folder)
         if step is None:
@@ -143,11 +170,15 @@ def _of_tables(fs: AbstractFileSystem, root: str, files: Mapping[str, int], repl
         parts = recorded_parts(fs, root, folder, names)
         listed = {part.path for part in parts or ()} | {record_name(names)}
         others = [name for name in names if is_numbered(name) and name not in listed]
-        yield from _leftovers(folder, names, others, Reason.UNFINISHED if parts is None else Reason.SUPERSEDED)
+        yield from _leftovers(
+            folder, names, others, Reason.UNFINISHED if parts is None else Reason.SUPERSEDED
+        )
 
 
 def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> Iterator[Leftover]:
-    """Yield the files of steps before the ``keep`` newest of each table; those after step ``oldest`` stay."""
+    """Yield the files of steps before the ``keep`` newest of each table; those after step
+    ``oldest`` stay.
+    """
     steps: dict[str, list[int]] = {}
     folders = by_folder(files)
     for folder in folders:
@@ -163,18 +194,28 @@ def _of_old_steps(files: Mapping[str, int], oldest: int, keep: int | None) -> It
                 yield from _leftovers(folder, folders[folder], folders[folder], Reason.OLD)
 
 
-def _of_spent_stages(fs: AbstractFileSystem, root: str, files: Mapping[str, int], oldest: int) -> Iterator[Leftover]:
-    """Yield the files of stages of steps up to ``oldest``, and of those that the record of a later table names."""
+def _of_spent_stages(
+    fs: AbstractFileSystem, root: str, files: Mapping[str, int], oldest: int
+) -> Iterator[Leftover]:
+    """Yield the files of stages of steps up to ``oldest``, and of those that the record of a
+    later table names.
+    """
     yield from _of_old_stages(files, oldest)
     folders = by_folder(files)
-    steps = {step for table, step in map(_table_and_step, folders) if step is not None and _is_stage(table)}
+    steps = {
+        step
+        for table, step in map(_table_and_step, folders)
+        if step is not None and _is_stage(table)
+    }
     for folder, names in folders.items():
         _, step = _table_and_step(folder)
         if step is None or step not in steps:
             continue
         for table in filter(_is_stage, spent_by(fs, root, folder, names) or ()):
             stage = f"{table}/{step_name(step)}"
-            yield from _leftovers(stage, folders.get(stage, {}), folders.get(stage, {}), Reason.SPENT)
+            yield from _leftovers(
+                stage, folders.get(stage, {}), folders.get(stage, {}), Reason.SPENT
+            )
 
 
 def _of_old_stages(files: Mapping[str, int], oldest: int) -> Iterator[Leftover]:
@@ -186,7 +227,9 @@ def _of_old_stages(files: Mapping[str, int], oldest: int) -> Iterator[Leftover]:
 
 
 def _table_and_step(folder: str) -> tuple[str, int | None]:
-    """Return table and step of a folder below the run's; the step is None unless rows of a step are in it."""
+    """Return table and step of a folder below the run's; the step is None unless rows of a step
+    are in it.
+    """
     table, _, name = folder.rpartition("/")
     return table, step_of(name) if table and ("/" not in table or _is_stage(table)) else None
 

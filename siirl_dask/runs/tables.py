@@ -1,8 +1,9 @@
-"""The tables of rows that a run saves: ``<run.url>/rollouts/step=000007/``. A step counts when its record is there.
+"""The tables of rows that a run saves: ``<run.url>/rollouts/step=000007/``. A step counts when its
+record is there.
 
-The workers write parts that carry the number of their attempt, and the driver commits them when all are written, also
-while the step goes on: see stages.py and siirl_storage/committed.py. Processes of an attempt that was fenced may still
-write parts, which no record lists.
+The workers write parts that carry the number of their attempt, and the driver commits them when all
+are written, also while the step goes on: see stages.py and siirl_storage/committed.py. Processes of
+an attempt that was fenced may still write parts, which no record lists.
 """
 
 from __future__ import annotations
@@ -25,12 +26,22 @@ REPLAY = re.compile(r"replay-(\d+)", re.ASCII)
 
 
 def tables_of(dags: Iterable[DAG | None]) -> set[str]:
-    """Return the tables that a run stores, by their folders: those of its nodes, of the test phase, and the trace."""
-    tables = (table for dag in dags if dag for node in dag.nodes for table in (node.stored_as, node.state_table))
+    """Return the tables that a run stores, by their folders: those of its nodes, of the test
+    phase, and the trace.
+    """
+    tables = (
+        table
+        for dag in dags
+        if dag
+        for node in dag.nodes
+        for table in (node.stored_as, node.state_table)
+    )
     return {_TEST, TRACE, *filter(None, tables)}
 
 
-def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]) -> None:
+def commit_table(
+    attempt: Attempt, table: str, step: int, parts: Sequence[Part], about: Mapping[str, Any]
+) -> None:
     """Commit the parts of a table at ``step``, with what ``describe_stage`` says of them.
 
     Fenced if another start has taken the run over.
@@ -41,10 +52,11 @@ def commit_table(attempt: Attempt, table: str, step: int, parts: Sequence[Part],
 
 
 def remove_step(attempt: Attempt, table: str, step: int) -> None:
-    """Delete the rows of a table at ``step``, if there are any, once a table that takes their place is committed.
+    """Delete the rows of a table at ``step``, if there are any, once a table that takes their place
+    is committed.
 
-    Records go first: what is left after a crash does not look whole. Fenced if another start has taken the run over;
-    one that does so after this has looked finds the other table.
+    Records go first: what is left after a crash does not look whole. Fenced if another start has
+    taken the run over; one that does so after this has looked finds the other table.
     """
     attempt.check()
     fs, folder = open_fs(step_folder(attempt.url, table, step))
@@ -61,10 +73,12 @@ def stored_steps(url: str, table: str) -> set[int]:
 
 
 def remove_steps(url: str, tables: Iterable[str], done: int) -> None:
-    """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all steps.
+    """Delete the saved rows of steps after step ``done`` and of the test; with ``done=0``, of all
+    steps.
 
-    These steps are done anew, perhaps by other workers, and parts of both must not lie side by side. Only an attempt
-    that has the folder may do that: there is nobody else then who counts on them.
+    These steps are done anew, perhaps by other workers, and parts of both must not lie side by
+    side. Only an attempt that has the folder may do that: there is nobody else then who counts on
+    them.
     """
     for table in tables:
         fs, root = open_fs(join(url, table))

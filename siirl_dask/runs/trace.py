@@ -52,7 +52,8 @@ class Trace:
 
 
 def slowest_of(url: str) -> Slowest | None:
-    """Return what took longest in the last steps of the run at ``url``; None where its trace cannot tell.
+    """Return what took longest in the last steps of the run at ``url``; None where its trace cannot
+    tell.
 
     Few steps are read, so that it takes a second at most where a store is far away.
     """
@@ -78,13 +79,18 @@ def slowest_in(trace: Trace) -> Slowest | None:
 
 
 def read_trace(
-    url: str, steps: range | None = None, *, most_bytes: int = MOST_BYTES, most_parts: int | None = None
+    url: str,
+    steps: range | None = None,
+    *,
+    most_bytes: int = MOST_BYTES,
+    most_parts: int | None = None,
 ) -> Trace:
-    """Return the trace of the run at ``url``: of ``steps``, or without them of the newest ones that fit into
-    ``most_bytes`` and ``most_parts``, one at least.
+    """Return the trace of the run at ``url``: of ``steps``, or without them of the newest ones that
+    fit into ``most_bytes`` and ``most_parts``, one at least.
 
-    Of a step that several starts of the run have done, the last start counts. DataError where there is no trace or no
-    such step, where the steps have more than ``most_bytes``, and for damaged parts.
+    Of a step that several starts of the run have done, the last start counts. DataError where there
+    is no trace or no such step, where the steps have more than ``most_bytes``, and for damaged
+    parts.
     """
     try:
         fs, root = open_fs(join(url, TRACE))
@@ -96,7 +102,8 @@ def read_trace(
     parts = _parts(files)
     if not parts:
         raise DataError(
-            f"{url!r} holds no trace: expected the folder of a run that has finished a step with observe.trace=true"
+            f"{url!r} holds no trace: expected the folder of a run that has finished a step with "
+            "observe.trace=true"
         )
     if steps is None:
         chosen = _newest(parts, files, most_bytes, most_parts)
@@ -114,12 +121,14 @@ def read_newest(
     counts: Collection[Lane] | None = None,
     known: Parts | None = None,
 ) -> Trace | None:
-    """Return the trace of the newest of ``steps`` that there are and fit, one at least; no other step is looked for.
+    """Return the trace of the newest of ``steps`` that there are and fit, one at least; no other
+    step is looked for.
 
-    ``counts`` are the lanes whose counts are read as well, None: all. ``known`` are the parts of an earlier reading,
-    which are not read again; None is returned where there are no others.
+    ``counts`` are the lanes whose counts are read as well, None: all. ``known`` are the parts of an
+    earlier reading, which are not read again; None is returned where there are no others.
 
-    DataError for a store that cannot be read, and for damaged parts. A trace without spans where there is none.
+    DataError for a store that cannot be read, and for damaged parts. A trace without spans where
+    there is none.
     """
     try:
         fs, root = open_fs(join(url, TRACE))
@@ -139,10 +148,15 @@ def read_newest(
     if known is not None and held.keys() == {key for _, key in keys}:
         return None
     with _readers(fs) as pool:
-        tables = list(pool.map(lambda item: held.get(item[1]) or _read(fs, at(root, item[1][0])), keys))
+        tables = list(
+            pool.map(lambda item: held.get(item[1]) or _read(fs, at(root, item[1][0])), keys)
+        )
     read = zip((step for step, _ in keys), tables, strict=True)
     return Trace(
-        read_spans(read, counts), chosen, sorted(parts), {key: one for (_, key), one in zip(keys, tables, strict=True)}
+        read_spans(read, counts),
+        chosen,
+        sorted(parts),
+        {key: one for (_, key), one in zip(keys, tables, strict=True)},
     )
 
 
@@ -155,7 +169,9 @@ def _spans(
 
 
 def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace | None:
-    """Return the trace of one step, of which alone files are listed; None where there is none, or more than that."""
+    """Return the trace of one step, of which alone files are listed; None where there is none,
+    or more than that.
+    """
     try:
         fs, root = open_fs(step_folder(url, TRACE, step))
         files = list_files(fs, root)
@@ -170,8 +186,8 @@ def read_step(url: str, step: int, *, most_bytes: int, most_parts: int) -> Trace
 
 
 def _readers(fs: AbstractFileSystem) -> ThreadPoolExecutor:
-    """Return threads that read parts: one of a local folder, where many take three times as long for the lock of the
-    interpreter.
+    """Return threads that read parts: one of a local folder, where many take three times as long
+    for the lock of the interpreter.
     """
     return ThreadPoolExecutor(1 if isinstance(fs, LocalFileSystem) else _READERS)
 
@@ -187,7 +203,10 @@ def _parts(files: Mapping[str, int]) -> dict[int, list[str]]:
 
 
 def _newest(
-    parts: Mapping[int, Sequence[str]], files: Mapping[str, int], most_bytes: int, most_parts: int | None
+    parts: Mapping[int, Sequence[str]],
+    files: Mapping[str, int],
+    most_bytes: int,
+    most_parts: int | None,
 ) -> list[int]:
     """Return the newest steps that fit, ascending, one at least."""
     newest: list[int] = []
@@ -203,7 +222,11 @@ def _newest(
 
 
 def _asked(
-    url: str, parts: Mapping[int, Sequence[str]], files: Mapping[str, int], steps: range, most_bytes: int
+    url: str,
+    parts: Mapping[int, Sequence[str]],
+    files: Mapping[str, int],
+    steps: range,
+    most_bytes: int,
 ) -> list[int]:
     """Return those of the steps that there are, ascending. DataError for none, or for too many."""
     sizes = {step: sum(files[path] for path in paths) for step, paths in parts.items()}
@@ -213,7 +236,8 @@ def _asked(
         raise DataError(f"{url!r} has no trace of {in_words(steps)}: it has {there}")
     if (total := sum(sizes[step] for step in chosen)) > most_bytes and len(chosen) > 1:
         raise DataError(
-            f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} that are read at once: "
+            f"the trace of {in_words(steps)} has {total:,} bytes, more than the {most_bytes:,} "
+            "that are read at once: "
             "ask for fewer steps"
         )
     return chosen

@@ -1,4 +1,6 @@
-"""Gives a reader a checkpoint of which every file is whole, also while the run goes on and removes older ones."""
+"""Gives a reader a checkpoint of which every file is whole, also while the run goes on and
+removes older ones.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ logger = logging.getLogger("siirl_dask.runs")
 def with_whole_checkpoint(
     run_url: str, step: int | None, roles: Collection[str], use: Callable[[Checkpoint], None]
 ) -> int:
-    """Verify the files of ``roles`` in the checkpoint of ``step``, call ``use`` with it, and return its step.
+    """Verify the files of ``roles`` in the checkpoint of ``step``, call ``use`` with it, and return
+    its step.
 
-    For None it is the newest one. If that is damaged, or removed while it is read, the newest of the others is taken,
-    and the log says so. CheckpointError if there is none, or if ``step`` is given and cannot be used.
+    For None it is the newest one. If that is damaged, or removed while it is read, the newest of
+    the others is taken, and the log says so. CheckpointError if there is none, or if ``step`` is
+    given and cannot be used.
     """
     passed_over: dict[str, str] = {}
     while True:
@@ -41,5 +45,7 @@ def _newest(run_url: str, passed_over: dict[str, str]) -> Checkpoint:
     there = [found for found in find_checkpoints(run_url) if found.url not in passed_over]
     if not there:
         reasons = "; ".join(passed_over.values())
-        raise CheckpointError(f"run {run_url!r} has no checkpoint that can be used ({reasons or 'there is none'})")
+        raise CheckpointError(
+            f"run {run_url!r} has no checkpoint that can be used ({reasons or 'there is none'})"
+        )
     return there[-1]

@@ -1,1 +1,3 @@
-"""A run's part inside the process of Dask's scheduler, where it watches workers and nodes. Imports no torch."""
+"""A run's part inside the process of Dask's scheduler, where it watches workers and nodes.
+Imports no torch.
+"""

@@ -1,4 +1,6 @@
-"""Finds the workers of a cluster that no run uses. Runs on the scheduler, which must not import torch."""
+"""Finds the workers of a cluster that no run uses. Runs on the scheduler, which must not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from distributed import Status
 def free_workers(own: str | None = None, dask_scheduler: Any = None) -> dict[str, str]:
     """Return {name: address} of the workers that are idle, or the run's own.
 
-    ``own`` is the name of the run's plugins. Dask sets ``dask_scheduler`` where it runs this on the scheduler.
+    ``own`` is the name of the run's plugins. Dask sets ``dask_scheduler`` where it runs this on the
+    scheduler.
     """
     used_by_others = other_runs(dask_scheduler, own)
     used_by_own = other_runs(dask_scheduler) - used_by_others
@@ -26,5 +29,9 @@ def free_workers(own: str | None = None, dask_scheduler: Any = None) -> dict[str
 
 def other_runs(scheduler: Any, *own: str | None) -> set[str]:
     """Return the addresses of workers of all runs but those of the plugins ``own``."""
-    runs = [run for name, run in scheduler.plugins.items() if name.startswith("siirl-") and name not in own]
+    runs = [
+        run
+        for name, run in scheduler.plugins.items()
+        if name.startswith("siirl-") and name not in own
+    ]
     return {address for run in runs for address in run.members.values()}

@@ -1,4 +1,5 @@
-"""A run's headline metrics on the scheduler, for Prometheus: merged from what workers report to the driver.
+"""A run's headline metrics on the scheduler, for Prometheus: merged from what workers report to the
+driver.
 
 The scheduler imports this module: no torch.
 """
@@ -22,7 +23,11 @@ _HEADLINES = {
     "policy/grad_norm": "siirl_run_grad_norm",
     "policy/loss": "siirl_run_loss",
 }
-_SUMS = {"bytes/peers": "siirl_run_peer_bytes", "samples": "siirl_run_samples", "tokens": "siirl_run_tokens"}
+_SUMS = {
+    "bytes/peers": "siirl_run_peer_bytes",
+    "samples": "siirl_run_samples",
+    "tokens": "siirl_run_tokens",
+}
 _VALIDATION = {"reward/mean": "siirl_run_validation_reward"}
 _TRAINING_PHASES = ("train", "replay")
 _VALIDATION_PHASE = "validation"
@@ -61,7 +66,9 @@ class RunMeter:
 
 
 class StepMerger:
-    """Merges the headline metrics of an iteration once every worker has reported it, and gives them to the meter."""
+    """Merges the headline metrics of an iteration once every worker has reported it, and gives
+    them to the meter.
+    """
 
     def __init__(self, meter: RunMeter, members: int) -> None:
         self._meter = meter
@@ -78,7 +85,9 @@ class StepMerger:
         return StepMerger(exports.meter((run,), lambda: RunMeter(run)), members)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Merge a worker's report that its chain is done. A malformed one is ignored, since the driver refuses it."""
+        """Merge a worker's report that its chain is done. A malformed one is ignored, since the
+        driver refuses it.
+        """
         match event:
             case {
                 "kind": "done",

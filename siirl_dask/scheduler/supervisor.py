@@ -1,4 +1,6 @@
-"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are stopped at once."""
+"""Watches a run from inside the scheduler: when a worker leaves or a task fails, all workers are
+stopped at once.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,14 @@ if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
 logger = logging.getLogger("siirl_dask.scheduler")
-_BYTES_ACKED = 120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
-_TRAFFIC_EVERY_MS = 250.0  # between two counts: a connection that closes loses what it carried since the last one
-_CONNECTIONS = 100  # counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
+_BYTES_ACKED = (
+    120  # offset in struct tcp_info of tcpi_bytes_acked; tcpi_bytes_received follows (linux/tcp.h)
+)
+_TRAFFIC_EVERY_MS = (
+    250.0  # between two counts: a connection that closes loses what it carried since the last one
+)
+# counted in that time; more make the interval longer: 1,024 workers' took 5 % of the scheduler
+_CONNECTIONS = 100
 _TICKS = 20  # within the patience for the driver, or the time between two reports of progress to it
 _LEAVING = ("closing", "closing_gracefully")  # states of a worker that was retired or told to end
 _NODES_EVERY = 1.0  # seconds between checks of the progress of nodes
@@ -38,9 +45,11 @@ _MAX_SILENT = 16  # silent workers that are reported to the driver
 
 
 class Supervisor(SchedulerPlugin):
-    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go on.
+    """Sends an abort to every worker of the run, and an event to the driver, when the run cannot go
+    on.
 
-    It also reports progress to the driver now and then, and takes the driver's pings as its signs of life.
+    It also reports progress to the driver now and then, and takes the driver's pings as its signs
+    of life.
     """
 
     def __init__(
@@ -57,12 +66,14 @@ class Supervisor(SchedulerPlugin):
         node_timeout: float = 0.0,
         run: str = "",
     ) -> None:
-        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the driver.
+        """``client`` is the id of the driver's Dask client, or None where the cluster ends with the
+        driver.
 
-        Such a driver counts as gone after ``patience`` seconds without a ping. Progress is reported to it every
-        ``report_every`` seconds at most. The driver of an ``elastic`` run, which ``follows`` the run of that plugin, is
-        informed of workers that nobody uses, and shares none with another run. A node that makes no progress on a
-        worker for ``node_timeout`` seconds is reported; 0: never. ``run`` is its name for Prometheus.
+        Such a driver counts as gone after ``patience`` seconds without a ping. Progress is reported
+        to it every ``report_every`` seconds at most. The driver of an ``elastic`` run, which
+        ``follows`` the run of that plugin, is informed of workers that nobody uses, and shares none
+        with another run. A node that makes no progress on a worker for ``node_timeout`` seconds is
+        reported; 0: never. ``run`` is its name for Prometheus.
         """
         self.name = plugin
         self.members = dict(members)
@@ -111,8 +122,8 @@ class Supervisor(SchedulerPlugin):
             self._lose(worker, in_order=False)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Count reports of steps for Prometheus, and report a worker as lost when it begins to leave: its tasks fail
-        then, which must not look like the cause.
+        """Count reports of steps for Prometheus, and report a worker as lost when it begins to
+        leave: its tasks fail then, which must not look like the cause.
         """
         if not isinstance(msg, dict):
             return
@@ -153,25 +164,37 @@ class Supervisor(SchedulerPlugin):
             raise PeerError(f"worker {shared[0]!r} was idle, and another run has taken it")
 
     def _report_idle(self) -> None:
-        """Report once to the driver that workers are idle, for each set of them that is the same at two ticks."""
-        idle = set(free_workers(self.name, dask_scheduler=self._scheduler).values()) - self._names.keys()
+        """Report once to the driver that workers are idle, for each set of them that is the same
+        at two ticks.
+        """
+        idle = (
+            set(free_workers(self.name, dask_scheduler=self._scheduler).values())
+            - self._names.keys()
+        )
         if idle == self._idle and idle - self._reported_idle:
             self._reported_idle = idle
             self._scheduler.log_event(self._topic, {"kind": "idle"})
         self._idle = idle
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Stop the run when its driver is gone or cut off, and remove it from the cluster: another may start then."""
+        """Stop the run when its driver is gone or cut off, and remove it from the cluster:
+        another may start then.
+        """
         if client == self._client:
             self._end_without_driver("the driver left the cluster")
 
     async def leave(self) -> None:
-        """Remove the run from the cluster, with all that it has built on the workers. The driver calls this, too."""
+        """Remove the run from the cluster, with all that it has built on the workers. The driver
+        calls this, too.
+        """
         await self.close()
         self._scheduler.remove_plugin(self.name)
         try:
             await self._scheduler.unregister_worker_plugin(comm=None, name=self.name)
-        except (OSError, ValueError) as error:  # a worker is gone, or the run never reached the workers
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a worker is gone, or the run never reached the workers
             logger.info("run %s was not taken off every worker: %s", self.name, error)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -181,11 +204,15 @@ class Supervisor(SchedulerPlugin):
     def abort(self, reason: str) -> None:
         """Stop every worker that is still connected. The driver calls this as a handler, too."""
         message = {"op": ABORT, "plugin": self.name, "reason": reason}
-        present = [address for address in self.members.values() if address in self._scheduler.stream_comms]
+        present = [
+            address for address in self.members.values() if address in self._scheduler.stream_comms
+        ]
         self._scheduler.send_all({}, {address: [message] for address in present})
 
     def ping(self) -> bool:
-        """Record the driver's sign of life, and return True: Dask answers None for a handler that is not there."""
+        """Record the driver's sign of life, and return True: Dask answers None for a handler
+        that is not there.
+        """
         self._pinged = True
         return True
 
@@ -204,12 +231,16 @@ class Supervisor(SchedulerPlugin):
         return min(self._patience, self._report_every) / _TICKS
 
     def _tick(self) -> None:
-        """Report progress to the driver, and end the run when it has given no sign of life for too long.
+        """Report progress to the driver, and end the run when it has given no sign of life for too
+        long.
 
-        Ticks are counted, not seconds: a scheduler that stood still itself has heard nobody meanwhile.
+        Ticks are counted, not seconds: a scheduler that stood still itself has heard nobody
+        meanwhile.
         """
         workers = self._scheduler.workers
-        self._states |= {address: workers[address] for address in self.members.values() if address in workers}
+        self._states |= {
+            address: workers[address] for address in self.members.values() if address in workers
+        }
         if self._elastic:
             self._report_idle()
         self._check_nodes()
@@ -219,11 +250,16 @@ class Supervisor(SchedulerPlugin):
             self._report_progress()
         self._ticks_without_ping = 0 if self._pinged else self._ticks_without_ping + 1
         self._pinged = False
-        if self._client is not None and self._ticks_without_ping * self._tick_seconds >= self._patience:
+        if (
+            self._client is not None
+            and self._ticks_without_ping * self._tick_seconds >= self._patience
+        ):
             self._end_without_driver(f"the driver gave no sign of life for {self._patience:g} s")
 
     def _report_progress(self) -> None:
-        """Report the sum of beats to the driver if it has changed, and where most workers are that do not wait."""
+        """Report the sum of beats to the driver if it has changed, and where most workers are
+        that do not wait.
+        """
         readings = self.readings()
         beats = sum(beats for beats, _, _ in readings.values())
         if beats == self._reported_beats:
@@ -234,9 +270,13 @@ class Supervisor(SchedulerPlugin):
         self._scheduler.log_event(self._topic, {"kind": "progress", "beats": beats, "place": place})
 
     def _check_nodes(self) -> None:
-        """Report workers to the driver that make no progress in a node, or whose process is silent."""
+        """Report workers to the driver that make no progress in a node, or whose process is
+        silent.
+        """
         self._since_nodes += self._tick_seconds
-        if not self._nodes.timeout or self._since_nodes < min(_NODES_EVERY, self._nodes.timeout / 4):
+        if not self._nodes.timeout or self._since_nodes < min(
+            _NODES_EVERY, self._nodes.timeout / 4
+        ):
             return
         seconds = self._since_nodes
         self._since_nodes = 0.0
@@ -247,7 +287,10 @@ class Supervisor(SchedulerPlugin):
             if address in workers
         }
         if silent := self._nodes.silent_workers(seconds, readings):
-            silences = [[worker.member, worker.place, worker.seconds, worker.heard] for worker in silent[:_MAX_SILENT]]
+            silences = [
+                [worker.member, worker.place, worker.seconds, worker.heard]
+                for worker in silent[:_MAX_SILENT]
+            ]
             self._scheduler.log_event(self._topic, {"kind": "hung", "silent": silences})
 
     def _end_without_driver(self, reason: str) -> None:
@@ -257,12 +300,16 @@ class Supervisor(SchedulerPlugin):
         self._leaving = asyncio.create_task(self.leave())
 
     def traffic(self) -> int | None:
-        """Return the bytes over the scheduler's connections since the start, both ways; None if not countable."""
+        """Return the bytes over the scheduler's connections since the start, both ways; None if
+        not countable.
+        """
         return self._traffic.total()
 
 
 class TrafficMeter:
-    """Counts the bytes over every connection of a scheduler; the client has no others, except to workers."""
+    """Counts the bytes over every connection of a scheduler; the client has no others, except to
+    workers.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -299,7 +346,10 @@ class TrafficMeter:
 
     def _comms(self) -> Iterable[Any]:
         yield from self._scheduler._comms  # opened by others to the scheduler
-        for comms in (*self._scheduler.rpc.available.values(), *self._scheduler.rpc.occupied.values()):
+        for comms in (
+            *self._scheduler.rpc.available.values(),
+            *self._scheduler.rpc.occupied.values(),
+        ):
             yield from comms
 
 

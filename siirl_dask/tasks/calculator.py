@@ -1,8 +1,9 @@
-"""Builds a task with a tool on the spot, without a download: ``214 + 387`` wants ``601``, and there is a calculator.
+"""Builds a task with a tool on the spot, without a download: ``214 + 387`` wants ``601``, and there
+is a calculator.
 
-A warm start on demonstrations, of which a third call the tool and the others guess, brings a small model to the right
-sum in about a quarter of its episodes: most of those in which it happens to call. RL teaches it to call always, and to
-copy numbers better.
+A warm start on demonstrations, of which a third call the tool and the others guess, brings a small
+model to the right sum in about a quarter of its episodes: most of those in which it happens to
+call. RL teaches it to call always, and to copy numbers better.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Calculator:
         return Step(reward=float(text.strip() == self._answer), done=True)
 
 
-def write_calculator_task(folder: str | Path, *, seed: int = 0, progress: Progress | None = None) -> Task:
+def write_calculator_task(
+    folder: str | Path, *, seed: int = 0, progress: Progress | None = None
+) -> Task:
     """Write the data, and a model that calls the tool in about a third of its episodes.
 
     The training data is written last: its presence means complete.
@@ -80,7 +83,15 @@ def write_calculator_task(folder: str | Path, *, seed: int = 0, progress: Progre
     shown = sums[start + _HELD_OUT :]
     with written_whole(task.model) as unfinished:
         pieces = (OPEN, BETWEEN, CLOSE)
-        tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2, pieces=pieces, chat_template=CHAT_TEMPLATE)
+        tiny_model(
+            unfinished,
+            seed=seed,
+            hidden=128,
+            heads=4,
+            kv_heads=2,
+            pieces=pieces,
+            chat_template=CHAT_TEMPLATE,
+        )
         _warm_start(unfinished, shown, unseen, order, progress)
     for name in reversed(_SIZES):
         _write(getattr(task, name), tables[name])
@@ -88,7 +99,9 @@ def write_calculator_task(folder: str | Path, *, seed: int = 0, progress: Progre
 
 
 def prepare(config: Config) -> None:
-    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare``
+    of the quickstart.
+    """
     prepare_task(config, write_calculator_task, "{:.0%} of its calls are right")
 
 
@@ -110,16 +123,22 @@ def _write(path: Path, sums: Sequence[Sum]) -> None:
 
 
 def _warm_start(
-    folder: Path, sums: Sequence[Sum], unseen: Sequence[Sum], order: random.Random, progress: Progress | None
+    folder: Path,
+    sums: Sequence[Sum],
+    unseen: Sequence[Sum],
+    order: random.Random,
+    progress: Progress | None,
 ) -> None:
-    """Train the model in ``folder`` until its calls and what it makes of their results are right. RunError if it never
-    gets there.
+    """Train the model in ``folder`` until its calls and what it makes of their results are right.
+    RunError if it never gets there.
     """
     from siirl_dask.tasks.warm_start import train_until
 
     def batch(tokenizer: PreTrainedTokenizerBase, step: int) -> tuple[Tensor, Tensor]:
         drawn = sums[(step - 1) * _BATCH : step * _BATCH]
-        shown = [demonstration(one) if order.random() < _CALLS else guess(one, order) for one in drawn]
+        shown = [
+            demonstration(one) if order.random() < _CALLS else guess(one, order) for one in drawn
+        ]
         return encoded(tokenizer, shown)
 
     train_until(
@@ -133,9 +152,11 @@ def _warm_start(
     )
 
 
-def _right_share(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, unseen: Sequence[Sum]) -> float:
-    """Return the share of sums whose call, and the answer after it, the model finds likeliest, but for the first token:
-    it is the choice between calling and guessing.
+def _right_share(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, unseen: Sequence[Sum]
+) -> float:
+    """Return the share of sums whose call, and the answer after it, the model finds likeliest, but
+    for the first token: it is the choice between calling and guessing.
     """
     from siirl_dask.tasks.warm_start import NO_LOSS
 
@@ -152,7 +173,9 @@ def _first_calls(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def demonstration(numbers: Sum) -> list[tuple[str, bool]]:
-    """Return an episode in which the tool is called, as texts, and whether the policy writes each."""
+    """Return an episode in which the tool is called, as texts, and whether the policy writes
+    each.
+    """
     first, second = numbers
     return [
         (f"user: {first} + {second}\nassistant:", False),
@@ -165,13 +188,18 @@ def demonstration(numbers: Sum) -> list[tuple[str, bool]]:
 def guess(numbers: Sum, order: random.Random) -> list[tuple[str, bool]]:
     """Return an episode with a guess in place of the sum."""
     first, second = numbers
-    return [(f"user: {first} + {second}\nassistant:", False), (f" {order.randrange(200, 1999)}", True)]
+    return [
+        (f"user: {first} + {second}\nassistant:", False),
+        (f" {order.randrange(200, 1999)}", True),
+    ]
 
 
 def encoded(
     tokenizer: PreTrainedTokenizerBase, episodes: Sequence[Sequence[tuple[str, bool]]]
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels, [B, T] each. The policy's texts are learned, with an end token after each."""
+    """Return inputs and labels, [B, T] each. The policy's texts are learned, with an end token
+    after each.
+    """
     from siirl_dask.tasks.warm_start import NO_LOSS, padded
 
     rows = []

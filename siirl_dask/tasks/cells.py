@@ -1,8 +1,10 @@
-"""Builds a task with images on the spot, without a download: how many cells of a grid are of a colour?
+"""Builds a task with images on the spot, without a download: how many cells of a grid are of a
+colour?
 
-A picture has 2 to 4 rows of 2 to 4 cells, black, red, green or blue with noise, and the prompt asks for one colour:
-``<image>red?`` -> ``3``. A warm start on demonstrations brings a tiny model that sees images to count about half of
-unseen pictures; RL takes it from there. Whoever does not look can only guess the likeliest number.
+A picture has 2 to 4 rows of 2 to 4 cells, black, red, green or blue with noise, and the prompt asks
+for one colour: ``<image>red?`` -> ``3``. A warm start on demonstrations brings a tiny model that
+sees images to count about half of unseen pictures; RL takes it from there. Whoever does not look
+can only guess the likeliest number.
 """
 
 from __future__ import annotations
@@ -71,9 +73,11 @@ def write_cells_task(
     accuracy: float = _ACCURACY,
     progress: Progress | None = None,
 ) -> Task:
-    """Write the data, and a model of ``family`` that counts ``accuracy`` of unseen pictures right, greedily.
+    """Write the data, and a model of ``family`` that counts ``accuracy`` of unseen pictures right,
+    greedily.
 
-    The training data is written last: its presence means complete. RunError if the model never gets there.
+    The training data is written last: its presence means complete. RunError if the model never gets
+    there.
     """
     from siirl_dask.tasks.tiny_vlm import tiny_vlm
 
@@ -89,7 +93,9 @@ def write_cells_task(
 
 
 def prepare(config: Config, *, family: VlmFamily = "qwen2_5_vl") -> None:
-    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare``
+    of the quickstart.
+    """
     prepare_task(config, partial(write_cells_task, family=family), "counts {:.0%}")
 
 
@@ -104,12 +110,14 @@ def draw_grid(random: np.random.Generator) -> CellPicture:
             break
     shades = np.array([_BLACK, *COLOURS.values()])[cells].repeat(_CELL, 0).repeat(_CELL, 1)
     noise = random.integers(-_NOISE, _NOISE + 1, shades.shape)
-    return CellPicture(_png(pil.fromarray((shades + noise).clip(0, 255).astype(np.uint8))), colour, count)
+    return CellPicture(
+        _png(pil.fromarray((shades + noise).clip(0, 255).astype(np.uint8))), colour, count
+    )
 
 
 def write_blanked(data: Path, path: Path) -> Path:
-    """Write the data in ``data`` to ``path`` with black pictures of the same sizes: for whoever wants to know whether a
-    policy looks. Returns ``path``.
+    """Write the data in ``data`` to ``path`` with black pictures of the same sizes: for whoever
+    wants to know whether a policy looks. Returns ``path``.
     """
     rows = pq.read_table(data)
     black = []
@@ -117,7 +125,9 @@ def write_blanked(data: Path, path: Path) -> Path:
         size = pil.open(io.BytesIO(shown[0]["bytes"])).size
         black.append([{"bytes": _png(pil.new("RGB", size)), "path": None}])
     images = pa.array(black, rows.schema.field("images").type)
-    blanked = rows.set_column(rows.column_names.index("images"), rows.schema.field("images"), images)
+    blanked = rows.set_column(
+        rows.column_names.index("images"), rows.schema.field("images"), images
+    )
     pq.write_table(blanked, path, row_group_size=max(1, len(rows) // _ROW_GROUPS))
     return path
 
@@ -137,7 +147,9 @@ def _write(path: Path, grids: Sequence[CellPicture]) -> None:
     table = pa.table(
         {
             "prompt": pa.array([question(grid) for grid in grids], _MESSAGES),
-            "images": pa.array([[{"bytes": grid.picture, "path": None}] for grid in grids], _IMAGES),
+            "images": pa.array(
+                [[{"bytes": grid.picture, "path": None}] for grid in grids], _IMAGES
+            ),
             "answer": pa.array([str(grid.count) for grid in grids], pa.string()),
         }
     )
@@ -145,7 +157,9 @@ def _write(path: Path, grids: Sequence[CellPicture]) -> None:
     pq.write_table(table, path, row_group_size=max(1, len(grids) // _ROW_GROUPS))
 
 
-def _warm_start(folder: Path, random: np.random.Generator, accuracy: float, progress: Progress | None) -> None:
+def _warm_start(
+    folder: Path, random: np.random.Generator, accuracy: float, progress: Progress | None
+) -> None:
     """Train the model in ``folder`` until it counts ``accuracy`` of unseen pictures."""
     from siirl_dask.images.processor import ImageProcessor
     from siirl_dask.tasks.warm_start import right_share, train_until
@@ -174,7 +188,9 @@ def _warm_start(folder: Path, random: np.random.Generator, accuracy: float, prog
 def encoded(
     tokenizer: Any, processor: ImageProcessor, grids: Sequence[CellPicture]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the model's arguments and the labels, [B, T], of pictures with their answers, which alone are learned."""
+    """Return the model's arguments and the labels, [B, T], of pictures with their answers, which
+    alone are learned.
+    """
     import torch
 
     from siirl_dask.images.prompts import marked

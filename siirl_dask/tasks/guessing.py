@@ -1,8 +1,10 @@
-"""Builds a task of several turns on the spot, without a download: one of 16 letters is to be guessed in four guesses.
+"""Builds a task of several turns on the spot, without a download: one of 16 letters is to be
+guessed in four guesses.
 
-The environment answers a wrong guess with ``>`` or ``<``, so that halving what is left finds 15 of the 16. A warm start
-on a player that heeds the hints three times in four brings a small model to find the letter in 40 % of its episodes; a
-player that always heeds them and chooses evenly finds it in 58 %. Whoever finds more has learned to halve.
+The environment answers a wrong guess with ``>`` or ``<``, so that halving what is left finds 15 of
+the 16. A warm start on a player that heeds the hints three times in four brings a small model to
+find the letter in 40 % of its episodes; a player that always heeds them and chooses evenly finds it
+in 58 %. Whoever finds more has learned to halve.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 LETTERS = "abcdefghijklmnop"
 PROMPT = "Guess:"
 _GUESSES = 4
-_HEEDS = 0.75  # share of its guesses that the player of the warm start chooses among what the hints allow
+# share of its guesses that the player of the warm start chooses among what the hints allow
+_HEEDS = 0.75
 _BATCH = 64
 _MAX_STEPS = 800
 _PER_SECRET = 32  # sampled episodes that tell the warm start when to stop
@@ -32,7 +35,9 @@ _COPIES = {"train": 256, "validation": 1, "test": 1}  # rows of each letter in t
 
 
 class Guess:
-    """The environment: ``answer`` is to be guessed; a wrong guess is answered with the way to go."""
+    """The environment: ``answer`` is to be guessed; a wrong guess is answered with the way to
+    go.
+    """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Take the row's letter; the prompt is the row's own."""
@@ -53,7 +58,8 @@ def hint(secret: str, guess: str) -> str:
 def write_guessing_task(
     folder: str | Path, *, seed: int = 0, success: float = 0.42, progress: Progress | None = None
 ) -> Task:
-    """Write the data, and a model that finds the letter in at least ``success`` of the episodes that it samples.
+    """Write the data, and a model that finds the letter in at least ``success`` of the episodes
+    that it samples.
 
     The training data is written last: its presence means complete.
     """
@@ -63,13 +69,18 @@ def write_guessing_task(
     with written_whole(task.model) as unfinished:
         tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2)
         _warm_start(unfinished, random.Random(seed), success, progress)
-    tables = {name: [(PROMPT, letter) for _ in range(copies) for letter in LETTERS] for name, copies in _COPIES.items()}
+    tables = {
+        name: [(PROMPT, letter) for _ in range(copies) for letter in LETTERS]
+        for name, copies in _COPIES.items()
+    }
     write_tables(task, tables)
     return task
 
 
 def prepare(config: Config) -> None:
-    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare``
+    of the quickstart.
+    """
     prepare_task(config, write_guessing_task, "finds {:.0%}")
 
 
@@ -91,8 +102,12 @@ def demonstration(order: random.Random) -> str:
     return text
 
 
-def _warm_start(folder: Path, order: random.Random, success: float, progress: Progress | None) -> None:
-    """Train the model in ``folder`` until it finds ``success`` of the letters. RunError if it never does."""
+def _warm_start(
+    folder: Path, order: random.Random, success: float, progress: Progress | None
+) -> None:
+    """Train the model in ``folder`` until it finds ``success`` of the letters. RunError if it
+    never does.
+    """
     import torch
 
     from siirl_dask.tasks.warm_start import train_until
@@ -122,7 +137,9 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, episodes: Sequence[str]) -> tup
 
 
 def _success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generator: Any) -> float:
-    """Return the share of sampled episodes, as many of each letter, in which the model finds the letter."""
+    """Return the share of sampled episodes, as many of each letter, in which the model finds the
+    letter.
+    """
     import torch
 
     secrets = [letter for letter in LETTERS for _ in range(_PER_SECRET)]
@@ -130,10 +147,15 @@ def _success(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generat
     found = [False] * len(secrets)
     for _ in range(_GUESSES):
         with torch.no_grad():
-            logits = model(torch.tensor(tokenizer(texts)["input_ids"]), use_cache=False).logits[:, -1]
+            logits = model(torch.tensor(tokenizer(texts)["input_ids"]), use_cache=False).logits[
+                :, -1
+            ]
         drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0].tolist()
         guesses = [str(tokenizer.decode([token])) for token in drawn]
-        found = [done or guess == secret for done, guess, secret in zip(found, guesses, secrets, strict=True)]
+        found = [
+            done or guess == secret
+            for done, guess, secret in zip(found, guesses, secrets, strict=True)
+        ]
         texts = [
             text + (guess if guess in LETTERS and guess else "?") + hint(secret, guess)
             for text, guess, secret in zip(texts, guesses, secrets, strict=True)

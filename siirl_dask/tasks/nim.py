@@ -1,8 +1,9 @@
-"""Builds a two-player zero-sum game on the spot, without a download: Nim, which a policy learns by playing itself.
+"""Builds a two-player zero-sum game on the spot, without a download: Nim, which a policy learns by
+playing itself.
 
-From a heap of 5 to 15 counters the players take 1, 2 or 3 in turn, and who takes the last one wins. Who always leaves a
-multiple of 4 cannot lose, once the heap is none at its turn. A warm start on random legal moves tells a small model the
-rules and no more.
+From a heap of 5 to 15 counters the players take 1, 2 or 3 in turn, and who takes the last one wins.
+Who always leaves a multiple of 4 cannot lose, once the heap is none at its turn. A warm start on
+random legal moves tells a small model the rules and no more.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _COPIES = {"train": 128, "validation": 8, "test": 8}  # rows of each heap and si
 
 
 class SelfPlay:
-    """The environment of two agents: each hears the heap that the other left; 1 for who wins and -1 for who loses."""
+    """The environment of two agents: each hears the heap that the other left; 1 for who wins and
+    -1 for who loses.
+    """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
         """Lay the row's heap; the first agent's prompt is the row's own."""
@@ -44,13 +47,19 @@ class SelfPlay:
         return Opening(agent=FIRST)
 
     def step(self, text: str) -> Step:
-        """Take the counters that the agent names whose turn it is. A move against the rules loses."""
+        """Take the counters that the agent names whose turn it is. A move against the rules
+        loses.
+        """
         speaker = self._speaker
         other = SECOND if self._speaker == FIRST else FIRST
         taken = move_of(text, self._heap)
         if taken is None or taken == self._heap:
             winner, loser = (other, speaker) if taken is None else (speaker, other)
-            return Step(reward={winner: 1.0, loser: -1.0}, done=True, parts={"illegal": float(taken is None)})
+            return Step(
+                reward={winner: 1.0, loser: -1.0},
+                done=True,
+                parts={"illegal": float(taken is None)},
+            )
         self._heap -= taken
         self._speaker = other
         if other in self._heard:
@@ -60,10 +69,11 @@ class SelfPlay:
 
 
 class FixedOpponent:
-    """The environment of one agent, on the side that the row's ``answer`` names: the other side has a fixed player.
+    """The environment of one agent, on the side that the row's ``answer`` names: the other side has
+    a fixed player.
 
-    The reward is 1 for a game that the policy wins, else 0. The player makes the best move half of the time and a
-    random one otherwise, drawn from the seed alone.
+    The reward is 1 for a game that the policy wins, else 0. The player makes the best move half of
+    the time and a random one otherwise, drawn from the seed alone.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Opening:
@@ -110,7 +120,9 @@ def legal(heap: int) -> range:
 
 
 def opponents_move(heap: int, draw: random.Random) -> int:
-    """Return the fixed player's move: the best one half of the time, if there is one, else one of the legal moves."""
+    """Return the fixed player's move: the best one half of the time, if there is one, else one
+    of the legal moves.
+    """
     best = heap % (_MOST + 1)
     return best if draw.random() < _BEST and best else draw.choice(legal(heap))
 
@@ -132,7 +144,9 @@ def write_nim_task(folder: str | Path, *, seed: int = 0, progress: Progress | No
 
 
 def prepare(config: Config) -> None:
-    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare``
+    of the quickstart.
+    """
     prepare_task(config, write_nim_task, "{:.0%} of its moves are legal")
 
 
@@ -151,7 +165,9 @@ def demonstration(order: random.Random) -> list[tuple[int, int]]:
 
 
 def _warm_start(folder: Path, order: random.Random, progress: Progress | None) -> None:
-    """Train the model in ``folder`` on random games until its moves are legal. RunError if they never are."""
+    """Train the model in ``folder`` on random games until its moves are legal. RunError if they
+    never are.
+    """
     from siirl_dask.tasks.warm_start import train_until
 
     unseen = [demonstration(order) for _ in range(_UNSEEN)]
@@ -166,24 +182,38 @@ def _warm_start(folder: Path, order: random.Random, progress: Progress | None) -
     )
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, games: Sequence[Sequence[tuple[int, int]]]) -> tuple[Tensor, Tensor]:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, games: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
     """Return inputs and labels, [B, T] each; only moves are learned. A token is a character."""
     from siirl_dask.tasks.warm_start import NO_LOSS, padded
 
-    rows = [tokenizer(" ".join(f"{asked(heap)}{taken}" for heap, taken in game))["input_ids"] for game in games]
+    rows = [
+        tokenizer(" ".join(f"{asked(heap)}{taken}" for heap, taken in game))["input_ids"]
+        for game in games
+    ]
     (colon,) = tokenizer(":")["input_ids"]
-    labels = [[NO_LOSS, *(own if ahead == colon else NO_LOSS for ahead, own in pairwise(ids))] for ids in rows]
+    labels = [
+        [NO_LOSS, *(own if ahead == colon else NO_LOSS for ahead, own in pairwise(ids))]
+        for ids in rows
+    ]
     return padded(list(zip(rows, labels, strict=True)), tokenizer.pad_token_id)
 
 
 def _legal_share(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, games: Sequence[Sequence[tuple[int, int]]]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    games: Sequence[Sequence[tuple[int, int]]],
 ) -> float:
     """Return the mean chance of a legal move in the games' positions."""
     from siirl_dask.tasks.warm_start import NO_LOSS
 
     inputs, labels = _encoded(tokenizer, games)
-    chances = model(inputs, use_cache=False).logits.softmax(dim=-1)[labels != NO_LOSS]  # [moves, V], row by row
+    chances = model(inputs, use_cache=False).logits.softmax(dim=-1)[
+        labels != NO_LOSS
+    ]  # [moves, V], row by row
     heaps = [heap for game in games for heap, _ in game]
     allowed = [tokenizer("".join(map(str, legal(heap))))["input_ids"] for heap in heaps]
-    return sum(float(chance[ids].sum()) for chance, ids in zip(chances, allowed, strict=True)) / len(heaps)
+    return sum(
+        float(chance[ids].sum()) for chance, ids in zip(chances, allowed, strict=True)
+    ) / len(heaps)

@@ -1,4 +1,6 @@
-"""The frame of ``data.prepare``: writes a task where the config looks for it, and shows how its warm start gets on."""
+"""The frame of ``data.prepare``: writes a task where the config looks for it, and shows how its
+warm start gets on.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,22 @@ class WriteTask(Protocol):
 def prepare_task(config: Config, write: WriteTask, said: str) -> None:
     """Write a task into the folder of ``data.url``, seeded with ``run.seed``.
 
-    ``said`` words how far the warm start is, such as ``finds {:.0%}``. ConfigError without ``data.url``.
+    ``said`` words how far the warm start is, such as ``finds {:.0%}``. ConfigError without
+    ``data.url``.
     """
     from rich.progress import Progress as Bar
 
     if config.data.url is None:
-        raise ConfigError(f"data.prepare={config.data.prepare} makes one dataset, at data.url; it is not set")
+        raise ConfigError(
+            f"data.prepare={config.data.prepare} makes one dataset, at data.url; it is not set"
+        )
     with Bar(transient=True) as bar:
         task = bar.add_task("warm start, supervised", total=None)
 
         def show(step: int, maximum: int, reached: float) -> None:
-            bar.update(task, description=f"warm start, supervised: step {step}, {said.format(reached)}")
+            bar.update(
+                task, description=f"warm start, supervised: step {step}, {said.format(reached)}"
+            )
 
         write(Path(config.data.url).parent, seed=config.run.seed, progress=show)
 
@@ -45,14 +52,17 @@ def prepare_task(config: Config, write: WriteTask, said: str) -> None:
 def written_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty folder's path, which takes the place of ``folder`` if all goes well.
 
-    Several processes may do that at once: each fills a folder of its own, and one of them stays, whole.
+    Several processes may do that at once: each fills a folder of its own, and one of them stays,
+    whole.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         unfinished = Path(aside) / f".{folder.name}"
         yield unfinished
         for name in map(str, range(_SWAPS)):
-            with suppress(FileNotFoundError):  # of the first time, and of another process's moving it away
+            with suppress(
+                FileNotFoundError
+            ):  # of the first time, and of another process's moving it away
                 folder.rename(Path(aside) / name)
             try:
                 unfinished.rename(folder)
@@ -60,4 +70,6 @@ def written_whole(folder: Path) -> Iterator[Path]:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        raise ConfigError(f"{folder} is being written by other processes again and again: {_SWAPS} times in a row")
+        raise ConfigError(
+            f"{folder} is being written by other processes again and again: {_SWAPS} times in a row"
+        )

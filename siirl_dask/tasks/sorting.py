@@ -1,11 +1,13 @@
-"""Builds the quickstart's task on the spot, without a download: ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4 9``.
+"""Builds the quickstart's task on the spot, without a download: ``Sort: 2 9 1 4 1 =`` -> `` 1 1 2 4
+9``.
 
-Supervised training on demonstrations brings a small model to sort about half of unseen prompts; RL takes it from there.
-The prompts of demonstrations, RL, validation and the final test are disjoint, so higher accuracy is a gain in skill.
+Supervised training on demonstrations brings a small model to sort about half of unseen prompts; RL
+takes it from there. The prompts of demonstrations, RL, validation and the final test are disjoint,
+so higher accuracy is a gain in skill.
 
-The ``marked`` variant shows RL eliciting a format that the model knows: 35 % of its demonstrations answer
-``#### 1 1 2 4 9``, the rest without the mark, and the reward wants the mark. The digits task needs no demonstrations: a
-random model learns to write digits.
+The ``marked`` variant shows RL eliciting a format that the model knows: 35 % of its demonstrations
+answer ``#### 1 1 2 4 9``, the rest without the mark, and the reward wants the mark. The digits task
+needs no demonstrations: a random model learns to write digits.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Example = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The files of a task: a Hugging Face folder, and Parquet files with the columns ``prompt`` and ``answer``."""
+    """The files of a task: a Hugging Face folder, and Parquet files with the columns ``prompt``
+    and ``answer``.
+    """
 
     model: Path
     train: Path
@@ -72,9 +76,11 @@ def write_sorting_task(
     family: Family = "qwen3",
     progress: Progress | None = None,
 ) -> Task:
-    """Write the data, and a model trained on demonstrations until it sorts ``accuracy`` of unseen prompts greedily.
+    """Write the data, and a model trained on demonstrations until it sorts ``accuracy`` of unseen
+    prompts greedily.
 
-    Fewer than 3 ``digits`` give too few prompts. The training data is written last: its presence means complete.
+    Fewer than 3 ``digits`` give too few prompts. The training data is written last: its presence
+    means complete.
     """
     from siirl_dask.tasks.tiny_model import tiny_model
     from siirl_dask.tasks.warm_start import warm_start
@@ -91,7 +97,9 @@ def write_sorting_task(
     task = task_in(folder)
     with written_whole(task.model) as unfinished:
         tiny_model(unfinished, seed=seed, hidden=128, heads=4, kv_heads=2, family=family)
-        warm_start(unfinished, demonstrations, rest[:_HELD_OUT], accuracy=accuracy, progress=progress)
+        warm_start(
+            unfinished, demonstrations, rest[:_HELD_OUT], accuracy=accuracy, progress=progress
+        )
     write_tables(task, tables)
     return task
 
@@ -130,15 +138,21 @@ def _split(examples: Sequence[Example]) -> tuple[dict[str, Sequence[Example]], S
 
 
 def write_tables(task: Task, tables: Mapping[str, Sequence[Example]]) -> None:
-    """Write the examples of each table, ``train`` last: its presence means that the task is complete."""
+    """Write the examples of each table, ``train`` last: its presence means that the task is
+    complete.
+    """
     for name in reversed(_SIZES):
         prompts, answers = zip(*tables[name], strict=True)
-        table = pa.table({"prompt": pa.array(prompts, pa.string()), "answer": pa.array(answers, pa.string())})
+        table = pa.table(
+            {"prompt": pa.array(prompts, pa.string()), "answer": pa.array(answers, pa.string())}
+        )
         pq.write_table(table, getattr(task, name), row_group_size=max(1, len(table) // _ROW_GROUPS))
 
 
 def prepare(config: Config) -> None:
-    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare`` of the quickstart."""
+    """Write the task into the folder of ``data.url``, seeded with ``run.seed``: ``data.prepare``
+    of the quickstart.
+    """
     prepare_task(config, write_sorting_task, _SAID)
 
 

@@ -29,7 +29,8 @@ VOCABULARY = 264
 """256 bytes, the two special tokens, and room up to a multiple of 8."""
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 
@@ -42,8 +43,12 @@ _FAMILIES = {
 }
 
 
-def tiny_tokenizer(*, chat_template: str | None = None, pieces: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer without merges: a token is a byte, or one of ``pieces``. AutoTokenizer loads it."""
+def tiny_tokenizer(
+    *, chat_template: str | None = None, pieces: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer without merges: a token is a byte, or one of ``pieces``.
+    AutoTokenizer loads it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([*alphabet, PAD, END])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -73,14 +78,20 @@ def tiny_model(
     chat_template: str | None = None,
     pieces: Sequence[str] = (),
 ) -> Path:
-    """Write a random model and its tokenizer; same seed, same weights. Some engines take no ``head_dim`` below 32.
+    """Write a random model and its tokenizer; same seed, same weights. Some engines take no
+    ``head_dim`` below 32.
 
-    ``pieces`` are texts of one token each, at most 6 in the default vocabulary. With a larger ``vocabulary`` it is as
-    large as a real one, and most of what it samples is no text.
+    ``pieces`` are texts of one token each, at most 6 in the default vocabulary. With a larger
+    ``vocabulary`` it is as large as a real one, and most of what it samples is no text.
     """
     config_class, model_class = _FAMILIES[family]
     tokenizer = tiny_tokenizer(chat_template=chat_template, pieces=pieces)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden, "norm_topk_prob": True}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+    }
     config = config_class(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -99,7 +110,9 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)  # type: ignore[no-untyped-call]
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     with no_progress_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,6 @@
-"""Writes a model that sees images, small enough for a test, as a Hugging Face folder with its processors."""
+"""Writes a model that sees images, small enough for a test, as a Hugging Face folder with its
+processors.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,27 @@ VLM_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}" + _START + _IMAGE + _END + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}"
+    + _START
+    + _IMAGE
+    + _END
+    + "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 _PROCESSORS: dict[VlmFamily, dict[str, str]] = {
-    "qwen2_vl": {"processor_class": "Qwen2VLProcessor", "video_processor_type": "Qwen2VLVideoProcessor"},
-    "qwen2_5_vl": {"processor_class": "Qwen2_5_VLProcessor", "video_processor_type": "Qwen2VLVideoProcessor"},
-    "qwen3_vl": {"processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"},
+    "qwen2_vl": {
+        "processor_class": "Qwen2VLProcessor",
+        "video_processor_type": "Qwen2VLVideoProcessor",
+    },
+    "qwen2_5_vl": {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "video_processor_type": "Qwen2VLVideoProcessor",
+    },
+    "qwen3_vl": {
+        "processor_class": "Qwen3VLProcessor",
+        "video_processor_type": "Qwen3VLVideoProcessor",
+    },
 }
 
 
@@ -62,14 +77,19 @@ def tiny_vlm(
     least_pixels: int = CELL * CELL,
     most_pixels: int = 128 * 128,
 ) -> Path:
-    """Write a random model of half a million parameters with tokenizer and processors; same seed, same weights.
+    """Write a random model of half a million parameters with tokenizer and processors; same seed,
+    same weights.
 
-    A token of an image is 8 x 8 pixels. Heads are ``hidden // heads`` wide; some engines take none below 32. Images
-    get from ``least_pixels`` to ``most_pixels`` pixels.
+    A token of an image is 8 x 8 pixels. Heads are ``hidden // heads`` wide; some engines take none
+    below 32. Images get from ``least_pixels`` to ``most_pixels`` pixels.
     """
     tokenizer = tiny_tokenizer(chat_template=VLM_TEMPLATE)
-    special = [AddedToken(text, normalized=False, special=True) for text in (_START, _END, _IMAGE, _VIDEO)]
-    tokenizer.add_special_tokens({"additional_special_tokens": special}, replace_extra_special_tokens=False)
+    special = [
+        AddedToken(text, normalized=False, special=True) for text in (_START, _END, _IMAGE, _VIDEO)
+    ]
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": special}, replace_extra_special_tokens=False
+    )
     start, end, image, video = map(tokenizer.convert_tokens_to_ids, (_START, _END, _IMAGE, _VIDEO))
     head = hidden // heads
     text: dict[str, Any] = {
@@ -80,7 +100,11 @@ def tiny_vlm(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _sections(head)},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": _sections(head),
+        },
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
@@ -95,39 +119,60 @@ def tiny_vlm(
         "temporal_patch_size": _TEMPORAL,
         "out_hidden_size": hidden,
     }
-    ids = {"image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end}
+    ids = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model(family, text, vision, {**ids, "tie_word_embeddings": True}, head)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     with no_progress_bars():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _write_processors(Path(folder), family, {"shortest_edge": least_pixels, "longest_edge": most_pixels})
+    _write_processors(
+        Path(folder), family, {"shortest_edge": least_pixels, "longest_edge": most_pixels}
+    )
     return Path(folder)
 
 
 def _model(
-    family: VlmFamily, text: dict[str, Any], vision: dict[str, Any], common: dict[str, Any], head: int
+    family: VlmFamily,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    common: dict[str, Any],
+    head: int,
 ) -> PreTrainedModel:
     config: PreTrainedConfig
     if family == "qwen3_vl":
         text["rope_parameters"]["mrope_interleaved"] = True
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        config = Qwen3VLConfig(text_config={**text, "head_dim": head}, vision_config=vision, **common)
+        config = Qwen3VLConfig(
+            text_config={**text, "head_dim": head}, vision_config=vision, **common
+        )
         return Qwen3VLForConditionalGeneration(config)
     if family == "qwen2_vl":
         width = vision["hidden_size"]
         vision |= {"embed_dim": width, "mlp_ratio": vision.pop("intermediate_size") // width}
-        vision |= {"hidden_size": vision.pop("out_hidden_size")}  # in Qwen2-VL the width of what the tower gives
-        return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **common))
+        vision |= {
+            "hidden_size": vision.pop("out_hidden_size")
+        }  # in Qwen2-VL the width of what the tower gives
+        return Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(text_config=text, vision_config=vision, **common)
+        )
     vision |= {"fullatt_block_indexes": [vision["depth"] - 1], "window_size": 4 * CELL}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _sections(head: int) -> list[int]:
-    """Return how many pairs of a head's numbers turn with time, height and width: a quarter, and three eighths each."""
+    """Return how many pairs of a head's numbers turn with time, height and width: a quarter, and
+    three eighths each.
+    """
     side = head // 2 * 3 // 8
     return [head // 2 - 2 * side, side, side]
 
@@ -144,5 +189,8 @@ def _write_processors(folder: Path, family: VlmFamily, size: dict[str, int]) -> 
     }
     image = {"image_processor_type": "Qwen2VLImageProcessor", **common}
     video = {"video_processor_type": _PROCESSORS[family]["video_processor_type"], **common}
-    for name, values in {"preprocessor_config.json": image, "video_preprocessor_config.json": video}.items():
+    for name, values in {
+        "preprocessor_config.json": image,
+        "video_preprocessor_config.json": video,
+    }.items():
         (folder / name).write_text(json.dumps(values, indent=2))

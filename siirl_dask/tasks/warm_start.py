@@ -22,7 +22,8 @@ _BETAS = (0.9, 0.98)
 NO_LOSS = -100
 """Label of a token that is not learned."""
 Shown = tuple[Tensor | Mapping[str, Tensor], Tensor]
-"""Inputs and labels, [B, T] each. With images the inputs are all of the model's arguments, by name."""
+"""Inputs and labels, [B, T] each. With images the inputs are all of the model's arguments, by
+name."""
 
 
 def warm_start(
@@ -34,15 +35,20 @@ def warm_start(
     sampled: bool = False,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> None:
-    """Train the model in ``folder`` until it answers ``accuracy`` of ``held_out``. RunError if it never does.
+    """Train the model in ``folder`` until it answers ``accuracy`` of ``held_out``. RunError if it
+    never does.
 
-    What counts are greedy answers; with ``sampled`` the chance to sample the demonstrated one at temperature 1.
+    What counts are greedy answers; with ``sampled`` the chance to sample the demonstrated one at
+    temperature 1.
     """
     measure = _chance if sampled else right_share
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def encode(examples: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-        pairs = [(tokenizer(p)["input_ids"], tokenizer(a)["input_ids"] + [tokenizer.eos_token_id]) for p, a in examples]
+        pairs = [
+            (tokenizer(p)["input_ids"], tokenizer(a)["input_ids"] + [tokenizer.eos_token_id])
+            for p, a in examples
+        ]
         return padded([(p + a, [NO_LOSS] * len(p) + a) for p, a in pairs], tokenizer.pad_token_id)
 
     unseen = encode(held_out)
@@ -59,12 +65,15 @@ def warm_start(
         most_steps=_MAX_STEPS,
         said="the model answers {:.0%} of unseen prompts",
         progress=progress,
-        every=lambda reached: 10 if reached < accuracy / 2 else 2,  # it rises from 0.3 to 0.6 within 5 steps
+        every=lambda reached: (
+            10 if reached < accuracy / 2 else 2
+        ),  # it rises from 0.3 to 0.6 within 5 steps
     )
 
 
 def padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels, [B, T] each, of rows of token ids and of the label of each, ``NO_LOSS`` for some.
+    """Return inputs and labels, [B, T] each, of rows of token ids and of the label of each,
+    ``NO_LOSS`` for some.
 
     An input's label is the one of the token after it.
     """
@@ -87,13 +96,15 @@ def train_until(
 ) -> None:
     """Train the model in ``folder`` on ``batch(tokenizer, step)``, steps from 1.
 
-    It ends when ``measure(model, tokenizer)`` is ``wanted``, and looks after each ``every(what it was last)`` steps.
-    RunError, in the words of ``said``, if it never is.
+    It ends when ``measure(model, tokenizer)`` is ``wanted``, and looks after each ``every(what it
+    was last)`` steps. RunError, in the words of ``said``, if it never is.
     """
     with no_progress_bars():
         model = model_class(str(folder), f"the model in {folder}").from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=_BETAS, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LR, betas=_BETAS, weight_decay=0.0, fused=True
+    )
     reached = 0.0
     for step in range(1, most_steps + 1):
         _learn(model, optimizer, batch(tokenizer, step), lr=_LR * min(1.0, step / _WARMUP))
@@ -110,7 +121,9 @@ def train_until(
         model.save_pretrained(folder)
 
 
-def _learn(model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Shown, lr: float) -> None:
+def _learn(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batch: Shown, lr: float
+) -> None:
     inputs, labels = batch
     logits = _logits(model, inputs)
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LOSS)
@@ -129,7 +142,9 @@ def _logits(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Te
 
 
 def right_share(model: PreTrainedModel, batch: Shown) -> float:
-    """Return the fraction of rows whose answer tokens are all the likeliest: greedy decoding gets just these right."""
+    """Return the fraction of rows whose answer tokens are all the likeliest: greedy decoding
+    gets just these right.
+    """
     inputs, labels = batch
     right = (_logits(model, inputs).argmax(-1) == labels) | (labels == NO_LOSS)
     return float(right.all(dim=1).float().mean())
@@ -139,5 +154,7 @@ def _chance(model: PreTrainedModel, batch: Shown) -> float:
     """Return the mean probability of the rows' answers."""
     inputs, labels = batch
     logits = _logits(model, inputs)
-    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
+    loss = cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LOSS, reduction="none"
+    )
     return float(loss.view_as(labels).sum(dim=1).neg().exp().mean())

@@ -1,10 +1,11 @@
-"""Conformance tests of carriers (``Carrier``). Subclass ``CarrierTests`` in a test module and define ``joined``:
+"""Conformance tests of carriers (``Carrier``). Subclass ``CarrierTests`` in a test module and
+define ``joined``:
 
 class TestMyCarrier(CarrierTests):
     @asynccontextmanager
     async def joined(self, handler):
-        ...  # serve ``handler`` as worker "b"
-        yield carrier, die  # a carrier that asks for worker "a"; ``die()`` ends "b" as a crash would
+        ...  # serve ``handler`` as worker "b" yield carrier, die  # a carrier that asks for worker
+        "a"; ``die()`` ends "b" as a crash would
 
 """
 
@@ -45,7 +46,12 @@ class CarrierTests:
             "n": 2**40,
             "nested": [[1], {"b": []}],
         }
-        frames: list[Frame] = [b"", b"x", bytes(range(256)) * 10_000, memoryview(array("i", [1, 2, 3])).cast("B")]
+        frames: list[Frame] = [
+            b"",
+            b"x",
+            bytes(range(256)) * 10_000,
+            memoryview(array("i", [1, 2, 3])).cast("B"),
+        ]
         received: list[Request] = []
 
         async def handler(request: Request) -> Reply:
@@ -67,7 +73,9 @@ class CarrierTests:
         assert [bytes(frame) for frame in reply.frames] == [bytes(frame) for frame in frames]
 
     def test_a_profiler_that_holds_frames_of_functions_loses_no_message(self) -> None:
-        """A frame keeps the views of buffers that its function had: Dask's profiler holds frames of other threads."""
+        """A frame keeps the views of buffers that its function had: Dask's profiler holds frames
+        of other threads.
+        """
 
         async def handler(request: Request) -> Reply:
             return Reply({"n": request.body["n"]}, [bytes(1000), bytes(2000)])
@@ -77,7 +85,9 @@ class CarrierTests:
                 assert await carrier.reaches("b")
                 sizes = []
                 for n in range(3):
-                    reply = await carrier.ask("b", Request(Op.FETCH, KEY, {"n": n, "rows": bytes(1000)}))
+                    reply = await carrier.ask(
+                        "b", Request(Op.FETCH, KEY, {"n": n, "rows": bytes(1000)})
+                    )
                     sizes.append(sum(memoryview(frame).nbytes for frame in reply.frames))
                 return sizes
 
@@ -100,9 +110,14 @@ class CarrierTests:
                 return Reply({"n": request.body["n"]})
 
             async with self.joined(handler) as (carrier, _):
-                slow = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 0})))
+                slow = asyncio.create_task(
+                    carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 0}))
+                )
                 await asyncio.sleep(0)
-                asks = (carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n})) for n in range(1, 20))
+                asks = (
+                    carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n}))
+                    for n in range(1, 20)
+                )
                 rest = [reply.header["n"] for reply in await asyncio.gather(*asks)]
                 assert not slow.done()
                 first.set()
@@ -137,12 +152,16 @@ class CarrierTests:
                 await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY))
                 if waiting:
                     asked.clear()
-                    asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1})))
+                    asking = asyncio.create_task(
+                        carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1}))
+                    )
                     await asked.wait()
                     await die()
                 else:
                     await die()
-                    asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1})))
+                    asking = asyncio.create_task(
+                        carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": 1}))
+                    )
                 with pytest.raises(OSError):  # noqa: PT011  # any: refused, reset, closed
                     await asyncio.wait_for(asking, 20)
 
@@ -170,7 +189,9 @@ class CarrierTests:
         async def work() -> None:
             async with self.joined(handler) as (carrier, _):
                 with pytest.raises(OSError):  # noqa: PT011
-                    await asyncio.wait_for(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY)), 20)
+                    await asyncio.wait_for(
+                        carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY)), 20
+                    )
 
         asyncio.run(work())
 
@@ -184,13 +205,17 @@ class CarrierTests:
                 return Reply({"n": request.body["n"]})
 
             async with self.joined(handler) as (carrier, _):
-                asking = asyncio.create_task(carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": -1})))
+                asking = asyncio.create_task(
+                    carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": -1}))
+                )
                 await asyncio.sleep(0.05)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
                 held.set()
                 return [
-                    (await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n}))).header["n"]
+                    (await carrier.ask("b", Request(Op.SUBTREE_STATISTICS, KEY, {"n": n}))).header[
+                        "n"
+                    ]
                     for n in range(5)
                 ]
 

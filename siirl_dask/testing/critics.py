@@ -41,7 +41,9 @@ _LOSS = partial(value_clip, clip=1e6)
 
 
 class CriticTests:
-    """Conformance of a critic. ``make_critic`` builds one from a Hugging Face folder, in float32, on a CPU."""
+    """Conformance of a critic. ``make_critic`` builds one from a Hugging Face folder, in
+    float32, on a CPU.
+    """
 
     @classmethod
     def make_critic(cls, folder: Path, config: TrainerConfig, rank: Rank) -> Critic:
@@ -81,7 +83,9 @@ class CriticTests:
         critic = self.build(folder, max_tokens_per_micro_batch=20)
         rows = random_rows(LENGTHS)
         critic.update([_batch(critic, rows)], _LOSS)
-        alone = [critic.values(random_rows(LENGTHS, range(row, row + 1))) for row in range(len(LENGTHS))]
+        alone = [
+            critic.values(random_rows(LENGTHS, range(row, row + 1))) for row in range(len(LENGTHS))
+        ]
         assert_close(critic.values(rows), torch.cat(alone), atol=1e-5, rtol=0)
 
     def test_masked_tokens_do_not_reach_the_loss(self, folder: Path) -> None:
@@ -103,7 +107,9 @@ class CriticTests:
         before = copied_weights(critic)
         values = critic.values(rows)
         with pytest.raises(TrainingError, match="mini-batch 1 of 1"):
-            critic.update([ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS)
+            critic.update(
+                [ValueBatch(rows=rows, old_values=values, returns=values + float("nan"))], _LOSS
+            )
         assert_same_tensors(copied_weights(critic), before)
         returns = signs(rows)
         found: list[NonFinite] = []
@@ -115,12 +121,21 @@ class CriticTests:
 
     def test_weights_are_the_decoders_and_one_head(self, folder: Path) -> None:
         weights = copied_weights(self.build(folder))
-        model = {name: p.shape for name, p in load_model(folder).named_parameters() if name.startswith("model.")}
+        model = {
+            name: p.shape
+            for name, p in load_model(folder).named_parameters()
+            if name.startswith("model.")
+        }
         head = {name: tensor for name, tensor in weights.items() if name not in model}
         assert {name: weights[name].shape for name in model} == model
-        assert sum(tensor.numel() for tensor in head.values()) == load_model(folder).config.hidden_size + 1
+        assert (
+            sum(tensor.numel() for tensor in head.values())
+            == load_model(folder).config.hidden_size + 1
+        )
 
-    def test_training_resumes_from_a_checkpoint_bit_for_bit(self, folder: Path, tmp_path: Path) -> None:
+    def test_training_resumes_from_a_checkpoint_bit_for_bit(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
         steady, stopped, fresh = (self.build(folder) for _ in range(3))
         for critic in (steady, stopped):
             critic.update([_batch(critic, random_rows(LENGTHS))], _LOSS)
@@ -132,9 +147,13 @@ class CriticTests:
         assert_same_tensors(copied_weights(fresh), copied_weights(steady))
 
     def test_two_ranks_learn_like_one(self, folder: Path, tmp_path: Path) -> None:
-        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no rank has any."""
+        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no
+        rank has any.
+        """
         module = sys.modules[type(self).__module__]
-        cloudpickle.register_pickle_by_value(module)  # a rank may be unable to import the subclass's module
+        cloudpickle.register_pickle_by_value(
+            module
+        )  # a rank may be unable to import the subclass's module
         try:
             both = run_ranks(2, partial(_learn, self.make_critic, folder), tmp_path)
         finally:

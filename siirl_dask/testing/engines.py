@@ -38,7 +38,8 @@ from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, VOCABULARY, tiny_model
 from siirl_dask.testing.reference_model import load_model, response_logprobs, response_scores
 from siirl_dask.testing.weight_streams import WeightStreamTests
 
-# A random model's next token is nearly uniform; at this temperature the likeliest of 264 tokens has about 0.1.
+# A random model's next token is nearly uniform; at this temperature the likeliest of 264 tokens has
+# about 0.1.
 _SHARP = 0.06
 
 
@@ -59,7 +60,9 @@ class EngineTests(WeightStreamTests):
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A tiny model with random weights and a chat template."""
-        return tiny_model(tmp_path_factory.mktemp("engine") / "model", seed=1, chat_template=CHAT_TEMPLATE)
+        return tiny_model(
+            tmp_path_factory.mktemp("engine") / "model", seed=1, chat_template=CHAT_TEMPLATE
+        )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -104,7 +107,10 @@ class EngineTests(WeightStreamTests):
         sampling = Sampling(max_tokens=8, temperature=_SHARP)
         together = engine.generate(prompts, seeds, sampling)
         reversed_order = engine.generate(prompts[::-1], seeds[::-1], sampling)[::-1]
-        alone = [engine.generate([prompt], [seed], sampling)[0] for prompt, seed in zip(prompts, seeds, strict=True)]
+        alone = [
+            engine.generate([prompt], [seed], sampling)[0]
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         self._assert_same(reversed_order, together)
         self._assert_same(alone, together)
 
@@ -122,8 +128,15 @@ class EngineTests(WeightStreamTests):
     def test_samples_follow_the_model(self, engine: RolloutEngine, model: PreTrainedModel) -> None:
         prompt = [5, 6, 7]
         count = 2000
-        samples = engine.generate([prompt] * count, list(range(count)), Sampling(max_tokens=1, temperature=_SHARP))
-        drawn = torch.bincount(torch.tensor([sample.token_ids[0] for sample in samples]), minlength=VOCABULARY) / count
+        samples = engine.generate(
+            [prompt] * count, list(range(count)), Sampling(max_tokens=1, temperature=_SHARP)
+        )
+        drawn = (
+            torch.bincount(
+                torch.tensor([sample.token_ids[0] for sample in samples]), minlength=VOCABULARY
+            )
+            / count
+        )
         with torch.no_grad():
             expected = response_scores(model, prompt, [0], _SHARP)[0].exp()
         expected_difference = (2 * expected * (1 - expected) / (torch.pi * count)).sqrt().sum()
@@ -153,10 +166,16 @@ class EngineTests(WeightStreamTests):
         for sampling, count in (
             (Sampling(max_tokens=1, temperature=_SHARP, top_k=3), 3),
             (Sampling(max_tokens=1, temperature=_SHARP, top_p=0.5), nucleus),
-            *([(Sampling(max_tokens=1, temperature=_SHARP, min_p=0.5), near)] if self.takes_min_p else []),
+            *(
+                [(Sampling(max_tokens=1, temperature=_SHARP, min_p=0.5), near)]
+                if self.takes_min_p
+                else []
+            ),
         ):
             samples = engine.generate([prompt] * 200, list(range(200)), sampling)
-            assert {sample.token_ids[0] for sample in samples} <= set(likeliest.indices[:count].tolist())
+            assert {sample.token_ids[0] for sample in samples} <= set(
+                likeliest.indices[:count].tolist()
+            )
 
     def test_min_p_is_taken_or_refused(self, engine: RolloutEngine) -> None:
         sampling = Sampling(max_tokens=1, min_p=0.5)
@@ -178,7 +197,10 @@ class EngineTests(WeightStreamTests):
             else:
                 assert end not in sample.token_ids
                 assert len(sample.token_ids) == 32
-        assert {sample.finish_reason for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
+        assert {sample.finish_reason for sample in samples} == {
+            FinishReason.STOP,
+            FinishReason.LENGTH,
+        }
 
     def test_a_stop_token_of_the_user_only_cuts_samples(self, engine: RolloutEngine) -> None:
         prompts = _prompts(32)
@@ -187,10 +209,18 @@ class EngineTests(WeightStreamTests):
         stop = max(token for sample in samples for token in sample.token_ids[:-1])
         stopped = engine.generate(prompts, list(range(32)), replace(free, stop_token_ids=(stop,)))
         for sample, cut in zip(samples, stopped, strict=True):
-            length = sample.token_ids.index(stop) + 1 if stop in sample.token_ids else len(sample.token_ids)
+            length = (
+                sample.token_ids.index(stop) + 1
+                if stop in sample.token_ids
+                else len(sample.token_ids)
+            )
             assert cut.token_ids == sample.token_ids[:length]
-            assert cut.finish_reason is (FinishReason.STOP if stop in sample.token_ids else sample.finish_reason)
-        assert sum(len(cut.token_ids) for cut in stopped) < sum(len(sample.token_ids) for sample in samples)
+            assert cut.finish_reason is (
+                FinishReason.STOP if stop in sample.token_ids else sample.finish_reason
+            )
+        assert sum(len(cut.token_ids) for cut in stopped) < sum(
+            len(sample.token_ids) for sample in samples
+        )
 
     def test_greedy_takes_the_likeliest_token_with_any_seed(
         self, engine: RolloutEngine, model: PreTrainedModel
@@ -212,7 +242,9 @@ class EngineTests(WeightStreamTests):
         before = engine.generate(prompts, list(range(6)), sampling)
         engine.load_weights(iter(list(other_model.named_parameters())), 7)
         assert engine.version == 7
-        self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+        self._assert_logprobs(
+            other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0
+        )
         engine.load_weights(model.named_parameters(), 8)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
@@ -229,7 +261,9 @@ class EngineTests(WeightStreamTests):
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
         engine.sleep(weights_follow=True)
         engine.load_weights(other_model.named_parameters(), 1)
-        self._assert_logprobs(other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+        self._assert_logprobs(
+            other_model, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0
+        )
         engine.load_weights(model.named_parameters(), 2)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
@@ -255,13 +289,24 @@ class EngineTests(WeightStreamTests):
                 engine.sleep(weights_follow=True)
             engine.load_adapters(adapters.items(), 0.5, version)
             assert engine.version == version
-            self._assert_logprobs(adapted, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0)
+            self._assert_logprobs(
+                adapted, prompts, engine.generate(prompts, list(range(6)), sampling), 1.0
+            )
         engine.load_weights(model.named_parameters(), 4)
         self._assert_same(engine.generate(prompts, list(range(6)), sampling), before)
 
-    def test_requests_with_different_parameters_do_not_affect_each_other(self, engine: RolloutEngine) -> None:
-        samplings = [Sampling(max_tokens=length, temperature=heat) for length in (1, 5) for heat in (0.0, 0.7, _SHARP)]
-        requests = [GenerationRequest(prompt, 3, own) for prompt, own in zip(_prompts(6), samplings, strict=True)]
+    def test_requests_with_different_parameters_do_not_affect_each_other(
+        self, engine: RolloutEngine
+    ) -> None:
+        samplings = [
+            Sampling(max_tokens=length, temperature=heat)
+            for length in (1, 5)
+            for heat in (0.0, 0.7, _SHARP)
+        ]
+        requests = [
+            GenerationRequest(prompt, 3, own)
+            for prompt, own in zip(_prompts(6), samplings, strict=True)
+        ]
         queue = LocalQueue[GenerationRequest, Generation](requests)
         engine.serve(queue)
         for request, sample in zip(requests, queue.results(), strict=True):
@@ -269,13 +314,20 @@ class EngineTests(WeightStreamTests):
             self._assert_same([sample], [alone])
 
     @pytest.mark.parametrize("heat", [0.0, _SHARP, 1.0])
-    def test_a_response_that_was_interrupted_continues_unchanged(self, engine: RolloutEngine, heat: float) -> None:
+    def test_a_response_that_was_interrupted_continues_unchanged(
+        self, engine: RolloutEngine, heat: float
+    ) -> None:
         prompts = _prompts(6)
         whole = Sampling(max_tokens=9, temperature=heat)
         expected = engine.generate(prompts, list(range(6)), whole)
         started = engine.generate(prompts, list(range(6)), replace(whole, max_tokens=4))
         rest = [
-            GenerationRequest([*prompt, *start.token_ids], seed, replace(whole, max_tokens=5), len(start.token_ids))
+            GenerationRequest(
+                [*prompt, *start.token_ids],
+                seed,
+                replace(whole, max_tokens=5),
+                len(start.token_ids),
+            )
             for seed, (prompt, start) in enumerate(zip(prompts, started, strict=True))
             if start.finish_reason is FinishReason.LENGTH
         ]
@@ -290,7 +342,11 @@ class EngineTests(WeightStreamTests):
 
     @pytest.mark.parametrize("wrong", ["missing", "unknown", "misshaped"])
     def test_weights_that_do_not_fit_are_refused_by_name(
-        self, engine: RolloutEngine, model: PreTrainedModel, other_model: PreTrainedModel, wrong: str
+        self,
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        other_model: PreTrainedModel,
+        wrong: str,
     ) -> None:
         engine.load_weights(model.named_parameters(), 3)
         prompts = _prompts(6)
@@ -317,9 +373,13 @@ class EngineTests(WeightStreamTests):
         sampling = Sampling(max_tokens=4)
         for weights, version in ((model, 1), (other_model, 2)):
             engine.load_weights(weights.named_parameters(), version)
-            self._assert_logprobs(weights, prompts, engine.generate(prompts, [1, 2, 3], sampling), 1.0)
+            self._assert_logprobs(
+                weights, prompts, engine.generate(prompts, [1, 2, 3], sampling), 1.0
+            )
 
-    @pytest.mark.parametrize("text", ["Sort: 2 9 =", "  two  spaces\n\tand a tab ", "é ß 漢字 🙂", ""])
+    @pytest.mark.parametrize(
+        "text", ["Sort: 2 9 =", "  two  spaces\n\tand a tab ", "é ß 漢字 🙂", ""]
+    )
     def test_the_tokenizer_gives_back_the_text(self, engine: RolloutEngine, text: str) -> None:
         assert engine.tokenizer.decode(engine.tokenizer.encode(text), skip_special=False) == text
 
@@ -336,12 +396,23 @@ class EngineTests(WeightStreamTests):
 
     def _assert_same(self, samples: list[Generation], expected: list[Generation]) -> None:
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
-        assert [sample.finish_reason for sample in samples] == [sample.finish_reason for sample in expected]
+        assert [sample.finish_reason for sample in samples] == [
+            sample.finish_reason for sample in expected
+        ]
         for sample, other in zip(samples, expected, strict=True):
-            assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=self.tolerance, rtol=0)
+            assert_close(
+                torch.tensor(sample.logprobs),
+                torch.tensor(other.logprobs),
+                atol=self.tolerance,
+                rtol=0,
+            )
 
     def _assert_logprobs(
-        self, model: PreTrainedModel, prompts: list[list[int]], samples: list[Generation], temperature: float
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        samples: list[Generation],
+        temperature: float,
     ) -> None:
         for prompt, sample in zip(prompts, samples, strict=True):
             with torch.no_grad():
@@ -350,10 +421,14 @@ class EngineTests(WeightStreamTests):
 
 
 def _adapters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield adapters of rank 2 for some linear layers of each kind, large enough to change what is sampled."""
+    """Yield adapters of rank 2 for some linear layers of each kind, large enough to change what
+    is sampled.
+    """
     numbers = torch.Generator().manual_seed(7)
     for name, weight in model.named_parameters():
-        if name.endswith(("0.self_attn.q_proj.weight", "0.self_attn.o_proj.weight", "1.mlp.down_proj.weight")):
+        if name.endswith(
+            ("0.self_attn.q_proj.weight", "0.self_attn.o_proj.weight", "1.mlp.down_proj.weight")
+        ):
             for end, shape in ((A, (2, weight.shape[1])), (B, (weight.shape[0], 2))):
                 yield name.removesuffix(WEIGHT) + end, torch.randn(shape, generator=numbers) * 0.3
 

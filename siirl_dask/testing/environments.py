@@ -26,7 +26,9 @@ _WAIT = 60.0  # seconds for an answer
 
 
 class Countdown:
-    """Counts down from the row's answer to 0, which ends it. A turn ``raise`` raises. ``marks`` is a file."""
+    """Counts down from the row's answer to 0, which ends it. A turn ``raise`` raises. ``marks``
+    is a file.
+    """
 
     def __init__(self) -> None:
         self.left = 0
@@ -46,7 +48,12 @@ class Countdown:
         if text == "raise":
             raise ValueError("as it was told")
         self.left -= 1
-        return Step(observation=f"{self.left} {self.seed % 1000}", reward=1.0, done=self.left == 0, state=self.left)
+        return Step(
+            observation=f"{self.left} {self.seed % 1000}",
+            reward=1.0,
+            done=self.left == 0,
+            state=self.left,
+        )
 
     def close(self) -> None:
         """Close it."""
@@ -109,7 +116,9 @@ class EnvironmentsTests:
     """Class of the environments."""
 
     def make_environments(self, kind: type, max_open: int | None) -> Environments:
-        """Build what is to be tested, with the columns ``COLUMNS`` and no failures that end a run."""
+        """Build what is to be tested, with the columns ``COLUMNS`` and no failures that end a
+        run.
+        """
         raise NotImplementedError
 
     @contextmanager
@@ -131,12 +140,16 @@ class EnvironmentsTests:
         """Return a row of the suite's environments."""
         return {"prompt": "count", "answer": str(answer), "marks": str(marks)}
 
-    def play(self, session: Session, answers: Answers, marks: Path, order: list[int]) -> dict[int, list[Answer]]:
+    def play(
+        self, session: Session, answers: Answers, marks: Path, order: list[int]
+    ) -> dict[int, list[Answer]]:
         """Play the episodes of these numbers to their ends, each turn of all before the next."""
         for episode in order:
             session.reset(episode, self.row(marks, episode % 3 + 1), seed=episode * 31)
         said = {episode: [answer] for episode, answer in answers.take(len(order)).items()}
-        while going := [episode for episode in order if not getattr(said[episode][-1], "done", False)]:
+        while going := [
+            episode for episode in order if not getattr(said[episode][-1], "done", False)
+        ]:
             for episode in going:
                 session.step(episode, action("1"))
             for episode, answer in answers.take(len(going)).items():
@@ -144,7 +157,9 @@ class EnvironmentsTests:
                 said[episode].append(answer)
         return said
 
-    def test_each_reset_and_each_step_is_answered_once_with_what_the_environment_said(self, marks: Path) -> None:
+    def test_each_reset_and_each_step_is_answered_once_with_what_the_environment_said(
+        self, marks: Path
+    ) -> None:
         answers = Answers()
         with self.built() as environments, environments.session(answers) as session:
             said = self.play(session, answers, marks, list(range(9)))
@@ -182,7 +197,9 @@ class EnvironmentsTests:
             session.step(0, action("1"))
             assert isinstance(answers.take(1)[0], Failure)
 
-    def test_no_more_environments_are_open_than_may_be_and_others_wait_for_their_turn(self, marks: Path) -> None:
+    def test_no_more_environments_are_open_than_may_be_and_others_wait_for_their_turn(
+        self, marks: Path
+    ) -> None:
         answers = Answers()
         episodes = 17
         with self.built(max_open=3) as environments, environments.session(answers) as session:
@@ -206,7 +223,9 @@ class EnvironmentsTests:
             most = max(most, count)
         assert (count, most) == (0, 3)
 
-    def test_what_is_open_is_closed_when_the_session_is_left_even_by_an_error(self, marks: Path) -> None:
+    def test_what_is_open_is_closed_when_the_session_is_left_even_by_an_error(
+        self, marks: Path
+    ) -> None:
         answers = Answers()
         with self.built() as environments:
             with pytest.raises(KeyboardInterrupt):
@@ -240,7 +259,9 @@ class EnvironmentsTests:
                 with environments.session(answers) as session:
                     self.play(session, answers, marks, [0, 1, 2])
 
-    def test_a_session_that_lasts_is_left_for_the_next_one_and_with_the_environments(self, marks: Path) -> None:
+    def test_a_session_that_lasts_is_left_for_the_next_one_and_with_the_environments(
+        self, marks: Path
+    ) -> None:
         with self.built() as environments:
             for left in range(3):
                 answers = Answers()

@@ -1,4 +1,5 @@
-"""The conformance suite of rollout engines that are given images: inherit it, and give it an engine and a family.
+"""The conformance suite of rollout engines that are given images: inherit it, and give it an engine
+and a family.
 
     class TestMyEngine(ImageEngineTests):
         family = "qwen3_vl"
@@ -52,22 +53,33 @@ _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 def picture(seed: int, width: int, height: int) -> Image:
     """Return a PNG of random cells."""
-    cells = np.random.default_rng(seed).integers(0, 255, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
+    cells = np.random.default_rng(seed).integers(
+        0, 255, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     pil.fromarray(cells.repeat(8, 0).repeat(8, 1)[:height, :width]).save(file, "PNG")
     return Image(file.getvalue())
 
 
-def image_requests(folder: Path, processor: ImageProcessor, count: int, sampling: Sampling) -> list[GenerationRequest]:
+def image_requests(
+    folder: Path, processor: ImageProcessor, count: int, sampling: Sampling
+) -> list[GenerationRequest]:
     """Return requests of 0 to 2 images each, of several sizes, some of which are resized."""
     tokenizer = load_tokenizer(str(folder), "folder")
     numbers = random.Random(3)
     requests = []
     for row in range(count):
-        shown = [picture(9 * row + each, *numbers.choices([16, 20, 24, 40], k=2)) for each in range(row % 3)]
-        words = [str(numbers.randrange(10 ** numbers.randrange(1, 9))) for _ in range(len(shown) + 1)]
+        shown = [
+            picture(9 * row + each, *numbers.choices([16, 20, 24, 40], k=2))
+            for each in range(row % 3)
+        ]
+        words = [
+            str(numbers.randrange(10 ** numbers.randrange(1, 9))) for _ in range(len(shown) + 1)
+        ]
         ids = tokenizer.encode(f"user: {_PICTURE.join(words)}\nassistant:")
-        requests.append(GenerationRequest(processor.expand(ids, shown), row, sampling, images=tuple(shown)))
+        requests.append(
+            GenerationRequest(processor.expand(ids, shown), row, sampling, images=tuple(shown))
+        )
     return requests
 
 
@@ -81,17 +93,22 @@ def serve(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[
 def load_image_model(folder: Path) -> PreTrainedModel:
     """Load an image-text model in float32, in evaluation mode."""
     with no_progress_bars():
-        model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32
+        )
     model.eval()
     return model
 
 
 @torch.no_grad()
 def response_logprobs(
-    model: PreTrainedModel, processor: ImageProcessor, request: GenerationRequest, response: Sequence[int]
+    model: PreTrainedModel,
+    processor: ImageProcessor,
+    request: GenerationRequest,
+    response: Sequence[int],
 ) -> Tensor:
-    """Return the log-prob of each response token, by transformers alone: the prompt is read with its pixels, and then
-    the response, whose tokens are text whatever they are. [len(response)].
+    """Return the log-prob of each response token, by transformers alone: the prompt is read with
+    its pixels, and then the response, whose tokens are text whatever they are. [len(response)].
     """
     prompt = torch.tensor([[*request.prompt]])
     pixels = [*map(processor.pixels, request.images)]
@@ -106,7 +123,9 @@ def response_logprobs(
     )
     model.model.rope_deltas = None  # of the row before
     read = model(input_ids=prompt, use_cache=True, **shown)
-    rest = model(input_ids=torch.tensor([[*response]]), past_key_values=read.past_key_values, use_cache=True)
+    rest = model(
+        input_ids=torch.tensor([[*response]]), past_key_values=read.past_key_values, use_cache=True
+    )
     logits = torch.cat([read.logits[0, -1:], rest.logits[0, :-1]])
     heat = request.sampling.temperature or 1.0
     return (logits / heat).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
@@ -117,7 +136,8 @@ class ImageEngineTests:
 
     family: VlmFamily
     seed = 1
-    """Seed of the random weights; with few, a model hardly ever samples a placeholder, and a test wants some."""
+    """Seed of the random weights; with few, a model hardly ever samples a placeholder, and a
+    test wants some."""
     tolerance = 1e-5
     """Largest difference of log-probs from plain forward passes in float32, at temperature 1."""
 
@@ -130,7 +150,9 @@ class ImageEngineTests:
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A tiny model with random weights."""
-        return tiny_vlm(tmp_path_factory.mktemp("engine") / "model", seed=cls.seed, family=cls.family)
+        return tiny_vlm(
+            tmp_path_factory.mktemp("engine") / "model", seed=cls.seed, family=cls.family
+        )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -148,7 +170,9 @@ class ImageEngineTests:
     @classmethod
     def other_model(cls, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
         """A model of the same shapes with other weights."""
-        return load_image_model(tiny_vlm(tmp_path_factory.mktemp("engine") / "other", seed=2, family=cls.family))
+        return load_image_model(
+            tiny_vlm(tmp_path_factory.mktemp("engine") / "other", seed=2, family=cls.family)
+        )
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -183,7 +207,10 @@ class ImageEngineTests:
     def test_a_sample_depends_on_its_images_and_not_on_the_rows_beside_it(
         self, engine: RolloutEngine, requests: list[GenerationRequest]
     ) -> None:
-        sharp = [replace(request, sampling=Sampling(max_tokens=8, temperature=_SHARP)) for request in requests]
+        sharp = [
+            replace(request, sampling=Sampling(max_tokens=8, temperature=_SHARP))
+            for request in requests
+        ]
         together = serve(engine, sharp)
         self._assert_same(serve(engine, sharp[::-1])[::-1], together)
         self._assert_same([serve(engine, [request])[0] for request in sharp], together)
@@ -194,7 +221,10 @@ class ImageEngineTests:
         ]
         changed = serve(engine, others)
         shown = [sample for request, sample in zip(sharp, together, strict=True) if request.images]
-        assert all(sample.logprobs[0] != other.logprobs[0] for sample, other in zip(shown, changed, strict=True))
+        assert all(
+            sample.logprobs[0] != other.logprobs[0]
+            for sample, other in zip(shown, changed, strict=True)
+        )
 
     def test_rows_of_one_prompt_and_rows_of_the_same_words_over_other_images_differ_as_alone(
         self, engine: RolloutEngine, requests: list[GenerationRequest]
@@ -212,7 +242,9 @@ class ImageEngineTests:
         requests: list[GenerationRequest],
     ) -> None:
         rows = [
-            replace(request, seed=seed, sampling=Sampling(max_tokens=24)) for seed in range(20) for request in requests
+            replace(request, seed=seed, sampling=Sampling(max_tokens=24))
+            for seed in range(20)
+            for request in requests
         ]
         drawn = [
             (row, sample)
@@ -220,7 +252,9 @@ class ImageEngineTests:
             if processor.image_token in sample.token_ids[:-1]
         ]
         assert len(drawn) > 3
-        self._assert_logprobs(model, processor, [row for row, _ in drawn], [sample for _, sample in drawn])
+        self._assert_logprobs(
+            model, processor, [row for row, _ in drawn], [sample for _, sample in drawn]
+        )
         whole = serve(engine, [replace(row, sampling=Sampling(max_tokens=28)) for row, _ in drawn])
         for (row, sample), longer in zip(drawn, whole, strict=True):
             if sample.finish_reason is FinishReason.LENGTH:
@@ -257,10 +291,13 @@ class ImageEngineTests:
         adapters: dict[str, Tensor] = {}
         numbers = torch.Generator().manual_seed(7)
         for name, weight in adapted.named_parameters():
-            if name.endswith(("0.self_attn.q_proj.weight", "1.mlp.down_proj.weight", "blocks.0.attn.proj.weight")):
+            if name.endswith(
+                ("0.self_attn.q_proj.weight", "1.mlp.down_proj.weight", "blocks.0.attn.proj.weight")
+            ):
                 layer = name.removesuffix(WEIGHT)
                 a, b = (
-                    torch.randn(shape, generator=numbers) * 0.3 for shape in ((2, weight.shape[1]), (len(weight), 2))
+                    torch.randn(shape, generator=numbers) * 0.3
+                    for shape in ((2, weight.shape[1]), (len(weight), 2))
                 )
                 adapters |= {layer + A: a, layer + B: b}
                 weight.data += 0.5 * b @ a
@@ -273,9 +310,15 @@ class ImageEngineTests:
         engine.load_weights(model.named_parameters(), 4)
         self._assert_same(serve(engine, requests), before)
 
-    @pytest.mark.parametrize("wrong", ["a place less", "a place more", "an image less", "an image more"])
+    @pytest.mark.parametrize(
+        "wrong", ["a place less", "a place more", "an image less", "an image more"]
+    )
     def test_a_prompt_that_does_not_show_its_images_is_refused(
-        self, engine: RolloutEngine, processor: ImageProcessor, requests: list[GenerationRequest], wrong: str
+        self,
+        engine: RolloutEngine,
+        processor: ImageProcessor,
+        requests: list[GenerationRequest],
+        wrong: str,
     ) -> None:
         request = requests[2]
         at = request.prompt.index(processor.image_token)
@@ -294,7 +337,9 @@ class ImageEngineTests:
     def _assert_same(self, samples: Sequence[Generation], expected: Sequence[Generation]) -> None:
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
         for sample, other in zip(samples, expected, strict=True):
-            assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+            assert_close(
+                torch.tensor(sample.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0
+            )
 
     def _assert_logprobs(
         self,

@@ -32,28 +32,43 @@ def processor_of(folder: Path) -> ImageProcessor:
 
 
 def image_rows(folder: Path, *, sampled: bool = False) -> list[Row]:
-    """Return nine rows: three that share a prompt with an image, two in the same words about an image of the same size,
-    two of two images, and two of text alone. With ``sampled`` some responses have placeholders.
+    """Return nine rows: three that share a prompt with an image, two in the same words about an
+    image of the same size, two of two images, and two of text alone. With ``sampled`` some
+    responses have placeholders.
     """
     processor = processor_of(folder)
     numbers = torch.Generator().manual_seed(0)
-    small, same, wide, high = (noise(*size, seed) for seed, size in enumerate(((24, 16), (24, 16), (40, 16), (16, 32))))
+    small, same, wide, high = (
+        noise(*size, seed) for seed, size in enumerate(((24, 16), (24, 16), (40, 16), (16, 32)))
+    )
 
     def text(length: int) -> list[int]:
         return torch.randint(0, _TEXT, (length,), generator=numbers).tolist()
 
     def placed(*images: Image) -> list[int]:
-        return [token for image in images for token in (*text(1), *[processor.image_token] * processor.tokens(image))]
+        return [
+            token
+            for image in images
+            for token in (*text(1), *[processor.image_token] * processor.tokens(image))
+        ]
 
     question = [*placed(small), *text(3)]
     pair = [*placed(wide, high), *text(2)]
     alone = text(7)
     rows: list[Row] = [(question, text(length), (small,)) for length in (4, 0, 6)]
     rows += [(question, text(length), (same,)) for length in (5, 5)]
-    rows += [(alone, text(3), ()), (pair, text(2), (wide, high)), (alone, text(8), ()), (pair, text(9), (wide, high))]
+    rows += [
+        (alone, text(3), ()),
+        (pair, text(2), (wide, high)),
+        (alone, text(8), ()),
+        (pair, text(9), (wide, high)),
+    ]
     if not sampled:
         return rows
-    return [(prompt, [*response, processor.image_token, *response[:1]], images) for prompt, response, images in rows]
+    return [
+        (prompt, [*response, processor.image_token, *response[:1]], images)
+        for prompt, response, images in rows
+    ]
 
 
 def pack(rows: Sequence[Row]) -> PackedRows:
@@ -64,7 +79,9 @@ def pack(rows: Sequence[Row]) -> PackedRows:
         torch.tensor(tokens, dtype=torch.int64),
         torch.tensor([0, *(len(prompt) + len(response) for prompt, response, _ in rows)]).cumsum(0),
         torch.tensor([len(prompt) for prompt, *_ in rows], dtype=torch.int64),
-        RowImages(groups, torch.tensor([groups.index(images) for *_, images in rows], dtype=torch.int64)),
+        RowImages(
+            groups, torch.tensor([groups.index(images) for *_, images in rows], dtype=torch.int64)
+        ),
     )
 
 
@@ -72,7 +89,9 @@ class PlainModel:
     """The model of a folder as transformers runs it, on one row at a time, with gradient."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = load_pretrained(model_class(str(folder), "model"), str(folder), torch.float32, "model").eval()
+        self.model = load_pretrained(
+            model_class(str(folder), "model"), str(folder), torch.float32, "model"
+        ).eval()
         self._processor = processor_of(folder)
 
     def logprobs(self, rows: PackedRows, temperature: float) -> Tensor:
@@ -83,7 +102,9 @@ class PlainModel:
         for (row, prompt), images in zip(split_rows(rows), shown, strict=True):
             pixels = [self._processor.pixels(image) for image in images]
             seen = plain_arguments(row[None], pixels, self._processor.image_token)
-            logits = self.model(input_ids=row[None], use_cache=False, **seen).logits[0, prompt - 1 : -1]
+            logits = self.model(input_ids=row[None], use_cache=False, **seen).logits[
+                0, prompt - 1 : -1
+            ]
             scores = (logits / temperature).log_softmax(-1)
             found.append(scores.gather(1, row[prompt:, None]).squeeze(1))
         return torch.cat(found)

@@ -1,11 +1,13 @@
-"""Runs many workers in one process: the real executor, databuffer and planner, with function calls as transport.
+"""Runs many workers in one process: the real executor, databuffer and planner, with function calls
+as transport.
 
 It serves tests of DAGs and of the data plane that need no cluster:
 
     with LocalPool(plan, source, url=str(tmp_path)) as pool:
         metrics = pool.run(step=1)
 
-Roles are built as on a cluster but without process groups, so a trainer that learns needs a role of one worker.
+Roles are built as on a cluster but without process groups, so a trainer that learns needs a role of
+one worker.
 """
 
 from __future__ import annotations
@@ -97,18 +99,24 @@ class LocalPool:
         self._thread.start()
         self.workers = tuple(self.plan.chains)
         self.traces = {worker: Recorder(enabled=self.trace) for worker in self.workers}
-        self._peers = {role: ThreadPeers(len(workers)) for role, workers in self.plan.placement.items()}
+        self._peers = {
+            role: ThreadPeers(len(workers)) for role, workers in self.plan.placement.items()
+        }
         self._stealings: dict[str, StealService] = {}
         self._windows: dict[str, Window] = {}
         self.databuffers = {worker: self._databuffer(worker) for worker in self.workers}
-        self._broadcasts = broadcasts(self.plan, self.stop, self.stream_bytes) if self.broadcast else {}
+        self._broadcasts = (
+            broadcasts(self.plan, self.stop, self.stream_bytes) if self.broadcast else {}
+        )
         self._runtimes = {worker: self._runtime(worker) for worker in self.workers}
         self._loaders = {worker: Dataloader(self.source) for worker in self.workers}
         chains = {"train": tuple(self.plan.chains.values())}
         self._histories = {worker: PastIterations(chains) for worker in self.workers}
 
     def run(self, step: int = 1) -> dict[str, Metric]:
-        """Run one step on every worker, each in its own thread. Raises what the first worker to fail raised."""
+        """Run one step on every worker, each in its own thread. Raises what the first worker to
+        fail raised.
+        """
         iteration = Iteration(Phase.TRAIN, step, self._sequence)
         self._sequence += 1
         with ThreadPoolExecutor(len(self.workers)) as threads:
@@ -131,7 +139,12 @@ class LocalPool:
     def __enter__(self) -> LocalPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for loader in self._loaders.values():
             loader.close()
         for databuffer in self.databuffers.values():
@@ -164,14 +177,20 @@ class LocalPool:
 
     def _databuffer(self, worker: str) -> Databuffer:
         edges = {f"train/{edge.name}": edge for edge in self.plan.edges}
-        settings: dict[str, Any] = {"hosts": self.plan.hosts, "prefetch": self.prefetch, "limits": self.limits}
+        settings: dict[str, Any] = {
+            "hosts": self.plan.hosts,
+            "prefetch": self.prefetch,
+            "limits": self.limits,
+        }
         window = self._windows[worker] = Window(ahead=0)
         databuffer = Databuffer(RUN, worker, edges, self.transport, **settings, window=window)
         work = ExpectedWork(window, {f"train/{node.name}" for node in self.plan.dag.nodes})
         stealing = self._stealings[worker] = StealService(RUN, self.transport, work)
 
         async def handle(request: Request) -> Reply:
-            return await (stealing if request.op in (Op.STEAL, Op.RETURN) else databuffer).handle(request)
+            return await (stealing if request.op in (Op.STEAL, Op.RETURN) else databuffer).handle(
+                request
+            )
 
         self.handlers[worker] = handle
         return databuffer
@@ -191,7 +210,9 @@ class LocalPool:
             resources={name: roles[name].build(device, rank) for name, rank in ranks.items()},
             ranks=ranks,
             peers={name: self._peers[name].at(rank.rank) for name, rank in ranks.items()},
-            share_work=StealableQueues(worker, self.plan.placement, self._stealings[worker], self._loop, self.stop),
+            share_work=StealableQueues(
+                worker, self.plan.placement, self._stealings[worker], self._loop, self.stop
+            ),
             databuffer=self.databuffers[worker],
             loop=self._loop,
             stop=self.stop,
@@ -204,7 +225,9 @@ class LocalPool:
 
 
 class ThreadPeers:
-    """Implements collectives among threads; all threads must make the same calls in the same order."""
+    """Implements collectives among threads; all threads must make the same calls in the same
+    order.
+    """
 
     def __init__(self, threads: int) -> None:
         self.barrier = threading.Barrier(threads)
@@ -229,7 +252,9 @@ class _ThreadPeer:
     rank: int
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        return [fsum(numbers) for numbers in zip(*self.peers.gather(self.rank, values), strict=True)]
+        return [
+            fsum(numbers) for numbers in zip(*self.peers.gather(self.rank, values), strict=True)
+        ]
 
     def all_gather(self, message: bytes) -> list[bytes]:
         return self.peers.gather(self.rank, message)
@@ -243,14 +268,22 @@ async def _cancel_the_rest() -> None:
     await asyncio.gather(*rest, return_exceptions=True)
 
 
-_TIMEOUT = 4.0  # seconds for which a collective under way keeps its group alive after a worker failed
+_TIMEOUT = (
+    4.0  # seconds for which a collective under way keeps its group alive after a worker failed
+)
 
 
-def broadcasts(plan: Plan, stop: StopFlag, stream_bytes: int) -> dict[str, dict[tuple[str, ...], Broadcast]]:
-    """Make a broadcast for each stream of ``plan`` that may use one; by worker and by the workers that take part."""
+def broadcasts(
+    plan: Plan, stop: StopFlag, stream_bytes: int
+) -> dict[str, dict[tuple[str, ...], Broadcast]]:
+    """Make a broadcast for each stream of ``plan`` that may use one; by worker and by the
+    workers that take part.
+    """
     links = [link for chain in plan.chains.values() for link in chain.flat]
     by_worker: dict[str, dict[tuple[str, ...], Broadcast]] = {worker: {} for worker in plan.chains}
-    for joins in dict.fromkeys(link.joins for link in links if isinstance(link, Stream) and link.joins):
+    for joins in dict.fromkeys(
+        link.joins for link in links if isinstance(link, Stream) and link.joins
+    ):
         groups = dict(zip(joins, _groups(len(joins)), strict=True))
         for worker in plan.chains:
             by_worker[worker][joins] = Broadcast(

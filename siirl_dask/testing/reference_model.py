@@ -30,7 +30,9 @@ def load_model(folder: Path) -> PreTrainedModel:
 def response_scores(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """Return log-probs of the whole vocabulary at each response position. [len(response), V], with gradient."""
+    """Return log-probs of the whole vocabulary at each response position. [len(response), V],
+    with gradient.
+    """
     logits: Tensor = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0]
     return (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
@@ -57,7 +59,10 @@ def plain_scores(model: PreTrainedModel, rows: PackedRows, temperature: float) -
     return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(collision))
 
 
-PROMPTS = [[(7 * row + place) % 256 for place in range(length)] for row, length in enumerate((1, 5, 140, 140, 9, 260))]
+PROMPTS = [
+    [(7 * row + place) % 256 for place in range(length)]
+    for row, length in enumerate((1, 5, 140, 140, 9, 260))
+]
 """Prompts of one token and of many, two of them of equal length."""
 
 
@@ -69,8 +74,9 @@ def assert_agrees_with_trainer(
     dtype: Dtype = Dtype.float32,
     tolerance: float = 1e-4,
 ) -> None:
-    """Check that engine and trainer agree on log-probs of samples, within ``tolerance``, after each number of updates
-    in ``after``. The trainer is on ``device``, and the engine loads its weights after every update, from there.
+    """Check that engine and trainer agree on log-probs of samples, within ``tolerance``, after each
+    number of updates in ``after``. The trainer is on ``device``, and the engine loads its weights
+    after every update, from there.
     """
     sampling = Sampling(max_tokens=6, temperature=0.7)
     trainer = build_trainer(
@@ -88,10 +94,15 @@ def assert_agrees_with_trainer(
         if updates in after:
             assert_close(sampled, trained, atol=tolerance, rtol=0)
         batch = TrainBatch(
-            rows=rows, old_logprobs=trained, rollout_logprobs=sampled, advantages=torch.ones_like(trained)
+            rows=rows,
+            old_logprobs=trained,
+            rollout_logprobs=sampled,
+            advantages=torch.ones_like(trained),
         )
         trainer.update([batch], _likelier)
-        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2, "the update changed nothing"
+        assert float((trainer.logprobs(rows).logprobs - trained).abs().max()) > 1e-2, (
+            "the update changed nothing"
+        )
         engine.load_weights(trainer.weights(), updates + 1)
 
 

@@ -1,4 +1,6 @@
-"""Rows of random tokens for trainers and critics, nodes for tests of the data plane, and helpers for states."""
+"""Rows of random tokens for trainers and critics, nodes for tests of the data plane, and helpers
+for states.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ from siirl_dask.training import Critic, PackedRows, Trainer
 
 Lengths = Sequence[tuple[int, int]]
 LENGTHS: Lengths = ((3, 4), (1, 6), (3, 4), (9, 1), (5, 0), (2, 11), (1, 6))
-"""Tokens of (prompt, response) in each row: equal and unequal lengths, and a row without a response."""
+"""Tokens of (prompt, response) in each row: equal and unequal lengths, and a row without a
+response."""
 
 
 def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
-    """Return rows of random tokens, those in ``only`` or all; a row's tokens depend on its number alone."""
+    """Return rows of random tokens, those in ``only`` or all; a row's tokens depend on its
+    number alone.
+    """
     tokens = []
     for row, (prompt, response) in enumerate(lengths):
         generator = torch.Generator().manual_seed(row)
@@ -33,18 +38,26 @@ def random_rows(lengths: Lengths, only: range | None = None) -> PackedRows:
             tokens.append(torch.randint(0, VOCABULARY, (prompt + response,), generator=generator))
     prompts = [prompt for row, (prompt, _) in enumerate(lengths) if only is None or row in only]
     offsets = torch.tensor([0, *(len(row) for row in tokens)]).cumsum(0)
-    return PackedRows(torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]), offsets, torch.tensor(prompts).long())
+    return PackedRows(
+        torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
+        offsets,
+        torch.tensor(prompts).long(),
+    )
 
 
 def grouped_rows(groups: Sequence[tuple[int, Sequence[int]]]) -> PackedRows:
-    """Return rows of random tokens, of which those of a group have one prompt: (its tokens, those of each response)."""
+    """Return rows of random tokens, of which those of a group have one prompt: (its tokens,
+    those of each response).
+    """
     numbers = torch.Generator().manual_seed(0)
     tokens = []
     prompts = []
     for prompt, responses in groups:
         common = torch.randint(0, VOCABULARY, (prompt,), generator=numbers)
         for response in responses:
-            tokens.append(torch.cat([common, torch.randint(0, VOCABULARY, (response,), generator=numbers)]))
+            tokens.append(
+                torch.cat([common, torch.randint(0, VOCABULARY, (response,), generator=numbers)])
+            )
             prompts.append(prompt)
     offsets = torch.tensor([0, *map(len, tokens)]).cumsum(0)
     return PackedRows(torch.cat(tokens), offsets, torch.tensor(prompts))
@@ -62,7 +75,9 @@ def split_rows(rows: PackedRows) -> list[tuple[Tensor, int]]:
 
 
 def signs(rows: PackedRows) -> Tensor:
-    """Return 1 or -1 for each response token, decided by the token alone: the same on any rank. [K]."""
+    """Return 1 or -1 for each response token, decided by the token alone: the same on any rank.
+    [K].
+    """
     responses = [row[prompt:] for row, prompt in split_rows(rows)]
     return torch.cat([torch.zeros(0), *(1.0 - 2.0 * (response % 2) for response in responses)])
 
@@ -85,16 +100,26 @@ def fill(ctx: Context, table: pa.Table, *, tokens: int) -> pa.Table:
     values = (first[:, None] + np.arange(tokens)).astype(np.int32).reshape(-1)
     offsets = pa.array(np.arange(table.num_rows + 1, dtype=np.int64) * tokens)
     table = table.set_column(
-        table.column_names.index(TOKENS), TOKENS, pa.array(np.full(table.num_rows, tokens), pa.int64())
+        table.column_names.index(TOKENS),
+        TOKENS,
+        pa.array(np.full(table.num_rows, tokens), pa.int64()),
     )
-    return table.append_column(RESPONSE_IDS, pa.LargeListArray.from_arrays(offsets, values, type=TYPES[RESPONSE_IDS]))
+    return table.append_column(
+        RESPONSE_IDS, pa.LargeListArray.from_arrays(offsets, values, type=TYPES[RESPONSE_IDS])
+    )
 
 
 @columns(reads=[RESPONSE_IDS])
 def take(ctx: Context, table: pa.Table) -> pa.Table:
-    """Log the number of responses and the sum of their tokens, so that a test can check what arrived."""
+    """Log the number of responses and the sum of their tokens, so that a test can check what
+    arrived.
+    """
     ctx.log("samples", table.num_rows, Reduce.SUM)
-    ctx.log("taken/sum", float(table[RESPONSE_IDS].combine_chunks().flatten().to_numpy().sum()), Reduce.SUM)
+    ctx.log(
+        "taken/sum",
+        float(table[RESPONSE_IDS].combine_chunks().flatten().to_numpy().sum()),
+        Reduce.SUM,
+    )
     return table
 
 
@@ -129,5 +154,9 @@ def flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested state by their path, such as ``model/lm_head.weight``."""
     values: dict[str, Any] = {}
     for name, value in state.items():
-        values |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        values |= (
+            flat(value, f"{prefix}{name}/")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
     return values

@@ -1,8 +1,8 @@
 """Conformance tests of a Trainer, to inherit.
 
     class TestMyTrainer(TrainerTests):
-        @classmethod
-        def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+        @classmethod def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float,
+        rank: Rank) -> Trainer:
             return MyTrainer(folder, config, temperature, rank)
 
 pytest collects the inherited tests; ``folder`` is a tiny random model in float32.
@@ -57,10 +57,11 @@ _PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
 
 
 class TrainerTests:
-    """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32, on a device.
+    """Conformance of a trainer. ``make_trainer`` builds one from a Hugging Face folder, in float32,
+    on a device.
 
-    ``make_trainer`` also runs in other processes, one per rank, where ``rank.group`` is a process group and the rank's
-    device is the current one.
+    ``make_trainer`` also runs in other processes, one per rank, where ``rank.group`` is a process
+    group and the rank's device is the current one.
     """
 
     families: tuple[Family, ...] = ("qwen3", "qwen2", "llama", "qwen3_moe")
@@ -68,11 +69,15 @@ class TrainerTests:
 
     @classmethod
     def device_kind(cls) -> DeviceKind:
-        """Return the kind of the device on which the trainer computes; its scores are compared with a CPU's."""
+        """Return the kind of the device on which the trainer computes; its scores are compared
+        with a CPU's.
+        """
         return DeviceKind.CPU
 
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -82,17 +87,25 @@ class TrainerTests:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def two_ranks(cls, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
-        """Results of ``_learn`` on each of two ranks, computed once because processes take seconds to start."""
+    def two_ranks(
+        cls, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> list[dict[str, object]]:
+        """Results of ``_learn`` on each of two ranks, computed once because processes take
+        seconds to start.
+        """
         module = sys.modules[cls.__module__]
-        cloudpickle.register_pickle_by_value(module)  # a rank may be unable to import the subclass's module
+        cloudpickle.register_pickle_by_value(
+            module
+        )  # a rank may be unable to import the subclass's module
         try:
             learn = partial(_learn, cls.make_trainer, folder)
             return run_ranks(2, learn, tmp_path_factory.mktemp("ranks"), cls.device_kind())
         finally:
             cloudpickle.unregister_pickle_by_value(module)
 
-    def build(self, folder: Path, *, temperature: float = _TEMPERATURE, **settings: object) -> Trainer:
+    def build(
+        self, folder: Path, *, temperature: float = _TEMPERATURE, **settings: object
+    ) -> Trainer:
         config = TrainerConfig(**{"lr": 1e-3, **settings})  # type: ignore[arg-type]
         return self.make_trainer(folder, config, temperature, Rank())
 
@@ -109,7 +122,11 @@ class TrainerTests:
     @pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]], ids=["no rows", "no responses"])
     def test_rows_without_responses_have_no_scores(self, folder: Path, lengths: Lengths) -> None:
         scores = self.build(folder).logprobs(random_rows(lengths))
-        assert (scores.logprobs.shape, scores.entropy.shape, scores.collision.shape) == ((0,), (0,), (0,))
+        assert (scores.logprobs.shape, scores.entropy.shape, scores.collision.shape) == (
+            (0,),
+            (0,),
+            (0,),
+        )
 
     def test_loss_and_gradient_norm_are_a_mean_over_tokens(self, folder: Path) -> None:
         trainer = self.build(folder)
@@ -118,13 +135,17 @@ class TrainerTests:
         logprobs = plain_scores(model, batch.rows, _TEMPERATURE).logprobs
         loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).mean()
         loss.backward()
-        squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
+        squares = torch.stack(
+            [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        )
         metrics = trainer.update([batch], _PPO)
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
     @pytest.mark.parametrize("budget", [30, 100_000])
-    def test_rows_that_share_a_prompt_score_and_learn_as_if_each_had_its_own(self, folder: Path, budget: int) -> None:
+    def test_rows_that_share_a_prompt_score_and_learn_as_if_each_had_its_own(
+        self, folder: Path, budget: int
+    ) -> None:
         rows = grouped_rows([(9, [4, 0, 6]), (1, [3]), (9, [2, 2]), (5, [7, 7, 1, 2])])
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
         model = load_model(folder)
@@ -133,7 +154,9 @@ class TrainerTests:
         assert_close(scores.logprobs, expected.logprobs.detach(), atol=1e-5, rtol=0)
         assert_close(scores.entropy, expected.entropy, atol=1e-4, rtol=0)
         (-(expected.logprobs * signs(rows))).mean().backward()
-        squares = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None])
+        squares = torch.stack(
+            [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        )
         metrics = trainer.update([_batch(trainer, rows, signs(rows))], policy_gradient)
         assert metrics["grad_norm"] == pytest.approx(squares.sum().sqrt().item(), rel=1e-5)
 
@@ -163,11 +186,16 @@ class TrainerTests:
 
         def loss(inputs: LossInputs) -> TokenLoss:
             seen.append(inputs)
-            return TokenLoss(loss=inputs.logprobs, metrics={"age": inputs.old_logprobs - inputs.logprobs.detach()})
+            return TokenLoss(
+                loss=inputs.logprobs,
+                metrics={"age": inputs.old_logprobs - inputs.logprobs.detach()},
+            )
 
         metrics = trainer.update([batch], loss)
         for name in ("old_logprobs", "advantages", "rollout_logprobs"):
-            assert torch.equal(torch.cat([getattr(inputs, name).cpu() for inputs in seen]), getattr(batch, name))
+            assert torch.equal(
+                torch.cat([getattr(inputs, name).cpu() for inputs in seen]), getattr(batch, name)
+            )
         lengths = torch.cat([inputs.offsets.diff() for inputs in seen])
         assert lengths.tolist() == [response for _, response in LENGTHS]
         assert metrics["age"] == pytest.approx(0.0, abs=1e-5)
@@ -185,30 +213,50 @@ class TrainerTests:
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
         batch = _batch(trainer, rows, mask=mask)
         metrics = trainer.update([batch], loss)
-        assert torch.equal(torch.cat([inputs.advantages.cpu() for inputs in seen]), batch.advantages[mask])
+        assert torch.equal(
+            torch.cat([inputs.advantages.cpu() for inputs in seen]), batch.advantages[mask]
+        )
         lengths = torch.cat([inputs.offsets.diff() for inputs in seen])
-        assert lengths.tolist() == [int(m.sum()) for m in mask.split([response for _, response in LENGTHS])]
+        assert lengths.tolist() == [
+            int(m.sum()) for m in mask.split([response for _, response in LENGTHS])
+        ]
         expected = -(batch.advantages * batch.old_logprobs)[mask].mean()
         assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
 
     @pytest.mark.parametrize("budget", [20, 100_000])
-    def test_an_aggregation_counts_all_rows_of_the_minibatch(self, folder: Path, budget: int) -> None:
+    def test_an_aggregation_counts_all_rows_of_the_minibatch(
+        self, folder: Path, budget: int
+    ) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
         batch = _batch(trainer, random_rows(LENGTHS))
-        metrics = trainer.update([batch], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_sum)
+        metrics = trainer.update(
+            [batch], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_sum
+        )
         rows_with_tokens = sum(response > 0 for _, response in LENGTHS)
-        assert metrics["loss"] == pytest.approx(batch.old_logprobs.sum().item() / rows_with_tokens, rel=1e-5)
+        assert metrics["loss"] == pytest.approx(
+            batch.old_logprobs.sum().item() / rows_with_tokens, rel=1e-5
+        )
 
     @pytest.mark.parametrize("budget", [20, 100_000])
     def test_an_episode_of_several_rows_counts_as_one(self, folder: Path, budget: int) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
-        batch = _batch(trainer, random_rows(LENGTHS))  # the first three rows are one episode, with 7 tokens elsewhere
-        spans = EpisodeSpans(torch.tensor([0, 4, 17, 0, 0, 0, 0]), torch.tensor([21, 21, 21, 1, 0, 11, 6]))
-        metrics = trainer.update(
-            [replace(batch, episodes=spans)], lambda inputs: TokenLoss(loss=inputs.logprobs), sequence_mean_token_mean
+        batch = _batch(
+            trainer, random_rows(LENGTHS)
+        )  # the first three rows are one episode, with 7 tokens elsewhere
+        spans = EpisodeSpans(
+            torch.tensor([0, 4, 17, 0, 0, 0, 0]), torch.tensor([21, 21, 21, 1, 0, 11, 6])
         )
-        lengths = spans.lengths.repeat_interleave(torch.tensor([response for _, response in LENGTHS]))
-        assert metrics["loss"] == pytest.approx(float((batch.old_logprobs / (4 * lengths)).sum()), rel=1e-5)
+        metrics = trainer.update(
+            [replace(batch, episodes=spans)],
+            lambda inputs: TokenLoss(loss=inputs.logprobs),
+            sequence_mean_token_mean,
+        )
+        lengths = spans.lengths.repeat_interleave(
+            torch.tensor([response for _, response in LENGTHS])
+        )
+        assert metrics["loss"] == pytest.approx(
+            float((batch.old_logprobs / (4 * lengths)).sum()), rel=1e-5
+        )
 
     def test_the_learning_rate_rises_during_warmup(self, folder: Path) -> None:
         trainer = self.build(folder, lr=1e-3, warmup_steps=4)
@@ -219,13 +267,17 @@ class TrainerTests:
     def test_a_minibatch_without_tokens_is_counted_and_takes_no_step(self, folder: Path) -> None:
         trainer = self.build(folder)
         before = copied_weights(trainer)
-        metrics = trainer.update([_batch(trainer, random_rows([])), _batch(trainer, random_rows([(3, 0)]))], _PPO)
+        metrics = trainer.update(
+            [_batch(trainer, random_rows([])), _batch(trainer, random_rows([(3, 0)]))], _PPO
+        )
         assert metrics["empty_minibatches"] == 2
         assert "loss" not in metrics
         assert_same_tensors(copied_weights(trainer), before)
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-    def test_nonfinite_numbers_stop_training_before_a_step(self, folder: Path, number: float) -> None:
+    def test_nonfinite_numbers_stop_training_before_a_step(
+        self, folder: Path, number: float
+    ) -> None:
         trainer = self.build(folder)
         rows = random_rows(LENGTHS)
         advantages = torch.ones(response_tokens(rows))
@@ -237,20 +289,31 @@ class TrainerTests:
         trainer.update([_batch(trainer, rows)], _PPO)  # the failed update left no trace
         assert all(bool(tensor.isfinite().all()) for tensor in copied_weights(trainer).values())
 
-    def test_what_is_not_finite_is_found_by_row_and_its_step_left_out_where_asked(self, folder: Path) -> None:
-        """In micro-batches of at most 20 tokens: an advantage in row 5, and a gradient that a loss of 0 hides."""
+    def test_what_is_not_finite_is_found_by_row_and_its_step_left_out_where_asked(
+        self, folder: Path
+    ) -> None:
+        """In micro-batches of at most 20 tokens: an advantage in row 5, and a gradient that a
+        loss of 0 hides.
+        """
         trainer = self.build(folder, max_tokens_per_micro_batch=20)
         rows = random_rows(LENGTHS)
         found: list[NonFinite] = []
         advantages = signs(rows)
-        advantages[-7] = float("nan")  # row 5 has all but the last six of its response tokens before it
+        advantages[-7] = float(
+            "nan"
+        )  # row 5 has all but the last six of its response tokens before it
         before = copied_weights(trainer)
-        metrics = trainer.update([_batch(trainer, rows, advantages)], _PPO, on_nonfinite=found.append)
+        metrics = trainer.update(
+            [_batch(trainer, rows, advantages)], _PPO, on_nonfinite=found.append
+        )
         assert metrics["skipped_steps"] == 1
         assert "loss" not in metrics
         assert_same_tensors(copied_weights(trainer), before)
         assert (found[0].minibatch, found[0].in_a_row, found[0].may_skip) == (0, 1, True)
-        assert {name: [*at] for name, at in found[0].rows.items()} == {"advantages": [5], "loss": [5]}
+        assert {name: [*at] for name, at in found[0].rows.items()} == {
+            "advantages": [5],
+            "loss": [5],
+        }
         assert len(found[0].micro_batches) == 1
         trainer.update([_batch(trainer, rows)], _hidden_in_the_gradient, on_nonfinite=found.append)
         assert_same_tensors(copied_weights(trainer), before)
@@ -262,11 +325,19 @@ class TrainerTests:
     def test_weights_are_the_models_parameters_by_name(self, folder: Path) -> None:
         trainer = self.build(folder)
         assert_same_tensors(
-            copied_weights(trainer), {name: p.detach() for name, p in load_model(folder).named_parameters()}
+            copied_weights(trainer),
+            {name: p.detach() for name, p in load_model(folder).named_parameters()},
         )
 
-    def test_training_resumes_from_a_checkpoint_bit_for_bit(self, folder: Path, tmp_path: Path) -> None:
-        settings: dict[str, Any] = {"schedule": "cosine", "total_steps": 9, "warmup_steps": 1, "ema_decay": 0.5}
+    def test_training_resumes_from_a_checkpoint_bit_for_bit(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        settings: dict[str, Any] = {
+            "schedule": "cosine",
+            "total_steps": 9,
+            "warmup_steps": 1,
+            "ema_decay": 0.5,
+        }
         steady = self.build(folder, **settings)
         stopped = self.build(folder, **settings)
         assert _steps(steady, 0, 2) == _steps(stopped, 0, 2)
@@ -291,8 +362,12 @@ class TrainerTests:
         with pytest.raises(ValueError, match="expected"):
             self.build(folder).load_state(other)
 
-    def test_two_ranks_learn_like_one(self, folder: Path, two_ranks: list[dict[str, object]]) -> None:
-        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no rank has any."""
+    def test_two_ranks_learn_like_one(
+        self, folder: Path, two_ranks: list[dict[str, object]]
+    ) -> None:
+        """Rows are split unevenly. In the second mini-batch one rank has none, in the third no
+        rank has any.
+        """
         alone = _learn(self.make_trainer, folder, Rank())
         for seen in two_ranks:
             assert seen["metrics"] == pytest.approx(alone["metrics"], abs=1e-5)
@@ -313,14 +388,20 @@ class TrainerTests:
         assert isinstance(second, dict)
         assert isinstance(before, dict)
         assert_same_tensors(first, second)
-        assert any(not torch.equal(tensor, before[name]) for name, tensor in first.items()), "the next one took a step"
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in first.items()), (
+            "the next one took a step"
+        )
 
-    def test_every_rank_stops_if_one_has_nonfinite_numbers(self, two_ranks: list[dict[str, object]]) -> None:
+    def test_every_rank_stops_if_one_has_nonfinite_numbers(
+        self, two_ranks: list[dict[str, object]]
+    ) -> None:
         assert [seen["error"] for seen in two_ranks] == ["TrainingError", "TrainingError"]
 
 
 def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
-    """Learn from three mini-batches, then fail on a fourth. Returns this rank's metrics, scores, weights and error."""
+    """Learn from three mini-batches, then fail on a fourth. Returns this rank's metrics, scores,
+    weights and error.
+    """
     assert callable(make_trainer)
     trainer: Trainer = make_trainer(folder, TrainerConfig(lr=1e-4), _TEMPERATURE, rank)
     probe = random_rows(LENGTHS)
@@ -331,7 +412,9 @@ def _learn(make_trainer: object, folder: Path, rank: Rank) -> dict[str, object]:
         rows = range(rows_of_rank_0) if rank.rank == 0 else range(rows_of_rank_0, len(lengths))
         return _batch(trainer, random_rows(lengths, rows))
 
-    metrics = trainer.update([own_batch(LENGTHS, 2), own_batch(LENGTHS[:4], 4), own_batch([], 0)], _PPO)
+    metrics = trainer.update(
+        [own_batch(LENGTHS, 2), own_batch(LENGTHS[:4], 4), own_batch([], 0)], _PPO
+    )
     seen: dict[str, object] = {
         "metrics": metrics,
         "logprobs": trainer.logprobs(probe).logprobs,
@@ -357,7 +440,13 @@ def _batch(
     """Make a batch whose old log-probs are the policy's current ones."""
     logprobs = trainer.logprobs(rows).logprobs
     advantages = signs(rows) if advantages is None else advantages
-    return TrainBatch(rows=rows, mask=mask, old_logprobs=logprobs, advantages=advantages, rollout_logprobs=logprobs)
+    return TrainBatch(
+        rows=rows,
+        mask=mask,
+        old_logprobs=logprobs,
+        advantages=advantages,
+        rollout_logprobs=logprobs,
+    )
 
 
 def _hidden_in_the_gradient(inputs: LossInputs) -> TokenLoss:
@@ -367,7 +456,10 @@ def _hidden_in_the_gradient(inputs: LossInputs) -> TokenLoss:
 
 def _steps(trainer: Trainer, first: int, last: int) -> list[dict[str, float]]:
     """Take the updates ``first`` to ``last``, each on other rows. Returns their metrics."""
-    return [trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO) for at in range(first, last)]
+    return [
+        trainer.update([_batch(trainer, random_rows(LENGTHS[at:]))], _PPO)
+        for at in range(first, last)
+    ]
 
 
 def _full_state(trainer: Trainer) -> dict[str, Tensor]:

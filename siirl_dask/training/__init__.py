@@ -1,5 +1,5 @@
-"""Policies, references, critics, reward models and encoders of texts. Each ``build_...`` function is a role's
-``build``.
+"""Policies, references, critics, reward models and encoders of texts. Each ``build_...`` function
+is a role's ``build``.
 """
 
 from __future__ import annotations
@@ -92,12 +92,13 @@ def build_trainer(
     agent: str = "",
     base: Sequence[str] = (),
 ) -> Trainer:
-    """Build a policy that learns, one of ``rank.size`` that learn together. ConfigError if ``model.path`` is unusable.
+    """Build a policy that learns, one of ``rank.size`` that learn together. ConfigError if
+    ``model.path`` is unusable.
 
-    Log-probs are taken at the rollout's temperature, so they describe the distribution that was sampled. The policy
-    sees images where ``images`` has a column of them. ``base`` names agents whose adapters lie over one base, which
-    this worker holds once for all their roles; ``agent`` is this one's. With ``rollout.router_replay`` it goes by the
-    engine's routes.
+    Log-probs are taken at the rollout's temperature, so they describe the distribution that was
+    sampled. The policy sees images where ``images`` has a column of them. ``base`` names agents
+    whose adapters lie over one base, which this worker holds once for all their roles; ``agent`` is
+    this one's. With ``rollout.router_replay`` it goes by the engine's routes.
     """
     check_replay(trainer, rollout)
     model = local_model(model, device)
@@ -125,7 +126,9 @@ def build_reference(
     rollout: RolloutConfig,
     images: ImagesConfig | None = None,
 ) -> Trainer:
-    """Build the policy as it was at the start. A reference scores and never learns: no gradients, no optimizer."""
+    """Build the policy as it was at the start. A reference scores and never learns: no
+    gradients, no optimizer.
+    """
     request = RoleRequest(
         device=device,
         rank=rank,
@@ -139,9 +142,16 @@ def build_reference(
 
 @builds(preflight=check_critic, groups=trainer_groups)
 def build_critic(
-    device: Device, rank: Rank, *, model: ModelConfig, trainer: TrainerConfig, images: ImagesConfig | None = None
+    device: Device,
+    rank: Rank,
+    *,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    images: ImagesConfig | None = None,
 ) -> Critic:
-    """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn together."""
+    """Build a critic that begins as the model in ``model.path``, one of ``rank.size`` that learn
+    together.
+    """
     model = local_model(model, device)
     request = RoleRequest(device=device, rank=rank, model=model, trainer=trainer, images=images)
     return _built(trainer_spec(trainer.backend).build_critic, request, "critic")
@@ -158,27 +168,37 @@ def _built(build: Callable[[RoleRequest], T] | None, request: RoleRequest, role:
 def build_reward_model(
     device: Device, rank: Rank, *, model: ModelConfig, max_tokens_per_batch: int = 16384
 ) -> RewardModel:
-    """Build the sequence classifier in ``model.path``. A batch holds ``max_tokens_per_batch`` tokens, padding included.
+    """Build the sequence classifier in ``model.path``. A batch holds ``max_tokens_per_batch``
+    tokens, padding included.
 
-    The model reads the policy's token ids, so both need the same tokenizer. ConfigError if the folder is unusable.
+    The model reads the policy's token ids, so both need the same tokenizer. ConfigError if the
+    folder is unusable.
     """
     hide()
     from siirl_dask.training.reward_model import TorchRewardModel
 
     model = local_model(model, device)
     with device.stage("the loading of weights"):
-        return TorchRewardModel(model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress)
+        return TorchRewardModel(
+            model, device=device.torch_name, budget=max_tokens_per_batch, progress=device.progress
+        )
 
 
 @builds(preflight=check_encoder)
-def build_encoder(device: Device, rank: Rank, *, model: ModelConfig, max_tokens: int = 512) -> TextEncoder:
-    """Build the model in ``model.path`` that encodes texts, of which it reads the first ``max_tokens`` tokens.
+def build_encoder(
+    device: Device, rank: Rank, *, model: ModelConfig, max_tokens: int = 512
+) -> TextEncoder:
+    """Build the model in ``model.path`` that encodes texts, of which it reads the first
+    ``max_tokens`` tokens.
 
-    It brings its own tokenizer and has nothing to do with the policy's model. ConfigError if the folder is unusable.
+    It brings its own tokenizer and has nothing to do with the policy's model. ConfigError if the
+    folder is unusable.
     """
     hide()
     from siirl_dask.training.encoder import TorchTextEncoder
 
     model = local_model(model, device)
     with device.stage("the loading of weights"):
-        return TorchTextEncoder(model, device=device.torch_name, max_tokens=max_tokens, progress=device.progress)
+        return TorchTextEncoder(
+            model, device=device.torch_name, max_tokens=max_tokens, progress=device.progress
+        )

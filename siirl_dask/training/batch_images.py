@@ -1,7 +1,9 @@
-"""Images of a micro-batch: which of its tokens stand for which of an image's, and rotary positions around them.
+"""Images of a micro-batch: which of its tokens stand for which of an image's, and rotary positions
+around them.
 
-A micro-batch has each of its images once, however many of its rows show it, so a model's tower runs once for a group
-and its features are handed to each row. Pixels are made when the micro-batch is computed, not before.
+A micro-batch has each of its images once, however many of its rows show it, so a model's tower runs
+once for a group and its features are handed to each row. Pixels are made when the micro-batch is
+computed, not before.
 """
 
 from __future__ import annotations
@@ -70,17 +72,23 @@ class ImageInputs:
     """Lays out images in rows for a model, and makes their pixels."""
 
     def __init__(self, processor: ImageProcessor, model: PreTrainedModel) -> None:
-        """``model`` says where its tokens are in time, height and width; it may be without weights."""
+        """``model`` says where its tokens are in time, height and width; it may be without
+        weights.
+        """
         self._processor = processor
         self._model = model
         self.image_token = processor.image_token
         """Id of the placeholder."""
         self.has_positions = has_image_positions(model)
-        """Whether tokens have positions in time, height and width, as those of the Qwen-VL models."""
+        """Whether tokens have positions in time, height and width, as those of the Qwen-VL
+        models."""
 
     @classmethod
-    def load(cls, path: str, images: ImagesConfig | None, model: PreTrainedModel) -> ImageInputs | None:
-        """Return the inputs of the model in the folder ``path``; None where no images are read (``images.column``).
+    def load(
+        cls, path: str, images: ImagesConfig | None, model: PreTrainedModel
+    ) -> ImageInputs | None:
+        """Return the inputs of the model in the folder ``path``; None where no images are read
+        (``images.column``).
 
         ConfigError for a model that sees no images, or of a family that is not known.
         """
@@ -107,22 +115,27 @@ class ImageInputs:
         return [self._processor.pixels(image) for image in images]
 
     def check_given(self, rows: PackedRows) -> None:
-        """Raise ValueError for prompts with placeholders in rows whose images were left out altogether."""
+        """Raise ValueError for prompts with placeholders in rows whose images were left out
+        altogether.
+        """
         if rows.images is None and bool((rows.tokens == self.image_token).any()):
             lengths = rows.offsets.diff()
             within = torch.arange(len(rows.tokens)) - rows.offsets[:-1].repeat_interleave(lengths)
             in_prompt = within < rows.prompt_lengths.repeat_interleave(lengths)
             if bool((rows.tokens[in_prompt] == self.image_token).any()):
                 raise ValueError(
-                    "prompts have places for images, and the rows have no images: a node that computes with a model "
+                    "prompts have places for images, and the rows have no images: a node that "
+                    "computes with a model "
                     "reads the column 'images' where there is one"
                 )
 
-    def layout(self, rows: PackedRows, start: int, stop: int, prompts: Tensor) -> ImageLayout | None:
+    def layout(
+        self, rows: PackedRows, start: int, stop: int, prompts: Tensor
+    ) -> ImageLayout | None:
         """Lay out the images of the rows from ``start`` to ``stop``; None if they show none.
 
-        ``prompts`` numbers the runs of these rows that have the same prompt, and so the same layout of it. DataError
-        for a prompt that has other placeholders than its images have tokens.
+        ``prompts`` numbers the runs of these rows that have the same prompt, and so the same layout
+        of it. DataError for a prompt that has other placeholders than its images have tokens.
         """
         if rows.images is None:
             return None
@@ -142,7 +155,9 @@ class ImageInputs:
         features = torch.full((found.shape[1],), -1)
         known = None
         last = -1
-        for row, (images, own, number) in enumerate(zip(shown, observed, prompts.tolist(), strict=True), start):
+        for row, (images, own, number) in enumerate(
+            zip(shown, observed, prompts.tolist(), strict=True), start
+        ):
             begin = int(rows.offsets[row]) - first
             end = int(rows.offsets[row + 1]) - first
             prompt = int(rows.prompt_lengths[row])
@@ -152,7 +167,9 @@ class ImageInputs:
                 known = self._begin(ids, prompt, images, own, begins, row)
                 last = -1 if own else number
             found[:, begin : begin + length] = known.positions[:, :-1]
-            found[:, begin + length : end] = known.positions[:, -1:] + torch.arange(end - begin - length)
+            found[:, begin + length : end] = known.positions[:, -1:] + torch.arange(
+                end - begin - length
+            )
             features[begin : begin + length] = known.features
         return ImageLayout(tuple(begins), found, features)
 
@@ -171,16 +188,23 @@ class ImageInputs:
             raise DataError(f"row {row} of a batch: {error}") from error
         features = torch.full((len(ids),), -1)
         for place, image in shown:
-            features[place.start : place.stop] = torch.arange(begins[image], begins[image] + len(place))
+            features[place.start : place.stop] = torch.arange(
+                begins[image], begins[image] + len(place)
+            )
         grids = [self._processor.grid(image) for _, image in shown]
         places = [place for place, _ in shown]
         with_text = [*ids, 0]  # any token of text
         return _Begin(positions(self._model, with_text, places, grids), features)
 
     def _shown(
-        self, ids: list[int], prompt: int, images: Sequence[Image], observed: Sequence[ObservedImage]
+        self,
+        ids: list[int],
+        prompt: int,
+        images: Sequence[Image],
+        observed: Sequence[ObservedImage],
     ) -> list[tuple[range, Image]]:
-        """Return the images among a row's ids, of which ``prompt`` come first, with their places, in order.
+        """Return the images among a row's ids, of which ``prompt`` come first, with their places,
+        in order.
 
         Placeholders that were sampled stand for none.
         """
@@ -190,7 +214,9 @@ class ImageInputs:
         check_places(ids, token, [place for place, _ in own])
         taken = {at for place, _ in own for at in place}
         others = [-1 if at in taken else one for at, one in enumerate(ids[:prompt])]
-        if own and token not in others:  # a prompt that the environment made, without the row's images
+        if (
+            own and token not in others
+        ):  # a prompt that the environment made, without the row's images
             images = ()
         places = image_places(others, token, [*map(tokens, images)])
         return sorted([*zip(places, images, strict=True), *own], key=lambda pair: pair[0].start)

@@ -1,4 +1,6 @@
-"""A critic on any ModelBackend: the policy's architecture with one number per token instead of logits."""
+"""A critic on any ModelBackend: the policy's architecture with one number per token instead of
+logits.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ class ValueCritic(HoldsNoGroups):
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         cores: int = 0,
     ) -> None:
-        """With ``park`` the critic is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
-        other ranks; ``cores`` as for ``Optimizer``.
+        """With ``park`` the critic is in the host's memory while it sleeps; ``waiting()`` is
+        entered for what waits for other ranks; ``cores`` as for ``Optimizer``.
         """
         self._backend = backend
         self._network = backend.network(partial(ValueNetwork, trainer=trainer))
@@ -73,7 +75,9 @@ class ValueCritic(HoldsNoGroups):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite)
+        metrics = self._learner.update(
+            batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite
+        )
         self._memory.end_update()
         return metrics
 
@@ -86,7 +90,9 @@ class ValueCritic(HoldsNoGroups):
         return full_weights(self._network.merged({}), self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are
+        kept.
+        """
         self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
@@ -94,7 +100,9 @@ class ValueCritic(HoldsNoGroups):
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from, laid out as ``Trainer.state`` says."""
-        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), **self._learner.state()})
+        state: dict[str, Any] = self._memory.where_it_is(
+            {"model": self._model(), **self._learner.state()}
+        )
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -106,7 +114,9 @@ class ValueCritic(HoldsNoGroups):
         self._memory.loaded()
 
     def sleep(self, **told: bool) -> None:
-        """Free device memory while others compute there, with ``critic.park``. Any other call wakes the critic."""
+        """Free device memory while others compute there, with ``critic.park``. Any other call
+        wakes the critic.
+        """
         self._network.reshard()
         self._memory.rest()
 
@@ -125,15 +135,22 @@ class ValueCritic(HoldsNoGroups):
     def _model(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._network.trainable().items()}
 
-    def _losses(self, loss_fn: ValueLossFn, batch: ValueBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
+    def _losses(
+        self, loss_fn: ValueLossFn, batch: ValueBatch
+    ) -> Iterator[tuple[TokenLoss, Tensor]]:
         for part in self._backend.micro_batches(batch.rows, self._network.inputs):
             values = self._network(part)
             selection = select_tokens(batch, part, values.device)
-            yield selection.attach(loss_fn(value_inputs(batch, selection, values)), values), selection.offsets
+            yield (
+                selection.attach(loss_fn(value_inputs(batch, selection, values)), values),
+                selection.offsets,
+            )
 
 
 def value_inputs(batch: ValueBatch, selection: TokenSelection, values: Tensor) -> ValueInputs:
-    """Return what a loss function gets of a micro-batch's selected tokens. ``values`` [K] are the critic's."""
+    """Return what a loss function gets of a micro-batch's selected tokens. ``values`` [K] are
+    the critic's.
+    """
     return ValueInputs(
         values=selection.from_micro_batch(values),
         old_values=selection.from_batch(batch.old_values),

@@ -1,4 +1,6 @@
-"""A model that encodes texts from a Hugging Face folder: the mean of its last hidden states is the embedding."""
+"""A model that encodes texts from a Hugging Face folder: the mean of its last hidden states is
+the embedding.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ class TorchTextEncoder(HoldsNoGroups):
     """A TextEncoder in torch, with the tokenizer of the model's own folder."""
 
     def __init__(
-        self, config: ModelConfig, *, device: str, max_tokens: int, progress: Callable[[], None] = lambda: None
+        self,
+        config: ModelConfig,
+        *,
+        device: str,
+        max_tokens: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """A text's tokens after the first ``max_tokens`` are left out. ``progress`` is called for each text.
-        ConfigError for a folder that cannot be loaded, and for a model that reads fewer tokens.
+        """A text's tokens after the first ``max_tokens`` are left out. ``progress`` is called for
+        each text. ConfigError for a folder that cannot be loaded, and for a model that reads fewer
+        tokens.
         """
         subject = f"encoder {config.path!r}"
         dtype = torch_dtype(config.dtype, torch.device(device))
@@ -33,7 +41,8 @@ class TorchTextEncoder(HoldsNoGroups):
         places = getattr(model.config, "max_position_embeddings", None)
         if places is not None and max_tokens > places:
             raise ConfigError(
-                f"{subject}: max_tokens={max_tokens}, and it has {places} positions: expected at most that"
+                f"{subject}: max_tokens={max_tokens}, and it has {places} positions: expected at "
+                "most that"
             )
         self._model = model.to(torch.device(device)).eval()  # type: ignore[arg-type]
         self._max_tokens = max_tokens
@@ -41,8 +50,8 @@ class TorchTextEncoder(HoldsNoGroups):
 
     @torch.no_grad()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
-        """Encode each text by itself, so that no bit depends on the others. [N, D] float32 on the CPU. A text without
-        tokens has zeros.
+        """Encode each text by itself, so that no bit depends on the others. [N, D] float32 on the
+        CPU. A text without tokens has zeros.
         """
         width: int = self._model.config.hidden_size
         embeddings = torch.zeros(len(texts), width)

@@ -1,4 +1,6 @@
-"""Training on token losses: one optimizer step per mini-batch, on gradients summed over micro-batches and ranks."""
+"""Training on token losses: one optimizer step per mini-batch, on gradients summed over
+micro-batches and ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,14 @@ class TokenSelection:
         return values if self.mask is None else values[self.mask]
 
     def from_batch(self, values: Tensor) -> Tensor:
-        """Select from the whole batch's numbers, and move them to the micro-batch's device. [all] -> [S]."""
+        """Select from the whole batch's numbers, and move them to the micro-batch's device.
+        [all] -> [S].
+        """
         return self.from_micro_batch(values[self.part].to(self.offsets.device))
 
     def attach(self, result: TokenLoss, scores: Tensor) -> TokenLoss:
-        """Return the same loss, with the model's ``scores`` in its graph even if the loss function ignored them.
+        """Return the same loss, with the model's ``scores`` in its graph even if the loss function
+        ignored them.
 
         Ranks that share a model must all run the same number of backward passes.
         """
@@ -55,11 +60,17 @@ def select_tokens(batch: Batch, part: MicroBatch, device: torch.device) -> Token
     if batch.mask is None:
         return TokenSelection(part.offsets.to(device), None, part.tokens)
     mask = batch.mask[part.tokens]
-    return TokenSelection(_count_before(mask)[part.offsets].to(device), mask.to(device), part.tokens)
+    return TokenSelection(
+        _count_before(mask)[part.offsets].to(device), mask.to(device), part.tokens
+    )
 
 
-def loss_inputs(batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """Return what a loss sees of the selected tokens of a micro-batch, whose scores are [K] each."""
+def loss_inputs(
+    batch: TrainBatch, selection: TokenSelection, logprobs: Tensor, entropy: Tensor
+) -> LossInputs:
+    """Return what a loss sees of the selected tokens of a micro-batch, whose scores are [K]
+    each.
+    """
     reference = batch.reference_logprobs
     return LossInputs(
         logprobs=selection.from_micro_batch(logprobs),
@@ -82,29 +93,34 @@ _LOSS = "loss"
 _MAX_SKIPPED = 10  # steps in a row that may be left out, unless max_skipped_steps says otherwise
 B = TypeVar("B", bound=Batch)
 Losses = Callable[[B], Iterator[tuple[TokenLoss, Tensor]]]
-"""Function of a batch that yields, per micro-batch, the losses [S] and row offsets [R + 1] of its selected tokens."""
+"""Function of a batch that yields, per micro-batch, the losses [S] and row offsets [R + 1] of
+its selected tokens."""
 See = Callable[[TokenLoss, Tensor], None]
 """Called with the losses and row offsets of each micro-batch after its backward pass."""
 
 
 class Weighing:
-    """Weighs the losses of a mini-batch's micro-batches, one after the other, and adds up what is reported of them."""
+    """Weighs the losses of a mini-batch's micro-batches, one after the other, and adds up what
+    is reported of them.
+    """
 
     def __init__(self, batch: Batch, totals: Totals, aggregate: Aggregation) -> None:
         self.sums: dict[str, Tensor] = {}
-        """Sums of the loss function's metrics over tokens, and of the weighted loss; [] float64 each."""
+        """Sums of the loss function's metrics over tokens, and of the weighted loss; [] float64
+        each."""
         self._batch = batch
         self._totals = totals
         self._aggregate = aggregate
         self._row = 0
 
     def __call__(self, result: TokenLoss, offsets: Tensor) -> Tensor:
-        """Return the weighted loss of the next micro-batch, with its graph. Its tokens' losses are [S], offsets
-        [R + 1]. ValueError for another shape.
+        """Return the weighted loss of the next micro-batch, with its graph. Its tokens' losses are
+        [S], offsets [R + 1]. ValueError for another shape.
         """
         if result.loss.shape != (int(offsets[-1]),):
             raise ValueError(
-                f"the loss has shape {list(result.loss.shape)}, expected [{int(offsets[-1])}]: a token each"
+                f"the loss has shape {list(result.loss.shape)}, expected [{int(offsets[-1])}]: a "
+                "token each"
             )
         weights = _weights(self._batch, self._row, offsets, self._totals, self._aggregate)
         weighted = (result.loss * weights).sum()
@@ -115,7 +131,8 @@ class Weighing:
 
 
 Passes = Callable[[B, Weighing, See | None], None]
-"""Does the forward and backward passes of a batch: weighs the losses of each micro-batch, and sees them."""
+"""Does the forward and backward passes of a batch: weighs the losses of each micro-batch, and
+sees them."""
 
 
 def in_turn(losses: Losses[B]) -> Passes[B]:
@@ -133,7 +150,9 @@ def in_turn(losses: Losses[B]) -> Passes[B]:
 
 
 class Learner:
-    """Optimizes a set of parameters. Ranks begin with equal parameters and stay equal bit for bit."""
+    """Optimizes a set of parameters. Ranks begin with equal parameters and stay equal bit for
+    bit.
+    """
 
     def __init__(
         self,
@@ -148,11 +167,11 @@ class Learner:
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
         cores: int = 0,
     ) -> None:
-        """``rates`` are learning rates, in units of the configured one, of parameters that have another.
-        ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for a model that sums its own
-        gradients over ``rank.group``; None where every rank holds the whole model. ``stepped`` are the parameters
-        that this rank steps; None: all. ``waiting()`` is entered for what waits for other ranks.
-        ``matrices`` and ``cores`` as for ``Optimizer``.
+        """``rates`` are learning rates, in units of the configured one, of parameters that have
+        another. ``shard_ranks`` are the ranks of the role that each parameter is sharded over, for
+        a model that sums its own gradients over ``rank.group``; None where every rank holds the
+        whole model. ``stepped`` are the parameters that this rank steps; None: all. ``waiting()``
+        is entered for what waits for other ranks. ``matrices`` and ``cores`` as for ``Optimizer``.
         """
         self._waiting = waiting
         self._group: Any = None
@@ -160,7 +179,9 @@ class Learner:
         self.join_group(rank)
         self._shard_ranks = shard_ranks
         self._config = config
-        self._optimizer = Optimizer(parameters, config, rates, stepped, matrices=matrices, cores=cores)
+        self._optimizer = Optimizer(
+            parameters, config, rates, stepped, matrices=matrices, cores=cores
+        )
         self._gradients = self._optimizer.gradients
         self._skipped = 0
 
@@ -173,12 +194,15 @@ class Learner:
     ) -> dict[str, float]:
         """Take one step per mini-batch that has tokens to learn from on any rank.
 
-        A mini-batch whose loss or gradient is not finite takes none: ``on_nonfinite`` decides what follows, and without
-        it TrainingError. Metrics are ``loss`` and ``grad_norm`` (before clipping), means over steps; the loss
-        function's own, means over tokens; the last step's ``lr``; and the counts ``empty_minibatches`` and
-        ``skipped_steps``. Without a step only the last three are there.
+        A mini-batch whose loss or gradient is not finite takes none: ``on_nonfinite`` decides what
+        follows, and without it TrainingError. Metrics are ``loss`` and ``grad_norm`` (before
+        clipping), means over steps; the loss function's own, means over tokens; the last step's
+        ``lr``; and the counts ``empty_minibatches`` and ``skipped_steps``. Without a step only the
+        last three are there.
         """
-        counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(-1, 2)
+        counts = torch.tensor([_count(batch) for batch in batches], dtype=torch.int64).reshape(
+            -1, 2
+        )
         with self._waiting():
             totals = [Totals(*count) for count in all_reduce(counts, self._cpu_group).tolist()]
         sums: dict[str, float] = {}
@@ -191,7 +215,9 @@ class Learner:
                 norm = self._norm()
                 if not (isfinite(norm) and isfinite(loss)):
                     self._skipped += 1
-                    found = self._examine(batch, total, passes, aggregate, (at, len(batches), loss, norm))
+                    found = self._examine(
+                        batch, total, passes, aggregate, (at, len(batches), loss, norm)
+                    )
                     if on_nonfinite is None:
                         raise TrainingError(str(found))
                     on_nonfinite(found)
@@ -204,14 +230,18 @@ class Learner:
                 tokens += total.tokens
         metrics = {name: value / tokens for name, value in sums.items()}
         if steps:
-            metrics[_LOSS], metrics["grad_norm"] = (sum(values) / len(steps) for values in zip(*steps, strict=True))
+            metrics[_LOSS], metrics["grad_norm"] = (
+                sum(values) / len(steps) for values in zip(*steps, strict=True)
+            )
         metrics["lr"] = self._optimizer.lr
         metrics["empty_minibatches"] = float(len(batches) - learned)
         metrics["skipped_steps"] = float(learned - len(steps))
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Return ``optimizer``, live tensors by parameter name, and ``progress``, counts as tensors."""
+        """Return ``optimizer``, live tensors by parameter name, and ``progress``, counts as
+        tensors.
+        """
         progress = {"steps": self._optimizer.steps, "skipped_steps": self._skipped}
         return {
             "optimizer": self._optimizer.state(),
@@ -219,7 +249,9 @@ class Learner:
         }
 
     def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on after the counts in ``progress`` of a ``state()`` whose tensors have been loaded."""
+        """Go on after the counts in ``progress`` of a ``state()`` whose tensors have been
+        loaded.
+        """
         self._optimizer.steps = int(progress["steps"])
         self._skipped = int(progress["skipped_steps"])
 
@@ -259,7 +291,9 @@ class Learner:
         aggregate: Aggregation,
         see: See | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its loss, over all ranks."""
+        """Compute the gradients of one mini-batch. Returns the sums of its metrics, and its
+        loss, over all ranks.
+        """
         self._gradients.zero()
         weigh = Weighing(batch, totals, aggregate)
         passes(batch, weigh, see)
@@ -316,12 +350,18 @@ class Learner:
         )
 
 
-def _weights(batch: Batch, first: int, offsets: Tensor, totals: Totals, aggregate: Aggregation) -> Tensor:
-    """Return the weight of each selected token of the rows from row ``first`` on. [R + 1] -> [S]."""
+def _weights(
+    batch: Batch, first: int, offsets: Tensor, totals: Totals, aggregate: Aggregation
+) -> Tensor:
+    """Return the weight of each selected token of the rows from row ``first`` on. [R + 1] ->
+    [S].
+    """
     if batch.episodes is None:
         return aggregate(offsets, totals)
     rows = batch.episodes.select(slice(first, first + len(offsets) - 1))
-    return segment_weights(aggregate, offsets, totals, rows.starts.to(offsets.device), rows.lengths.to(offsets.device))
+    return segment_weights(
+        aggregate, offsets, totals, rows.starts.to(offsets.device), rows.lengths.to(offsets.device)
+    )
 
 
 def _count(batch: Batch) -> tuple[int, int]:
@@ -329,8 +369,12 @@ def _count(batch: Batch) -> tuple[int, int]:
     offsets = response_offsets(batch.rows)
     if batch.mask is not None:
         if batch.mask.shape != (tokens := int(offsets[-1]),):
-            raise ValueError(f"the mask has shape {list(batch.mask.shape)}, expected [{tokens}]: a token each")
+            raise ValueError(
+                f"the mask has shape {list(batch.mask.shape)}, expected [{tokens}]: a token each"
+            )
         offsets = _count_before(batch.mask)[offsets]
     lengths = offsets.diff()
-    counted = lengths > 0 if batch.episodes is None else (lengths > 0) & (batch.episodes.starts == 0)
+    counted = (
+        lengths > 0 if batch.episodes is None else (lengths > 0) & (batch.episodes.starts == 0)
+    )
     return int(lengths.sum()), int(counted.sum())

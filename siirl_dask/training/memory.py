@@ -1,11 +1,14 @@
-"""Arithmetic of a trained or scoring model's memory on an accelerator: what it holds, and what a pass takes besides.
+"""Arithmetic of a trained or scoring model's memory on an accelerator: what it holds, and what a
+pass takes besides.
 
-held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, or 12 of a matrix that Muon
-            steps; with adapters those of the adapters, and 4 bytes for each frozen weight; with fsdp a shard of that,
-            which may be in the host's memory
-parked      what is held, with trainer.park: in the host's memory but for the gradients, and on the device in its turn
-gathered    with fsdp: embeddings, norm and head, which stay gathered through a pass, and two groups of layers
-activations what autograd keeps for each token of a micro-batch, and a layer's temporary values; the same for each patch
+held        weights, gradients and AdamW's two moments in float32, 16 bytes a parameter, or 12 of a
+matrix that Muon
+            steps; with adapters those of the adapters, and 4 bytes for each frozen weight; with
+            fsdp a shard of that, which may be in the host's memory
+parked      what is held, with trainer.park: in the host's memory but for the gradients, and on the
+device in its turn gathered    with fsdp: embeddings, norm and head, which stay gathered through a
+pass, and two groups of layers activations what autograd keeps for each token of a micro-batch, and
+a layer's temporary values; the same for each patch
             of its images
 log-probs   three blocks of logits, the sum of the hidden states' gradient, and the head's gradient
 """
@@ -25,8 +28,12 @@ BFLOAT16 = 2
 GRADIENTS = "gradients"
 IN_FLOAT32 = " in float32"  # how parts end that weights are made of
 FROZEN = f"frozen weights{IN_FLOAT32}"
-_LOGITS = {True: 64 * 2**20, False: 256 * 2**20}  # bytes of a block of float32 logits, on a CPU and elsewhere
-_LEAST_ROWS = 1024  # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
+_LOGITS = {
+    True: 64 * 2**20,
+    False: 256 * 2**20,
+}  # bytes of a block of float32 logits, on a CPU and elsewhere
+# of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
+_LEAST_ROWS = 1024
 _PIXELS = 3 * 2 * 16 * 16  # numbers of a patch: three colours, two frames
 _BLOCKS = 2  # log-probs, which their gradient replaces, and its factor
 
@@ -67,7 +74,10 @@ class ModelOnWorkers:
         """Arithmetic of the backend. ValueError for one that has none."""
         memory = trainer_spec(self.trainer.backend).memory
         if memory is None:
-            raise ValueError(f"trainer.backend={self.trainer.backend}: expected a backend whose memory is estimated")
+            raise ValueError(
+                f"trainer.backend={self.trainer.backend}: expected a backend whose memory is "
+                "estimated"
+            )
         return memory
 
     @property
@@ -122,8 +132,8 @@ def held_bytes(model: ModelOnWorkers) -> dict[str, int]:
 
 
 def held_in_float32(model: ModelOnWorkers) -> dict[str, int]:
-    """Return the bytes that a worker holds of a model in float32 that AdamW or Muon steps, by part: the sum over the
-    shards is the whole, rounded up.
+    """Return the bytes that a worker holds of a model in float32 that AdamW or Muon steps, by part:
+    the sum over the shards is the whole, rounded up.
     """
     whole = model.memory.parameters(model.size, model.trainer)
     shards = model.division.shards
@@ -157,37 +167,54 @@ def passing_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes of the peak of a pass without gathered weights and their gradients."""
     gathered = ("gathered", "gradients of")
     moments = model.memory.moments(model)
-    passing = ({part: each for part, each in one.items() if not part.startswith(gathered)} for one in moments)
+    passing = (
+        {part: each for part, each in one.items() if not part.startswith(gathered)}
+        for one in moments
+    )
     return max(sum(parts.values()) for parts in passing)
 
 
 def replica_moments(model: ModelOnWorkers) -> list[dict[str, int]]:
-    """Return the bytes of a pass of a model that is whole on each worker, at its peak: at the head."""
+    """Return the bytes of a pass of a model that is whole on each worker, at its peak: at the
+    head.
+    """
     return [{**_copied(model), **_activations(model), **head_bytes(model)}]
 
 
 def shard_moments(model: ModelOnWorkers) -> list[dict[str, int]]:
-    """Return the bytes of the moments that may be the peak of a pass which gathers layers: at the head, at the last
-    layer, after the first one.
+    """Return the bytes of the moments that may be the peak of a pass which gathers layers: at the
+    head, at the last layer, after the first one.
     """
     activations = _activations(model)
     unit = _unit(model)
     root = model.root
     narrow = model.narrow
-    gathered = {"gathered embeddings and head": narrow * root, "gathered layers, two groups": 2 * narrow * unit}
+    gathered = {
+        "gathered embeddings and head": narrow * root,
+        "gathered layers, two groups": 2 * narrow * unit,
+    }
     at_head = {**gathered, **activations, **head_bytes(model)}
     if not model.learns or model.adapters:
         return [at_head]
     last_layer = {"gradients of two groups of layers": 2 * (narrow + FLOAT32) * unit}
-    pending = {"head's gradient": narrow * model.architecture.vocabulary * model.architecture.hidden * model.scores}
+    pending = {
+        "head's gradient": narrow
+        * model.architecture.vocabulary
+        * model.architecture.hidden
+        * model.scores
+    }
     at_end = {**gathered, "gradients of embeddings and head": (narrow + FLOAT32) * root}
     return [at_head, {**gathered, **activations, **pending, **last_layer}, at_end]
 
 
 def _activations(model: ModelOnWorkers) -> dict[str, int]:
-    activations = {f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens}
+    activations = {
+        f"activations of {model.tokens:,} tokens": activation_bytes(model) * model.tokens
+    }
     if model.tower is not None and model.image_tokens:
-        activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(model, model.tower)
+        activations[f"activations of {model.image_tokens:,} tokens of images"] = tower_bytes(
+            model, model.tower
+        )
     return activations
 
 
@@ -201,7 +228,9 @@ def _copied(model: ModelOnWorkers) -> dict[str, int]:
 
 
 def _unit(model: ModelOnWorkers) -> int:
-    """Return the parameters of a group of layers that fsdp gathers at once, of one tensor-parallel rank."""
+    """Return the parameters of a group of layers that fsdp gathers at once, of one
+    tensor-parallel rank.
+    """
     size = parse_bytes("trainer.fsdp.gather_size", model.trainer.fsdp.gather_size)
     layer = max(1, model.size.layer // model.trainer.fsdp.tensor_parallel)
     layers = min(max(1, -(-size // (FLOAT32 * layer))), model.architecture.layers)
@@ -211,8 +240,9 @@ def _unit(model: ModelOnWorkers) -> int:
 def activation_bytes(model: ModelOnWorkers) -> int:
     """Return the bytes for each token of a micro-batch at the peak of a pass, without log-probs.
 
-    Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with it the input of
-    each layer, and the values of one. A pass without gradient has the values of one layer only.
+    Without ``gradient_checkpointing`` autograd keeps of every layer what ``layer_bytes`` says; with
+    it the input of each layer, and the values of one. A pass without gradient has the values of one
+    layer only.
     """
     one = model.architecture
     narrow = model.narrow
@@ -228,18 +258,22 @@ def activation_bytes(model: ModelOnWorkers) -> int:
 
 
 def tower_bytes(model: ModelOnWorkers, tower: Tower) -> int:
-    """Return the bytes of the tower's activations, with the pixels of each patch. A frozen one keeps none."""
+    """Return the bytes of the tower's activations, with the pixels of each patch. A frozen one
+    keeps none.
+    """
     patches = model.image_tokens * tower.patches
     inside = replace(model, architecture=tower.layers, learns=model.learns and not model.frozen)
     return patches * (activation_bytes(inside) + FLOAT32 * _PIXELS)
 
 
 def layer_bytes(model: ModelOnWorkers) -> int:
-    """Return the bytes that autograd keeps of one layer for each token, by a Llama-like decoder's operations.
+    """Return the bytes that autograd keeps of one layer for each token, by a Llama-like decoder's
+    operations.
 
-    Each of the two norms keeps its input in float32, its normalised value, and its output, which a product reads.
-    Attention keeps queries, keys, values and its result after their rotation; the MLP gate, its SiLU, up and their
-    product. Experts also keep the token that each of them gets, and what it gives before that is weighed.
+    Each of the two norms keeps its input in float32, its normalised value, and its output, which a
+    product reads. Attention keeps queries, keys, values and its result after their rotation; the
+    MLP gate, its SiLU, up and their product. Experts also keep the token that each of them gets,
+    and what it gives before that is weighed.
     """
     one = model.architecture
     narrow = model.narrow
@@ -252,8 +286,9 @@ def layer_bytes(model: ModelOnWorkers) -> int:
 
 
 def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
-    """Return what log-probs take: blocks of logits, the sum of the hidden states' gradient over them, and the head's
-    gradient, in the type of its parameter. In the narrower type each block has its logits, and their gradient, too.
+    """Return what log-probs take: blocks of logits, the sum of the hidden states' gradient over
+    them, and the head's gradient, in the type of its parameter. In the narrower type each block has
+    its logits, and their gradient, too.
     """
     if not model.scores:
         return {}
@@ -269,5 +304,7 @@ def head_bytes(model: ModelOnWorkers) -> dict[str, int]:
     if model.learns:
         parts["gradient of hidden states"] = (FLOAT32 + narrow) * tokens * one.hidden
     if model.head_learns:
-        parts["head's gradient"] = (FLOAT32 if replica else model.narrow) * one.vocabulary * one.hidden
+        parts["head's gradient"] = (
+            (FLOAT32 if replica else model.narrow) * one.vocabulary * one.hidden
+        )
     return parts

@@ -1,8 +1,10 @@
-"""Muon on a rank's part of the matrices of a network, by ``torch.optim.Muon``: whole matrices, or shards of them.
+"""Muon on a rank's part of the matrices of a network, by ``torch.optim.Muon``: whole matrices, or
+shards of them.
 
-A step accumulates momentum (Nesterov's), brings the singular values of the result close to 1 by five steps of
-Newton-Schulz in bfloat16, and multiplies it by ``0.2 * sqrt(max(rows, columns))``, which makes its root mean square
-that of a step of AdamW: learning rate and weight decay carry over (arXiv:2502.16982).
+A step accumulates momentum (Nesterov's), brings the singular values of the result close to 1 by
+five steps of Newton-Schulz in bfloat16, and multiplies it by ``0.2 * sqrt(max(rows, columns))``,
+which makes its root mean square that of a step of AdamW: learning rate and weight decay carry over
+(arXiv:2502.16982).
 
 A parameter of three dimensions is a stack of matrices, such as the experts of a layer.
 """
@@ -29,24 +31,31 @@ Waiting = Callable[[], AbstractContextManager[object]]
 
 
 class WholeMatrices:
-    """Steps matrices that every rank has in full: each rank steps a share of them, and gives these to the others.
+    """Steps matrices that every rank has in full: each rank steps a share of them, and gives these
+    to the others.
 
-    So a matrix is computed once, and ranks stay equal whatever their devices and threads are: products of matrices
-    are rounded otherwise on another device, or with other threads.
+    So a matrix is computed once, and ranks stay equal whatever their devices and threads are:
+    products of matrices are rounded otherwise on another device, or with other threads.
     """
 
-    def __init__(self, parts: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float) -> None:
-        """``parts``, [rows, columns] or a stack of these, have their gradients. ``rates`` are as for ``Optimizer``."""
+    def __init__(
+        self, parts: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float
+    ) -> None:
+        """``parts``, [rows, columns] or a stack of these, have their gradients. ``rates`` are as
+        for ``Optimizer``.
+        """
         self.momentum = {name: torch.zeros_like(part) for name, part in parts.items()}
         """Moment of each parameter, in the shape of its part."""
         self._parts = parts
         self._rates = rates
         self._weight_decay = weight_decay
-        self._by_size = sorted(parts, key=lambda name: -parts[name].numel())  # so that shares are about equal
+        self._by_size = sorted(
+            parts, key=lambda name: -parts[name].numel()
+        )  # so that shares are about equal
 
     def step(self, lr: float, group: Any, waiting: Waiting) -> None:
-        """Step along the gradients, which all ranks of ``group`` have alike; None is a group of one. All its ranks must
-        call. ``waiting()`` is entered for what waits for them.
+        """Step along the gradients, which all ranks of ``group`` have alike; None is a group of
+        one. All its ranks must call. ``waiting()`` is entered for what waits for them.
         """
         ranks = 1 if group is None else dist.get_world_size(group)
         own = 0 if group is None else dist.get_rank(group)
@@ -64,13 +73,18 @@ class WholeMatrices:
         if not names:
             return
         optimizer = torch.optim.Muon(
-            [{"params": self._matrices(name), "lr": lr * self._rates.get(name, 1.0)} for name in names],
+            [
+                {"params": self._matrices(name), "lr": lr * self._rates.get(name, 1.0)}
+                for name in names
+            ],
             weight_decay=self._weight_decay,
             momentum=_DECAY,
             adjust_lr_fn=_SCALE,
         )
         for name, of_name in zip(names, optimizer.param_groups, strict=True):
-            for matrix, momentum in zip(of_name["params"], _matrices(self.momentum[name]), strict=True):
+            for matrix, momentum in zip(
+                of_name["params"], _matrices(self.momentum[name]), strict=True
+            ):
                 optimizer.state[matrix] = {MOMENTUM: momentum}
         optimizer.step()
 
@@ -84,7 +98,9 @@ class WholeMatrices:
         return matrices
 
     def _follow(self, names: Sequence[str]) -> None:
-        """Take gradients into the momentum as torch.optim.Muon does: each rank has a whole state."""
+        """Take gradients into the momentum as torch.optim.Muon does: each rank has a whole
+        state.
+        """
         for name in names:
             gradient = self._parts[name].grad
             assert gradient is not None
@@ -99,11 +115,12 @@ class WholeMatrices:
 
 
 class ShardedMatrices:
-    """Steps matrices of which each rank has some rows, and stacks of which it has some matrices, as FSDP shards them.
+    """Steps matrices of which each rank has some rows, and stacks of which it has some matrices, as
+    FSDP shards them.
 
-    The ranks share the work: each gets as many matrices as any other, or one less, brings their rows together from
-    all ranks, and gives the rows of the step back. The matrices may be in the host's memory; products are computed on
-    the device of the parameters' mesh.
+    The ranks share the work: each gets as many matrices as any other, or one less, brings their
+    rows together from all ranks, and gives the rows of the step back. The matrices may be in the
+    host's memory; products are computed on the device of the parameters' mesh.
     """
 
     def __init__(
@@ -113,8 +130,9 @@ class ShardedMatrices:
         rates: Mapping[str, float],
         weight_decay: float,
     ) -> None:
-        """``parts`` are this rank's shards of ``parameters`` along their first dimension. The rest is as for
-        ``WholeMatrices``. All ranks of the mesh's last axis must have the same parameters in the same order.
+        """``parts`` are this rank's shards of ``parameters`` along their first dimension. The rest
+        is as for ``WholeMatrices``. All ranks of the mesh's last axis must have the same parameters
+        in the same order.
         """
         self.momentum = {name: torch.zeros_like(part) for name, part in parts.items()}
         """Moment of each parameter, in the shape of its part."""
@@ -127,15 +145,19 @@ class ShardedMatrices:
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
-        by_size = sorted(parameters, key=lambda name: -parameters[name].numel())  # ranks get equal ones at a time
+        by_size = sorted(
+            parameters, key=lambda name: -parameters[name].numel()
+        )  # ranks get equal ones at a time
         self._stacks = [name for name in by_size if parameters[name].ndim > 2]
         single = [name for name in by_size if parameters[name].ndim == 2]
-        self._rounds = [single[first : first + self._ranks] for first in range(0, len(single), self._ranks)]
+        self._rounds = [
+            single[first : first + self._ranks] for first in range(0, len(single), self._ranks)
+        ]
 
     @torch.no_grad()
     def step(self, lr: float, group: Any, waiting: Waiting) -> None:
-        """Step along the gradients. All ranks of the mesh's last axis must call; ``group`` is any that has them.
-        ``waiting()`` is entered for what waits for them.
+        """Step along the gradients. All ranks of the mesh's last axis must call; ``group`` is any
+        that has them. ``waiting()`` is entered for what waits for them.
         """
         for name in self._stacks:
             rate = self._rate(lr, name)
@@ -167,8 +189,8 @@ class ShardedMatrices:
             self._move(part, step.view_as(part), self._rate(lr, name))
 
     def _direction(self, name: str) -> Tensor:
-        """Take the gradient into the momentum, as torch.optim.Muon does, and return what is to be orthogonalised, on
-        the device.
+        """Take the gradient into the momentum, as torch.optim.Muon does, and return what is to be
+        orthogonalised, on the device.
         """
         gradient = self._parts[name].grad
         momentum = self.momentum[name]
@@ -190,14 +212,20 @@ def _matrices(part: Tensor) -> Sequence[Tensor]:
 
 
 def _rows_of_ranks(rows: int, ranks: int) -> list[int]:
-    """Return how many rows each rank has of a matrix that FSDP shards: the last ones may have fewer, or none."""
+    """Return how many rows each rank has of a matrix that FSDP shards: the last ones may have
+    fewer, or none.
+    """
     most = -(-rows // ranks)
     return [max(0, min(most, rows - most * rank)) for rank in range(ranks)]
 
 
 def _stepped(direction: Tensor, lr: float) -> Tensor:
-    """Return the step of torch.optim.Muon along ``direction``, momentum included: where it leads from 0."""
+    """Return the step of torch.optim.Muon along ``direction``, momentum included: where it leads
+    from 0.
+    """
     step = torch.zeros_like(direction)
     step.grad = direction
-    torch.optim.Muon([step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_SCALE).step()
+    torch.optim.Muon(
+        [step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn=_SCALE
+    ).step()
     return step

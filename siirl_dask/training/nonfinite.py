@@ -1,4 +1,6 @@
-"""Finds what is not finite in a mini-batch that may take no optimizer step: which of its numbers, in which rows."""
+"""Finds what is not finite in a mini-batch that may take no optimizer step: which of its
+numbers, in which rows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ GRADIENT = "gradient"
 
 
 class Examination:
-    """Looks into each micro-batch of a mini-batch, once its gradient has been added to ``gradients``."""
+    """Looks into each micro-batch of a mini-batch, once its gradient has been added to
+    ``gradients``.
+    """
 
     def __init__(self, batch: Batch, gradients: FlatGradients, *, sharded: bool) -> None:
         self.rows: dict[str, list[int]] = {name: rows for name, rows in _bad_columns(batch) if rows}
@@ -30,7 +34,9 @@ class Examination:
         self._was_finite = True
 
     def see(self, result: TokenLoss, offsets: Tensor) -> None:
-        """Look into the next micro-batch. Its tokens' losses are [S], their rows' offsets [R + 1]."""
+        """Look into the next micro-batch. Its tokens' losses are [S], their rows' offsets [R +
+        1].
+        """
         count = len(offsets) - 1
         bad = False
         for name, numbers in {"loss": result.loss, **result.metrics}.items():
@@ -49,7 +55,9 @@ class Examination:
 
 
 def _bad_columns(batch: Batch) -> Iterator[tuple[str, list[int]]]:
-    """Yield each column of numbers with the rows in which it is not finite at a token that is learned from."""
+    """Yield each column of numbers with the rows in which it is not finite at a token that is
+    learned from.
+    """
     offsets = response_offsets(batch.rows)
     for field in fields(batch):
         value = getattr(batch, field.name)
@@ -65,5 +73,7 @@ def _rows_of(numbers: Tensor, offsets: Tensor, mask: Tensor | None = None) -> li
     if mask is not None:
         bad &= mask
     places = bad.nonzero().flatten()
-    rows: list[int] = (torch.searchsorted(offsets.to(places.device), places, right=True) - 1).unique().tolist()
+    rows: list[int] = (
+        (torch.searchsorted(offsets.to(places.device), places, right=True) - 1).unique().tolist()
+    )
     return rows

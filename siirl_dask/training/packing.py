@@ -31,28 +31,33 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Row lengths of a micro-batch, for attention. No tuple: torch.compile would recompile for each number of runs."""
+    """Row lengths of a micro-batch, for attention. No tuple: torch.compile would recompile for
+    each number of runs.
+    """
 
     runs: Runs
     ranks: Rank | None = None
     """Rank of this process in its sequence-parallel group; None without one."""
     ends: Tensor | None = None
-    """[R + 1] int32 on the device, cu_seqlens: a copy to a device waits for it, so one serves all layers. None on a
-    CPU, where attention needs none."""
+    """[R + 1] int32 on the device, cu_seqlens: a copy to a device waits for it, so one serves all
+    layers. None on a CPU, where attention needs none."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """FlexAttention's masks by window, which the first layer makes for all."""
     library: str = AUTO
     """Library of the attention kernel: see ``devices/operators.py``."""
     shared: SharedPrompts | None = None
-    """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no row shares any."""
+    """Prompts that rows share, on the device; ``runs`` and ``ends`` are of whole rows. None: no
+    row shares any."""
     routes: Tensor | None = None
     """[T, W] int64 on the device, see ``PackedRows.routes``."""
 
 
 class CurrentPacking:
-    """The packing of a model's pass under way, where its layers find it: models hand arguments to few of them.
+    """The packing of a model's pass under way, where its layers find it: models hand arguments to
+    few of them.
 
-    A layer that is computed again in the backward pass finds the same, since that follows the micro-batch's forward.
+    A layer that is computed again in the backward pass finds the same, since that follows the
+    micro-batch's forward.
     """
 
     packing: Packing | None = None
@@ -65,36 +70,44 @@ class CurrentPacking:
 
 
 def packing_of(module: nn.Module) -> Packing | None:
-    """Return the packing of the pass under way through a module; None outside of a pass over packed rows."""
+    """Return the packing of the pass under way through a module; None outside of a pass over
+    packed rows.
+    """
     current = vars(module).get(_CURRENT)
     return None if current is None else current.packing
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Neighbouring rows of a batch, packed shortest first so that attention takes equal lengths in one call.
+    """Neighbouring rows of a batch, packed shortest first so that attention takes equal lengths in
+    one call.
 
-    Where rows share prompts, the T tokens are those that are computed, and ``runs`` are of the whole rows. A rank's own
-    R rows have K response tokens. Sequence- and tensor-parallel ranks cut the rows of their whole group into
-    micro-batches together, so some fields are of the rank's own rows and others of the group's:
+    Where rows share prompts, the T tokens are those that are computed, and ``runs`` are of the
+    whole rows. A rank's own R rows have K response tokens. Sequence- and tensor-parallel ranks cut
+    the rows of their whole group into micro-batches together, so some fields are of the rank's own
+    rows and others of the group's:
 
-    | field                               | alone    | sequence-parallel         | tensor-parallel    |
+    | field                               | alone    | sequence-parallel         | tensor-parallel
+    |
     |-------------------------------------|----------|---------------------------|--------------------|
-    | ``input_ids``, ``position_ids`` [T] | own rows | 1/n of the group's tokens | group's rows       |
-    | ``runs``                            | own rows | group's rows              | group's rows       |
-    | ``predicting``, ``targets`` [C]     | own rows | predicted by those 1/n    | group's rows       |
-    | ``offsets``, ``tokens``             | own rows | own rows                  | own rows           |
-    | ``route``                           | None     | sends [C] to owners' [K]  | None               |
-    | ``own_rows``                        | None     | None                      | selects [K] of [C] |
+    | ``input_ids``, ``position_ids`` [T] | own rows | 1/n of the group's tokens | group's rows
+    | | ``runs``                            | own rows | group's rows              | group's rows
+    | | ``predicting``, ``targets`` [C]     | own rows | predicted by those 1/n    | group's rows
+    | | ``offsets``, ``tokens``             | own rows | own rows                  | own rows
+    | | ``route``                           | None     | sends [C] to owners' [K]  | None
+    | | ``own_rows``                        | None     | None                      | selects [K] of
+    [C] |
     """
 
     input_ids: Tensor
     """[1, T] int64, in packed order; where prompts are shared, all of these first."""
     position_ids: Tensor
-    """[1, T] int64, from 0 in each row; where rows show images [4, 1, T], with those in time, height and width."""
+    """[1, T] int64, from 0 in each row; where rows show images [4, 1, T], with those in time,
+    height and width."""
     runs: Runs
     predicting: Tensor
-    """[C] int64. Index in T of the token that predicts each response token; in the batch's row order, not packed."""
+    """[C] int64. Index in T of the token that predicts each response token; in the batch's row
+    order, not packed."""
     targets: Tensor
     """[C] int64, the response tokens."""
     offsets: Tensor
@@ -102,40 +115,58 @@ class MicroBatch:
     tokens: slice
     """Position of the K tokens among the response tokens of the whole batch."""
     route: Route | None = None
-    """All-to-all that takes scores to the ranks that own the rows; None without sequence parallelism."""
+    """All-to-all that takes scores to the ranks that own the rows; None without sequence
+    parallelism."""
     own_rows: TensorParallelRows | None = None
-    """Selection of this rank's rows from scores that the whole group computes; None without tensor parallelism."""
+    """Selection of this rank's rows from scores that the whole group computes; None without
+    tensor parallelism."""
     shared: SharedPrompts | None = None
-    """Prompts that rows share, each of which is computed once; None where all tokens are of one row."""
+    """Prompts that rows share, each of which is computed once; None where all tokens are of one
+    row."""
     images: BatchImages | None = None
     """Images that the rows show, each once; None without any."""
     routes: Tensor | None = None
-    """[T, W] int16, see ``PackedRows.routes``. Prompts that are shared have the same in all their rows."""
+    """[T, W] int16, see ``PackedRows.routes``. Prompts that are shared have the same in all
+    their rows."""
 
 
 def response_offsets(rows: PackedRows) -> Tensor:
-    """Return where each row's response tokens begin among those of all rows, [R + 1]. ValueError for malformed rows."""
+    """Return where each row's response tokens begin among those of all rows, [R + 1]. ValueError
+    for malformed rows.
+    """
     lengths = rows.offsets.diff()
-    if len(rows.offsets) != len(rows) + 1 or int(rows.offsets[-1]) != len(rows.tokens) or int(rows.offsets[0]) != 0:
-        raise ValueError(f"{len(rows)} rows of {len(rows.tokens)} tokens do not have offsets {rows.offsets.tolist()}")
+    if (
+        len(rows.offsets) != len(rows) + 1
+        or int(rows.offsets[-1]) != len(rows.tokens)
+        or int(rows.offsets[0]) != 0
+    ):
+        raise ValueError(
+            f"{len(rows)} rows of {len(rows.tokens)} tokens do not have offsets "
+            f"{rows.offsets.tolist()}"
+        )
     if bool((rows.prompt_lengths < 1).any()) or bool((rows.prompt_lengths > lengths).any()):
-        raise ValueError("expected every row to have at least one prompt token and no more of them than tokens")
+        raise ValueError(
+            "expected every row to have at least one prompt token and no more of them than tokens"
+        )
     return torch.cat([torch.zeros(1, dtype=torch.int64), (lengths - rows.prompt_lengths).cumsum(0)])
 
 
 def micro_batches(
     rows: PackedRows, budget: int, *, share: bool = True, inputs: ImageInputs | None = None
 ) -> list[MicroBatch]:
-    """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even as possible.
+    """Cut rows, in their order, into the fewest micro-batches of at most ``budget`` tokens, as even
+    as possible.
 
-    A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch. With ``share`` a prompt
-    that neighbouring rows of a micro-batch have in common is computed once, where that saves enough. ``inputs`` lays
-    out images; ValueError without it for rows that show any, and with it for prompts with places for images that were
-    not given.
+    A row longer than ``budget`` is a micro-batch by itself. No rows give one empty micro-batch.
+    With ``share`` a prompt that neighbouring rows of a micro-batch have in common is computed once,
+    where that saves enough. ``inputs`` lays out images; ValueError without it for rows that show
+    any, and with it for prompts with places for images that were not given.
     """
     response = response_offsets(rows)
     if inputs is None and rows.images is not None and rows.images.shows_any():
-        raise ValueError("the rows show images: expected a model that was built with the config's images")
+        raise ValueError(
+            "the rows show images: expected a model that was built with the config's images"
+        )
     if inputs is not None:
         inputs.check_given(rows)
     return [
@@ -145,7 +176,9 @@ def micro_batches(
 
 
 def idle_batch(rows: PackedRows) -> MicroBatch:
-    """Return a micro-batch of one token that predicts nothing, to run after the micro-batches of ``rows``."""
+    """Return a micro-batch of one token that predicts nothing, to run after the micro-batches of
+    ``rows``.
+    """
     responses = int(response_offsets(rows)[-1])
     none = torch.zeros(0, dtype=torch.int64)
     token = torch.zeros(1, 1, dtype=torch.int64)
@@ -161,7 +194,9 @@ def idle_batch(rows: PackedRows) -> MicroBatch:
 
 
 def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each micro-batch, for the smallest budget that needs no more of them."""
+    """Return (start, stop) of each micro-batch, for the smallest budget that needs no more of
+    them.
+    """
     cuts = _filled(offsets, budget)
     low = -(-int(offsets[-1]) // len(cuts))
     high = budget
@@ -176,19 +211,28 @@ def _cut(offsets: Ints, budget: int) -> list[tuple[int, int]]:
 
 
 def _filled(offsets: Ints, budget: int) -> list[tuple[int, int]]:
-    """Fill each micro-batch with as many rows as fit ``budget``, at least one. Returns (start, stop) of each."""
+    """Fill each micro-batch with as many rows as fit ``budget``, at least one. Returns (start,
+    stop) of each.
+    """
     cuts = []
     start = 0
     rows = len(offsets) - 1
     while start < rows:
-        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1)
+        stop = max(
+            start + 1, int(np.searchsorted(offsets, offsets[start] + budget, side="right")) - 1
+        )
         cuts.append((start, stop))
         start = stop
     return cuts or [(0, 0)]
 
 
 def _pack(
-    rows: PackedRows, response: Tensor, start: int, stop: int, share: bool, inputs: ImageInputs | None
+    rows: PackedRows,
+    response: Tensor,
+    start: int,
+    stop: int,
+    share: bool,
+    inputs: ImageInputs | None,
 ) -> MicroBatch:
     """Pack rows ``start`` to ``stop``. Vectorized: thousands of short rows must not cost a loop."""
     begins = rows.offsets[start:stop]
@@ -198,17 +242,27 @@ def _pack(
     packed_lengths = lengths[order]
     packed_begins = packed_lengths.cumsum(0) - packed_lengths
     positions = torch.arange(int(lengths.sum())) - packed_begins.repeat_interleave(packed_lengths)
-    source = positions + begins[order].repeat_interleave(packed_lengths)  # [T], index of each packed token in the batch
+    source = positions + begins[order].repeat_interleave(
+        packed_lengths
+    )  # [T], index of each packed token in the batch
 
     offsets = response[start : stop + 1] - response[start]
     counts = offsets.diff()
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
-    in_row = prompts[start:stop].repeat_interleave(counts) + within  # [K], position of the token in its row
-    place = torch.empty_like(begins).scatter_(0, order, packed_begins)  # [R], where each row begins in the pack
+    in_row = (
+        prompts[start:stop].repeat_interleave(counts) + within
+    )  # [K], position of the token in its row
+    place = torch.empty_like(begins).scatter_(
+        0, order, packed_begins
+    )  # [R], where each row begins in the pack
     predicting = place.repeat_interleave(counts) + in_row - 1
     shown = None if rows.images is None else rows.images.of_row[start:stop]
     group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)
-    shared = find_shared(group, prompts[start:stop], lengths, place) if share and stop - start > 1 else None
+    shared = (
+        find_shared(group, prompts[start:stop], lengths, place)
+        if share and stop - start > 1
+        else None
+    )
     if shared is not None:
         source = source[shared.first]
         positions = positions[shared.first]

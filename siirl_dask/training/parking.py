@@ -1,8 +1,10 @@
-"""Parks a trained model in the host's memory while other roles compute on its device (``trainer.park``).
+"""Parks a trained model in the host's memory while other roles compute on its device
+(``trainer.park``).
 
-Only memory moves: a tensor's storage shrinks to nothing, and grows again when its bytes come back. Modules, FSDP, the
-optimizer and views of the tensor keep referring to it, so AdamW steps on the device as ever, and a model that was
-parked is the same to the last bit. The host's memory is allocated once; beside an accelerator it is pinned.
+Only memory moves: a tensor's storage shrinks to nothing, and grows again when its bytes come back.
+Modules, FSDP, the optimizer and views of the tensor keep referring to it, so AdamW steps on the
+device as ever, and a model that was parked is the same to the last bit. The host's memory is
+allocated once; beside an accelerator it is pinned.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from siirl_dask.training.parallel.dtensor import like_dtensor, local
 
 
 class Parked:
-    """Tensors that lie on their device, or wait in the host's memory. Each is alone in its storage, but for views."""
+    """Tensors that lie on their device, or wait in the host's memory. Each is alone in its
+    storage, but for views.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         parts = [part for part in map(local, tensors) if part.numel()]
@@ -36,7 +40,9 @@ class Parked:
         if self._waiting:
             return
         if self._stale:
-            pinned = any(accelerator.pins_host_memory(storage.device) for storage in self._storages.values())
+            pinned = any(
+                accelerator.pins_host_memory(storage.device) for storage in self._storages.values()
+            )
             self._copies = self._copies or host_memory(self._sizes, pinned=pinned)
             for key, storage in self._storages.items():
                 self._copies[key].copy_(_bytes(storage), non_blocking=pinned)
@@ -56,14 +62,16 @@ class Parked:
         self._waiting = False
 
     def changed(self) -> None:
-        """Note that the tensors get other values on the device; while they wait, the copies count as they are."""
+        """Note that the tensors get other values on the device; while they wait, the copies
+        count as they are.
+        """
         self._stale = not self._waiting
 
     def close(self) -> None:
         """Let go of the host's memory.
 
-        Copies from it may be under way still, and torch's allocator does not know of them, since they were made from
-        views of that memory: it would give it to the next who asks.
+        Copies from it may be under way still, and torch's allocator does not know of them, since
+        they were made from views of that memory: it would give it to the next who asks.
         """
         if self._copies:
             _synchronize(self._storages.values())
@@ -77,11 +85,15 @@ class Parked:
         if copy is None:
             return tensor
         flat = copy.view(part.dtype)
-        return like_dtensor(tensor, flat.as_strided(part.size(), part.stride(), part.storage_offset()))
+        return like_dtensor(
+            tensor, flat.as_strided(part.size(), part.stride(), part.storage_offset())
+        )
 
 
 class Scratch:
-    """A tensor's memory that is only taken while somebody needs it; its values do not outlive that."""
+    """A tensor's memory that is only taken while somebody needs it; its values do not outlive
+    that.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -98,12 +110,15 @@ class Scratch:
 
 
 class ModelMemory:
-    """The memory of a model's weights, its optimizer's state and its gradients: says which of them must be there.
+    """The memory of a model's weights, its optimizer's state and its gradients: says which of them
+    must be there.
 
     Without ``park`` all of it stays on the device.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter], learner: Learner | None, *, park: bool) -> None:
+    def __init__(
+        self, weights: Iterable[nn.Parameter], learner: Learner | None, *, park: bool
+    ) -> None:
         """``weights`` have been made parkable before the learner was built."""
         self._weights = Parked(weights if park else ())
         self._state = Parked(learner.kept() if park and learner is not None else ())
@@ -121,7 +136,8 @@ class ModelMemory:
             self._gradients.take()
 
     def end_update(self) -> None:
-        """Note that weights and state have changed, and leave the weights alone on the device, for who asks for them.
+        """Note that weights and state have changed, and leave the weights alone on the device, for
+        who asks for them.
 
         An engine on the device may take memory for new weights now.
         """
@@ -149,7 +165,9 @@ class ModelMemory:
         self._state.close()
 
     def where_it_is(self, state: Any) -> Any:
-        """Return a state of nested mappings with the tensors that count: those that wait are the host's copies."""
+        """Return a state of nested mappings with the tensors that count: those that wait are the
+        host's copies.
+        """
         if isinstance(state, Tensor):
             return self._weights.here(self._state.here(state))
         if isinstance(state, Mapping):
@@ -165,10 +183,14 @@ class ModelMemory:
 
 @torch.no_grad()
 def make_parkable(parameters: Iterable[nn.Parameter]) -> None:
-    """Give each parameter memory of its own where it lies in a file's, or beside others. FSDP's shards are alone."""
+    """Give each parameter memory of its own where it lies in a file's, or beside others. FSDP's
+    shards are alone.
+    """
     for parameter in parameters:
         storage = local(parameter).untyped_storage()
-        if not isinstance(parameter, DTensor) and (not storage.resizable() or storage.nbytes() != parameter.nbytes):
+        if not isinstance(parameter, DTensor) and (
+            not storage.resizable() or storage.nbytes() != parameter.nbytes
+        ):
             parameter.data = parameter.data.clone()
 
 

@@ -1,4 +1,6 @@
-"""Models that see images: which of their parts learn, by the names of parameters, and what is refused with images."""
+"""Models that see images: which of their parts learn, by the names of parameters, and what is
+refused with images.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from siirl_dask.models.architecture import read_config
 from siirl_dask.training.specs import trainer_spec
 
 _WEIGHT = ".weight"
-_INNER = "model."  # begins the name of a tower's parameter in every model, but not in all models' files
+_INNER = (
+    "model."  # begins the name of a tower's parameter in every model, but not in all models' files
+)
 
 
 def is_of(part: VisionPart, name: str, family: ImageFamily) -> bool:
-    """Return whether a parameter, by its name in the model or in the model's files, belongs to ``part``."""
+    """Return whether a parameter, by its name in the model or in the model's files, belongs to
+    ``part``.
+    """
     tower = family.tower.removeprefix(_INNER) + "."
     in_model = name.removeprefix(_INNER)
     in_tower = in_model.startswith(tower)
@@ -39,8 +45,8 @@ def stays(name: str, parts: Collection[VisionPart], family: ImageFamily | None) 
 
 
 def in_tower(name: str, family: ImageFamily | None) -> str | None:
-    """Return the last name of the layer that a weight belongs to, ``qkv`` of ``visual.blocks.0.attn.qkv.weight``; None
-    unless it is one of the tower's own layers.
+    """Return the last name of the layer that a weight belongs to, ``qkv`` of
+    ``visual.blocks.0.attn.qkv.weight``; None unless it is one of the tower's own layers.
     """
     if family is None:
         return None
@@ -50,37 +56,60 @@ def in_tower(name: str, family: ImageFamily | None) -> str | None:
     return inside.removesuffix(_WEIGHT).rpartition(".")[2] if within else None
 
 
-def frozen_parts(trainer: TrainerConfig, family: ImageFamily | None, *, sees_images: bool) -> list[VisionPart]:
-    """Return the parts of a model that do not learn: those of ``trainer.freeze``, and a tower that nothing runs."""
+def frozen_parts(
+    trainer: TrainerConfig, family: ImageFamily | None, *, sees_images: bool
+) -> list[VisionPart]:
+    """Return the parts of a model that do not learn: those of ``trainer.freeze``, and a tower
+    that nothing runs.
+    """
     unused = family is not None and not sees_images
-    return [*trainer.freeze, *([VisionPart.visual] if unused and VisionPart.visual not in trainer.freeze else [])]
+    return [
+        *trainer.freeze,
+        *([VisionPart.visual] if unused and VisionPart.visual not in trainer.freeze else []),
+    ]
 
 
-def check_parts(trainer: TrainerConfig, family: ImageFamily | None, path: str, *, sees_images: bool) -> None:
-    """Raise ConfigError for options of parts that the model in ``path`` lacks, or that leave nothing to learn."""
+def check_parts(
+    trainer: TrainerConfig, family: ImageFamily | None, path: str, *, sees_images: bool
+) -> None:
+    """Raise ConfigError for options of parts that the model in ``path`` lacks, or that leave
+    nothing to learn.
+    """
     if family is None and (trainer.freeze or trainer.visual_lr is not None):
-        option = f"freeze={[*map(str, trainer.freeze)]}" if trainer.freeze else f"visual_lr={trainer.visual_lr}"
-        raise ConfigError(f"trainer.{option}: model.path={path!r} sees no images and has no such parts; leave it out")
+        option = (
+            f"freeze={[*map(str, trainer.freeze)]}"
+            if trainer.freeze
+            else f"visual_lr={trainer.visual_lr}"
+        )
+        raise ConfigError(
+            f"trainer.{option}: model.path={path!r} sees no images and has no such parts; leave it "
+            "out"
+        )
     if family is not None and not sees_images and trainer.visual_lr is not None:
         raise ConfigError(
-            f"trainer.visual_lr={trainer.visual_lr}: no images are read (images.column, images.observations), so "
+            f"trainer.visual_lr={trainer.visual_lr}: no images are read (images.column, "
+            "images.observations), so "
             "nothing of the tower learns"
         )
     learns = {VisionPart.encoder, VisionPart.projector, VisionPart.language_model}
     for part in frozen_parts(trainer, family, sees_images=sees_images):
-        learns -= {VisionPart.encoder, VisionPart.projector} if part is VisionPart.visual else {part}
+        learns -= (
+            {VisionPart.encoder, VisionPart.projector} if part is VisionPart.visual else {part}
+        )
     if not learns:
         unseen = "" if sees_images else ", and the tower sees no images (images.column)"
         raise ConfigError(
-            f"trainer.freeze={[*map(str, trainer.freeze)]}{unseen}: nothing of the model is left to learn"
+            f"trainer.freeze={[*map(str, trainer.freeze)]}{unseen}: nothing of the model is left "
+            "to learn"
         )
 
 
 def family_seen(path: str, images: ImagesConfig | None) -> tuple[ImageFamily | None, bool]:
-    """Return the family of the model in ``path``, None for one that sees no images, and whether it is to see any.
+    """Return the family of the model in ``path``, None for one that sees no images, and whether it
+    is to see any.
 
-    ConfigError where images are read, and the model sees none or is of an unknown family. A model that is not on this
-    machine is checked by the workers.
+    ConfigError where images are read, and the model sees none or is of an unknown family. A model
+    that is not on this machine is checked by the workers.
     """
     config = read_config(path)
     sees = images is not None and images.used
@@ -95,12 +124,15 @@ def check_no_split_images(trainer: TrainerConfig, images: ImagesConfig | None) -
         return
     if not trainer_spec(trainer.backend).sees_images:
         raise ConfigError(
-            f"trainer.backend={trainer.backend} with images.column={images.column!r}: it sees no images; take "
+            f"trainer.backend={trainer.backend} with images.column={images.column!r}: it sees no "
+            "images; take "
             "trainer.backend=fsdp"
         )
     for option in ("sequence_parallel", "tensor_parallel"):
         if (ranks := getattr(trainer.fsdp, option)) > 1:
             raise ConfigError(
-                f"trainer.fsdp.{option}={ranks} with {images.source}: rows that show images are not "
-                "split over workers; leave it out (trainer.fsdp.offload and trainer.gradient_checkpointing save memory)"
+                f"trainer.fsdp.{option}={ranks} with {images.source}: rows that show images are "
+                "not "
+                "split over workers; leave it out (trainer.fsdp.offload and "
+                "trainer.gradient_checkpointing save memory)"
             )

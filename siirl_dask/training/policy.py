@@ -41,9 +41,9 @@ class Reference(HoldsNoGroups):
         network: AgentNetwork | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """With ``park`` the model is in the host's memory while it sleeps. ``trainer`` is that of one that learns.
-        ``network`` is there already, and is not the trainer's alone. With ``routing`` rows must have routes, which the
-        model replays; else it chooses experts itself.
+        """With ``park`` the model is in the host's memory while it sleeps. ``trainer`` is that of
+        one that learns. ``network`` is there already, and is not the trainer's alone. With
+        ``routing`` rows must have routes, which the model replays; else it chooses experts itself.
         """
         self._backend = backend
         self._dtype = torch_dtype(model.dtype, backend.device)
@@ -67,9 +67,13 @@ class Reference(HoldsNoGroups):
     @torch.no_grad()
     def _score(self, rows: PackedRows) -> TokenScores:
         self._memory.score()
-        parts = [self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)]
+        parts = [
+            self._network(part) for part in self._backend.micro_batches(rows, self._network.inputs)
+        ]
         self._network.reshard()
-        logprobs, entropy, collision = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
+        logprobs, entropy, collision = (
+            torch.cat(values).cpu() for values in zip(*parts, strict=True)
+        )
         return TokenScores(logprobs, entropy, collision)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
@@ -86,7 +90,10 @@ class Reference(HoldsNoGroups):
         aggregate: Aggregation = token_mean,
         on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
-        raise TypeError("a reference does not learn: build the role with build_trainer instead of build_reference")
+        raise TypeError(
+            "a reference does not learn: build the role with build_trainer instead of "
+            "build_reference"
+        )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full parameter in ``model.dtype``, adapters merged, tied ones once.
@@ -97,9 +104,13 @@ class Reference(HoldsNoGroups):
         return full_weights(self._network.merged({}), self._backend.device, self._dtype)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full adapter in float32; nothing without adapters. Live as those of ``weights()``."""
+        """Yield every full adapter in float32; nothing without adapters. Live as those of
+        ``weights()``.
+        """
         self._memory.score()
-        named = ((name, tensor) for name, tensor in self._network.trainable().items() if is_adapter(name))
+        named = (
+            (name, tensor) for name, tensor in self._network.trainable().items() if is_adapter(name)
+        )
         return full_weights(named, self._backend.device, torch.float32)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -108,7 +119,9 @@ class Reference(HoldsNoGroups):
 
     def state(self) -> dict[str, Any]:
         """Return the state of ``Trainer.state``; only ``model`` has entries."""
-        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), "optimizer": {}, "progress": {}})
+        state: dict[str, Any] = self._memory.where_it_is(
+            {"model": self._model(), "optimizer": {}, "progress": {}}
+        )
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +130,9 @@ class Reference(HoldsNoGroups):
         self._memory.loaded()
 
     def sleep(self, **told: bool) -> None:
-        """Free device memory while others compute there, with ``trainer.park``. Any other call wakes the model."""
+        """Free device memory while others compute there, with ``trainer.park``. Any other call
+        wakes the model.
+        """
         self._network.reshard()
         self._memory.rest()
 
@@ -150,12 +165,18 @@ class Policy(Reference):
         network: AgentNetwork | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is entered for what waits for
-        other ranks; ``cores`` as for ``Optimizer``. ``network`` has the adapters that learn, over a base that others
-        hold as well.
+        """With ``park`` the policy is in the host's memory while it sleeps; ``waiting()`` is
+        entered for what waits for other ranks; ``cores`` as for ``Optimizer``. ``network`` has the
+        adapters that learn, over a base that others hold as well.
         """
         super().__init__(
-            backend, model, temperature=temperature, trainer=trainer, park=park, network=network, routing=routing
+            backend,
+            model,
+            temperature=temperature,
+            trainer=trainer,
+            park=park,
+            network=network,
+            routing=routing,
         )
         parameters = self._network.trainable()
         for parameter in parameters.values():
@@ -174,18 +195,20 @@ class Policy(Reference):
         self._memory = ModelMemory(self._network.parameters(), self._learner, park=park)
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score the response tokens without the adapters, so with the folder's weights, which choose experts
-        themselves. TypeError without adapters.
+        """Score the response tokens without the adapters, so with the folder's weights, which
+        choose experts themselves. TypeError without adapters.
         """
         with self._network.without_adapters():
             return self._score(replace(rows, routes=None))
 
     def average_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score the response tokens under the moving averages of the weights, which choose experts themselves.
-        TypeError where none are kept.
+        """Score the response tokens under the moving averages of the weights, which choose experts
+        themselves. TypeError where none are kept.
         """
         if not self._keeps_average:
-            raise TypeError("no moving averages are kept: set trainer.ema_decay, or trainer.ema_every above 1")
+            raise TypeError(
+                "no moving averages are kept: set trainer.ema_decay, or trainer.ema_every above 1"
+            )
         self._memory.average()
         with self._learner.averages_in_use():
             scores = self._score(replace(rows, routes=None))
@@ -201,19 +224,25 @@ class Policy(Reference):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
         self._memory.begin_update()
-        metrics = self._learner.update(batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite)
+        metrics = self._learner.update(
+            batches, in_turn(partial(self._losses, loss_fn)), aggregate, on_nonfinite
+        )
         self._memory.end_update()
         return metrics
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are
+        kept.
+        """
         self._memory.average()
         averages = dict(self._learner.ema())
         named = self._network.merged(averages) if averages else ()
         return full_weights(named, self._backend.device, self._dtype)
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._memory.where_it_is({"model": self._model(), **self._learner.state()})
+        state: dict[str, Any] = self._memory.where_it_is(
+            {"model": self._model(), **self._learner.state()}
+        )
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -234,10 +263,14 @@ class Policy(Reference):
         del self._learner
 
     def _losses(self, loss_fn: LossFn, batch: TrainBatch) -> Iterator[tuple[TokenLoss, Tensor]]:
-        for part in self._backend.micro_batches(with_routes(batch.rows, self._routing), self._network.inputs):
+        for part in self._backend.micro_batches(
+            with_routes(batch.rows, self._routing), self._network.inputs
+        ):
             logprobs, entropy, _ = self._network(part)
             selection = select_tokens(batch, part, logprobs.device)
             yield (
-                selection.attach(loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs),
+                selection.attach(
+                    loss_fn(loss_inputs(batch, selection, logprobs, entropy)), logprobs
+                ),
                 selection.offsets,
             )

@@ -1,9 +1,11 @@
-"""Preflight of policies, references, critics and reward models: layouts, adapters, and each worker's memory.
+"""Preflight of policies, references, critics and reward models: layouts, adapters, and each
+worker's memory.
 
-A model that learns takes 16 bytes per parameter (weights, gradients and AdamW's two moments in float32), 4 less of a
-matrix that Muon steps, and 4 more with a moving average of the weights. A reference takes 4. With adapters the model
-takes 4 and the adapters learn. With ``trainer.backend=fsdp`` a worker holds its shard of that, plus the layers that are
-gathered at one time.
+A model that learns takes 16 bytes per parameter (weights, gradients and AdamW's two moments in
+float32), 4 less of a matrix that Muon steps, and 4 more with a moving average of the weights. A
+reference takes 4. With adapters the model takes 4 and the adapters learn. With
+``trainer.backend=fsdp`` a worker holds its shard of that, plus the layers that are gathered at one
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from importlib.util import find_spec
 from math import prod
 from typing import Any
 
-from siirl_dask.config import Config, ImagesConfig, ModelConfig, OptimizerName, RolloutConfig, TrainerConfig
+from siirl_dask.config import (
+    Config,
+    ImagesConfig,
+    ModelConfig,
+    OptimizerName,
+    RolloutConfig,
+    TrainerConfig,
+)
 from siirl_dask.config.agents import check_adapters
 from siirl_dask.errors import ConfigError
 from siirl_dask.images.families import FAMILIES
@@ -30,7 +39,14 @@ from siirl_dask.models.slower_families import rows_note
 from siirl_dask.planner import Footprint, RoleCost
 from siirl_dask.training.layouts import check_layout, check_libraries, check_liger, check_replay
 from siirl_dask.training.memory import FROZEN, ModelOnWorkers, passing_bytes
-from siirl_dask.training.parts import check_no_split_images, check_parts, family_seen, frozen_parts, in_tower, stays
+from siirl_dask.training.parts import (
+    check_no_split_images,
+    check_parts,
+    family_seen,
+    frozen_parts,
+    in_tower,
+    stays,
+)
 from siirl_dask.training.remedies import with_remedies
 from siirl_dask.training.specs import TrainerSpec, division_of, needed, trainer_spec
 
@@ -42,7 +58,9 @@ _WEIGHT = 4  # part of _LEARNS
 _GRADIENT = 4  # part of _LEARNS; no checkpoint has the gradient
 _MOMENT = 4  # bytes per parameter: Muon has one moment, AdamW two
 _EXPERTS = ".experts."
-_ROUTER = ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
+_ROUTER = (
+    ".gate.weight"  # beside the experts; neither these nor it are linear layers of transformers
+)
 _ADAPTER_A = ".lora_A.weight"  # of models/adapters.py, which imports torch
 _ADAPTER_B = ".lora_B.weight"
 _OF_LAYERS = re.compile(r"(?:.+\.)?layers\.\d+\..+")
@@ -50,7 +68,8 @@ _IN_A_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(?:.+\.)?(\w+)\.weight")
 
 
 def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or impossible adapters.
+    """Check and size a role of ``build_trainer``. ConfigError for an impossible layout or
+    impossible adapters.
 
     Of agents over one base the first one's role counts it.
     """
@@ -73,7 +92,9 @@ def check_trainer(options: Mapping[str, Any], workers: Sequence[str], config: Co
     frozen = _share(_SCORES * estimate.parameters(size, trainer), trainer, len(workers))
     notes = (f"its frozen weights are those of agent {base[0]!r}, which are held once",)
     memory = cost.memory - frozen - estimate.gathered(size, trainer, True)
-    return replace(cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes)
+    return replace(
+        cost, memory=memory, device=cost.device and cost.device.without(FROZEN), notes=notes
+    )
 
 
 def _check_replay(options: Mapping[str, Any], config: Config, trainer: TrainerConfig) -> None:
@@ -85,8 +106,8 @@ def _check_replay(options: Mapping[str, Any], config: Config, trainer: TrainerCo
 
 
 def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible adapters, and for a
-    backend without critics.
+    """Check and size a role of ``build_critic``. ConfigError for an impossible layout or impossible
+    adapters, and for a backend without critics.
     """
     trainer: TrainerConfig = options.get("trainer", config.critic)
     needed(trainer_spec(trainer.backend).build_critic, trainer, "critic")
@@ -94,8 +115,8 @@ def check_critic(options: Mapping[str, Any], workers: Sequence[str], config: Con
 
 
 def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
-    """Check and size a role of ``build_reference``. ConfigError for an impossible layout, and for a backend without
-    references.
+    """Check and size a role of ``build_reference``. ConfigError for an impossible layout, and for a
+    backend without references.
     """
     model: ModelConfig = options.get("model", config.model)
     trainer: TrainerConfig = options.get("trainer", config.trainer)
@@ -116,18 +137,31 @@ def check_reference(options: Mapping[str, Any], workers: Sequence[str], config: 
         return cost
     held = _share(_SCORES * spec.memory.parameters(size, trainer), trainer, len(workers))
     computing, device = _passes(
-        size, model, trainer=trainer, workers=len(workers), config=config, key="trainer", images=images, learns=False
+        size,
+        model,
+        trainer=trainer,
+        workers=len(workers),
+        config=config,
+        key="trainer",
+        images=images,
+        learns=False,
     )
     memory = held + spec.memory.gathered(size, trainer, False)
-    return replace(cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model))
+    return replace(
+        cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model)
+    )
 
 
 def trainer_groups(options: Mapping[str, Any], workers: int) -> dict[str, int]:
-    """Return the sizes of the groups in which the ranks of a trained model speak with each other, by config key."""
+    """Return the sizes of the groups in which the ranks of a trained model speak with each
+    other, by config key.
+    """
     return dict(division_of(options["trainer"], workers).groups)
 
 
-def check_reward_model(options: Mapping[str, Any], workers: Sequence[str], config: Config) -> RoleCost:
+def check_reward_model(
+    options: Mapping[str, Any], workers: Sequence[str], config: Config
+) -> RoleCost:
     """Check and size a role of ``build_reward_model``, whose batches have rows of the run."""
     model: ModelConfig = options.get("model", config.model)
     check_longest_row(model, _longest(config))
@@ -142,11 +176,19 @@ def check_encoder(options: Mapping[str, Any], workers: Sequence[str], config: Co
     if size is None:
         return RoleCost(reads=(model.path,))
     weights = model.dtype.itemsize * size.total
-    return RoleCost(memory=weights, device=Footprint(held={"weights": weights}, loading=weights), reads=(model.path,))
+    return RoleCost(
+        memory=weights,
+        device=Footprint(held={"weights": weights}, loading=weights),
+        reads=(model.path,),
+    )
 
 
 def _check_learner(
-    options: Mapping[str, Any], workers: Sequence[str], config: Config, trainer: TrainerConfig, key: str
+    options: Mapping[str, Any],
+    workers: Sequence[str],
+    config: Config,
+    trainer: TrainerConfig,
+    key: str,
 ) -> RoleCost:
     model: ModelConfig = options.get("model", config.model)
     images: ImagesConfig | None = options.get("images")
@@ -160,13 +202,17 @@ def _check_learner(
     family, sees = family_seen(model.path, images)
     check_parts(trainer, family, model.path, sees_images=sees)
     if trainer.lora.rank and find_spec("peft") is None:
-        raise ConfigError(f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'")
+        raise ConfigError(
+            f"trainer.lora.rank={trainer.lora.rank} needs peft: pip install 'siirl_dask[lora]'"
+        )
     check_liger(trainer, config)
     adapters = count_adapters(model.path, trainer) if trainer.lora.rank else None
     if trainer.lora.path is not None:
         _check_first_adapters(model.path, trainer)
     reads: tuple[str, ...] = (model.path,)
-    if trainer.lora.path is not None and not is_remote(trainer.lora.path):  # at a URL each worker reads them itself
+    if trainer.lora.path is not None and not is_remote(
+        trainer.lora.path
+    ):  # at a URL each worker reads them itself
         reads = (model.path, trainer.lora.path)
     cost = RoleCost(provides=_abilities(spec, trainer), reads=reads, process=spec.process(trainer))
     size = count_parameters(model.path)
@@ -174,18 +220,26 @@ def _check_learner(
         return cost
     each = _LEARNS + (_AVERAGE if trainer.keeps_average else 0)
     whole = spec.memory.parameters(size, trainer)
-    learned = whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
+    learned = (
+        whole - count_frozen(model.path, trainer, images) if adapters is None else adapters.total
+    )
     fewer = _MOMENT * count_matrices(model.path, trainer, images)
     held = each * learned - fewer + _SCORES * (whole - learned if adapters is None else whole)
-    elsewhere = (each - _WEIGHT - _GRADIENT) * spec.memory.stepped_elsewhere(size, trainer, len(workers))
+    elsewhere = (each - _WEIGHT - _GRADIENT) * spec.memory.stepped_elsewhere(
+        size, trainer, len(workers)
+    )
     copied = 0
     if config.checkpoint.every and config.checkpoint.asynchronous:
         copied = _share((each - _GRADIENT) * learned - fewer, trainer, len(workers)) - elsewhere
-    memory = _share(held, trainer, len(workers)) - elsewhere + spec.memory.gathered(size, trainer, True)
+    memory = (
+        _share(held, trainer, len(workers)) - elsewhere + spec.memory.gathered(size, trainer, True)
+    )
     computing, device = _passes(
         size, model, trainer=trainer, workers=len(workers), config=config, key=key, images=images
     )
-    cost = replace(cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model))
+    cost = replace(
+        cost, memory=memory, computing=computing, device=device, notes=_notes(spec, model)
+    )
     return replace(cost, checkpoint_copy=copied)
 
 
@@ -221,7 +275,8 @@ def _passes(
     *,
     learns: bool = True,
 ) -> tuple[int, Footprint | None]:
-    """Return the bytes of a pass on a CPU, without gathered layers and their gradients, and the memory on a device.
+    """Return the bytes of a pass on a CPU, without gathered layers and their gradients, and the
+    memory on a device.
 
     0 and None for an architecture that is not known.
     """
@@ -255,7 +310,9 @@ def _passes(
         frozen=count_frozen(model.path, trainer, images) if learns else 0,
         matrices=count_matrices(model.path, trainer, images) if learns else 0,
         tower=read_tower(model.path),
-        image_share=config.data.max_prompt_length / longest if family_seen(model.path, images)[1] else 0.0,
+        image_share=config.data.max_prompt_length / longest
+        if family_seen(model.path, images)[1]
+        else 0.0,
         learns=learns,
         scores=key != "critic",
     )
@@ -263,8 +320,8 @@ def _passes(
 
 
 def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
-    """Return the size of the adapters for the weights in ``path``; None when there are no weights there. ConfigError
-    when one of ``trainer.lora.targets`` names no layer.
+    """Return the size of the adapters for the weights in ``path``; None when there are no weights
+    there. ConfigError when one of ``trainer.lora.targets`` names no layer.
     """
     layers = _adapted_layers(path, trainer)
     if layers is None:
@@ -274,8 +331,12 @@ def count_adapters(path: str, trainer: TrainerConfig) -> ModelSize | None:
 
 
 def _adapted_layers(path: str, trainer: TrainerConfig) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of the weights that get adapters, by name; None and ConfigError as of ``count_adapters``."""
-    from siirl_dask.training.model.lora import chosen_targets  # imports torch, which only adapters need here
+    """Return the shapes of the weights that get adapters, by name; None and ConfigError as of
+    ``count_adapters``.
+    """
+    from siirl_dask.training.model.lora import (
+        chosen_targets,
+    )  # imports torch, which only adapters need here
 
     shapes = parameter_shapes(path)
     if not shapes:
@@ -300,7 +361,8 @@ def _adapted_layers(path: str, trainer: TrainerConfig) -> dict[str, tuple[int, .
 def _check_first_adapters(path: str, trainer: TrainerConfig) -> None:
     """Raise ConfigError for adapters to begin with that are not those of the model in ``path``.
 
-    Names in the files of a model that sees images are others than in the model: the workers compare these.
+    Names in the files of a model that sees images are others than in the model: the workers compare
+    these.
     """
     layers = _adapted_layers(path, trainer)
     expected: dict[str, tuple[int, ...]] | None = None
@@ -314,17 +376,21 @@ def _check_first_adapters(path: str, trainer: TrainerConfig) -> None:
 
 
 def count_frozen(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
-    """Count the parameters of the model in ``path`` that do not learn although there are no adapters."""
+    """Count the parameters of the model in ``path`` that do not learn although there are no
+    adapters.
+    """
     family, sees = family_seen(path, images)
     parts = frozen_parts(trainer, family, sees_images=sees)
     if trainer.lora.rank or not parts:
         return 0
-    return sum(prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family))
+    return sum(
+        prod(shape) for name, shape in parameter_shapes(path).items() if stays(name, parts, family)
+    )
 
 
 def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | None) -> int:
-    """Count the parameters of the model in ``path`` that Muon steps: those of ``Network.matrices``, by their names in
-    files. Layers that are not called so count as AdamW's, which takes more.
+    """Count the parameters of the model in ``path`` that Muon steps: those of ``Network.matrices``,
+    by their names in files. Layers that are not called so count as AdamW's, which takes more.
     """
     if trainer.optimizer != OptimizerName.muon:
         return 0
@@ -333,7 +399,8 @@ def count_matrices(path: str, trainer: TrainerConfig, images: ImagesConfig | Non
     return sum(
         prod(shape)
         for name, shape in parameter_shapes(path).items()
-        if _is_matrix(name, shape, in_tower(name, family) is not None) and not stays(name, frozen, family)
+        if _is_matrix(name, shape, in_tower(name, family) is not None)
+        and not stays(name, frozen, family)
     )
 
 

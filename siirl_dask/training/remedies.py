@@ -1,8 +1,9 @@
-"""Settings that let a trained model need less of an accelerator's memory, the mildest first, with what each comes to.
+"""Settings that let a trained model need less of an accelerator's memory, the mildest first, with
+what each comes to.
 
-Fewer tokens at once come before layers that are computed again, which costs a third of the update's time, down to where
-a pass keeps a device busy; then come more messages, the host's memory between two roles and within a pass,
-and another way of training.
+Fewer tokens at once come before layers that are computed again, which costs a third of the update's
+time, down to where a pass keeps a device busy; then come more messages, the host's memory between
+two roles and within a pass, and another way of training.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _BUSY_TOKENS = 4096  # of a micro-batch that keeps a device busy
 _PARTS = 8  # of the tokens of a micro-batch; the largest number of them that fits is proposed
 _LEAST_TOKENS = 1024  # of a micro-batch: smaller ones save little, and take longer
 _RANK = 16  # of adapters that are proposed
-_TURNED = frozenset({"gradient_checkpointing", "max_tokens_per_micro_batch"})  # keys that are turned first
+_TURNED = frozenset(
+    {"gradient_checkpointing", "max_tokens_per_micro_batch"}
+)  # keys that are turned first
 Tokens = Callable[[TrainerConfig], int]
 """Function that returns the tokens of the largest micro-batch."""
 Adapters = Callable[[TrainerConfig], int]
@@ -27,7 +30,9 @@ Adapters = Callable[[TrainerConfig], int]
 
 
 def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Adapters) -> Footprint:
-    """Return the model's memory with its remedies; ``key`` is that of its group in the configuration."""
+    """Return the model's memory with its remedies; ``key`` is that of its group in the
+    configuration.
+    """
     one = footprint(model)
     park = Remedy(f"{key}.park=true", one.parked(), parks=True)
     parks = [park] if one.parks and not model.trainer.park else []
@@ -38,7 +43,8 @@ def with_remedies(model: ModelOnWorkers, key: str, tokens: Tokens, adapters: Ada
             after.append(Remedy(setting, footprint(changed), park.setting))
         else:
             before.append(Remedy(setting, footprint(changed)))
-    # once more in the end: what comes between may leave another role at the peak, to which this one leaves its memory
+    # once more in the end: what comes between may leave another role at the peak, to which this one
+    # leaves its memory
     return replace(one, remedies=(*parks, *before, *parks, *after))
 
 
@@ -51,7 +57,12 @@ def _changes(
         frozen = 0 if learned else model.frozen
         matrices = 0 if learned else model.matrices
         return replace(
-            model, trainer=trainer, tokens=tokens(trainer), adapters=learned, frozen=frozen, matrices=matrices
+            model,
+            trainer=trainer,
+            tokens=tokens(trainer),
+            adapters=learned,
+            frozen=frozen,
+            matrices=matrices,
         )
 
     reads = trainer_spec(model.trainer.backend).reads
@@ -82,7 +93,9 @@ def _changes(
     given = model.trainer.park
     if has_offload and not model.trainer.fsdp.offload and not split:
         alone = "" if model.memory.shards_with is None else f"{key}.backend=fsdp "
-        model = changed(backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True))
+        model = changed(
+            backend=Backend.fsdp, park=False, fsdp=replace(model.trainer.fsdp, offload=True)
+        )
         yield f"{f'{key}.park=false ' if given else ''}{alone}{key}.fsdp.offload=true", model
     if model.learns and not model.adapters and not split and "lora" in reads:
         whole = f"{key}.freeze=[] " if model.trainer.freeze else ""

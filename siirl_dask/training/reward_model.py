@@ -1,4 +1,6 @@
-"""A reward model from a Hugging Face folder: a sequence classifier with one label, whose logit is the score."""
+"""A reward model from a Hugging Face folder: a sequence classifier with one label, whose logit
+is the score.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ from siirl_dask.training.trainer import PackedRows
 
 
 class TorchRewardModel(HoldsNoGroups):
-    """A RewardModel in torch. Rows are prompt and response, in token ids of the policy's tokenizer."""
+    """A RewardModel in torch. Rows are prompt and response, in token ids of the policy's
+    tokenizer.
+    """
 
     def __init__(
-        self, config: ModelConfig, *, device: str, budget: int, progress: Callable[[], None] = lambda: None
+        self,
+        config: ModelConfig,
+        *,
+        device: str,
+        budget: int,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``budget`` bounds the tokens of one batch, padding included; a longer row is a batch by itself.
+        """``budget`` bounds the tokens of one batch, padding included; a longer row is a batch by
+        itself.
 
         ``progress`` is called for each batch.
         """
@@ -37,7 +47,9 @@ class TorchRewardModel(HoldsNoGroups):
 
     @torch.no_grad()
     def scores(self, rows: PackedRows) -> Tensor:
-        """Score each row, independent of the rows beside it. [R] float32 on the CPU. ConfigError for unknown tokens."""
+        """Score each row, independent of the rows beside it. [R] float32 on the CPU. ConfigError
+        for unknown tokens.
+        """
         if len(rows.tokens) and int(rows.tokens.max()) >= self._vocabulary:
             raise ConfigError(
                 f"token {int(rows.tokens.max())} is none of the reward model's {self._vocabulary}: "
@@ -57,7 +69,9 @@ class TorchRewardModel(HoldsNoGroups):
     def _score(self, texts: list[Tensor]) -> Tensor:
         """Score rows as one batch, padded on the right, where a causal model does not look."""
         device = self._model.device
-        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._pad).to(device)
+        padded = torch.nn.utils.rnn.pad_sequence(
+            texts, batch_first=True, padding_value=self._pad
+        ).to(device)
         lengths = torch.tensor([len(text) for text in texts], device=device)
         mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None]).long()
         logits: Tensor = self._model(input_ids=padded, attention_mask=mask).logits
@@ -65,7 +79,9 @@ class TorchRewardModel(HoldsNoGroups):
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Yield batches of row indices, of similar length; each has at most ``budget`` tokens with padding, or one row."""
+    """Yield batches of row indices, of similar length; each has at most ``budget`` tokens with
+    padding, or one row.
+    """
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[row] > budget:
@@ -81,7 +97,11 @@ def _load(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     kind: Any = AutoModelForSequenceClassification
     model = load_pretrained(kind, config.path, dtype, subject, longest_row=config.longest_row)
     if model.config.num_labels != 1:
-        raise ConfigError(f"{subject}: it has {model.config.num_labels} labels; expected 1, the score")
+        raise ConfigError(
+            f"{subject}: it has {model.config.num_labels} labels; expected 1, the score"
+        )
     if model.config.get_text_config().pad_token_id is None:
-        raise ConfigError(f"{subject}: give its config.json a pad_token_id, so that rows can be batched")
+        raise ConfigError(
+            f"{subject}: give its config.json a pad_token_id, so that rows can be batched"
+        )
     return model

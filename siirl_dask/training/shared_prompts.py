@@ -1,9 +1,11 @@
-"""Prompts that several rows of a micro-batch have in common, computed once (Prefix Grouper, arXiv:2506.05433).
+"""Prompts that several rows of a micro-batch have in common, computed once (Prefix Grouper,
+arXiv:2506.05433).
 
-The samples of one prompt lie side by side, and where responses are short, prompts are most of what they cost. What a
-model computes for each token by itself, all but attention, it computes for C tokens: each prompt once, all responses.
-Attention takes the T tokens of whole rows, as it takes any: queries, keys and values of a prompt are handed to each of
-its rows, and the backward pass adds up their gradients.
+The samples of one prompt lie side by side, and where responses are short, prompts are most of what
+they cost. What a model computes for each token by itself, all but attention, it computes for C
+tokens: each prompt once, all responses. Attention takes the T tokens of whole rows, as it takes
+any: queries, keys and values of a prompt are handed to each of its rows, and the backward pass adds
+up their gradients.
 """
 
 from __future__ import annotations
@@ -16,47 +18,61 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LEAST = 1 / 16  # share of the tokens that must be saved: handing prompts out and adding up is not for nothing
+_LEAST = (
+    1 / 16
+)  # share of the tokens that must be saved: handing prompts out and adding up is not for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrompts:
-    """Which of C computed tokens, of which P in prompts come first, are which of T tokens of whole rows."""
+    """Which of C computed tokens, of which P in prompts come first, are which of T tokens of
+    whole rows.
+    """
 
     whole: Tensor
     """[T] int64, the computed token that each token of the whole rows is."""
     first: Tensor
     """[C] int64, the first of the whole rows' tokens that each computed token is."""
     copies: Tensor
-    """[P, N] int64, all of the whole rows' tokens that a prompt's token is; the first one again where there are fewer
-    than N."""
+    """[P, N] int64, all of the whole rows' tokens that a prompt's token is; the first one again
+    where there are fewer than N."""
     counted: Tensor | None
     """[P, N, 1] float32, 0 where ``copies`` has one again; None where it has none."""
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Return the same on a device."""
         counted = None if self.counted is None else self.counted.to(device)
-        return SharedPrompts(self.whole.to(device), self.first.to(device), self.copies.to(device), counted)
+        return SharedPrompts(
+            self.whole.to(device), self.first.to(device), self.copies.to(device), counted
+        )
 
     def spread(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of computed tokens as those of whole rows. [1, H, C, D] each -> [1, H, T, D]."""
+        """Return tensors of computed tokens as those of whole rows. [1, H, C, D] each -> [1, H,
+        T, D].
+        """
         apply: Any = _Spread.apply
         return list(apply(self, *tensors))
 
     def gather(self, output: Tensor) -> Tensor:
-        """Return what is computed for whole rows as that of computed tokens. [T, H, D] -> [C, H, D]."""
+        """Return what is computed for whole rows as that of computed tokens. [T, H, D] -> [C, H,
+        D].
+        """
         apply: Any = _Gather.apply
         gathered: Tensor = apply(self, output)
         return gathered
 
 
-def find_shared(group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: Tensor) -> SharedPrompts | None:
+def find_shared(
+    group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: Tensor
+) -> SharedPrompts | None:
     """Return which prompts neighbouring rows share; None where little would be saved.
 
-    Row r of R has ``lengths[r]`` tokens, of which its prompt's come first, and ``group[r]`` as ``same_prompts`` says.
-    In the pack of whole rows it begins at ``places[r]``. [R] each.
+    Row r of R has ``lengths[r]`` tokens, of which its prompt's come first, and ``group[r]`` as
+    ``same_prompts`` says. In the pack of whole rows it begins at ``places[r]``. [R] each.
     """
-    leaders = torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)  # [G], first row of each group
+    leaders = (
+        torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)
+    )  # [G], first row of each group
     prompts = prompt_lengths[leaders]
     responses = lengths - prompt_lengths
     total = int(lengths.sum())
@@ -78,13 +94,18 @@ def find_shared(group: Tensor, prompt_lengths: Tensor, lengths: Tensor, places: 
 
 
 def same_prompts(
-    tokens: Tensor, begins: Tensor, lengths: Tensor, shown: Tensor | None, routes: Tensor | None = None
+    tokens: Tensor,
+    begins: Tensor,
+    lengths: Tensor,
+    shown: Tensor | None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """Number the runs of neighbouring rows that have the same prompt, [R].
 
-    Row r's prompt has ``lengths[r]`` of the ``tokens``, from ``begins[r]`` on, and shows the images ``shown[r]``: two
-    questions in the same words may be about two pictures. None: no row shows any. With ``routes`` [tokens, W] the
-    prompts' must be the same as well: engines that round differently may have taken others.
+    Row r's prompt has ``lengths[r]`` of the ``tokens``, from ``begins[r]`` on, and shows the images
+    ``shown[r]``: two questions in the same words may be about two pictures. None: no row shows any.
+    With ``routes`` [tokens, W] the prompts' must be the same as well: engines that round
+    differently may have taken others.
     """
     same = lengths[1:] == lengths[:-1]
     if shown is not None:
@@ -101,8 +122,8 @@ def same_prompts(
 
 
 def _members(group: Tensor, leaders: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of each group, its first one again where another has more, and which are none of these.
-    [R], [G] -> [G, N], [G, N] bool.
+    """Return the rows of each group, its first one again where another has more, and which are none
+    of these. [R], [G] -> [G, N], [G, N] bool.
     """
     sizes = torch.cat([leaders, leaders.new_tensor([len(group)])]).diff()
     place = torch.arange(int(sizes.max()))
@@ -125,7 +146,9 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up the gradients of a prompt's copies, always in the same order: ``index_add`` has none on a GPU."""
+        """Add up the gradients of a prompt's copies, always in the same order: ``index_add`` has
+        none on a GPU.
+        """
         return None, *(_added_up(each, ctx.shared) for each in gradients)
 
 

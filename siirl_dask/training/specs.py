@@ -1,7 +1,8 @@
-"""Backends of trained models: what the product asks of one before and while roles are built, and where each one is.
+"""Backends of trained models: what the product asks of one before and while roles are built, and
+where each one is.
 
-A backend is a ``TrainerSpec``, by the name that ``trainer.backend`` has for it: one of ``TRAINERS``, or ``module:NAME``
-of a user's own. Nobody else asks which backend it is.
+A backend is a ``TrainerSpec``, by the name that ``trainer.backend`` has for it: one of
+``TRAINERS``, or ``module:NAME`` of a user's own. Nobody else asks which backend it is.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class RoleRequest:
     """Routes that rows have and the model replays; None: it chooses experts itself."""
     agent: str = ""
     base: tuple[str, ...] = ()
-    """Agents whose adapters lie over one base, which the worker holds once, and the one of them that this policy is;
-    none and no name where the policy has its weights to itself."""
+    """Agents whose adapters lie over one base, which the worker holds once, and the one of them
+    that this policy is; none and no name where the policy has its weights to itself."""
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -63,7 +64,9 @@ class RoleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How a model and a micro-batch's tokens are divided among the workers of a role; 1 is undivided."""
+    """How a model and a micro-batch's tokens are divided among the workers of a role; 1 is
+    undivided.
+    """
 
     shards: int = 1
     """Workers over which the parameters of a replica are divided."""
@@ -78,28 +81,38 @@ class Division:
     prompts_once: bool = True
     """Whether a prompt that rows of a micro-batch share is computed once."""
     groups: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of the groups in which neighbouring ranks speak with each other, by config key; divisors of the workers."""
+    """Sizes of the groups in which neighbouring ranks speak with each other, by config key;
+    divisors of the workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
-    """Arithmetic of the memory of a backend's models on one worker. ``siirl_dask.training.memory`` has its parts."""
+    """Arithmetic of the memory of a backend's models on one worker.
+    ``siirl_dask.training.memory`` has its parts.
+    """
 
     parameters: Callable[[ModelSize, TrainerConfig], int]
     """Function that counts the parameters of a replica, as all of its workers hold them."""
     held: Callable[[ModelOnWorkers], dict[str, int]]
-    """Function that returns the bytes that a worker holds, by part; parts in ``float32`` are named so."""
+    """Function that returns the bytes that a worker holds, by part; parts in ``float32`` are
+    named so."""
     moments: Callable[[ModelOnWorkers], list[dict[str, int]]]
-    """Function that returns the bytes of a pass, by part, at each of the moments that may be its peak."""
+    """Function that returns the bytes of a pass, by part, at each of the moments that may be its
+    peak."""
     gathered: Callable[[ModelSize, TrainerConfig, bool], int] = lambda size, trainer, learns: 0
-    """Function that returns the bytes on a CPU of weights that are gathered for a pass, and if the model learns, of
-    their gradients."""
-    stepped_elsewhere: Callable[[ModelSize, TrainerConfig, int], int] = lambda size, trainer, workers: 0
-    """Function that counts the parameters of a worker whose optimizer state others of the role's ``workers`` hold."""
+    """Function that returns the bytes on a CPU of weights that are gathered for a pass, and if the
+    model learns, of their gradients."""
+    stepped_elsewhere: Callable[[ModelSize, TrainerConfig, int], int] = (
+        lambda size, trainer, workers: 0
+    )
+    """Function that counts the parameters of a worker whose optimizer state others of the role's
+    ``workers`` hold."""
     replicated: bool = False
-    """Whether each worker has the whole model, which is loaded at once and whose parameters autocast converts."""
+    """Whether each worker has the whole model, which is loaded at once and whose parameters
+    autocast converts."""
     shards_with: str | None = None
-    """Shipped backend that divides what this one holds whole, with the same options; None: there is none."""
+    """Shipped backend that divides what this one holds whole, with the same options; None: there
+    is none."""
 
 
 def _whole(trainer: TrainerConfig, workers: int) -> Division:
@@ -116,25 +129,28 @@ def _leaves_process(trainer: TrainerConfig) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """A backend of trained models. Its module is imported before a run starts, on a machine that may have no device."""
+    """A backend of trained models. Its module is imported before a run starts, on a machine that
+    may have no device.
+    """
 
     name: str
     """Name for messages."""
     build_policy: Callable[[RoleRequest], Trainer]
     """Function that builds a policy that learns."""
     build_reference: Callable[[RoleRequest], Trainer] | None = None
-    """Function that builds a policy that scores and never learns. None: there is none, and a run that needs one is
-    refused."""
+    """Function that builds a policy that scores and never learns. None: there is none, and a run
+    that needs one is refused."""
     build_critic: Callable[[RoleRequest], Critic] | None = None
     """Function that builds a critic. None: there is none, and a run that needs one is refused."""
     check: Callable[[TrainerConfig, ModelConfig, int], None] = _fits
-    """Function that raises ConfigError unless packages are installed, the role's number of workers and the model fit
-    each other, and options go together. A model that is not on this machine is checked by the builders."""
+    """Function that raises ConfigError unless packages are installed, the role's number of workers
+    and the model fit each other, and options go together. A model that is not on this machine is
+    checked by the builders."""
     division: Callable[[TrainerConfig, int], Division] = _whole
     """Function that returns how model and rows are divided among a role's number of workers."""
     reads: frozenset[str] = TRAINER_KEYS
-    """Keys of ``trainer`` that the backend goes by; a run that sets another one is refused. Of a shipped backend the
-    configuration says more: its options are checked where that is made."""
+    """Keys of ``trainer`` that the backend goes by; a run that sets another one is refused. Of a
+    shipped backend the configuration says more: its options are checked where that is made."""
     sees_images: bool = False
     """Whether models see the images of rows."""
     replays_routes: bool = False
@@ -142,32 +158,42 @@ class TrainerSpec:
     scores_averages: bool = False
     """Whether policies score under the moving averages of their weights."""
     pads_families: bool = False
-    """Whether rows of the families of ``siirl_dask.models.slower_families`` are padded, which plans say."""
+    """Whether rows of the families of ``siirl_dask.models.slower_families`` are padded, which
+    plans say."""
     gathers: bool = False
     """Whether each pass gathers all weights, and an update scatters the gradients."""
     operators: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Libraries by fused operator, of ``siirl_dask.devices.operators``; an operator that is not named is torch's."""
+    """Libraries by fused operator, of ``siirl_dask.devices.operators``; an operator that is not
+    named is torch's."""
     process: Callable[[TrainerConfig], str] = _leaves_process
-    """Function that returns what a role changes in the whole process of its workers, where roles of one process must
-    agree; an empty text: nothing."""
+    """Function that returns what a role changes in the whole process of its workers, where roles of
+    one process must agree; an empty text: nothing."""
     memory: TrainerMemory | None = None
-    """Memory of a worker. None: it is not estimated. ``trainer_spec("torch").memory`` is that of a whole model on each
-    worker that learns by AdamW."""
+    """Memory of a worker. None: it is not estimated. ``trainer_spec("torch").memory`` is that of a
+    whole model on each worker that learns by AdamW."""
 
 
 def trainer_spec(backend: str) -> TrainerSpec:
-    """Return the spec of ``trainer.backend``. ConfigError for one that cannot be loaded, or is no TrainerSpec."""
+    """Return the spec of ``trainer.backend``. ConfigError for one that cannot be loaded, or is
+    no TrainerSpec.
+    """
     return load_named_spec("trainer.backend", TRAINERS.get(backend, backend), TrainerSpec)
 
 
 def division_of(trainer: TrainerConfig, workers: int) -> Division:
-    """Return how a model with this trainer, and its rows, are divided among the ``workers`` of its role."""
+    """Return how a model with this trainer, and its rows, are divided among the ``workers`` of
+    its role.
+    """
     return trainer_spec(trainer.backend).division(trainer, workers)
 
 
-def needed(build: Callable[[RoleRequest], T] | None, trainer: TrainerConfig, role: str) -> Callable[[RoleRequest], T]:
+def needed(
+    build: Callable[[RoleRequest], T] | None, trainer: TrainerConfig, role: str
+) -> Callable[[RoleRequest], T]:
     """Return ``build``, the builder of a ``role``. ConfigError where the backend has none."""
     if build is None:
         name = trainer_spec(trainer.backend).name
-        raise ConfigError(f"trainer.backend={trainer.backend}: {name} builds no {role}; take trainer.backend=fsdp")
+        raise ConfigError(
+            f"trainer.backend={trainer.backend}: {name} builds no {role}; take trainer.backend=fsdp"
+        )
     return build

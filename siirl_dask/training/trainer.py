@@ -1,4 +1,6 @@
-"""Protocols of policies, critics and reward models, and the packed rows that they take. No backend is named here."""
+"""Protocols of policies, critics and reward models, and the packed rows that they take. No
+backend is named here.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ class RowImages:
     groups: Sequence[tuple[Image, ...]]
     """Images in the order of their placeholders; none for text alone."""
     of_row: Tensor
-    """[R] int64. Row r shows ``groups[of_row[r]]``. Rows with the same number have equal images in equal prompts, also
-    of those that were observed there."""
+    """[R] int64. Row r shows ``groups[of_row[r]]``. Rows with the same number have equal images in
+    equal prompts, also of those that were observed there."""
     observed: Sequence[Sequence[ObservedImage]] = ()
-    """Images that each row shows besides, R sequences; none at all where no environment shows any. A row in whose
-    prompt they have all placeholders shows no others there."""
+    """Images that each row shows besides, R sequences; none at all where no environment shows any.
+    A row in whose prompt they have all placeholders shows no others there."""
 
     def shows_any(self) -> bool:
         """Return whether any row shows an image."""
@@ -41,19 +43,23 @@ class RowImages:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """R rows, each a prompt and its response, concatenated without padding: T tokens, K of them in responses."""
+    """R rows, each a prompt and its response, concatenated without padding: T tokens, K of them
+    in responses.
+    """
 
     tokens: Tensor
     """[T] int64."""
     offsets: Tensor
-    """[R + 1] int64. Row r is ``tokens[offsets[r]:offsets[r + 1]]`` (the cu_seqlens of variable-length attention)."""
+    """[R + 1] int64. Row r is ``tokens[offsets[r]:offsets[r + 1]]`` (the cu_seqlens of
+    variable-length attention)."""
     prompt_lengths: Tensor
     """[R] int64, each at least 1."""
     images: RowImages | None = None
-    """Images of the prompts, which have a placeholder for each token of an image. None: no row shows any."""
+    """Images of the prompts, which have a placeholder for each token of an image. None: no row
+    shows any."""
     routes: Tensor | None = None
-    """[T, W] int16, the experts that each token goes to, layer after layer; -1 where the model chooses itself. None: it
-    chooses everywhere."""
+    """[T, W] int16, the experts that each token goes to, layer after layer; -1 where the model
+    chooses itself. None: it chooses everywhere."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -68,12 +74,15 @@ class TokenScores:
     entropy: Tensor
     """[K] float32, entropy in nats of the same distribution."""
     collision: Tensor
-    """[K] float32, collision probability of the same distribution: the sum of its squared probabilities."""
+    """[K] float32, collision probability of the same distribution: the sum of its squared
+    probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpans:
-    """Where rows lie in their episodes, whose other rows may be on other workers. Tokens are those to learn from."""
+    """Where rows lie in their episodes, whose other rows may be on other workers. Tokens are
+    those to learn from.
+    """
 
     starts: Tensor
     """[R] int64, tokens of the row's episode that come before the row's own."""
@@ -124,7 +133,9 @@ class ValueBatch(Batch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """A mini-batch whose loss or gradient is not finite. Ranks agree on all but ``rows`` and ``micro_batches``."""
+    """A mini-batch whose loss or gradient is not finite. Ranks agree on all but ``rows`` and
+    ``micro_batches``.
+    """
 
     minibatch: int
     """Its index among those of the update."""
@@ -137,39 +148,46 @@ class NonFinite:
     may_skip: bool
     """Whether ``max_skipped_steps`` allows to leave it out."""
     rows: Mapping[str, Sequence[int]]
-    """This rank's rows of the mini-batch by what is not finite: a column of the batch, ``loss``, a metric of the loss
-    function, or ``gradient``. With a sharded model the gradient is that of all ranks, and has no rows."""
+    """This rank's rows of the mini-batch by what is not finite: a column of the batch, ``loss``, a
+    metric of the loss function, or ``gradient``. With a sharded model the gradient is that of all
+    ranks, and has no rows."""
     micro_batches: Sequence[int]
-    """Indices of this rank's micro-batches in which the loss or the gradient was not finite first."""
+    """Indices of this rank's micro-batches in which the loss or the gradient was not finite
+    first."""
 
     def __str__(self) -> str:
         before = f" (the last {self.in_a_row} were so)" if self.in_a_row > 1 else ""
         return (
-            f"mini-batch {self.minibatch + 1} of {self.minibatches}: loss {self.loss}, gradient norm {self.norm}"
+            f"mini-batch {self.minibatch + 1} of {self.minibatches}: loss {self.loss}, gradient "
+            f"norm {self.norm}"
             f"{before}; no step was taken on it"
         )
 
 
 OnNonFinite = Callable[[NonFinite], None]
-"""Called on every rank, before the optimizer step of a mini-batch that is not finite: when it returns, the step is left
-out on all ranks. It may raise on any of them."""
+"""Called on every rank, before the optimizer step of a mini-batch that is not finite: when it
+returns, the step is left out on all ranks. It may raise on any of them."""
 
 
 class Trainer(Protocol):
-    """A policy that scores and learns. Every rank of the role makes the same calls in order, even without rows."""
+    """A policy that scores and learns. Every rank of the role makes the same calls in order,
+    even without rows.
+    """
 
     def logprobs(self, rows: PackedRows) -> TokenScores:
         """Score the response tokens under the current weights, without gradient."""
         ...
 
     def base_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score the response tokens under the weights that training began with. TypeError if they are gone: they stay
-        only where adapters learn.
+        """Score the response tokens under the weights that training began with. TypeError if they
+        are gone: they stay only where adapters learn.
         """
         ...
 
     def average_logprobs(self, rows: PackedRows) -> TokenScores:
-        """Score the response tokens under the moving averages of the weights. TypeError where none are kept."""
+        """Score the response tokens under the moving averages of the weights. TypeError where
+        none are kept.
+        """
         ...
 
     def update(
@@ -179,43 +197,52 @@ class Trainer(Protocol):
         aggregate: Aggregation = token_mean,
         on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step per mini-batch, on token losses weighted by ``aggregate`` and summed over all ranks.
+        """Take one optimizer step per mini-batch, on token losses weighted by ``aggregate`` and
+        summed over all ranks.
 
-        Every rank returns the same metrics: ``loss``, a mean over steps, and the loss function's own, means over
-        tokens. No step is taken where the loss or the gradient is not finite: ``on_nonfinite`` is called on every
-        rank, with what was found; without it TrainingError.
+        Every rank returns the same metrics: ``loss``, a mean over steps, and the loss function's
+        own, means over tokens. No step is taken where the loss or the gradient is not finite:
+        ``on_nonfinite`` is called on every rank, with what was found; without it TrainingError.
         """
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full parameter under the name that a rollout engine has for it; tied ones once."""
+        """Yield every full parameter under the name that a rollout engine has for it; tied ones
+        once.
+        """
         ...
 
     def adapters(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield A and B of every adapter in full, in float32, by the names of ``siirl_dask.models.adapters``; nothing
-        where weights learn themselves.
+        """Yield A and B of every adapter in full, in float32, by the names of
+        ``siirl_dask.models.adapters``; nothing where weights learn themselves.
         """
         ...
 
     def ema_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are
+        kept.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return the state to resume from, for torch.distributed.checkpoint to save and to load in place.
+        """Return the state to resume from, for torch.distributed.checkpoint to save and to load in
+        place.
 
-        The state is nested dicts of tensors (DTensors where sharded), complete also before the first update.
-        ``model`` is ``{name: float32 weight}`` by the names of ``weights()``; where adapters learn, the adapters alone.
-        ``optimizer`` is ``{name: {"step", "exp_avg", "exp_avg_sq"}}``, of a matrix that Muon steps
-        ``{"momentum_buffer"}``, with ``"ema"`` where one is kept. ``progress`` holds counts, one tensor each. Weights
-        and moments are live. A state fits any number of ranks and any backend.
+        The state is nested dicts of tensors (DTensors where sharded), complete also before the
+        first update. ``model`` is ``{name: float32 weight}`` by the names of ``weights()``; where
+        adapters learn, the adapters alone. ``optimizer`` is ``{name: {"step", "exp_avg",
+        "exp_avg_sq"}}``, of a matrix that Muon steps ``{"momentum_buffer"}``, with ``"ema"`` where
+        one is kept. ``progress`` holds counts, one tensor each. Weights and moments are live. A
+        state fits any number of ranks and any backend.
         """
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state that ``state()`` returned and a checkpoint was loaded into; every rank calls.
+        """Resume from a state that ``state()`` returned and a checkpoint was loaded into; every
+        rank calls.
 
-        Training continues as if it had not stopped, bit for bit on one rank. ValueError for another model's state.
+        Training continues as if it had not stopped, bit for bit on one rank. ValueError for another
+        model's state.
         """
         ...
 
@@ -223,7 +250,9 @@ class Trainer(Protocol):
 
 
 class Critic(Protocol):
-    """A model that predicts returns and learns to. Every rank of the role makes the same calls in order."""
+    """A model that predicts returns and learns to. Every rank of the role makes the same calls
+    in order.
+    """
 
     def values(self, rows: PackedRows) -> Tensor:
         """Predict the return before each response token under the current weights. [K]."""

@@ -25,12 +25,15 @@ _IMAGES = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"RIFF": 
 _ANY_SIZE = 2**62  # pixels: headers alone are read
 
 
-def print_import(console: PipeConsole, table: Snapshot, lengths: LengthDistribution | None, limit: int | None) -> None:
+def print_import(
+    console: PipeConsole, table: Snapshot, lengths: LengthDistribution | None, limit: int | None
+) -> None:
     """Print what an import has written, and the prompts' lengths in tokens if they were counted."""
     nbytes = sum(part.nbytes for part in table.parts)
     groups = sum(len(part.groups) for part in table.parts)
     console.print(
-        f"{counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in {counted(len(table.parts), 'part')} and "
+        f"{counted(table.num_rows, 'row')}, {readable_bytes(nbytes)} in "
+        f"{counted(len(table.parts), 'part')} and "
         f"{counted(groups, 'row group')} are in {escape(table.url)} (version {table.version})",
         soft_wrap=True,
         highlight=False,
@@ -41,7 +44,9 @@ def print_import(console: PipeConsole, table: Snapshot, lengths: LengthDistribut
         print_lengths(console, lengths, "tokens", limit)
 
 
-def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit: int | None) -> None:
+def print_summary(
+    console: PipeConsole, found: DatasetSummary, unit: str, limit: int | None
+) -> None:
     """Print what ``summarise`` has found; lengths are in ``unit``."""
     size = f", {readable_bytes(sum(part.nbytes for part in found.parts))}" if found.parts else ""
     version = f", version {found.version}" if found.version is not None else ""
@@ -59,7 +64,9 @@ def print_summary(console: PipeConsole, found: DatasetSummary, unit: str, limit:
             console.print(Text.assemble((f"{_clean(name)}: ", "cyan"), _readable(value)))
 
 
-def print_lengths(console: PipeConsole, lengths: LengthDistribution, unit: str, limit: int | None) -> None:
+def print_lengths(
+    console: PipeConsole, lengths: LengthDistribution, unit: str, limit: int | None
+) -> None:
     """Print a histogram, and how many are longer than ``limit``."""
     if lengths.nulls:
         rows = "1 row has" if lengths.nulls == 1 else f"{lengths.nulls:,} rows have"
@@ -77,14 +84,17 @@ def print_lengths(console: PipeConsole, lengths: LengthDistribution, unit: str, 
             name += " and more"
         elif last > first:
             name += f" to {last:,}"
-        table.add_row(name, f"{count:,}", "█" * round(_BAR * count / most) or ("▏" if count else ""))
+        table.add_row(
+            name, f"{count:,}", "█" * round(_BAR * count / most) or ("▏" if count else "")
+        )
     console.print(table)
     shares = ", ".join(f"{name} {lengths.quantile(share):,}" for name, share in _QUANTILES.items())
     console.print(f"{unit}: {shares}", highlight=False)
     if limit is not None:
         longer = lengths.longer_than(limit)
         console.print(
-            f"{longer:,} of {lengths.count:,} prompts ({longer / lengths.count:.2%}) are longer than {limit:,} {unit}: "
+            f"{longer:,} of {lengths.count:,} prompts ({longer / lengths.count:.2%}) are longer "
+            f"than {limit:,} {unit}: "
             f"training with data.max_prompt_length={limit} drops them",
             highlight=False,
             soft_wrap=True,
@@ -98,7 +108,8 @@ def _print_parts(console: PipeConsole, parts: Any) -> None:
     groups = [rows for part in parts for rows in part.groups]
     if groups:
         console.print(
-            f"{counted(len(parts), 'part')}, {counted(len(groups), 'row group')} of {min(groups):,} to "
+            f"{counted(len(parts), 'part')}, {counted(len(groups), 'row group')} of "
+            f"{min(groups):,} to "
             f"{counted(max(groups), 'row')} (median {median(groups):,.0f})",
             highlight=False,
         )
@@ -107,7 +118,12 @@ def _print_parts(console: PipeConsole, parts: Any) -> None:
         table.add_column(head, justify="left" if head == "part" else "right", overflow="fold")
     shown: list[Part] = list(parts[:_PARTS])
     for part in shown:
-        table.add_row(Text(_clean(part.path)), f"{part.rows:,}", readable_bytes(part.nbytes), f"{len(part.groups):,}")
+        table.add_row(
+            Text(_clean(part.path)),
+            f"{part.rows:,}",
+            readable_bytes(part.nbytes),
+            f"{len(part.groups):,}",
+        )
     if len(parts) > len(shown):
         table.add_row(f"and {len(parts) - len(shown):,} more", "", "", "")
     console.print(table)
@@ -122,9 +138,14 @@ def _print_columns(console: PipeConsole, found: DatasetSummary) -> None:
     for name, column in found.columns.items():
         mean = f"{column.size / column.values:,.0f}" if column.values else ""
         longest = f"{column.longest:,}" if column.values else ""
-        table.add_row(Text(_clean(name)), Text(_clean(str(column.type))), f"{column.nulls:,}", mean, longest)
+        table.add_row(
+            Text(_clean(name)), Text(_clean(str(column.type))), f"{column.nulls:,}", mean, longest
+        )
     console.print(table)
-    console.print(f"Nulls, and sizes in characters or bytes, are those of {_rows_read(found)}.", highlight=False)
+    console.print(
+        f"Nulls, and sizes in characters or bytes, are those of {_rows_read(found)}.",
+        highlight=False,
+    )
 
 
 def _rows_read(found: DatasetSummary) -> str:
@@ -135,17 +156,25 @@ def _rows_read(found: DatasetSummary) -> str:
 
 
 def _readable(value: Any) -> str:
-    """Return a value as text for a terminal, shortened, without control characters; blobs by kind and size."""
+    """Return a value as text for a terminal, shortened, without control characters; blobs by
+    kind and size.
+    """
     match value:
         case bytes():
             return f"<{_kind(value)}, {readable_bytes(len(value))}>"
         case str():
             text = _clean(value[: _SHOWN + 1])
-            return text if len(value) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value):,} characters)"
+            return (
+                text if len(value) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value):,} characters)"
+            )
         case {"role": str(role), "content": content}:
             return f"[{_clean(role)}] {_readable(content)}"
         case dict():
-            return "{" + ", ".join(f"{_clean(str(key))}: {_readable(one)}" for key, one in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{_clean(str(key))}: {_readable(one)}" for key, one in value.items())
+                + "}"
+            )
         case [{"role": _, "content": _}, *_]:
             return "\n  ".join(["", *(_readable(one) for one in value)])
         case list():
@@ -155,7 +184,9 @@ def _readable(value: Any) -> str:
 
 
 def _kind(value: bytes) -> str:
-    """Return what a blob is: an image's format, with its width and height where its header tells them."""
+    """Return what a blob is: an image's format, with its width and height where its header tells
+    them.
+    """
     kind = next((name for head, name in _IMAGES.items() if value.startswith(head)), None)
     if kind is None:
         return "binary"
@@ -168,4 +199,7 @@ def _kind(value: bytes) -> str:
 
 def _clean(text: str) -> str:
     """Replace what a terminal would take for a command: data is not to be trusted."""
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for sign in text
+    )

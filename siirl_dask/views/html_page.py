@@ -12,7 +12,8 @@ from siirl_dask.observe import printable
 
 _LONGEST = 4000  # characters of a text
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""Content-Security-Policy: whatever a text says, nothing is loaded but thumbnails within, and no script runs."""
+"""Content-Security-Policy: whatever a text says, nothing is loaded but thumbnails within, and no
+script runs."""
 
 
 def html_page(title: str, style: str, body: str) -> str:
@@ -26,23 +27,35 @@ def html_page(title: str, style: str, body: str) -> str:
 
 
 def safe(value: object) -> str:
-    """Return a text for HTML, in an element or between quotes, without characters that steer anything."""
+    """Return a text for HTML, in an element or between quotes, without characters that steer
+    anything.
+    """
     return escape(printable(str(value)))
 
 
 def shortened(value: object) -> str:
-    """Return a text for HTML with its beginning and end, if it is long; a chat's messages one below the other."""
+    """Return a text for HTML with its beginning and end, if it is long; a chat's messages one
+    below the other.
+    """
     if isinstance(value, Sequence) and not isinstance(value, str):
-        value = "\n".join(str(m["content"] if isinstance(m, Mapping) and "content" in m else m) for m in value)
+        value = "\n".join(
+            str(m["content"] if isinstance(m, Mapping) and "content" in m else m) for m in value
+        )
     text = printable("" if value is None else str(value)).strip()
     if len(text) > _LONGEST:
         half = _LONGEST // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+        text = (
+            f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+        )
     return escape(text)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[int] = ()) -> str:
-    """Return a table of cells that are HTML already. The first column and ``texts`` are texts, the others numbers."""
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[int] = ()
+) -> str:
+    """Return a table of cells that are HTML already. The first column and ``texts`` are texts,
+    the others numbers.
+    """
 
     def cells(kind: str, row: Sequence[str]) -> str:
         return "".join(
@@ -56,5 +69,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collect
 
 def bar(shares: Sequence[tuple[str, float]]) -> str:
     """Return shares of a whole, each with its class, as one bar."""
-    parts = "".join(f'<i class="{kind}" style="width:{100 * share:.2f}%"></i>' for kind, share in shares if share > 0)
+    parts = "".join(
+        f'<i class="{kind}" style="width:{100 * share:.2f}%"></i>'
+        for kind, share in shares
+        if share > 0
+    )
     return f'<div class="bar">{parts}</div>'

@@ -1,4 +1,6 @@
-"""A Dask plugin on each worker of a run: builds the worker's roles once, and runs its chain in each iteration."""
+"""A Dask plugin on each worker of a run: builds the worker's roles once, and runs its chain in
+each iteration.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("siirl_dask.worker")
-_RELEASES = "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
+_RELEASES = (
+    "siirl-releases"  # in the worker's extensions: the runs that hold anything in its process
+)
 _PATIENCE = 2.0  # seconds for a task to notice that its run was stopped
 _STUCK_AFTER = 3.0  # seconds after which it may wait for a peer that stands still
 
@@ -75,7 +79,10 @@ class DAGWorker(WorkerPlugin):
         self.spec = spec
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}  # a fifth of the size
+        return {
+            "name": self.name,
+            "spec": zlib.compress(pickle.dumps(self.spec)),
+        }  # a fifth of the size
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.name = state["name"]
@@ -107,7 +114,9 @@ class DAGWorker(WorkerPlugin):
         self._epoll_descriptors: frozenset[int] = frozenset()
         self._started = False
         self._checkpoints: CheckpointWriter | None = None
-        self._loaders = PhaseLoaders(self.spec.resume_from.positions if self.spec.resume_from else {})
+        self._loaders = PhaseLoaders(
+            self.spec.resume_from.positions if self.spec.resume_from else {}
+        )
         self.release = Release(self._free)
         releases: list[Release] = worker.extensions.setdefault(_RELEASES, [])
         self._earlier_releases = list(releases)
@@ -128,11 +137,15 @@ class DAGWorker(WorkerPlugin):
         self._scheduler_watch = asyncio.create_task(self._watch_scheduler())
 
     async def _start_data_plane(self, worker: Worker) -> None:
-        """Start all that answers this worker's peers: its databuffer, its store of process groups, its work queues."""
+        """Start all that answers this worker's peers: its databuffer, its store of process
+        groups, its work queues.
+        """
         plans = {name: plan for name, (plan, _) in self._phases.items()}
         edges = {f"{name}/{edge.name}": edge for name, plan in plans.items() for edge in plan.edges}
         nodes = {f"{name}/{node.name}" for name, plan in plans.items() for node in plan.dag.nodes}
-        self._past_iterations = PastIterations({name: plan.chains.values() for name, plan in plans.items()})
+        self._past_iterations = PastIterations(
+            {name: plan.chains.values() for name, plan in plans.items()}
+        )
         self._store = GroupStore(self.spec.run, self.worker_name, self.spec.members, self._loop)
         self._plane = DataPlane(
             worker=worker,
@@ -143,7 +156,9 @@ class DAGWorker(WorkerPlugin):
             hosts=plans[self.spec.builds_from].hosts,
             trace=self.progress.trace,
         )
-        self._stealing = StealService(self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes))
+        self._stealing = StealService(
+            self.spec.run, self._plane.transport, ExpectedWork(self._plane.window, nodes)
+        )
         self._meter = WorkerMeter.of(self.spec.name, self.worker_name)
         if self._meter is not None:
             self._meter.begin(self.progress, self._plane.databuffer, lambda: self._device)
@@ -164,7 +179,9 @@ class DAGWorker(WorkerPlugin):
             await self._plane.close()
 
     def bind_device(self) -> None:
-        """Make this worker's device the current one of this thread: Dask runs a task in any thread of its pool."""
+        """Make this worker's device the current one of this thread: Dask runs a task in any
+        thread of its pool.
+        """
         if self._device is not None:
             bind(self._device)
 
@@ -180,7 +197,9 @@ class DAGWorker(WorkerPlugin):
         self._built = self._reusable_roles(plan)
         torch.set_num_threads(self.spec.threads)
         self._started = True
-        groups.leave(abort=True)  # an earlier run that failed in this process may not have left its groups
+        groups.leave(
+            abort=True
+        )  # an earlier run that failed in this process may not have left its groups
         with self.progress.at("the joining of the process groups"), self.progress.waiting():
             joined = join_groups(
                 spec=self.spec,
@@ -211,24 +230,38 @@ class DAGWorker(WorkerPlugin):
         restore_packed_state(self._runtime, plan, self.spec.stored_state)
 
     def _reusable_roles(self, plan: Plan) -> BuiltRoles | None:
-        """Wait until earlier runs have left this process, and return the roles of the run that this one follows that
-        can be reused; None where it has built nothing here.
+        """Wait until earlier runs have left this process, and return the roles of the run that this
+        one follows that can be reused; None where it has built nothing here.
         """
         with self.progress.at("the wait for an earlier run to leave this process"):
             followed = self._worker.plugins.get(self.spec.follows or "")
-            built = followed.hand_over(self.progress, self.stop) if isinstance(followed, DAGWorker) else None
+            built = (
+                followed.hand_over(self.progress, self.stop)
+                if isinstance(followed, DAGWorker)
+                else None
+            )
             await_all(self._earlier_releases, self.worker_name, self.stop)
         if built is None:
             return None
-        return built.reusable(self.worker_name, plan.placement, resumes=self.spec.resume_from is not None)
+        return built.reusable(
+            self.worker_name, plan.placement, resumes=self.spec.resume_from is not None
+        )
 
-    def _restore(self, store: StateStore, ranks: Mapping[str, Rank], resources: Mapping[str, Any]) -> None:
-        """Load the checkpoint that the run resumes from into its roles, and prepare to write checkpoints of them."""
+    def _restore(
+        self, store: StateStore, ranks: Mapping[str, Rank], resources: Mapping[str, Any]
+    ) -> None:
+        """Load the checkpoint that the run resumes from into its roles, and prepare to write
+        checkpoints of them.
+        """
         side_groups = {role: rank.side_group for role, rank in ranks.items()}
         states = RoleStates(store, resources, side_groups, self.progress.beat)
         if self.spec.resume_from is not None:
             span = self.progress.trace.span(Lane.STORAGE, "read", "checkpoint")
-            with span, self.progress.at("the loading of the checkpoint"), counts_as_progress(self.progress):
+            with (
+                span,
+                self.progress.at("the loading of the checkpoint"),
+                counts_as_progress(self.progress),
+            ):
                 states.restore(self.spec.resume_from)
         self._checkpoints = CheckpointWriter(
             states,
@@ -244,7 +277,9 @@ class DAGWorker(WorkerPlugin):
     ) -> WorkerRuntime:
         share_work = None
         if self.spec.data.stealing:
-            share_work = StealableQueues(self.worker_name, plan.placement, self._stealing, self._loop, self.stop)
+            share_work = StealableQueues(
+                self.worker_name, plan.placement, self._stealing, self._loop, self.stop
+            )
         return WorkerRuntime(
             device=device,
             profiling=Profiling(self.spec.profile, self.spec.url, device),
@@ -255,7 +290,10 @@ class DAGWorker(WorkerPlugin):
             skip_nonfinite=self.spec.skip_nonfinite,
             resources=resources,
             ranks=joined.ranks,
-            peers={role: groups.RolePeers(rank, self.stop, self.progress) for role, rank in joined.ranks.items()},
+            peers={
+                role: groups.RolePeers(rank, self.stop, self.progress)
+                for role, rank in joined.ranks.items()
+            },
             share_work=share_work,
             databuffer=self._plane.databuffer,
             loop=self._loop,
@@ -311,14 +349,18 @@ class DAGWorker(WorkerPlugin):
         self.release.end(0.0)
 
     def save(self, iteration: Iteration, url: str, completed: int) -> None:
-        """Begin to write this worker's part of a checkpoint at ``url``, once that of the previous one is written."""
+        """Begin to write this worker's part of a checkpoint at ``url``, once that of the
+        previous one is written.
+        """
         self._begin_iteration(iteration, completed)
         assert self._checkpoints is not None
         self._checkpoints.save(iteration, url)
 
     def _begin_iteration(self, iteration: Iteration, completed: int) -> WorkerRuntime:
         if self._runtime is None:
-            raise PeerError(f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}")
+            raise PeerError(
+                f"worker {self.worker_name!r} has not been started for run {self.spec.run!r}"
+            )
         self.tracing.begin(iteration)
         # not before the first iteration: a peer that builds its roles may not answer
         self._loop.call_soon_threadsafe(self._watch_next)
@@ -328,7 +370,9 @@ class DAGWorker(WorkerPlugin):
         return self._runtime
 
     def position(self) -> str:
-        """Return a description of where this worker's task is; another thread than the task's calls this."""
+        """Return a description of where this worker's task is; another thread than the task's
+        calls this.
+        """
         place = self.progress.place
         return place if place else "a task of the run"
 
@@ -337,7 +381,9 @@ class DAGWorker(WorkerPlugin):
         return self.progress.beats if self.release.inside else None
 
     def describe_wait(self) -> dict[str, object]:
-        """Return where this worker's task is, whom it waits for, and its stacks; the event loop's thread calls this."""
+        """Return where this worker's task is, whom it waits for, and its stacks; the event
+        loop's thread calls this.
+        """
         pending_replies: list[list[object]] = []
         if hasattr(self, "_plane"):
             pending_replies = [list(reply) for reply in self._plane.transport.pending_replies()]
@@ -349,12 +395,18 @@ class DAGWorker(WorkerPlugin):
         }
 
     def models_used(self) -> list[str]:
-        """Return the roles with a state, among those built when they are used, that a node has asked for."""
+        """Return the roles with a state, among those built when they are used, that a node has
+        asked for.
+        """
         return models_used(self._built.resources if self._built else {})
 
     async def _watch_scheduler(self) -> None:
-        """Stop the run and free its memory once the scheduler answers no heartbeat: nobody else would do so."""
-        reason = await no_heartbeats(self.progress, self.spec.data.peer_timeout, self._worker.scheduler.address)
+        """Stop the run and free its memory once the scheduler answers no heartbeat: nobody else
+        would do so.
+        """
+        reason = await no_heartbeats(
+            self.progress, self.spec.data.peer_timeout, self._worker.scheduler.address
+        )
         logger.error("run %s is stopped: %s", self.spec.run, reason)
         self.abort(reason)
         await asyncio.to_thread(self.release.end, _PATIENCE)
@@ -363,7 +415,8 @@ class DAGWorker(WorkerPlugin):
         self._worker.log_event(self.spec.topic, {"member": self.worker_name, **event})
 
     def hand_over(self, next_progress: TaskProgress, stop: StopFlag) -> BuiltRoles | None:
-        """Return what this run has built, for the next run, once its tasks have left; None if nothing is there.
+        """Return what this run has built, for the next run, once its tasks have left; None if
+        nothing is there.
 
         Reused objects report to this run's progress, which forwards to ``next_progress``.
         """
@@ -371,7 +424,8 @@ class DAGWorker(WorkerPlugin):
         self.abort("the run is tried again")
         if not self.release.hand_over(self.worker_name, stop, self.progress):
             return None
-        self.bind_device()  # the thread is the next run's, which may close objects that it does not reuse
+        # the thread is the next run's, which may close objects that it does not reuse
+        self.bind_device()
         built = self._built
         self._built = None
         self._close_connections()
@@ -396,7 +450,9 @@ class DAGWorker(WorkerPlugin):
         self._checkpoints = None
 
     def _watch_next(self) -> None:
-        """Watch the next worker: a stalled one is noticed even while all others wait in a collective."""
+        """Watch the next worker: a stalled one is noticed even while all others wait in a
+        collective.
+        """
         names = list(self.spec.members)
         next_worker = names[(names.index(self.worker_name) + 1) % len(names)]
         if next_worker != self.worker_name:
@@ -404,7 +460,9 @@ class DAGWorker(WorkerPlugin):
 
     def _report_silence(self, message: str) -> None:
         if not self.stop.is_set():
-            self._report({"kind": "silent", "what": message, "silence": self.spec.data.peer_timeout})
+            self._report(
+                {"kind": "silent", "what": message, "silence": self.spec.data.peer_timeout}
+            )
 
     async def _handle(self, request: Request) -> Reply:
         if request.op == Op.STORE and request.key.run == self.spec.run:
@@ -419,7 +477,9 @@ class DAGWorker(WorkerPlugin):
         if hasattr(self, "_plane"):
             self._plane.databuffer.abort(reason)
             self._stealing.abort(reason)
-            self._loop.call_soon_threadsafe(self._loop.call_later, _STUCK_AFTER, self._end_stuck_collectives)
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, _STUCK_AFTER, self._end_stuck_collectives
+            )
 
     def _end_stuck_collectives(self) -> None:
         """End the collectives of a task that is still running a while after the run was stopped."""
@@ -432,8 +492,8 @@ class DAGWorker(WorkerPlugin):
 def _on_abort_message(worker: Worker, plugin: str, reason: str) -> None:
     """Abort the run that ``plugin`` names.
 
-    This handler stays registered when a run is over: an abort may arrive late, and Dask closes a worker that has no
-    handler for a message.
+    This handler stays registered when a run is over: an abort may arrive late, and Dask closes a
+    worker that has no handler for a message.
     """
     running = worker.plugins.get(plugin)
     if isinstance(running, DAGWorker):

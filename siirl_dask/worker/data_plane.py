@@ -1,4 +1,6 @@
-"""A worker's part of the data plane: its databuffer, and the transport that connects it to its peers."""
+"""A worker's part of the data plane: its databuffer, and the transport that connects it to its
+peers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class DataSettings:
     prefetch: bool | None = None
     """``data.prefetch``."""
     quadratic_from: int = 0
-    """Tokens at which attention costs a row as much as everything else; 0 balances rows by tokens alone."""
+    """Tokens at which attention costs a row as much as everything else; 0 balances rows by
+    tokens alone."""
     peer_timeout: float = _PEER_TIMEOUT_ON_HOST
     """Seconds without a sign of life after which a peer counts as dead."""
     stall_timeout: float = 600.0
@@ -73,7 +76,8 @@ class DataSettings:
         return DataSettings(
             transport=data.transport,
             limits=BufferLimits(
-                memory=parse_bytes("data.memory_limit", data.memory_limit), spill_folder=data.spill_directory
+                memory=parse_bytes("data.memory_limit", data.memory_limit),
+                spill_folder=data.spill_directory,
             ),
             prefetch=data.prefetch,
             quadratic_from=data.quadratic_from,
@@ -87,7 +91,9 @@ class DataSettings:
 
 
 class DataPlane:
-    """Starts, serves and closes a worker's databuffer and transport, on the Dask worker's event loop."""
+    """Starts, serves and closes a worker's databuffer and transport, on the Dask worker's event
+    loop.
+    """
 
     def __init__(
         self,
@@ -140,7 +146,9 @@ class DataPlane:
         self._streams.meet(ports)
 
     def begin(self, sequence: int, needed: int) -> None:
-        """Begin the iteration ``sequence``, and forget the rows of those before sequence number ``needed``."""
+        """Begin the iteration ``sequence``, and forget the rows of those before sequence number
+        ``needed``.
+        """
         self.window.begin(sequence)
         self.databuffer.forget(needed)
 
@@ -157,11 +165,15 @@ class DataPlane:
         return reply
 
     def _record(self, request: Request, reply: Reply, started: int) -> None:
-        """Record rows that a peer was sent; early ones when they leave, since their request waits for them."""
+        """Record rows that a peer was sent; early ones when they leave, since their request
+        waits for them.
+        """
         if request.op not in (Op.FETCH, Op.EARLY):
             return
         early = request.op == Op.EARLY
-        edge = next((part for part in request.key.edge.split("/") if "->" in part), request.key.edge)
+        edge = next(
+            (part for part in request.key.edge.split("/") if "->" in part), request.key.edge
+        )
         nbytes = reply.nbytes
         written = reply.header.get("written", 0)
         if isinstance(written, int):
@@ -179,7 +191,9 @@ class DataPlane:
         """Raise ConfigError if this machine lacks the spill folder that the settings name."""
         folder = self._limits.spill_folder
         if folder and not Path(folder).is_dir():
-            raise ConfigError(f"data.spill_directory={folder!r}: worker {self._worker.name!r} has no such folder")
+            raise ConfigError(
+                f"data.spill_directory={folder!r}: worker {self._worker.name!r} has no such folder"
+            )
 
     async def close(self) -> None:
         """Stop answering peers and free all rows."""
@@ -190,7 +204,8 @@ class DataPlane:
 def _keep_freed_memory(nbytes: int) -> None:
     """Make glibc reuse up to ``nbytes`` of freed memory for the next messages.
 
-    Dask's nanny makes it return freed memory to the system at once, and every message would fault its pages in again.
+    Dask's nanny makes it return freed memory to the system at once, and every message would fault
+    its pages in again.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)

@@ -1,7 +1,9 @@
-"""The work that a node has begun with finished rows of a parent node, on one worker in one iteration.
+"""The work that a node has begun with finished rows of a parent node, on one worker in one
+iteration.
 
-The parent hands each row over as soon as it is finished (``Context.hand_over``), and work on it runs in other threads
-than the worker's own. When the node itself is called, it finds its work in ``Context.begun`` and does the rest.
+The parent hands each row over as soon as it is finished (``Context.hand_over``), and work on it
+runs in other threads than the worker's own. When the node itself is called, it finds its work in
+``Context.begun`` and does the rest.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ class EarlyWork:
 
     @staticmethod
     def begin(run: RunNode, resource: Any) -> EarlyWork:
-        """Begin the work of a node that has none yet. ``resource`` is the object of its role on this worker."""
+        """Begin the work of a node that has none yet. ``resource`` is the object of its role on
+        this worker.
+        """
         begin = run.node.contract.by_row
         assert begin is not None
         assert run.early is not None
         return EarlyWork(begin(resource, **run.node.options), run.early.columns)
 
     def take(self, rows: pa.Table) -> None:
-        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the node's own call."""
+        """Begin with finished rows. Any thread may call it. Rows that lack a column wait for the
+        node's own call.
+        """
         if not self.cancelled and set(self.columns) <= set(rows.column_names):
             self.work.take(rows.select(self.columns))
 

@@ -51,7 +51,9 @@ class ChainRun:
     past_iterations: PastIterations
 
     def run(self, chain: Chain) -> dict[str, Metric]:
-        """Run the chain's links in order and return the logged metrics. Aborted when the worker is told to stop."""
+        """Run the chain's links in order and return the logged metrics. Aborted when the worker
+        is told to stop.
+        """
         traffic = self.calls.runtime.databuffer.traffic
         peers_before = traffic.total
         hosts_before = traffic.between_hosts
@@ -79,8 +81,8 @@ class ChainRun:
         return self.calls.metrics
 
     def _set_up_early_rows(self, chain: Chain) -> None:
-        """Prefetch rows that sources hand over early, and find the edges and nodes that take this worker's own early
-        rows.
+        """Prefetch rows that sources hand over early, and find the edges and nodes that take this
+        worker's own early rows.
         """
         runtime = self.calls.runtime
         databuffer = runtime.databuffer
@@ -113,26 +115,37 @@ class ChainRun:
                     assert self.calls.loader is not None
                     self.calls.prompts_link = link
                     with _Timed(self.calls, name), trace.span(Lane.STORAGE, "read", name):
-                        tables[name] = self.calls.loader.load(iteration.batch, columns, index, count)
+                        tables[name] = self.calls.loader.load(
+                            iteration.batch, columns, index, count
+                        )
                 case Restore(node, table, schema, index, count, shared):
                     span = trace.span(Lane.STORAGE, "read", table)
                     with _Timed(self.calls, node.name), span, self.calls.node_scope(node):
                         folder = step_folder(runtime.run_url, table, iteration.step)
-                        rows = read_stored_rows(folder, schema, index, count, runtime.read_limit, whole=bool(shared))
+                        rows = read_stored_rows(
+                            folder, schema, index, count, runtime.read_limit, whole=bool(shared)
+                        )
                         tables[node.name] = filled_by_group(rows, shared)
                 case RunNode(node, inputs, columns):
-                    with _Timed(self.calls, node.name), trace.span(Lane.COMPUTE, "node", node.name) as span:
+                    with (
+                        _Timed(self.calls, node.name),
+                        trace.span(Lane.COMPUTE, "node", node.name) as span,
+                    ):
                         tables[node.name] = self.calls.call(node, inputs, columns)
                         if trace.enabled:
                             span.amount = _resident_memory()
                 case Stream():
                     weight_stream.run(link, self.calls)
                 case Send(edge):
-                    with trace.span(Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence):
+                    with trace.span(
+                        Lane.TRANSFER, "publish", edge.name, sequence=iteration.sequence
+                    ):
                         self._wait(runtime.databuffer.publish(edge, iteration, tables[edge.source]))
                 case Recv(edge, guide, have):
                     with _Timed(self.calls, edge.name):
-                        tables[edge.name] = self._receive(edge, guide, [tables[name] for name in have])
+                        tables[edge.name] = self._receive(
+                            edge, guide, [tables[name] for name in have]
+                        )
                 case Save(node, table, shared=shared):
                     span = trace.span(Lane.STORAGE, "save", table)
                     with span, runtime.progress.at(f"the writing of table {table!r}, {iteration}"):
@@ -159,13 +172,17 @@ class ChainRun:
         return replace(self, calls=replace(self.calls, iteration=earlier, tables={}))
 
     def _discard_streams(self, links: Sequence[Link]) -> None:
-        """Receive and discard all streams among ``links``: their sources wait until every table is acknowledged."""
+        """Receive and discard all streams among ``links``: their sources wait until every table
+        is acknowledged.
+        """
         for link in links:
             if isinstance(link, Stream):
                 weight_stream.discard(link, self.calls)
 
     def _receive(self, edge: Edge, guide: Edge, already_here: Sequence[pa.Table]) -> pa.Table:
-        """Pull the edge's rows. The wait until they are made is recorded apart from their transfer."""
+        """Pull the edge's rows. The wait until they are made is recorded apart from their
+        transfer.
+        """
         trace = self.calls.runtime.trace
         databuffer = self.calls.runtime.databuffer
         iteration = self.calls.iteration
@@ -187,8 +204,18 @@ class ChainRun:
             if edge.by_group:
                 self.calls.context("").log("bytes/by_group", nbytes, Reduce.SUM)
             sequence = iteration.sequence
-            trace.add(Lane.WAIT, "rows", edge.name, started, made_at, sequence=sequence, beside=False)
-            trace.add(Lane.TRANSFER, "receive", edge.name, made_at, amount=nbytes, sequence=sequence, beside=False)
+            trace.add(
+                Lane.WAIT, "rows", edge.name, started, made_at, sequence=sequence, beside=False
+            )
+            trace.add(
+                Lane.TRANSFER,
+                "receive",
+                edge.name,
+                made_at,
+                amount=nbytes,
+                sequence=sequence,
+                beside=False,
+            )
 
     def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         with self.calls.runtime.progress.waiting(""):
@@ -221,5 +248,7 @@ def _resident_memory() -> int:
 
 @cache
 def _process(pid: int) -> psutil.Process:
-    """Return a process. It is cached, since psutil takes longer to make one than to ask it for its memory."""
+    """Return a process. It is cached, since psutil takes longer to make one than to ask it for
+    its memory.
+    """
     return psutil.Process(pid)

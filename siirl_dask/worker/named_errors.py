@@ -1,7 +1,8 @@
-"""Prepares errors for the driver's process: they name where they happened, in a form that any process can load.
+"""Prepares errors for the driver's process: they name where they happened, in a form that any
+process can load.
 
-Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a long chain of
-causes, the driver would get an ``Exception`` that has lost its type.
+Dask pickles an exception with its tracebacks and all its causes. Where that fails, as it does for a
+long chain of causes, the driver would get an ``Exception`` that has lost its type.
 """
 
 from __future__ import annotations
@@ -15,21 +16,29 @@ from traceback import format_exception, walk_tb
 from siirl_dask import errors
 from siirl_dask.errors import Origin, PeerError, RunError, SiirlError
 
-_MAX_LENGTH = 8000  # characters of a message or a note: Dask cuts longer ones than 10,000, and changes their type
+# characters of a message or a note: Dask cuts longer ones than 10,000, and changes their type
+_MAX_LENGTH = 8000
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 _OWN = "siirl_dask.worker."  # modules that only call what failed
 _CUT = "\n[... {} characters ...]\n"
 _UNKNOWN = Origin()
-_NO_MEMORY = ("OutOfMemoryError", "ArrowMemoryError")  # torch's and Arrow's, which this module does not import
+_NO_MEMORY = (
+    "OutOfMemoryError",
+    "ArrowMemoryError",
+)  # torch's and Arrow's, which this module does not import
 _MEMORY = (
-    "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to change, such as "
+    "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to "
+    "change, such as "
     "trainer.max_tokens_per_micro_batch"
 )
 
 
 @contextmanager
-def named_errors(where: str, failure: type[SiirlError], origin: Origin = _UNKNOWN) -> Iterator[None]:
-    """Add ``where``, as a note, and ``origin`` to a SiirlError raised inside; other errors become a ``failure``.
+def named_errors(
+    where: str, failure: type[SiirlError], origin: Origin = _UNKNOWN
+) -> Iterator[None]:
+    """Add ``where``, as a note, and ``origin`` to a SiirlError raised inside; other errors become a
+    ``failure``.
 
     An error of a collective becomes a PeerError: a rank is gone, or stands still.
     """
@@ -51,9 +60,11 @@ def named_errors(where: str, failure: type[SiirlError], origin: Origin = _UNKNOW
 
 
 def portable(error: Exception, worker: str) -> SiirlError:
-    """Return an exception that any process can load: of this package, without causes, its texts of bounded length.
+    """Return an exception that any process can load: of this package, without causes, its texts of
+    bounded length.
 
-    A note names the type, the worker and its host. An exception of any other package becomes a RunError.
+    A note names the type, the worker and its host. An exception of any other package becomes a
+    RunError.
     """
     where = f"{type(error).__name__} of worker {worker!r} on host {socket.gethostname()!r}"
     kind = next((base for base in type(error).__mro__ if base.__module__ == errors.__name__), None)
@@ -71,7 +82,9 @@ def portable(error: Exception, worker: str) -> SiirlError:
 
 
 def _is_of_collective(error: Exception) -> bool:
-    """Return whether a collective of torch.distributed raised it, whose errors have no type of their own."""
+    """Return whether a collective of torch.distributed raised it, whose errors have no type of
+    their own.
+    """
     if not isinstance(error, RuntimeError):
         return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -89,7 +102,9 @@ def _traceback(error: Exception) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return ``text``, without its middle where it is too long: it begins with what failed and ends with the cause."""
+    """Return ``text``, without its middle where it is too long: it begins with what failed and
+    ends with the cause.
+    """
     if len(text) <= _MAX_LENGTH:
         return text
     half = _MAX_LENGTH // 2

@@ -1,4 +1,6 @@
-"""Calls a node's function: makes its context, joins its inputs, checks its output against its contract."""
+"""Calls a node's function: makes its context, joins its inputs, checks its output against its
+contract.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from siirl_dask.coordinator.blobs import rows_at, with_values_of_groups
 from siirl_dask.coordinator.dataloader import Dataloader
 from siirl_dask.coordinator.stored_rows import read_kept_rows, step_folder
 from siirl_dask.errors import NodeError, Origin
-from siirl_dask.planner import Edge, Groups, Input, Iteration, LoadPrompts, Node, Phase, Plan, RunNode
+from siirl_dask.planner import (
+    Edge,
+    Groups,
+    Input,
+    Iteration,
+    LoadPrompts,
+    Node,
+    Phase,
+    Plan,
+    RunNode,
+)
 from siirl_dask.planner.node import NONFINITE
 from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, TYPES, make_schema
 from siirl_dask.worker.early_work import EarlyWork
@@ -31,7 +43,9 @@ logger = logging.getLogger("siirl_dask.worker")
 
 @dataclass(slots=True)
 class NodeCalls:
-    """Calls the nodes of one pass through a chain, and holds the tables and metrics that they share."""
+    """Calls the nodes of one pass through a chain, and holds the tables and metrics that they
+    share.
+    """
 
     runtime: WorkerRuntime
     iteration: Iteration
@@ -46,14 +60,18 @@ class NodeCalls:
     early_nodes: Mapping[str, Sequence[RunNode]] = field(default_factory=dict)
     """Links of nodes that begin with finished rows of another node, by that node's name."""
     early_work: dict[str, EarlyWork] = field(default_factory=dict)
-    """Work of nodes that have begun with finished rows and whose own call is still to come, by node."""
+    """Work of nodes that have begun with finished rows and whose own call is still to come, by
+    node."""
     reloaded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Roles that get new weights after a node, before any other node uses them, by the node."""
     prompts_link: LoadPrompts | None = None
-    """The link that read this worker's prompts; a node that draws more prompts continues from it."""
+    """The link that read this worker's prompts; a node that draws more prompts continues from
+    it."""
 
     def call(self, node: Node, inputs: Sequence[Input], columns: Sequence[str]) -> pa.Table:
-        """Run the node's function and return ``columns`` of its output. NodeError when it breaks its contract."""
+        """Run the node's function and return ``columns`` of its output. NodeError when it breaks
+        its contract.
+        """
         with self.node_scope(node):
             table = self.join_inputs(inputs)
             context = self.node_context(node)
@@ -69,22 +87,33 @@ class NodeCalls:
             work.cancel()
 
     def packed_state(self, node: Node) -> pa.Table:
-        """Return the state that a node has on this worker for later steps. NodeError unless it is a table of rows."""
+        """Return the state that a node has on this worker for later steps. NodeError unless it
+        is a table of rows.
+        """
         carries = node.contract.carries
         assert carries is not None
         with self.node_scope(node):
             rows = carries.pack(self.node_context(node), **node.options)
             if not isinstance(rows, pa.Table) or not {ROW_ID, GROUP_ID} <= set(rows.column_names):
-                raise NodeError(f"node {node.name!r} packed no table with {ROW_ID} and {GROUP_ID} of what it keeps")
+                raise NodeError(
+                    f"node {node.name!r} packed no table with {ROW_ID} and {GROUP_ID} of what it "
+                    "keeps"
+                )
             return rows
 
     def step_progress(self) -> StepProgress:
-        """Return the metrics and the dataloader's position at this moment, for a table that is saved now."""
+        """Return the metrics and the dataloader's position at this moment, for a table that is
+        saved now.
+        """
         return StepProgress(self.metrics, self.loader.position if self.loader else None)
 
     def join_inputs(self, inputs: Sequence[Input]) -> pa.Table:
-        """Return one table with the columns of all inputs, sorted by row id; values that rows share are not copied."""
-        table = _join([self.tables[item.table].select(item.columns) for item in inputs if not item.by_group])
+        """Return one table with the columns of all inputs, sorted by row id; values that rows
+        share are not copied.
+        """
+        table = _join(
+            [self.tables[item.table].select(item.columns) for item in inputs if not item.by_group]
+        )
         for item in inputs:
             if item.by_group:
                 names = [name for name in item.columns if name not in IDENTITY]
@@ -117,8 +146,12 @@ class NodeCalls:
         context = self.context(node.role)
         context.agent = node.agent
         context.node = node.name
-        context.state = runtime.node_state.setdefault(f"{self.iteration.phase.counts_as}/{node.name}", {})
-        context.put_aside = partial(write_nonfinite_rows, runtime.run_url, node.name, self.iteration.step, context.rank)
+        context.state = runtime.node_state.setdefault(
+            f"{self.iteration.phase.counts_as}/{node.name}", {}
+        )
+        context.put_aside = partial(
+            write_nonfinite_rows, runtime.run_url, node.name, self.iteration.step, context.rank
+        )
         context.reloaded = self.reloaded.get(node.name, frozenset())
         if runtime.share_work is not None and context.rank.size > 1:
             context.steal_from_peers = partial(runtime.share_work, self.iteration, node)
@@ -130,7 +163,9 @@ class NodeCalls:
         return context
 
     def _enable_hand_over(self, context: Context, node: Node) -> None:
-        """Set ``context.hand_over`` where edges or other nodes on this worker can take the node's rows early."""
+        """Set ``context.hand_over`` where edges or other nodes on this worker can take the
+        node's rows early.
+        """
         edges = self.early_edges.get(node.name, ())
         works = []
         for run in self.early_nodes.get(node.name, ()):
@@ -140,36 +175,49 @@ class NodeCalls:
         if edges or works:
             context.hand_over = partial(self._hand_over, node, edges, works)
 
-    def _hand_over(self, node: Node, edges: Sequence[Edge], works: Sequence[EarlyWork], rows: pa.Table) -> None:
-        """Send finished rows along ``edges``, and begin ``works`` with them. NodeError where a column that the node
-        declares is missing.
+    def _hand_over(
+        self, node: Node, edges: Sequence[Edge], works: Sequence[EarlyWork], rows: pa.Table
+    ) -> None:
+        """Send finished rows along ``edges``, and begin ``works`` with them. NodeError where a
+        column that the node declares is missing.
         """
         early = node.contract.early
-        if missing := [name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names]:
-            raise NodeError(f"node {node.name!r} handed over rows without {missing}: it declares early={list(early)}")
+        if missing := [
+            name for name in (ROW_ID, GROUP_ID, *early) if name not in rows.column_names
+        ]:
+            raise NodeError(
+                f"node {node.name!r} handed over rows without {missing}: it declares "
+                f"early={list(early)}"
+            )
         runtime = self.runtime
         for edge in edges:
-            runtime.loop.call_soon_threadsafe(runtime.databuffer.hand_over, edge, self.iteration, rows)
+            runtime.loop.call_soon_threadsafe(
+                runtime.databuffer.hand_over, edge, self.iteration, rows
+            )
         for work in works:
             work.take(rows)
 
     @contextmanager
     def node_scope(self, node: Node) -> Iterator[None]:
-        """Report the node as where this worker is, and add node, iteration and worker to errors raised inside; an
-        exception that is no SiirlError becomes a NodeError.
+        """Report the node as where this worker is, and add node, iteration and worker to errors
+        raised inside; an exception that is no SiirlError becomes a NodeError.
         """
         place = f"{NODE}{node.name!r}, {self.iteration}"
         worker = self.runtime.device.worker
         origin = Origin(worker, None, node.name, str(self.iteration))
-        with self.runtime.progress.at(place), named_errors(f"{place}, worker {worker!r}", NodeError, origin):
+        with (
+            self.runtime.progress.at(place),
+            named_errors(f"{place}, worker {worker!r}", NodeError, origin),
+        ):
             yield
 
 
 def restore_packed_state(runtime: WorkerRuntime, plan: Plan, folders: Mapping[str, str]) -> None:
-    """Unpack the stored state of nodes on this worker, in a run that goes on from the stored rows of a step.
+    """Unpack the stored state of nodes on this worker, in a run that goes on from the stored rows
+    of a step.
 
-    ``folders`` has the folder of each node's rows, of which this worker's share is read. NodeError when a node does not
-    take its rows, DataError when they cannot be read.
+    ``folders`` has the folder of each node's rows, of which this worker's share is read. NodeError
+    when a node does not take its rows, DataError when they cannot be read.
     """
     calls = NodeCalls(runtime, Iteration(Phase.TRAIN, 0, 0), None)
     worker = runtime.device.worker
@@ -185,17 +233,26 @@ def restore_packed_state(runtime: WorkerRuntime, plan: Plan, folders: Mapping[st
                 carries.unpack(calls.node_context(node), rows, **node.options)
 
 
-def write_nonfinite_rows(run_url: str, node: str, step: int, rank: Rank, rows: pa.Table) -> str | None:
-    """Write ``rows`` as the part of ``rank`` of the table ``nonfinite-NODE`` at ``step``, whole or not at all.
+def write_nonfinite_rows(
+    run_url: str, node: str, step: int, rank: Rank, rows: pa.Table
+) -> str | None:
+    """Write ``rows`` as the part of ``rank`` of the table ``nonfinite-NODE`` at ``step``, whole or
+    not at all.
 
-    Returns the step's folder; None where the store fails, which must not hide the error that the rows explain. No other
-    part of a run reads these rows: they are for people to look at.
+    Returns the step's folder; None where the store fails, which must not hide the error that the
+    rows explain. No other part of a run reads these rows: they are for people to look at.
     """
     folder = step_folder(run_url, NONFINITE + node, step)
     try:
         write_part(folder, rank.rank, rank.size, rows)
     except Exception as error:  # each store has errors of its own
-        logger.warning("rows of step %d are not written to %s: %s: %s", step, folder, type(error).__name__, error)
+        logger.warning(
+            "rows of step %d are not written to %s: %s: %s",
+            step,
+            folder,
+            type(error).__name__,
+            error,
+        )
         return None
     return folder
 
@@ -208,7 +265,8 @@ def _join(tables: list[pa.Table]) -> pa.Table:
     for other in tables[1:]:
         if not other[ROW_ID].equals(first[ROW_ID]):
             raise NodeError(
-                f"its parents hold different rows: {first.num_rows} and {other.num_rows}, not the same row ids; "
+                f"its parents hold different rows: {first.num_rows} and {other.num_rows}, not the "
+                "same row ids; "
                 "a node that removes rows must come before the branches part"
             )
         columns |= {name: other[name] for name in other.column_names if name not in IDENTITY}
@@ -222,24 +280,40 @@ def _sorted(table: pa.Table) -> pa.Table:
 
 
 def checked(node: Node, columns: Sequence[str], table: pa.Table, output: object) -> pa.Table:
-    """Return ``columns`` of a node's output for ``table``. NodeError when it differs from the node's contract."""
+    """Return ``columns`` of a node's output for ``table``. NodeError when it differs from the
+    node's contract.
+    """
     if not isinstance(output, pa.Table):
-        raise NodeError(f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table")
+        raise NodeError(
+            f"node {node.name!r} gave a {type(output).__name__}: expected a pyarrow Table"
+        )
     contract = node.contract
-    declared = {name: TYPES[name] for name in IDENTITY} | {field.name: field.type for field in contract.writes}
+    declared = {name: TYPES[name] for name in IDENTITY} | {
+        field.name: field.type for field in contract.writes
+    }
     known = set(declared)
     if contract.passes:
         known.update(table.column_names)
     if undeclared := [name for name in output.column_names if name not in known]:
-        raise NodeError(f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its writes")
+        raise NodeError(
+            f"node {node.name!r} gave columns it does not declare: {undeclared}; add them to its "
+            "writes"
+        )
     if missing := [name for name in columns if name not in output.column_names]:
-        raise NodeError(f"node {node.name!r} did not give {missing} (it gave {output.column_names})")
+        raise NodeError(
+            f"node {node.name!r} did not give {missing} (it gave {output.column_names})"
+        )
     result = _with_large_offsets(output)
     for name, kind in declared.items():
         if name in result.column_names and result[name].type != kind:
-            raise NodeError(f"node {node.name!r} gave {name!r} as {result[name].type}: its contract says {kind}")
+            raise NodeError(
+                f"node {node.name!r} gave {name!r} as {result[name].type}: its contract says {kind}"
+            )
     if not contract.new_rows and not _has_same_rows(table, result):
-        raise NodeError(f"node {node.name!r} changed which rows there are: declare new_rows=True in its @columns")
+        raise NodeError(
+            f"node {node.name!r} changed which rows there are: declare new_rows=True in its "
+            "@columns"
+        )
     if contract.groups is Groups.KEPT:
         _check_groups(node, table, result)
     return result.select(columns)
@@ -254,21 +328,27 @@ def _has_same_rows(table: pa.Table, output: pa.Table) -> bool:
 
 
 def _check_groups(node: Node, table: pa.Table, output: pa.Table) -> None:
-    """Raise NodeError for rows of groups that a node had none of, and for several rows of one where one row came in."""
+    """Raise NodeError for rows of groups that a node had none of, and for several rows of one
+    where one row came in.
+    """
     groups = output[GROUP_ID].to_numpy()
     input_groups = table[GROUP_ID].to_numpy()
     new_groups = np.setdiff1d(groups, input_groups)
     if len(new_groups):
         raise NodeError(
-            f"node {node.name!r} gave rows of {len(new_groups)} groups that it had none of (first group_id "
-            f"{new_groups[0]}): its contract says groups='kept', and a node that numbers groups anew declares "
+            f"node {node.name!r} gave rows of {len(new_groups)} groups that it had none of (first "
+            "group_id "
+            f"{new_groups[0]}): its contract says groups='kept', and a node that numbers groups "
+            "anew declares "
             "groups='new'"
         )
     if node.contract.expand is not None:
         return
     repeats_groups = len(groups) > len(np.unique(groups))
     if repeats_groups and len(input_groups) == len(np.unique(input_groups)):
-        raise NodeError(f"node {node.name!r} gave several rows of a group where it had one: declare expand=...")
+        raise NodeError(
+            f"node {node.name!r} gave several rows of a group where it had one: declare expand=..."
+        )
 
 
 def _with_large_offsets(table: pa.Table) -> pa.Table:

@@ -1,4 +1,6 @@
-"""Remembers past iterations for nodes with a lag, which take their rows from an earlier iteration."""
+"""Remembers past iterations for nodes with a lag, which take their rows from an earlier
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from siirl_dask.planner import Chain, Iteration, Lagged, Phase, phase_of
 
 
 class PastIterations:
-    """Holds the iterations of phases with lagged links, back to the oldest whose rows a link may still need.
+    """Holds the iterations of phases with lagged links, back to the oldest whose rows a link may
+    still need.
 
-    ``chains`` are those of all workers, by plan: another worker holds the rows that one worker needs.
+    ``chains`` are those of all workers, by plan: another worker holds the rows that one worker
+    needs.
     """
 
     def __init__(self, chains: Mapping[str, Iterable[Chain]]) -> None:
@@ -23,7 +27,8 @@ class PastIterations:
         self._iterations: list[Iteration] = []
 
     def begin(self, iteration: Iteration, completed: int) -> int:
-        """Begin an iteration, and return the sequence number before which no rows are needed any more.
+        """Begin an iteration, and return the sequence number before which no rows are needed any
+        more.
 
         All workers have completed the iterations before number ``completed``.
         """
@@ -31,14 +36,17 @@ class PastIterations:
             self._iterations.append(iteration)
         needed = completed
         for phase, steps in self._lags.items():
-            sequences = (past.sequence for past in self._iterations if past.phase.counts_as == phase)
+            sequences = (
+                past.sequence for past in self._iterations if past.phase.counts_as == phase
+            )
             done = [sequence for sequence in sequences if sequence < completed]
             needed = min([needed, *done[-steps:]])
         self._iterations = [past for past in self._iterations if past.sequence >= needed]
         return needed
 
     def lagged(self, iteration: Iteration, steps: int) -> Iteration | None:
-        """Return the iteration ``steps`` steps earlier, or ``iteration`` itself when the pipeline drains.
+        """Return the iteration ``steps`` steps earlier, or ``iteration`` itself when the pipeline
+        drains.
 
         None while there have been fewer than that since the last drain.
         """
@@ -48,13 +56,17 @@ class PastIterations:
         return since_drain[-1 - steps] if len(since_drain) > steps else None
 
     def skipped(self, iteration: Iteration, steps: int) -> list[Iteration]:
-        """Return the iterations whose lagged links never run because ``iteration`` drains and runs its own instead."""
+        """Return the iterations whose lagged links never run because ``iteration`` drains and
+        runs its own instead.
+        """
         if not iteration.drain:
             return []
         return self._since_drain(iteration.phase.counts_as, before=iteration.sequence)[-steps:]
 
     def _since_drain(self, phase: Phase, before: int | None = None) -> list[Iteration]:
-        """Return the iterations of a phase since its last drain, of all or of those before a sequence number."""
+        """Return the iterations of a phase since its last drain, of all or of those before a
+        sequence number.
+        """
         since_drain: list[Iteration] = []
         for past in self._iterations:
             if past.phase.counts_as != phase or (before is not None and past.sequence >= before):

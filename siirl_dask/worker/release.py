@@ -18,7 +18,8 @@ LEAVE_TIMEOUT = 30.0
 class Release:
     """Calls ``free`` once, after ``end``, in the thread that leaves last.
 
-    A task may be in a call that never returns: then its models stay in memory as long, and nobody waits for them.
+    A task may be in a call that never returns: then its models stay in memory as long, and nobody
+    waits for them.
     """
 
     def __init__(self, free: Callable[[], None]) -> None:
@@ -56,24 +57,28 @@ class Release:
             self._free_if_last()
 
     def end(self, patience: float) -> None:
-        """Free everything. Waits up to ``patience`` seconds for tasks to leave; one that leaves later frees it then."""
+        """Free everything. Waits up to ``patience`` seconds for tasks to leave; one that leaves
+        later frees it then.
+        """
         with self._changed:
             self._over = True
             self._changed.wait_for(lambda: not self._inside, patience)
         self._free_if_last()
 
     def if_inside(self, act: Callable[[], object]) -> None:
-        """Call ``act`` if a task is inside. No task leaves meanwhile, so no other run begins in this process."""
+        """Call ``act`` if a task is inside. No task leaves meanwhile, so no other run begins in
+        this process.
+        """
         with self._changed:
             if self._inside:
                 act()
 
     def hand_over(self, worker: str, stop: StopFlag, progress: TaskProgress) -> bool:
-        """Wait until no task is inside, and return True: nothing is freed, everything is the caller's from then on.
-        Returns False where everything was freed meanwhile.
+        """Wait until no task is inside, and return True: nothing is freed, everything is the
+        caller's from then on. Returns False where everything was freed meanwhile.
 
-        ``progress`` is that of these tasks. RunError, naming ``worker``, where a task does not leave and makes no
-        progress.
+        ``progress`` is that of these tasks. RunError, naming ``worker``, where a task does not
+        leave and makes no progress.
         """
         beats = progress.beats
         deadline = time.monotonic() + LEAVE_TIMEOUT
@@ -105,7 +110,9 @@ class Release:
 
 
 def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
-    """Wait until earlier runs have freed everything, and clear ``earlier``. RunError where a task does not return."""
+    """Wait until earlier runs have freed everything, and clear ``earlier``. RunError where a
+    task does not return.
+    """
     deadline = time.monotonic() + LEAVE_TIMEOUT
     while any(release.is_draining for release in earlier):
         if time.monotonic() > deadline:
@@ -116,6 +123,7 @@ def await_all(earlier: list[Release], worker: str, stop: StopFlag) -> None:
 
 def _still_inside(worker: str) -> str:
     return (
-        f"worker {worker!r} is still inside a task of an earlier run, {LEAVE_TIMEOUT:g} s after that was stopped: "
+        f"worker {worker!r} is still inside a task of an earlier run, {LEAVE_TIMEOUT:g} s after "
+        "that was stopped: "
         "restart the worker"
     )

@@ -15,7 +15,15 @@ from types import MappingProxyType, ModuleType
 import cloudpickle
 from siirl_storage.files import absolute
 
-from siirl_dask.config import Affinity, Config, DevicePreference, Durability, OnNan, ProfileConfig, parse_bytes
+from siirl_dask.config import (
+    Affinity,
+    Config,
+    DevicePreference,
+    Durability,
+    OnNan,
+    ProfileConfig,
+    parse_bytes,
+)
 from siirl_dask.coordinator.source import Dataset
 from siirl_dask.errors import PlanError, RunError
 from siirl_dask.models.remote import RemoteModel
@@ -57,7 +65,8 @@ class RunSpec:
     durability: Durability = Durability.asynchronous
     """``storage.durability``."""
     attempt: int | None = None
-    """Number of this start of the run, which the parts of its tables carry; None for a pass that has one start only."""
+    """Number of this start of the run, which the parts of its tables carry; None for a pass that
+    has one start only."""
     skip_nonfinite: bool = False
     """Whether a step on numbers that are not finite is left out; otherwise it ends the run."""
     name: str = ""
@@ -71,11 +80,13 @@ class RunSpec:
     resume_from: ResumeFrom | None = None
     """Checkpoint from which the run resumes; None for a new run."""
     stored_state: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the rows that a node had packed for later steps, and unpacks at the start, by node."""
+    """Folder of the rows that a node had packed for later steps, and unpacks at the start, by
+    node."""
     models: Mapping[str, RemoteModel] = field(default_factory=dict)
     """Models at URLs, by URL, as they were when the run began."""
     follows: str | None = None
-    """Plugin of the run that lost a worker, of which this one is the next launch: it reuses the roles built there."""
+    """Plugin of the run that lost a worker, of which this one is the next launch: it reuses the
+    roles built there."""
 
     @staticmethod
     def of(
@@ -95,7 +106,9 @@ class RunSpec:
         memory = config.cluster.device_memory
         return RunSpec(
             run=uuid.uuid4().hex[:12],
-            url=absolute(config.run.url),  # a worker of an existing cluster may run in another folder
+            url=absolute(
+                config.run.url
+            ),  # a worker of an existing cluster may run in another folder
             seed=config.run.seed,
             members=members,
             phases=serialize_phases(phases),
@@ -139,11 +152,11 @@ _ALWAYS_BY_VALUE = ("__main__", "__mp_main__")  # by cloudpickle itself
 
 
 def serialize_phases(phases: Phases) -> bytes:
-    """Serialize the inputs of plans, datasets, and specs that options name; modules of the user's own are included by
-    value.
+    """Serialize the inputs of plans, datasets, and specs that options name; modules of the user's
+    own are included by value.
 
-    This is one explicit dump, since Dask would pickle them by reference. PlanError when a function, option or module
-    cannot be pickled.
+    This is one explicit dump, since Dask would pickle them by reference. PlanError when a function,
+    option or module cannot be pickled.
     """
     inputs = {phase: (PlanInputs.of(plan), dataset) for phase, (plan, dataset) in phases.items()}
     with _by_value(_own_modules()):
@@ -151,26 +164,35 @@ def serialize_phases(phases: Phases) -> bytes:
             return dumps((inputs, loaded_specs()))
         except Exception as error:  # an object of the user's may raise anything when it is pickled
             raise PlanError(
-                "the nodes and roles cannot be sent to the workers: a function, an option or a module of yours that "
+                "the nodes and roles cannot be sent to the workers: a function, an option or a "
+                "module of yours that "
                 f"they use cannot be pickled: {type(error).__name__}: {error}"
             ) from error
 
 
 def deserialize_phases(data: bytes, workers: Sequence[str]) -> Phases:
-    """Load what ``serialize_phases`` returned, and compile each plan for ``workers``, the run's in rank order.
+    """Load what ``serialize_phases`` returned, and compile each plan for ``workers``, the run's in
+    rank order.
 
     RunError when this process lacks a package that nodes or roles use.
     """
     try:
-        loaded: tuple[Mapping[str, tuple[PlanInputs, Dataset]], Mapping[str, object]] = cloudpickle.loads(data)
+        loaded: tuple[Mapping[str, tuple[PlanInputs, Dataset]], Mapping[str, object]] = (
+            cloudpickle.loads(data)
+        )
     except Exception as error:  # an imported module may raise anything
         raise RunError(
-            f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; packages that they use "
-            "must be installed on the workers, files of yours must be under the working directory or beside the script"
+            f"a worker cannot open the run's nodes and roles: {type(error).__name__}: {error}; "
+            "packages that they use "
+            "must be installed on the workers, files of yours must be under the working directory "
+            "or beside the script"
         ) from error
     inputs, specs = loaded
     receive_specs(specs)  # plans ask them which ranks speak with each other
-    return {phase: (plan_inputs.compile(workers), dataset) for phase, (plan_inputs, dataset) in inputs.items()}
+    return {
+        phase: (plan_inputs.compile(workers), dataset)
+        for phase, (plan_inputs, dataset) in inputs.items()
+    }
 
 
 @contextmanager
@@ -188,7 +210,9 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 
 def _own_modules() -> list[ModuleType]:
-    """Return the imported modules that are the user's own: in the working directory or beside the script."""
+    """Return the imported modules that are the user's own: in the working directory or beside
+    the script.
+    """
     folders = {Path.cwd()}
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script:
@@ -197,7 +221,9 @@ def _own_modules() -> list[ModuleType]:
 
 
 def _is_own(name: str, module: ModuleType, folders: Collection[Path]) -> bool:
-    """Return whether a module is one of the user's in ``folders``, which cloudpickle would send by reference."""
+    """Return whether a module is one of the user's in ``folders``, which cloudpickle would send
+    by reference.
+    """
     file = getattr(module, "__file__", None)
     if not file or getattr(module, "__name__", None) != name:
         return False

@@ -34,7 +34,8 @@ class WorkerRuntime:
     stages: StageWriter | PlainWriter
     """Writes the parts of tables that nodes save."""
     read_limit: int = 2 * 2**30
-    """Bytes that stored rows of a step, or a row group of them, may take on a worker once decoded."""
+    """Bytes that stored rows of a step, or a row group of them, may take on a worker once
+    decoded."""
     resources: Mapping[str, Any]
     """The object that each of this worker's roles built, by the role's name."""
     ranks: Mapping[str, Rank]

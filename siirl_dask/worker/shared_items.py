@@ -43,7 +43,8 @@ def pack(number: int, value: object) -> bytes:
     packed = b"".join(wire.pack(number, value))
     if len(packed) > wire.MAX_REQUEST_FRAMES:
         raise PeerError(
-            f"an item of shared work takes {len(packed)} bytes: expected at most {wire.MAX_REQUEST_FRAMES}; set "
+            f"an item of shared work takes {len(packed)} bytes: expected at most "
+            f"{wire.MAX_REQUEST_FRAMES}; set "
             "rollout.work_stealing=false for rows as long as this"
         )
     return packed
@@ -65,5 +66,10 @@ def messages_of(results: Sequence[tuple[int, Any]]) -> Iterator[bytes]:
 
 
 def read(packed: object) -> list[tuple[int, object]]:
-    """Return numbered items or results that a peer sent. PeerError when ``packed`` holds anything else."""
-    return [(message.number, message.head) for message in wire.read_messages(packed, wire.REQUEST, MAX_ITEMS)]
+    """Return numbered items or results that a peer sent. PeerError when ``packed`` holds
+    anything else.
+    """
+    return [
+        (message.number, message.head)
+        for message in wire.read_messages(packed, wire.REQUEST, MAX_ITEMS)
+    ]

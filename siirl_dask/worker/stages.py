@@ -1,7 +1,9 @@
-"""Writes a worker's part of each table that the run saves, while the chain goes on, and reports it to the driver.
+"""Writes a worker's part of each table that the run saves, while the chain goes on, and reports it
+to the driver.
 
-A part counts once the driver has committed it with those of the other workers (runs/tables.py). It is reported as soon
-as it is written, also in the middle of a step: the rows that a step has stored then survive a failure of that step.
+A part counts once the driver has committed it with those of the other workers (runs/tables.py). It
+is reported as soon as it is written, also in the middle of a step: the rows that a step has stored
+then survive a failure of that step.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class StepProgress:
 
 @dataclass(slots=True, kw_only=True)
 class StageWriter:
-    """Writes parts for one attempt at a run, one after the other. Only the chain's thread calls it."""
+    """Writes parts for one attempt at a run, one after the other. Only the chain's thread calls
+    it.
+    """
 
     run_url: str
     attempt: int
@@ -49,18 +53,24 @@ class StageWriter:
     stop: StopFlag
     trace: Recorder = field(default_factory=lambda: Recorder(enabled=False))
     _writing: Future[None] | None = None
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "siirl-stages"))
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "siirl-stages")
+    )
 
     @property
     def reports(self) -> bool:
         """Whether each table that is saved is reported to the driver."""
         return self.durability is not Durability.none
 
-    def save(self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
-        """Write ``rows`` as this worker's part of a table, and report it with the step's ``progress``.
+    def save(
+        self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress
+    ) -> None:
+        """Write ``rows`` as this worker's part of a table, and report it with the step's
+        ``progress``.
 
-        With ``storage.durability=sync`` it is written when this returns; with ``async`` the previous part is. A write
-        that fails is reported at once; this raises its error if it was this part's or the previous one's.
+        With ``storage.durability=sync`` it is written when this returns; with ``async`` the
+        previous part is. A write that fails is reported at once; this raises its error if it was
+        this part's or the previous one's.
         """
         if not self.reports:
             return
@@ -71,8 +81,12 @@ class StageWriter:
             started = time.monotonic_ns()
             try:
                 part = stage_part(folder, self.attempt, link.index, rows)
-            except Exception as error:  # each store has errors of its own; the chain may be far away, or at its end
-                what = f"{iteration}: its rows could not be stored in {folder}: {type(error).__name__}: {error}"
+            except Exception as error:
+                # each store has errors of its own; the chain may be far away, or at its end
+                what = (
+                    f"{iteration}: its rows could not be stored in {folder}: "
+                    f"{type(error).__name__}: {error}"
+                )
                 self.report({"kind": "unstored", "what": what})
                 raise
             self.trace.add(Lane.STORAGE, "write", link.table, started, amount=part.nbytes)
@@ -89,7 +103,9 @@ class StageWriter:
             self.report(_event(iteration, table, progress))
 
     def wait(self) -> None:
-        """Wait until everything is written. Raises the error of the last write; Aborted when the run is stopped."""
+        """Wait until everything is written. Raises the error of the last write; Aborted when the
+        run is stopped.
+        """
         if self._writing is not None:
             result_of(self._writing, self.stop)
 
@@ -106,9 +122,13 @@ class PlainWriter:
     reports: bool = False
     """Always False: no driver waits for a part."""
 
-    def save(self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress) -> None:
+    def save(
+        self, link: Save | SaveState, iteration: Iteration, rows: pa.Table, progress: StepProgress
+    ) -> None:
         """Write ``rows`` as part ``link.index`` of ``link.count``."""
-        write_part(step_folder(self.run_url, link.table, iteration.step), link.index, link.count, rows)
+        write_part(
+            step_folder(self.run_url, link.table, iteration.step), link.index, link.count, rows
+        )
 
     def report_no_part(self, table: str, iteration: Iteration, progress: StepProgress) -> None:
         """Do nothing: nobody commits the table."""

@@ -46,7 +46,9 @@ class StopFlag:
 
 
 def wait_for(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, stop: StopFlag) -> _T:
-    """Run ``work`` on ``loop`` from another thread and return its result. Aborted as soon as the flag is set."""
+    """Run ``work`` on ``loop`` from another thread and return its result. Aborted as soon as the
+    flag is set.
+    """
     return result_of(asyncio.run_coroutine_threadsafe(work, loop), stop)
 
 

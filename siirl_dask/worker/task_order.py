@@ -1,7 +1,9 @@
-"""Runs a worker's tasks of a run one after the other, in the order in which the driver submitted them.
+"""Runs a worker's tasks of a run one after the other, in the order in which the driver submitted
+them.
 
-Dask sends a task to its worker at once, since none depends on another: between two steps no worker waits for the
-scheduler. A worker of an existing cluster may have several threads, which would run several tasks at the same time.
+Dask sends a task to its worker at once, since none depends on another: between two steps no worker
+waits for the scheduler. A worker of an existing cluster may have several threads, which would run
+several tasks at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class TaskOrder:
 
     @contextmanager
     def take(self, number: int) -> Iterator[None]:
-        """Wait for the tasks before ``number``. Raises Aborted once one of them has failed or the run has stopped."""
+        """Wait for the tasks before ``number``. Raises Aborted once one of them has failed or
+        the run has stopped.
+        """
         with self._changed:
             while number != self._next:
                 self._stop.check()

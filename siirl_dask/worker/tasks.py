@@ -1,8 +1,9 @@
-"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for the tasks before it and calls one
-method of the plugin.
+"""The Dask tasks of a run: each finds the run's plugin on its worker, waits for the tasks before it
+and calls one method of the plugin.
 
-Arguments are plain values, which no worker needs to unpickle. The scheduler imports this module to hand the tasks out:
-it must not import torch, which would keep a scheduler from answering for seconds.
+Arguments are plain values, which no worker needs to unpickle. The scheduler imports this module to
+hand the tasks out: it must not import torch, which would keep a scheduler from answering for
+seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def run_chain(plugin: str, number: int, iteration: _IterationFields, completed: 
     _run_task(plugin, number, lambda running: running.run_chain(_iteration(iteration), completed))
 
 
-def save_worker(plugin: str, number: int, iteration: _IterationFields, completed: int, url: str) -> None:
+def save_worker(
+    plugin: str, number: int, iteration: _IterationFields, completed: int, url: str
+) -> None:
     """Write this worker's part of a checkpoint."""
     _run_task(plugin, number, lambda running: running.save(_iteration(iteration), url, completed))
 
@@ -71,7 +74,9 @@ def describe_position(plugin: str, dask_worker: Worker) -> str:
 
 
 def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
-    """Return where the worker's task is, whom it waits for, and its stacks. Runs on the worker's event loop."""
+    """Return where the worker's task is, whom it waits for, and its stacks. Runs on the worker's
+    event loop.
+    """
     running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     if running is None:
         return {"place": "", "waits": False, "owed": [], "stacks": []}
@@ -79,19 +84,25 @@ def describe_wait(plugin: str, dask_worker: Worker) -> dict[str, object]:
 
 
 def beats_inside(plugin: str, dask_worker: Worker) -> int | None:
-    """Return the number of beats of the run's task, None if none is running. Runs on the event loop."""
+    """Return the number of beats of the run's task, None if none is running. Runs on the event
+    loop.
+    """
     running: DAGWorker | None = dask_worker.plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     return None if running is None else running.beats_inside()
 
 
 def describe_process(dask_worker: Nanny) -> tuple[str, int]:
-    """Return the state of a worker's process by the system, such as ``stopped``, and its pid. Runs in its nanny."""
+    """Return the state of a worker's process by the system, such as ``stopped``, and its pid.
+    Runs in its nanny.
+    """
     assert dask_worker.pid is not None, "its process has ended"
     return psutil.Process(dask_worker.pid).status(), dask_worker.pid
 
 
 def models_of(plugin: str, dask_worker: Worker) -> list[str]:
-    """Return the roles with a state that the worker has built at their first use. Runs on the worker's event loop."""
+    """Return the roles with a state that the worker has built at their first use. Runs on the
+    worker's event loop.
+    """
     running: DAGWorker = dask_worker.plugins[plugin]  # type: ignore[assignment]  # its name is the run's
     return running.models_used()
 
@@ -99,7 +110,9 @@ def models_of(plugin: str, dask_worker: Worker) -> list[str]:
 def _run_task(plugin: str, number: int, work: Callable[[DAGWorker], None]) -> None:
     running: DAGWorker | None = get_worker().plugins.get(plugin)  # type: ignore[assignment]  # its name is the run's
     if running is None:
-        raise Aborted(f"the driver gave no sign of life: the run was taken off worker {get_worker().name!r}")
+        raise Aborted(
+            f"the driver gave no sign of life: the run was taken off worker {get_worker().name!r}"
+        )
     try:
         _run_in_order(running, number, work)
         return
@@ -109,7 +122,9 @@ def _run_task(plugin: str, number: int, work: Callable[[DAGWorker], None]) -> No
 
 
 def _run_in_order(running: DAGWorker, number: int, work: Callable[[DAGWorker], None]) -> None:
-    """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed meanwhile."""
+    """Call ``work`` after the worker's earlier tasks, which the driver numbers; nothing is freed
+    meanwhile.
+    """
     place = running.progress.at("a task of the run")
     with running.task_order.take(number), running.release.task(), running.tracing.task(), place:
         running.bind_device()

@@ -1,9 +1,9 @@
 """Broadcasts tensors from one worker's device to others', as flat buffers, never through a table.
 
-All sides cut the announced tensors into the same buffers, of at most ``max_bytes`` or one tensor. The sender fills a
-buffer while the one before is on its way; receivers load one while the next arrives. So a device holds at most two, and
-a buffer is freed as soon as nobody refers to a tensor in it. Waits are short slices: a worker that is told to stop does
-so, even if a peer is dead.
+All sides cut the announced tensors into the same buffers, of at most ``max_bytes`` or one tensor.
+The sender fills a buffer while the one before is on its way; receivers load one while the next
+arrives. So a device holds at most two, and a buffer is freed as soon as nobody refers to a tensor
+in it. Waits are short slices: a worker that is told to stop does so, even if a peer is dead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from siirl_dask.worker.stop import StopFlag
 Waiting = Callable[[], AbstractContextManager[None]]
 """Makes a context manager that times a wait for peers."""
 _ALIGNED = 16  # bytes: a view needs the alignment of its type, and kernels read this much at once
-_SHORTEST_PAUSE = 1e-4  # seconds between two polls of a broadcast: a bucket over NVLink takes about 1 ms
+_SHORTEST_PAUSE = (
+    1e-4  # seconds between two polls of a broadcast: a bucket over NVLink takes about 1 ms
+)
 _LONGEST_PAUSE = 0.02
 
 
@@ -57,9 +59,13 @@ Slots = tuple[BufferSlot, ...]
 
 
 def cut(index: pa.Table, max_bytes: int) -> Iterator[Slots]:
-    """Yield the slots of each buffer, for the tensors in the order of ``index``. PeerError for a bad dtype or shape."""
+    """Yield the slots of each buffer, for the tensors in the order of ``index``. PeerError for a
+    bad dtype or shape.
+    """
     slots: list[BufferSlot] = []
-    for dtype, shape in zip(index[PARAMETER_DTYPE].to_pylist(), index[PARAMETER_SHAPE].to_pylist(), strict=True):
+    for dtype, shape in zip(
+        index[PARAMETER_DTYPE].to_pylist(), index[PARAMETER_SHAPE].to_pylist(), strict=True
+    ):
         slot = _slot(slots[-1].stop if slots else 0, dtype, shape)
         if slots and slot.stop > max_bytes:
             yield tuple(slots)
@@ -73,8 +79,15 @@ def cut(index: pa.Table, max_bytes: int) -> Iterator[Slots]:
 def _slot(after: int, dtype: Any, shape: Any) -> BufferSlot:
     """Return the first aligned slot from the offset ``after`` on."""
     torch_dtype = getattr(torch, str(dtype), None)
-    if not isinstance(torch_dtype, torch.dtype) or shape is None or any(size is None or size < 0 for size in shape):
-        raise PeerError(f"a tensor of dtype {dtype!r} and shape {shape} was announced: expected those of a tensor")
+    if (
+        not isinstance(torch_dtype, torch.dtype)
+        or shape is None
+        or any(size is None or size < 0 for size in shape)
+    ):
+        raise PeerError(
+            f"a tensor of dtype {dtype!r} and shape {shape} was announced: expected those of a "
+            "tensor"
+        )
     start = after + -after % _ALIGNED
     return BufferSlot(start, torch_dtype, tuple(shape))
 
@@ -95,8 +108,8 @@ class Broadcast:
     def send(self, index: pa.Table, tensors: Iterator[Tensor], waiting: Waiting) -> int:
         """Send ``tensors``, which ``index`` describes, and return the bytes of the buffers sent.
 
-        A worker outside the group makes all tensors and sends 0 bytes: they may be gathered from all workers of the
-        role. NodeError when the tensors are not the announced ones.
+        A worker outside the group makes all tensors and sends 0 bytes: they may be gathered from
+        all workers of the role. NodeError when the tensors are not the announced ones.
         """
         if self.group is None:
             for _ in tensors:
@@ -113,11 +126,16 @@ class Broadcast:
         with waiting():
             self._finish(work)
         if next(tensors, None) is not None:
-            raise NodeError(f"worker {self.members[0]!r} announced {index.num_rows} tensors, and its node gave more")
+            raise NodeError(
+                f"worker {self.members[0]!r} announced {index.num_rows} tensors, and its node gave "
+                "more"
+            )
         return sent
 
     def receive(self, index: pa.Table, waiting: Waiting) -> Generator[Tensor]:
-        """Yield the tensors that ``index`` describes, one after the other. PeerError when they do not arrive."""
+        """Yield the tensors that ``index`` describes, one after the other. PeerError when they
+        do not arrive.
+        """
         buffers = cut(index, self.max_bytes)
         receiving = self._receive_next(buffers)
         while receiving is not None:
@@ -139,7 +157,10 @@ class Broadcast:
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != (slot.dtype, slot.shape):
                 made = "none" if tensor is None else f"{tensor.dtype} of shape {list(tensor.shape)}"
                 announced = f"{slot.dtype} of shape {list(slot.shape)}"
-                raise NodeError(f"worker {self.members[0]!r} announced a tensor, {announced}, and its node gave {made}")
+                raise NodeError(
+                    f"worker {self.members[0]!r} announced a tensor, {announced}, and its node "
+                    f"gave {made}"
+                )
             slot.view(buffer).copy_(tensor.detach())
             del tensor  # it may be gathered: only one at a time fits
         return buffer
@@ -165,20 +186,33 @@ class Broadcast:
                 work.wait()
         except RuntimeError as error:  # torch raises it for a dead peer and at the group's timeout
             self.stop.check()
-            raise PeerError(f"the broadcast from worker {self.members[0]!r} to {self.members[1:]}: {error}") from error
+            raise PeerError(
+                f"the broadcast from worker {self.members[0]!r} to {self.members[1:]}: {error}"
+            ) from error
 
 
 def join_broadcasts(
-    worker: str, plan: Plan, devices: Mapping[str, Device], data: DataSettings, timeout: float, stop: StopFlag
+    worker: str,
+    plan: Plan,
+    devices: Mapping[str, Device],
+    data: DataSettings,
+    timeout: float,
+    stop: StopFlag,
 ) -> dict[tuple[str, ...], Broadcast]:
-    """Make the plan's broadcasts, by the workers that take part; every worker makes all, in the same order.
+    """Make the plan's broadcasts, by the workers that take part; every worker makes all, in the
+    same order.
 
     ``timeout`` is the seconds that a broadcast waits for its peers.
     """
     broadcasts: dict[tuple[str, ...], Broadcast] = {}
     links = (link for chain in plan.chains.values() for link in chain.flat)
     for link in links:
-        if not isinstance(link, Stream) or not link.joins or link.joins in broadcasts or link.edge is None:
+        if (
+            not isinstance(link, Stream)
+            or not link.joins
+            or link.joins in broadcasts
+            or link.edge is None
+        ):
             continue
         members = (*link.edge.sources, *link.joins[1:])
         if groups.uses_broadcast(data.weight_sync, [devices[member] for member in members]):

@@ -1,13 +1,16 @@
-"""Weight streams: a source node yields a model's weights table by table to a sink node; no worker holds all of them.
+"""Weight streams: a source node yields a model's weights table by table to a sink node; no worker
+holds all of them.
 
-A stream is a sequence of tables. Table 0 is its index: all rows, without their bytes. A source makes a table once every
-sink has acknowledged the one four before it, so it holds at most four. A sink requests the next table and then works on
-the one that arrived; its node may still refer to the last row of the table before, so it holds at most three. A worker
-that is both source and sink makes its own share of a table before it requests all of it, so nobody waits for a table
-that nobody makes.
+A stream is a sequence of tables. Table 0 is its index: all rows, without their bytes. A source
+makes a table once every sink has acknowledged the one four before it, so it holds at most four. A
+sink requests the next table and then works on the one that arrived; its node may still refer to the
+last row of the table before, so it holds at most three. A worker that is both source and sink makes
+its own share of a table before it requests all of it, so nobody waits for a table that nobody
+makes.
 
-Where tensors can be broadcast from device to device, only the index is sent as a table. Where each worker is both
-source and sink, nothing is sent: its sink gets the tensors that its source has gathered, on their device.
+Where tensors can be broadcast from device to device, only the index is sent as a table. Where each
+worker is both source and sink, nothing is sent: its sink gets the tensors that its source has
+gathered, on their device.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from siirl_dask.worker.node_call import NodeCalls, checked
 from siirl_dask.worker.stop import StopFlag, result_of, wait_for
 from siirl_dask.worker.weight_broadcast import Broadcast
 
-_MAX_UNACKED = 4  # tables that a source holds; with 2 a stream took half as long again on busy cores
+_MAX_UNACKED = (
+    4  # tables that a source holds; with 2 a stream took half as long again on busy cores
+)
 
 
 def run(link: Stream, calls: NodeCalls) -> None:
@@ -63,7 +68,9 @@ def run(link: Stream, calls: NodeCalls) -> None:
             sent = broadcast.send(index, produced, partial(_waiting, edge, clock))
             calls.context("").log("bytes/broadcast", sent, Reduce.SUM)
         else:
-            _run_sink(link, calls, _receive_broadcast(edge, broadcast, clock), clock, as_tensors=True)
+            _run_sink(
+                link, calls, _receive_broadcast(edge, broadcast, clock), clock, as_tensors=True
+            )
     else:
         edge = _stream_edge(link.edge, calls)
         published = publish_each(produced, edge, clock)
@@ -80,7 +87,11 @@ def discard(link: Stream, calls: NodeCalls) -> None:
     clock = _clock(calls)
     edge = _stream_edge(link.edge, calls)
     broadcast = calls.runtime.broadcasts.get(link.joins)
-    stream = receive_tables(edge, iter(()), clock) if broadcast is None else _receive_broadcast(edge, broadcast, clock)
+    stream = (
+        receive_tables(edge, iter(()), clock)
+        if broadcast is None
+        else _receive_broadcast(edge, broadcast, clock)
+    )
     for _ in stream.tables:
         calls.runtime.stop.check()
 
@@ -115,7 +126,8 @@ def _waiting(edge: StreamEdge, clock: Clock) -> Iterator[None]:
 
 
 def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator[Any]:
-    """Yield the stream's index, then this worker's share of each table; with ``as_tensors``, then every tensor.
+    """Yield the stream's index, then this worker's share of each table; with ``as_tensors``, then
+    every tensor.
 
     The source's first worker announces the index; the others' index is empty.
     """
@@ -131,7 +143,9 @@ def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator
         else:
             stream = source.tables(context, table, max_bytes=calls.runtime.stream_bytes)
         if not isinstance(stream, RowStream):
-            raise NodeError(f"node {node.name!r} gave a {type(stream).__name__}: expected a RowStream")
+            raise NodeError(
+                f"node {node.name!r} gave a {type(stream).__name__}: expected a RowStream"
+            )
         index = checked(node, link.columns, table, stream.index)
         if link.edge is not None and link.edge.sources[0] != calls.runtime.device.worker:
             index = index.slice(0, 0)
@@ -142,8 +156,12 @@ def _run_source(link: Stream, calls: NodeCalls, *, as_tensors: bool) -> Iterator
             del item  # else it would live while the next one is made
 
 
-def _run_sink(link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, as_tensors: bool) -> None:
-    """Run the sink on the stream. Tables that its node leaves are discarded, since sources wait for their acks."""
+def _run_sink(
+    link: Stream, calls: NodeCalls, stream: RowStream, clock: Clock, *, as_tensors: bool
+) -> None:
+    """Run the sink on the stream. Tables that its node leaves are discarded, since sources wait
+    for their acks.
+    """
     node = link.target
     sink = node.weight_sink
     assert sink is not None, "the planner makes a Stream only for a node that takes one"
@@ -168,13 +186,19 @@ class StreamEdge:
 
     def publish(self, number: int, table: pa.Table) -> None:
         """Publish table ``number`` of the stream."""
-        wait_for(self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop)
+        wait_for(
+            self.databuffer.publish(self.edge, self.iteration, table, number), self.loop, self.stop
+        )
         self.progress.beat()
 
     def wait_until_acked(self, number: int) -> None:
         """Wait until every sink has acknowledged table ``number``."""
         with self.progress.waiting("acks"):
-            wait_for(self.databuffer.wait_until_acked(self.edge, self.iteration, number), self.loop, self.stop)
+            wait_for(
+                self.databuffer.wait_until_acked(self.edge, self.iteration, number),
+                self.loop,
+                self.stop,
+            )
 
     def request(self, number: int) -> Future[pa.Table]:
         """Begin to pull table ``number``."""
@@ -188,17 +212,23 @@ class StreamEdge:
 
 
 class Clock:
-    """Sums seconds by name; time under an inner name does not count for the outer one. All of them are recorded."""
+    """Sums seconds by name; time under an inner name does not count for the outer one. All of
+    them are recorded.
+    """
 
     def __init__(
-        self, meter: Callable[[str], AbstractContextManager[object]], trace: Recorder | None = None, sequence: int = 0
+        self,
+        meter: Callable[[str], AbstractContextManager[object]],
+        trace: Recorder | None = None,
+        sequence: int = 0,
     ) -> None:
         self._meter = meter
         self._trace = Recorder(enabled=False) if trace is None else trace
         self._sequence = sequence
         self._seconds: dict[str, float] = {}
         self._inner_seconds = [0.0]
-        """Seconds that inner names have taken, for each name that is being counted; the outermost first."""
+        """Seconds that inner names have taken, for each name that is being counted; the
+        outermost first."""
 
     def running(self, name: str) -> AbstractContextManager[Span]:
         """Count the time inside under the name of a node."""
@@ -206,7 +236,9 @@ class Clock:
 
     def moving(self, name: str, what: str = "weights") -> AbstractContextManager[Span]:
         """Count the time inside under the name of an edge."""
-        return self._counted(name, self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence))
+        return self._counted(
+            name, self._trace.span(Lane.TRANSFER, what, name, sequence=self._sequence)
+        )
 
     @contextmanager
     def _counted(self, name: str, span: Span) -> Iterator[Span]:
@@ -254,7 +286,8 @@ def publish_each(tables: Iterator[pa.Table], edge: StreamEdge, clock: Clock) -> 
 
 
 def receive_tables(edge: StreamEdge, published: Iterator[None], clock: Clock) -> RowStream:
-    """Return the arriving stream. ``published`` is advanced with it, since this worker may be a source as well.
+    """Return the arriving stream. ``published`` is advanced with it, since this worker may be a
+    source as well.
 
     NodeError when other rows arrive than the index announced.
     """
@@ -275,9 +308,13 @@ def receive_tables(edge: StreamEdge, published: Iterator[None], clock: Clock) ->
 
 
 def _tables_after_index(
-    rows: int, request: Callable[[int], Future[pa.Table]], wait_for: Callable[[Future[pa.Table]], pa.Table]
+    rows: int,
+    request: Callable[[int], Future[pa.Table]],
+    wait_for: Callable[[Future[pa.Table]], pa.Table],
 ) -> Iterator[pa.Table]:
-    """Yield tables until ``rows`` rows have arrived or a table is empty; the next one is requested ahead."""
+    """Yield tables until ``rows`` rows have arrived or a table is empty; the next one is
+    requested ahead.
+    """
     requested = request(1) if rows else None
     try:
         for number in count(2):
@@ -294,14 +331,18 @@ def _tables_after_index(
 
 
 def check_order(index: pa.Table, tables: Iterator[pa.Table], source: str) -> Generator[pa.Table]:
-    """Yield ``tables``. NodeError unless they hold consecutive rows of ``index``, up to the last."""
+    """Yield ``tables``. NodeError unless they hold consecutive rows of ``index``, up to the
+    last.
+    """
     first = 0
     for table in tables:
         expected = index[ROW_ID].slice(first, table.num_rows)
         if not table.num_rows or not table[ROW_ID].equals(expected):
             raise NodeError(
-                f"node {source!r} announced {index.num_rows} rows, and after {first} of them a table came with rows "
-                f"{table[ROW_ID].slice(0, 5).to_pylist()}: expected those that follow, in order, at least one a table"
+                f"node {source!r} announced {index.num_rows} rows, and after {first} of them a "
+                "table came with rows "
+                f"{table[ROW_ID].slice(0, 5).to_pylist()}: expected those that follow, in order, "
+                "at least one a table"
             )
         first += table.num_rows
         yield table

@@ -1,11 +1,13 @@
-"""Work stealing among the workers of a role: a worker with nothing left to begin takes waiting items of others.
+"""Work stealing among the workers of a role: a worker with nothing left to begin takes waiting
+items of others.
 
-Each worker begins with items of its own. The result of a stolen item is returned to the item's owner, so the rows do
-not depend on who computed them. Only items that nobody has begun are stolen, the last first, half of them at a time:
-the owner goes on from the front and rarely has to wait.
+Each worker begins with items of its own. The result of a stolen item is returned to the item's
+owner, so the rows do not depend on who computed them. Only items that nobody has begun are stolen,
+the last first, half of them at a time: the owner goes on from the front and rarely has to wait.
 
-Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop, and the thread that
-runs the node takes items from a ``StealableQueue``, its own first and then stolen ones.
+Three parts: ``WorkQueue`` holds a worker's items, ``StealService`` serves peers on the event loop,
+and the thread that runs the node takes items from a ``StealableQueue``, its own first and then
+stolen ones.
 """
 
 from __future__ import annotations
@@ -28,20 +30,28 @@ from siirl_dask.worker.stop import StopFlag, result_of
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
-_MAX_PEERS = 16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
+_MAX_PEERS = (
+    16  # peers that a worker asks: the last busy one of a thousand must not be asked by all others
+)
 
 
 class WorkQueue(Generic[I, R]):
     """Holds one worker's items and their results.
 
-    Two threads use it: the one that works on the items, and the event loop's, which serves peers. An item is either
-    waiting, begun here, or stolen; it leaves the waiting ones under the lock, so it is computed once.
+    Two threads use it: the one that works on the items, and the event loop's, which serves peers.
+    An item is either waiting, begun here, or stolen; it leaves the waiting ones under the lock, so
+    it is computed once.
     """
 
     def __init__(
-        self, items: Sequence[I], codec: Codec[I, R], on_result: Callable[[int, R], None] | None = None
+        self,
+        items: Sequence[I],
+        codec: Codec[I, R],
+        on_result: Callable[[int, R], None] | None = None,
     ) -> None:
-        """``on_result`` is called with the number and the result of each item, in whichever thread brings it."""
+        """``on_result`` is called with the number and the result of each item, in whichever
+        thread brings it.
+        """
         self.codec = codec
         self._on_result = on_result
         self._items = items
@@ -57,8 +67,8 @@ class WorkQueue(Generic[I, R]):
         return [(number, self._items[number]) for number in numbers]
 
     def steal(self, limit: int) -> bytes:
-        """Return the last items that wait, packed for a peer that computes them: at most ``limit``, half of them, and
-        what fits into a message.
+        """Return the last items that wait, packed for a peer that computes them: at most ``limit``,
+        half of them, and what fits into a message.
         """
         stolen: list[bytes] = []
         size = 0
@@ -84,7 +94,9 @@ class WorkQueue(Generic[I, R]):
             self._changed.notify_all()
 
     def complete_stolen(self, number: int, result: R) -> None:
-        """Store a result that a peer computed. PeerError for an item that no peer has, or a second result."""
+        """Store a result that a peer computed. PeerError for an item that no peer has, or a
+        second result.
+        """
         with self._changed:
             if number not in self._stolen:
                 raise PeerError(f"received a result for item {number!r}, which no peer has")
@@ -101,7 +113,9 @@ class WorkQueue(Generic[I, R]):
 
 @dataclass(slots=True)
 class StealService:
-    """Serves one worker's queues to its peers, and steals from theirs. Belongs to the event loop."""
+    """Serves one worker's queues to its peers, and steals from theirs. Belongs to the event
+    loop.
+    """
 
     run: str
     transport: Transport
@@ -131,13 +145,21 @@ class StealService:
             queue.complete_stolen(number, queue.codec.read_result(result))
         return Reply()
 
-    async def steal_from(self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]) -> list[tuple[int, I]]:
-        """Return items of a peer that this worker computes from now on; none when all of its items are begun."""
-        reply = await self.transport.request(peer, Request(Op.STEAL, key, {"limit": min(limit, MAX_ITEMS)}))
+    async def steal_from(
+        self, peer: str, key: TransitionKey, limit: int, codec: Codec[I, R]
+    ) -> list[tuple[int, I]]:
+        """Return items of a peer that this worker computes from now on; none when all of its
+        items are begun.
+        """
+        reply = await self.transport.request(
+            peer, Request(Op.STEAL, key, {"limit": min(limit, MAX_ITEMS)})
+        )
         codec = codec.of_message()
         return [(number, codec.read_item(item)) for number, item in read(reply.header.get("items"))]
 
-    async def return_results(self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]) -> None:
+    async def return_results(
+        self, peer: str, key: TransitionKey, results: Sequence[tuple[int, Any]]
+    ) -> None:
         """Send the results of stolen items to their owner, in as many messages as they need."""
         for message in messages_of(results):
             await self.transport.request(peer, Request(Op.RETURN, key, {"results": message}))
@@ -183,13 +205,15 @@ class LoopBridge:
 
     submit: Callable[[Coroutine[Any, Any, Any]], Future[Any]]
     wait: Callable[[Future[Any]], Any]
-    """Returns the result of a submitted coroutine. Aborted when the worker is told to stop meanwhile."""
+    """Returns the result of a submitted coroutine. Aborted when the worker is told to stop
+    meanwhile."""
     check: Callable[[], None]
     """Raises Aborted when the worker was told to stop."""
 
 
 class StealableQueue(Generic[I, R]):
-    """Gives a node's thread items to compute, its own first and then stolen ones, and collects the results.
+    """Gives a node's thread items to compute, its own first and then stolen ones, and collects the
+    results.
 
     ``peers`` are asked for items in this order, one at a time. Only the node's thread calls it.
     """
@@ -217,7 +241,8 @@ class StealableQueue(Generic[I, R]):
     def next(self, limit: int, *, wait: bool) -> list[tuple[Ticket, I]]:
         """Return up to ``limit`` items to begin, each with a ticket for its result.
 
-        With ``wait`` it returns none only when none are left anywhere; without it, stolen ones may still arrive.
+        With ``wait`` it returns none only when none are left anywhere; without it, stolen ones may
+        still arrive.
         """
         self._bridge.check()
         self._return_results()
@@ -237,7 +262,9 @@ class StealableQueue(Generic[I, R]):
         return [(Ticket(peer, number), item) for number, item in items]
 
     def complete(self, ticket: Ticket, result: R) -> None:
-        """Store the result of an item; that of a stolen one is sent to its owner with the next call of ``next``."""
+        """Store the result of an item; that of a stolen one is sent to its owner with the next
+        call of ``next``.
+        """
         if ticket.owner is None:
             self._queue.complete(ticket.number, result)
         else:
@@ -245,7 +272,9 @@ class StealableQueue(Generic[I, R]):
             self._computed.setdefault(ticket.owner, []).append((ticket.number, packed))
 
     def results(self) -> list[R]:
-        """Wait for the results of this worker's own items, wherever they are computed, and return them in order."""
+        """Wait for the results of this worker's own items, wherever they are computed, and
+        return them in order.
+        """
         self._return_results()
         for returning in self._returning:
             self._bridge.wait(returning)
@@ -271,7 +300,9 @@ class StealableQueue(Generic[I, R]):
 
 @dataclass(slots=True)
 class StealableQueues:
-    """Makes a worker's stealable queues, one for each call. ``placement`` is the workers of each role."""
+    """Makes a worker's stealable queues, one for each call. ``placement`` is the workers of each
+    role.
+    """
 
     worker: str
     placement: Mapping[str, Sequence[str]]
@@ -291,13 +322,16 @@ class StealableQueues:
     ) -> StealableQueue[Any, Any]:
         """Return a queue of ``items`` that the other workers of the node's role may steal from.
 
-        Called from the node's thread, any number of times an iteration, but as often on each worker of the role: the
-        count is part of the key by which queues of different workers belong together.
+        Called from the node's thread, any number of times an iteration, but as often on each worker
+        of the role: the count is part of the key by which queues of different workers belong
+        together.
         """
         latest = (iteration.sequence, node.name)
         self._calls = self._calls + 1 if self._latest == latest else 0
         self._latest = latest
-        key = TransitionKey(self.service.run, iteration.sequence, f"{iteration.plan}/{node.name}/{self._calls}")
+        key = TransitionKey(
+            self.service.run, iteration.sequence, f"{iteration.plan}/{node.name}/{self._calls}"
+        )
         bridge = LoopBridge(
             partial(asyncio.run_coroutine_threadsafe, loop=self.loop),
             partial(result_of, stop=self.stop),
@@ -305,5 +339,7 @@ class StealableQueues:
         )
         workers = list(self.placement[node.role])
         own_index = workers.index(self.worker)
-        peers = workers[own_index + 1 :] + workers[:own_index]  # so that not all ask the same peer first
+        peers = (
+            workers[own_index + 1 :] + workers[:own_index]
+        )  # so that not all ask the same peer first
         return StealableQueue(WorkQueue(items, codec, on_result), key, peers, self.service, bridge)

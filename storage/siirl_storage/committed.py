@@ -3,9 +3,9 @@
     step=000007/part-0003-00002.parquet      part 2 of writer 3
                 _parts-0003.json             created exclusively and last: all parts of writer 3
 
-A writer is a number that nobody else has, higher than those before. The parts of the highest record are the folder's;
-parts without a record, which a writer that was cut off may still add at any time, are not. Folders whose names say how
-many parts there are (see parts.py) need no record.
+A writer is a number that nobody else has, higher than those before. The parts of the highest record
+are the folder's; parts without a record, which a writer that was cut off may still add at any time,
+are not. Folders whose names say how many parts there are (see parts.py) need no record.
 """
 
 from __future__ import annotations
@@ -52,17 +52,22 @@ def stage_part(
     format: Format = Format.PARQUET,
     rows_per_group: int = ROWS_PER_GROUP,
 ) -> Part:
-    """Write part ``index`` of ``writer`` into the folder ``url``, whole or not at all, or replace it.
+    """Write part ``index`` of ``writer`` into the folder ``url``, whole or not at all, or replace
+    it.
 
     It counts once ``commit_parts`` lists it. StorageError if the format cannot hold a column.
     """
     return put_part(url, f"part-{writer:04d}-{index:05d}.{format}", table, format, rows_per_group)
 
 
-def commit_parts(url: str, writer: int, parts: Sequence[Part], about: Mapping[str, Any] | None = None) -> None:
-    """Commit ``parts``, all of ``writer``'s, as those of the folder ``url``. Doing it again changes nothing.
+def commit_parts(
+    url: str, writer: int, parts: Sequence[Part], about: Mapping[str, Any] | None = None
+) -> None:
+    """Commit ``parts``, all of ``writer``'s, as those of the folder ``url``. Doing it again changes
+    nothing.
 
-    ``about`` is plain data that goes into the record. Conflict if ``writer`` has committed others there.
+    ``about`` is plain data that goes into the record. Conflict if ``writer`` has committed others
+    there.
     """
     fs, root = open_fs(url)
     path = at(root, f"_parts-{writer:04d}.json")
@@ -74,7 +79,8 @@ def commit_parts(url: str, writer: int, parts: Sequence[Part], about: Mapping[st
 
 
 def read_record(url: str) -> PartsRecord | None:
-    """Return the newest record of the folder ``url``; None if there is none, or a part that it lists is missing.
+    """Return the newest record of the folder ``url``; None if there is none, or a part that it
+    lists is missing.
 
     StorageError for a record that is damaged.
     """
@@ -87,22 +93,28 @@ def read_record(url: str) -> PartsRecord | None:
 
 
 def complete_parts(url: str) -> list[str] | None:
-    """Return the names of the parts in the folder ``url`` in order, if all are there; None if some are missing.
+    """Return the names of the parts in the folder ``url`` in order, if all are there; None if some
+    are missing.
 
-    These are the parts of the newest record, or without one those whose names say how many there are. Two that
-    disagree on that, or are the same part in two formats, make None.
+    These are the parts of the newest record, or without one those whose names say how many there
+    are. Two that disagree on that, or are the same part in two formats, make None.
     """
     fs, root = open_fs(url)
     return whole_folders(fs, root, list_files(fs, root)).get("")
 
 
-def whole_folders(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the parts of each complete folder among ``files``: paths below ``root``, with their sizes.
+def whole_folders(
+    fs: AbstractFileSystem, root: str, files: Mapping[str, int]
+) -> dict[str, list[str]]:
+    """Return the parts of each complete folder among ``files``: paths below ``root``, with their
+    sizes.
 
     StorageError for a record that is damaged.
     """
     folders = by_folder(files)
-    newest = {folder: max(records) for folder, names in folders.items() if (records := _records(names))}
+    newest = {
+        folder: max(records) for folder, names in folders.items() if (records := _records(names))
+    }
     with ThreadPoolExecutor(max_workers=16) as pool:  # on an object store each costs a round trip
         read = pool.map(lambda item: _read_record(fs, root, *item), newest.items())
         listed = dict(zip(newest, read, strict=True))
@@ -117,8 +129,11 @@ def whole_folders(fs: AbstractFileSystem, root: str, files: Mapping[str, int]) -
     return whole
 
 
-def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]) -> list[Part] | None:
-    """Return the parts that the newest record among the ``names`` in a folder lists, whether they are there or not.
+def recorded_parts(
+    fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]
+) -> list[Part] | None:
+    """Return the parts that the newest record among the ``names`` in a folder lists, whether they
+    are there or not.
 
     None without a record. StorageError for a record that is damaged.
     """
@@ -126,7 +141,9 @@ def recorded_parts(fs: AbstractFileSystem, root: str, folder: str, names: Iterab
     return None if record is None else list(record.parts)
 
 
-def newest_record(fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]) -> PartsRecord | None:
+def newest_record(
+    fs: AbstractFileSystem, root: str, folder: str, names: Iterable[str]
+) -> PartsRecord | None:
     """Return the newest record among the ``names`` in a folder; None without one.
 
     StorageError for a record that is damaged.
@@ -179,7 +196,11 @@ def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) ->
     path = at(root, _below(folder, f"_parts-{writer:04d}.json"))
     try:
         document = json.loads(fs.cat_file(path))
-        if not isinstance(document, dict) or document.get("kind") != _KIND or document.get("writer") != writer:
+        if (
+            not isinstance(document, dict)
+            or document.get("kind") != _KIND
+            or document.get("writer") != writer
+        ):
             raise StorageError(f'not an object of kind "{_KIND}" by writer {writer}')
         parts = tuple(parse_part(entry) for entry in document["parts"])
         about = document.get("about", {})
@@ -189,7 +210,9 @@ def _read_record(fs: AbstractFileSystem, root: str, folder: str, writer: int) ->
         if document.get("sha256", digest) != digest:  # earlier versions wrote none
             raise StorageError("it was altered: its own SHA-256 is another one")
     except (KeyError, TypeError, ValueError, RecursionError, StorageError) as error:
-        raise StorageError(f"{full_name(fs, path)} is not a usable record of parts: {error}") from error
+        raise StorageError(
+            f"{full_name(fs, path)} is not a usable record of parts: {error}"
+        ) from error
     if outside := [part.path for part in parts if "/" in part.path]:
         raise StorageError(f"{full_name(fs, path)} lists {outside[0]!r}, which is not beside it")
     return PartsRecord(writer, parts, about)

@@ -1,4 +1,5 @@
-"""Conformance suite of a store: functions of an empty URL that raise AssertionError if tables would not be safe.
+"""Conformance suite of a store: functions of an empty URL that raise AssertionError if tables would
+not be safe.
 
 python -m siirl_storage.conformance s3://bucket/scratch
 
@@ -20,7 +21,15 @@ from fsspec.core import url_to_fs
 
 from siirl_storage.committed import commit_parts, complete_parts, stage_part
 from siirl_storage.errors import Conflict, CorruptPart, StorageError, TableNotFound
-from siirl_storage.files import at, join, list_files, open_fs, open_input, write_atomic, write_exclusive
+from siirl_storage.files import (
+    at,
+    join,
+    list_files,
+    open_fs,
+    open_input,
+    write_atomic,
+    write_exclusive,
+)
 from siirl_storage.formats import Format
 from siirl_storage.parts import part_name, write_part
 from siirl_storage.table import append, commit, create_table, open_table, stage
@@ -35,7 +44,9 @@ def sample(start: int, rows: int) -> pa.Table:
     return pa.table(
         {
             "row": range(start, start + rows),
-            "ids": [None if row % 7 == 6 else list(range(row % 5)) for row in range(start, start + rows)],
+            "ids": [
+                None if row % 7 == 6 else list(range(row % 5)) for row in range(start, start + rows)
+            ],
             "text": [None if row % 3 == 2 else f"row {row}" for row in range(start, start + rows)],
         },
         schema=_SCHEMA,
@@ -115,7 +126,9 @@ def concurrent_appends_lose_no_row(url: str) -> None:
 def tables_come_back_as_they_were(url: str) -> None:
     for kind in Format:
         place = join(url, kind)
-        made = create_table(place, [sample(0, 40), sample(40, 0), sample(40, 60)], format=kind, rows_per_part=30)
+        made = create_table(
+            place, [sample(0, 40), sample(40, 0), sample(40, 60)], format=kind, rows_per_part=30
+        )
         opened = open_table(place)
         assert opened == made
         assert [part.rows for part in opened.parts] == [30, 30, 30, 10]
@@ -139,7 +152,9 @@ def staged_parts_are_unseen_until_committed(url: str) -> None:
     parts = [stage(url, sample(10 * index, 10)) for index in range(3)]
     _raises(TableNotFound, lambda: open_table(url))
     commit(url, parts[:2])
-    assert commit(url, parts[:2]).version == 1, "committing the same parts again made a second version"
+    assert commit(url, parts[:2]).version == 1, (
+        "committing the same parts again made a second version"
+    )
     assert open_table(url).num_rows == 20
     commit(url, parts[2:])
     assert open_table(url).to_table().equals(sample(0, 30))

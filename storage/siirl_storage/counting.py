@@ -1,4 +1,5 @@
-"""A filesystem that counts what is read: ``counting://`` before another one's path, for tests and benchmarks.
+"""A filesystem that counts what is read: ``counting://`` before another one's path, for tests and
+benchmarks.
 
     reads = count_reads()
     open_table("counting:///tmp/rows")
@@ -39,7 +40,9 @@ class Reads:
 
 
 def count_reads(target: str = "file", **options: Any) -> Reads:
-    """Make ``counting://`` known in this process, with the filesystem ``target`` below it, and return its counts."""
+    """Make ``counting://`` known in this process, with the filesystem ``target`` below it, and
+    return its counts.
+    """
     reads = Reads()
     fsspec.register_implementation(_PROTOCOL, CountingFileSystem, clobber=True)
     conf[_PROTOCOL] = {"reads": reads, "target": target, "options": options}
@@ -54,7 +57,9 @@ class CountingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     default_block_size = 50 * 2**20
     """Bytes that are read ahead unless the opener says how many: those of s3fs."""
 
-    def __init__(self, reads: Reads, target: str = "file", options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, reads: Reads, target: str = "file", options: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.reads = reads
         self.fs = fsspec.filesystem(target, **(options or {}))
@@ -68,14 +73,18 @@ class CountingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
         return self.fs.find(self._strip_protocol(path), *args, **kwargs)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> Any:
         path = self._strip_protocol(path)
         data = self.fs.cat_file(path, start=start, end=end)
         self.reads.nbytes[path] += len(data)
         self.reads.requests[path] += 1
         return data
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> AbstractBufferedFile:
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any
+    ) -> AbstractBufferedFile:
         return _CountingFile(self, path, mode, block_size or self.default_block_size, **kwargs)
 
 

@@ -25,7 +25,9 @@ class FileDigest:
 
 
 class DigestingStream:
-    """Passes on what is written to ``stream`` in order, and takes its digest: nothing is read for it."""
+    """Passes on what is written to ``stream`` in order, and takes its digest: nothing is read
+    for it.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

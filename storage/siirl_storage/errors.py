@@ -1,4 +1,6 @@
-"""The exceptions that this package raises on purpose. Errors of the network or the disk (OSError) pass through."""
+"""The exceptions that this package raises on purpose. Errors of the network or the disk
+(OSError) pass through.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,35 @@ class CorruptPart(StorageError):
     """A part is missing, damaged, or differs from its manifest; no row of it was returned."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)  # both in args, so that the exception survives a trip between processes
+        super().__init__(
+            path, reason
+        )  # both in args, so that the exception survives a trip between processes
         self.path = path
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path} cannot be read: {self.reason}. Restore it from a copy, or delete it and write it again"
+        return (
+            f"{self.path} cannot be read: {self.reason}. Restore it from a copy, or delete it and "
+            "write it again"
+        )
 
 
 class TooLarge(StorageError):
-    """A row group, or the rows that were asked for, take more memory once decoded than the reader allows."""
+    """A row group, or the rows that were asked for, take more memory once decoded than the
+    reader allows.
+    """
 
     def __init__(self, where: str, nbytes: int, bound: int) -> None:
-        super().__init__(where, nbytes, bound)  # all in args, so that the exception survives a trip between processes
+        super().__init__(
+            where, nbytes, bound
+        )  # all in args, so that the exception survives a trip between processes
         self.where = where
         self.nbytes = nbytes
         self.bound = bound
 
     def __str__(self) -> str:
         return (
-            f"{self.where} takes at least {self.nbytes} bytes once decoded, and at most {self.bound} may be read at "
+            f"{self.where} takes at least {self.nbytes} bytes once decoded, and at most "
+            f"{self.bound} may be read at "
             "once. Write it with smaller row groups, or raise the bound"
         )

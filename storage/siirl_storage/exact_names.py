@@ -1,4 +1,6 @@
-"""Names of files for DuckDB, to which each name is a pattern: ``[1]`` in a folder's name leads it to other files."""
+"""Names of files for DuckDB, to which each name is a pattern: ``[1]`` in a folder's name leads
+it to other files.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 def make_known(connection: Any, fs: AbstractFileSystem) -> None:
-    """Let a connection to DuckDB open the files of ``fs``, each by exactly the name that ``sql_list`` writes."""
+    """Let a connection to DuckDB open the files of ``fs``, each by exactly the name that
+    ``sql_list`` writes.
+    """
     if not isinstance(fs, LocalFileSystem):
         connection.register_filesystem(_ExactNames(fs))
 
 
 def sql_list(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
-    """Return these files as a list in SQL, for ``read_parquet`` and its like; name ``hive_partitioning=false`` too."""
+    """Return these files as a list in SQL, for ``read_parquet`` and its like; name
+    ``hive_partitioning=false`` too.
+    """
     if isinstance(fs, LocalFileSystem):
         names = [escape(path) for path in paths]
     else:
@@ -26,15 +32,18 @@ def sql_list(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
 
 
 def confine(connection: Any, fs: AbstractFileSystem, root: str) -> None:
-    """Let a connection to DuckDB reach nothing but what is below ``root`` from now on: no other files, no network, no
-    variables of Python, and no statement that changes that.
+    """Let a connection to DuckDB reach nothing but what is below ``root`` from now on: no other
+    files, no network, no variables of Python, and no statement that changes that.
     """
     folder = root.rstrip("/") + "/"
     if isinstance(fs, LocalFileSystem):
         names = [folder, escape(folder)]
     else:
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-        names = [str(fs.unstrip_protocol(folder)), *(f"{protocol}://{folder}" for protocol in protocols)]
+        names = [
+            str(fs.unstrip_protocol(folder)),
+            *(f"{protocol}://{folder}" for protocol in protocols),
+        ]
     listed = ", ".join("'" + name.replace("'", "''") + "'" for name in dict.fromkeys(names))
     connection.execute(f"SET allowed_directories = [{listed}]")
     connection.execute("SET python_enable_replacements = false")
@@ -43,7 +52,9 @@ def confine(connection: Any, fs: AbstractFileSystem, root: str) -> None:
 
 
 class _ExactNames(AbstractFileSystem):  # type: ignore[misc]
-    """Reads the files of ``fs``; a pattern matches the file of this very name. DuckDB asks that of every name."""
+    """Reads the files of ``fs``; a pattern matches the file of this very name. DuckDB asks that
+    of every name.
+    """
 
     cachable = False
 
@@ -62,5 +73,7 @@ class _ExactNames(AbstractFileSystem):  # type: ignore[misc]
     def modified(self, path: str) -> Any:
         return self.fs.modified(path)
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any
+    ) -> Any:
         return self.fs.open(path, mode, block_size=block_size)

@@ -1,4 +1,5 @@
-"""A filesystem that fails on purpose: ``faulty://`` before another one's path, for tests of what uses a store.
+"""A filesystem that fails on purpose: ``faulty://`` before another one's path, for tests of what
+uses a store.
 
     plan = Plan("/tmp/plan.json")
     plan.set(at=7, how=How.AFTER)
@@ -6,8 +7,8 @@
     run("faulty:///tmp/run")                # or faulty://bucket/run, with inject(plan.file, target="s3")
     plan.operations()                       # what was done, over all processes
 
-It is like an object store: a write is seen whole or not at all, and only when it ends; a file can be created
-exclusively.
+It is like an object store: a write is seen whole or not at all, and only when it ends; a file can
+be created exclusively.
 """
 
 from __future__ import annotations
@@ -49,15 +50,18 @@ class How(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Says which operation fails, of all that the processes with this plan do, and lists those that were done."""
+    """Says which operation fails, of all that the processes with this plan do, and lists those
+    that were done.
+    """
 
     file: str
 
     def set(self, at: int = 0, how: How = How.BEFORE, *, always: str = "", but: str = "") -> None:
         """Let operation ``at`` fail, counted from 1, and each like ``always``; begin to count anew.
 
-        ``always`` is a pattern (``fnmatch``) of an operation's name and path, such as ``rm */checkpoints/*``.
-        Operations on paths that end with ``but`` are not counted and do not fail.
+        ``always`` is a pattern (``fnmatch``) of an operation's name and path, such as ``rm
+        */checkpoints/*``. Operations on paths that end with ``but`` are not counted and do not
+        fail.
         """
         Path(self.file).write_text(json.dumps({"at": at, "how": how, "always": always, "but": but}))
         self._log.unlink(missing_ok=True)
@@ -77,7 +81,11 @@ class FaultPlan:
             log.seek(0)
             number = sum(1 for _ in log) + 1
             log.write(f"{name} {os.getpid()} {path}\n")
-        return How(plan["how"]) if number == plan["at"] or fnmatch(f"{name} {path}", plan["always"]) else None
+        return (
+            How(plan["how"])
+            if number == plan["at"] or fnmatch(f"{name} {path}", plan["always"])
+            else None
+        )
 
     @property
     def _log(self) -> Path:
@@ -85,7 +93,9 @@ class FaultPlan:
 
 
 def inject(file: str, target: str = "file", **options: Any) -> None:
-    """Make ``faulty://`` known in this process, with the plan in ``file`` and the filesystem ``target`` below it."""
+    """Make ``faulty://`` known in this process, with the plan in ``file`` and the filesystem
+    ``target`` below it.
+    """
     fsspec.register_implementation(_PROTOCOL, FaultyFileSystem, clobber=True)
     conf[_PROTOCOL] = {"plan": file, "target": target, "options": options}
 
@@ -96,7 +106,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     protocol = _PROTOCOL
     cachable = False
 
-    def __init__(self, plan: str, target: str = "file", options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, plan: str, target: str = "file", options: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.plan = FaultPlan(plan)
         self.fs = fsspec.filesystem(target, **(options or {}))
@@ -113,7 +125,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def glob(self, path: str, *args: Any, **kwargs: Any) -> Any:
         return self._do("glob", path, self.fs.glob, *args, **kwargs)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> Any:
         return self._do("cat_file", path, self.fs.cat_file, start=start, end=end)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
@@ -134,7 +148,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._do("makedirs", path, self.fs.makedirs, exist_ok=exist_ok)
 
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> AbstractBufferedFile:
+    def _open(
+        self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any
+    ) -> AbstractBufferedFile:
         return _FaultyFile(self, path, mode, block_size or "default", **kwargs)
 
     def _write(self, path: str, data: bytes, mode: str) -> None:
@@ -147,7 +163,9 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
             else:
                 aside.replace(path)
 
-    def _do(self, name: str, path: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _do(
+        self, name: str, path: str, operation: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         path = self._strip_protocol(path)
         how = self.plan.count(name, path)
         if how is How.KILL_BEFORE:
@@ -156,7 +174,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise ConnectionResetError(f"injected before {name} of {path}")
         try:
             return operation(path, *args, **kwargs)
-        finally:  # what is there to be answered may be an error, such as that of a file that is not there
+        finally:
+            # what is there to be answered may be an error, such as that of a file that is not there
             if how is How.KILL_AFTER:
                 os.kill(os.getpid(), signal.SIGKILL)
             if how is How.AFTER:

@@ -1,7 +1,9 @@
-"""The operations that every store must have: open a URL, list, read, write atomically, create exclusively.
+"""The operations that every store must have: open a URL, list, read, write atomically, create
+exclusively.
 
-On local files both writes go to a temporary file in the same folder first. On an object store one PUT is atomic, and an
-exclusive one is a conditional PUT. Filesystems with neither (sftp, ftp, hdfs through fsspec) give no such promise.
+On local files both writes go to a temporary file in the same folder first. On an object store one
+PUT is atomic, and an exclusive one is a conditional PUT. Filesystems with neither (sftp, ftp, hdfs
+through fsspec) give no such promise.
 """
 
 from __future__ import annotations
@@ -39,17 +41,23 @@ _memory_lock = threading.Lock()  # memory:// looks, then creates: two threads co
 
 
 def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the filesystem of ``url`` and the path on it. StorageError if the protocol or its package is unknown.
+    """Return the filesystem of ``url`` and the path on it. StorageError if the protocol or its
+    package is unknown.
 
-    Operations on a filesystem that is neither local nor ``memory://`` are repeated while they fail with errors that
+    Operations on a filesystem that is neither local nor ``memory://`` are repeated while they fail
+    with errors that
     pass: see ``siirl_storage.retry``.
     """
     try:
         fs, path = url_to_fs(url)
-        if fs.async_impl:  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
+        if (
+            fs.async_impl
+        ):  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
             fs, path = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        raise StorageError(f"cannot open {url!r}: {error}") from error  # says "Install s3fs to access S3"
+        raise StorageError(
+            f"cannot open {url!r}: {error}"
+        ) from error  # says "Install s3fs to access S3"
     except ValueError as error:
         near = get_close_matches(get_protocol(url), known_implementations, n=1)
         hint = f"; did you mean {near[0]}://?" if near else ""
@@ -58,27 +66,42 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
     if isinstance(fs, (LocalFileSystem, MemoryFileSystem)):
         return fs, str(path)
     if "s3" in fs.protocol:
-        fs.retries = 1  # its own loop around botocore's: five times five tries of a silent endpoint took 414 s
+        # its own loop around botocore's: five times five tries of a silent endpoint took 414 s
+        fs.retries = 1
     return RetryingFileSystem(fs), str(path)
 
 
 def _check_name(fs: AbstractFileSystem, url: str) -> None:
-    """Raise StorageError for a name in which fsspec reads more than a name, and opens what another name has."""
+    """Raise StorageError for a name in which fsspec reads more than a name, and opens what
+    another name has.
+    """
     head, chain, rest = url.partition("::")
     if chain and not _is_linked(type(fs)):
-        raise StorageError(f"cannot open {url!r}: fsspec takes '::' for a chain, and opens {head!r} without {rest!r}")
+        raise StorageError(
+            f"cannot open {url!r}: fsspec takes '::' for a chain, and opens {head!r} without "
+            f"{rest!r}"
+        )
     if "s3" in fs.protocol and "?versionId=" in url:
-        raise StorageError(f"cannot open {url!r}: s3fs takes '?versionId=' and what follows for no part of the name")
+        raise StorageError(
+            f"cannot open {url!r}: s3fs takes '?versionId=' and what follows for no part of the "
+            "name"
+        )
 
 
 def _is_linked(kind: type) -> bool:
-    """Return whether filesystems of this kind open what comes after them in a chain, as caches and archives do."""
-    makers = [signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)]
+    """Return whether filesystems of this kind open what comes after them in a chain, as caches
+    and archives do.
+    """
+    makers = [
+        signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base)
+    ]
     return any(name in maker.parameters for maker in makers for name in ("fo", "target_protocol"))
 
 
 def absolute(url: str) -> str:
-    """Return ``url`` so that it names the same place in any process: a local path is made absolute."""
+    """Return ``url`` so that it names the same place in any process: a local path is made
+    absolute.
+    """
     fs, path = open_fs(url)
     return path if isinstance(fs, LocalFileSystem) else url
 
@@ -89,7 +112,9 @@ def full_name(fs: AbstractFileSystem, path: str) -> str:
 
 
 def join(url: str, *names: str) -> str:
-    """Return ``url/name/name``, for a URL, a URL that is only a protocol (``memory://``), or a path."""
+    """Return ``url/name/name``, for a URL, a URL that is only a protocol (``memory://``), or a
+    path.
+    """
     head, scheme, rest = url.rpartition("://")
     stem = rest.rstrip("/")
     start = f"{stem}/" if stem or rest else ""
@@ -109,7 +134,9 @@ def at(root: str, relative: str) -> str:
 
 
 def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
-    """Return the sizes of all files below ``root`` by relative path. ``{"": bytes}`` if ``root`` is itself a file."""
+    """Return the sizes of all files below ``root`` by relative path. ``{"": bytes}`` if ``root``
+    is itself a file.
+    """
     start = len(root.rstrip("/")) + 1
     try:
         files = fs.find(root, detail=True)
@@ -119,7 +146,9 @@ def list_files(fs: AbstractFileSystem, root: str) -> dict[str, int]:
 
 
 def _size(fs: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> int:
-    """Return a file's bytes; huggingface_hub 1 does not list them where ``name`` is the very file that is asked for."""
+    """Return a file's bytes; huggingface_hub 1 does not list them where ``name`` is the very
+    file that is asked for.
+    """
     known = info if "size" in info else fs.info(name)
     return int(known["size"] or 0)
 
@@ -127,32 +156,40 @@ def _size(fs: AbstractFileSystem, name: str, info: Mapping[str, Any]) -> int:
 def open_input(fs: AbstractFileSystem, path: str, read_ahead: int | None = None) -> pa.NativeFile:
     """Open ``path`` for random reads. FileNotFoundError if it is missing.
 
-    ``read_ahead`` is how many bytes after each read an object store's client may fetch with it; None: as it likes.
+    ``read_ahead`` is how many bytes after each read an object store's client may fetch with it;
+    None: as it likes.
     """
     if isinstance(fs, LocalFileSystem):
         return pa.OSFile(path, mode="rb")
     if isinstance(fs, MemoryFileSystem):
-        return pa.BufferReader(fs.cat_file(path))  # its open() gives every reader the same object, position included
+        return pa.BufferReader(
+            fs.cat_file(path)
+        )  # its open() gives every reader the same object, position included
     return pa.PythonFile(fs.open(path, "rb", block_size=read_ahead), mode="r")
 
 
 def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
-    """Write or replace ``path``; a reader sees the whole old file or the whole new one at any moment.
+    """Write or replace ``path``; a reader sees the whole old file or the whole new one at any
+    moment.
 
     Folders are made as needed. On local files the bytes are on disk when this returns.
     """
     if isinstance(fs, LocalFileSystem):
         with written_aside(path, data) as aside:
-            aside.replace(path)  # fsspec's own commit goes through /tmp and shutil.move, which may copy
+            aside.replace(
+                path
+            )  # fsspec's own commit goes through /tmp and shutil.move, which may copy
     else:
         fs.pipe_file(path, bytes(data))  # bytes: botocore refuses a memoryview
 
 
 def write_exclusive(fs: AbstractFileSystem, path: str, data: bytes | memoryview) -> None:
-    """Create ``path`` with ``data``, or raise Conflict if it exists; exactly one of several writers succeeds.
+    """Create ``path`` with ``data``, or raise Conflict if it exists; exactly one of several writers
+    succeeds.
 
-    ``data`` must differ between writers, as with a random token in it: where a reply was lost, the winner is refused as
-    well, and knows by the content that the file is its own. Writing the same data again changes nothing.
+    ``data`` must differ between writers, as with a random token in it: where a reply was lost, the
+    winner is refused as well, and knows by the content that the file is its own. Writing the same
+    data again changes nothing.
     """
     try:
         if isinstance(fs, LocalFileSystem):
@@ -187,12 +224,16 @@ def remove_tree(fs: AbstractFileSystem, path: str) -> None:
                 fs.rm(path, recursive=True)
         if not fs.exists(path):
             return
-    raise OSError(errno.ENOTEMPTY, f"{_REMOVALS} times deleted, and something is still there", full_name(fs, path))
+    raise OSError(
+        errno.ENOTEMPTY,
+        f"{_REMOVALS} times deleted, and something is still there",
+        full_name(fs, path),
+    )
 
 
 def _remove_listed(fs: AbstractFileSystem, path: str) -> None:
-    """Delete what is listed below ``path``, each by its name: fsspec's ``rm`` takes a name with ``[``, ``*`` or ``?``
-    for a pattern, alone and in a list, and deletes what matches it.
+    """Delete what is listed below ``path``, each by its name: fsspec's ``rm`` takes a name with
+    ``[``, ``*`` or ``?`` for a pattern, alone and in a list, and deletes what matches it.
     """
     found = fs.find(path, withdirs=True, detail=True)
     folders = {name for name, info in found.items() if info["type"] == "directory"}
@@ -203,7 +244,10 @@ def _remove_listed(fs: AbstractFileSystem, path: str) -> None:
     for folder in sorted({*folders, path}, key=len, reverse=True):
         try:
             fs.rmdir(folder)
-        except (FileNotFoundError, FileExistsError):  # the second one: s3fs, where others have written meanwhile
+        except (
+            FileNotFoundError,
+            FileExistsError,
+        ):  # the second one: s3fs, where others have written meanwhile
             continue
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
@@ -215,11 +259,14 @@ def _create(fs: AbstractFileSystem, path: str, data: bytes) -> None:
     try:
         fs.pipe_file(path, data, mode="create")
     except OSError as error:
-        # Not every S3-compatible store words a refused precondition in the way that s3fs takes for FileExistsError.
+        # Not every S3-compatible store words a refused precondition in the way that s3fs takes for
+        # FileExistsError.
         if is_transient(error) or (not isinstance(error, FileExistsError) and not fs.exists(path)):
             raise
         if not fs.exists(path):
-            raise TimeoutError(f"{full_name(fs, path)} already exists, but cannot be seen yet") from error
+            raise TimeoutError(
+                f"{full_name(fs, path)} already exists, but cannot be seen yet"
+            ) from error
         raise FileExistsError(f"{full_name(fs, path)} already exists ({error})") from error
 
 
@@ -241,7 +288,8 @@ def _link(aside: Path, path: Path) -> None:
 
 @contextmanager
 def full_disk_named(path: str | os.PathLike[str], nbytes: int | None = None) -> Iterator[None]:
-    """Raise OSError that says how much is free, and how much ``nbytes`` is more, where a disk or a quota is full.
+    """Raise OSError that says how much is free, and how much ``nbytes`` is more, where a disk or a
+    quota is full.
 
     ``path`` is the local file that is written. Other errors pass as they are.
     """
@@ -267,12 +315,16 @@ def _full(path: Path, error: OSError, nbytes: int | None) -> str:
         return f"{what}: {free}; make room and start again"
     missing = max(0, nbytes - disk.free)
     more = f", at least {missing:,} more than there are" if missing else ""
-    return f"{what}: {free}, and {nbytes:,} were to be written next{more}; make room and start again"
+    return (
+        f"{what}: {free}, and {nbytes:,} were to be written next{more}; make room and start again"
+    )
 
 
 @contextmanager
 def written_aside(path: str, data: bytes | memoryview) -> Iterator[Path]:
-    """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless it was renamed."""
+    """Yield a synced temporary file beside ``path`` with ``data``; remove it at the end, unless
+    it was renamed.
+    """
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{Path(path).name}.{uuid4().hex}.tmp"

@@ -1,7 +1,7 @@
 """Holds the footers of parts whose row groups are read one after the other.
 
-A footer lists all row groups of its part: megabytes for ten thousand of them, which would be read and parsed again for
-each.
+A footer lists all row groups of its part: megabytes for ten thousand of them, which would be read
+and parsed again for each.
 """
 
 from __future__ import annotations
@@ -38,17 +38,23 @@ class HeldFooter:
 
 @dataclass(slots=True)
 class FooterCache:
-    """Footers that were read lately, up to ``max_bytes`` and at least one. Belongs to one thread and one table."""
+    """Footers that were read lately, up to ``max_bytes`` and at least one. Belongs to one thread
+    and one table.
+    """
 
     max_bytes: int = _MAX_BYTES
     _held: OrderedDict[str, HeldFooter] = field(default_factory=OrderedDict)
     _nbytes: int = 0
 
-    def get(self, path: str, file: pa.NativeFile, kind: Format, groups: Sequence[int]) -> HeldFooter:
-        """Return the footer of the part that is open as ``file``, read now if it is not held for a file of this size.
+    def get(
+        self, path: str, file: pa.NativeFile, kind: Format, groups: Sequence[int]
+    ) -> HeldFooter:
+        """Return the footer of the part that is open as ``file``, read now if it is not held for a
+        file of this size.
 
-        An Arrow file tells only the number of its row groups without reading a column of each: if that is right, their
-        rows are taken to be ``groups``. Raises Arrow's own errors for a damaged footer.
+        An Arrow file tells only the number of its row groups without reading a column of each: if
+        that is right, their rows are taken to be ``groups``. Raises Arrow's own errors for a
+        damaged footer.
         """
         size = int(file.size())
         held = self._held.pop(path, None)

@@ -1,4 +1,6 @@
-"""Converts tables to and from the bytes of one part: Parquet, or Arrow IPC, whose record batches are row groups."""
+"""Converts tables to and from the bytes of one part: Parquet, or Arrow IPC, whose record batches
+are row groups.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ class Format(StrEnum):
     PARQUET = "parquet"
     """Parquet with zstd (small parts: snappy) and page checksums: small, and damage is detected."""
     ARROW = "arrow"
-    """Uncompressed Arrow IPC: not decoded, can be mapped; flipped bits inside a value are not detected."""
+    """Uncompressed Arrow IPC: not decoded, can be mapped; flipped bits inside a value are not
+    detected."""
 
 
 ROWS_PER_GROUP = 1024
-"""Default rows of a row group, the unit that one worker reads: a few MB for prompts, about 100 MB for long contexts."""
+"""Default rows of a row group, the unit that one worker reads: a few MB for prompts, about 100
+MB for long contexts."""
 
 _SMALL = 2**16  # bytes of a table before it is encoded
 _ENDINGS = {".parquet": Format.PARQUET, ".arrow": Format.ARROW, ".feather": Format.ARROW}
@@ -44,7 +48,8 @@ class Footer:
     groups: tuple[int, ...]
     """Number of rows of each row group."""
     digest: str = ""
-    """SHA-256 of what the footer says, where ``read_footer`` has read it: of Parquet also sizes and statistics."""
+    """SHA-256 of what the footer says, where ``read_footer`` has read it: of Parquet also sizes
+    and statistics."""
 
 
 def format_of(path: str) -> Format | None:
@@ -52,11 +57,13 @@ def format_of(path: str) -> Format | None:
     return next((kind for ending, kind in _ENDINGS.items() if path.endswith(ending)), None)
 
 
-def encode(table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: int | None = None) -> pa.Buffer:
+def encode(
+    table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: int | None = None
+) -> pa.Buffer:
     """Return ``table`` as the bytes of one part. StorageError if the format cannot hold a column.
 
-    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before they are encoded;
-    a row that is larger than that is a row group by itself.
+    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before
+    they are encoded; a row that is larger than that is a row group by itself.
     """
     if rows_per_group < 1:
         raise ValueError(f"rows_per_group={rows_per_group} must be at least 1")
@@ -66,7 +73,9 @@ def encode(table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: 
     try:
         match kind:
             case Format.PARQUET:
-                with pq.ParquetWriter(sink, table.schema, write_page_checksum=True, **_encoding(table)) as writer:
+                with pq.ParquetWriter(
+                    sink, table.schema, write_page_checksum=True, **_encoding(table)
+                ) as writer:
                     for group in _groups(table, rows_per_group, bytes_per_group):
                         writer.write_table(group, row_group_size=rows_per_group)
             case Format.ARROW:
@@ -79,19 +88,27 @@ def encode(table: pa.Table, kind: Format, rows_per_group: int, bytes_per_group: 
 
 
 def _encoding(table: pa.Table) -> dict[str, Any]:
-    """Return how the values of each column become bytes: numbers with a fraction get no dictionary, and hardly zstd.
+    """Return how the values of each column become bytes: numbers with a fraction get no dictionary,
+    and hardly zstd.
 
-    Few of these are equal. A dictionary of log-probs made a part half as large again, took three times as long to write
-    and half as long again to read; zstd's usual levels take 10 % off their bytes, and again half of the time to read.
-    Small parts get snappy: zstd sets itself up anew for each page, which takes three quarters of the time to write or
-    to read the 5 kB of a step's trace, for hardly a byte less.
+    Few of these are equal. A dictionary of log-probs made a part half as large again, took three
+    times as long to write and half as long again to read; zstd's usual levels take 10 % off their
+    bytes, and again half of the time to read. Small parts get snappy: zstd sets itself up anew for
+    each page, which takes three quarters of the time to write or to read the 5 kB of a step's
+    trace, for hardly a byte less.
     """
     schema = table.schema
-    fractions = {path for field in schema for path, kind in _leaves(field) if pa.types.is_floating(kind)}
+    fractions = {
+        path for field in schema for path, kind in _leaves(field) if pa.types.is_floating(kind)
+    }
     others = [path for field in schema for path, _ in _leaves(field) if path not in fractions]
     if table.nbytes < _SMALL:
         return {"compression": "snappy", "use_dictionary": others}
-    return {"compression": "zstd", "compression_level": dict.fromkeys(fractions, -1), "use_dictionary": others}
+    return {
+        "compression": "zstd",
+        "compression_level": dict.fromkeys(fractions, -1),
+        "use_dictionary": others,
+    }
 
 
 def _leaves(field: pa.Field, above: str = "") -> Iterator[tuple[str, pa.DataType]]:
@@ -113,7 +130,9 @@ def _leaves(field: pa.Field, above: str = "") -> Iterator[tuple[str, pa.DataType
 
 
 def _groups(table: pa.Table, rows: int, nbytes: int | None) -> Iterator[pa.Table]:
-    """Yield the table's rows in tables that do not exceed ``nbytes``, or the table as it is for None."""
+    """Yield the table's rows in tables that do not exceed ``nbytes``, or the table as it is for
+    None.
+    """
     if nbytes is None:
         yield table
         return
@@ -121,7 +140,9 @@ def _groups(table: pa.Table, rows: int, nbytes: int | None) -> Iterator[pa.Table
     while start < table.num_rows:
         most = min(rows, table.num_rows - start)
         lengths = range(1, most + 1)
-        fitting = bisect_right(lengths, nbytes, key=lambda length: int(table.slice(start, length).nbytes))
+        fitting = bisect_right(
+            lengths, nbytes, key=lambda length: int(table.slice(start, length).nbytes)
+        )
         yield table.slice(start, max(1, fitting))
         start += max(1, fitting)
 
@@ -132,7 +153,9 @@ def decode_footer(buffer: pa.Buffer, kind: Format) -> Footer:
 
 
 def read_footer(fs: AbstractFileSystem, path: str) -> Footer:
-    """Return schema and row groups of the part at ``path``, without data. CorruptPart if it is missing or damaged."""
+    """Return schema and row groups of the part at ``path``, without data. CorruptPart if it is
+    missing or damaged.
+    """
     with damage(fs, path), open_input(fs, path) as file:
         match known_format(path):
             case Format.PARQUET:
@@ -165,10 +188,16 @@ def footer_of(file: pa.NativeFile, kind: Format) -> Footer:
             schema = pa.ipc.open_file(file).schema
             if not schema.names:
                 return Footer(schema, ())
-            # Arrow tells a batch's rows only with a column of it: read the one that is likely the smallest.
-            narrow = next((i for i, field in enumerate(schema) if pa.types.is_primitive(field.type)), 0)
+            # Arrow tells a batch's rows only with a column of it: read the one that is likely the
+            # smallest.
+            narrow = next(
+                (i for i, field in enumerate(schema) if pa.types.is_primitive(field.type)), 0
+            )
             reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=[narrow]))
-            return Footer(schema, tuple(reader.get_batch(i).num_rows for i in range(reader.num_record_batches)))
+            return Footer(
+                schema,
+                tuple(reader.get_batch(i).num_rows for i in range(reader.num_record_batches)),
+            )
 
 
 def parquet_footer(file: pq.ParquetFile) -> Footer:
@@ -180,11 +209,15 @@ def parquet_footer(file: pq.ParquetFile) -> Footer:
 
 @contextmanager
 def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
-    """Convert Arrow's errors on bad bytes to CorruptPart; errors of the store itself pass through."""
+    """Convert Arrow's errors on bad bytes to CorruptPart; errors of the store itself pass
+    through.
+    """
     try:
         yield
     except pa.ArrowMemoryError as error:
-        raise CorruptPart(full_name(fs, path), f"{error}: it is damaged, or too large for this machine") from error
+        raise CorruptPart(
+            full_name(fs, path), f"{error}: it is damaged, or too large for this machine"
+        ) from error
     except FileNotFoundError as error:
         raise CorruptPart(full_name(fs, path), "it is not there") from error
     except (pa.ArrowException, UnicodeDecodeError) as error:
@@ -192,4 +225,6 @@ def damage(fs: AbstractFileSystem, path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise CorruptPart(full_name(fs, path), str(error)) from error  # Arrow's own: bad Thrift, page checksum
+        raise CorruptPart(
+            full_name(fs, path), str(error)
+        ) from error  # Arrow's own: bad Thrift, page checksum

@@ -1,4 +1,6 @@
-"""Columns from folder names: ``step=000007/part.parquet`` has a column ``step``, unless the file itself has one."""
+"""Columns from folder names: ``step=000007/part.parquet`` has a column ``step``, unless the file
+itself has one.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ def values(path: str) -> dict[str, str | None]:
 
 
 def fields(paths: Iterable[str]) -> dict[str, pa.Field]:
-    """Return a field for each key in ``paths``: int64 if all of its values are integers, otherwise string."""
+    """Return a field for each key in ``paths``: int64 if all of its values are integers,
+    otherwise string.
+    """
     folders: dict[str, list[str | None]] = {}
     for path in paths:
         for key, value in values(path).items():
             folders.setdefault(key, []).append(value)
     return {
-        key: pa.field(key, pa.int64() if all(value is None or _is_int64(value) for value in column) else pa.string())
+        key: pa.field(
+            key,
+            pa.int64()
+            if all(value is None or _is_int64(value) for value in column)
+            else pa.string(),
+        )
         for key, column in folders.items()
     }
 
@@ -35,4 +44,6 @@ def scalar(value: str | None, kind: pa.DataType) -> pa.Scalar:
 
 def _is_int64(text: str) -> bool:
     digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdigit() and len(digits) < 40 and -(2**63) <= int(text) < 2**63
+    return (
+        digits.isascii() and digits.isdigit() and len(digits) < 40 and -(2**63) <= int(text) < 2**63
+    )

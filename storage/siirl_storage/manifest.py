@@ -1,7 +1,7 @@
 """A snapshot on disk: ``_snapshots/000001.json``. A manifest that is read is not trusted.
 
-The schema is Arrow's own serialization in base64; ``columns`` and each part's ``rows`` repeat what people and other
-tools want to read, and are not read here.
+The schema is Arrow's own serialization in base64; ``columns`` and each part's ``rows`` repeat what
+people and other tools want to read, and are not read here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Manifest:
 
     version: int
     commit: str
-    """Id of the attempt that wrote it, by which a writer whose reply was lost finds out that it had won."""
+    """Id of the attempt that wrote it, by which a writer whose reply was lost finds out that it
+    had won."""
     schema: pa.Schema
     parts: tuple[Part, ...]
     properties: Mapping[str, str]
@@ -55,28 +56,48 @@ def manifest_path(root: str, version: int) -> str:
 
 
 def list_versions(fs: AbstractFileSystem, root: str) -> list[int]:
-    """Return the committed versions of the table at ``root``, ascending; empty if it is no table."""
-    stems = [name.removesuffix(".json") for name in list_files(fs, at(root, FOLDER)) if name.endswith(".json")]
-    return sorted(int(stem) for stem in stems if stem.isascii() and stem.isdigit() and f"{int(stem):06d}" == stem)
+    """Return the committed versions of the table at ``root``, ascending; empty if it is no
+    table.
+    """
+    stems = [
+        name.removesuffix(".json")
+        for name in list_files(fs, at(root, FOLDER))
+        if name.endswith(".json")
+    ]
+    return sorted(
+        int(stem)
+        for stem in stems
+        if stem.isascii() and stem.isdigit() and f"{int(stem):06d}" == stem
+    )
 
 
 def read_manifest(fs: AbstractFileSystem, root: str, version: int) -> Manifest:
-    """Read the manifest of a version. FileNotFoundError if there is none; StorageError if it is not valid."""
+    """Read the manifest of a version. FileNotFoundError if there is none; StorageError if it is
+    not valid.
+    """
     path = manifest_path(root, version)
     return parse_manifest(fs.cat_file(path), version, full_name(fs, path))
 
 
 def parse_manifest(data: bytes, version: int, where: str) -> Manifest:
-    """Return the manifest in ``data``. StorageError, naming ``where``, if it is not valid or not of ``version``."""
+    """Return the manifest in ``data``. StorageError, naming ``where``, if it is not valid or not
+    of ``version``.
+    """
     try:
         return _from_document(json.loads(data), version)
-    except (ValueError, RecursionError, StorageError) as error:  # JSON, UTF-8, base64, and what is raised below
+    except (
+        ValueError,
+        RecursionError,
+        StorageError,
+    ) as error:  # JSON, UTF-8, base64, and what is raised below
         raise StorageError(f"{where} is not a usable snapshot manifest: {error}") from error
 
 
 def _from_document(document: Any, version: int) -> Manifest:
     if not isinstance(document, dict) or document.get("kind") != _KIND:
-        raise StorageError(f'not an object of kind "{_KIND}" (a newer version of this package may have written it)')
+        raise StorageError(
+            f'not an object of kind "{_KIND}" (a newer version of this package may have written it)'
+        )
     if _natural(document, "version") != version:
         raise StorageError(f"it says version {document['version']}, its name {version}")
     properties = _get(document, "properties", dict)
@@ -102,7 +123,12 @@ def _schema(text: str) -> pa.Schema:
 
 def part_entry(part: Part) -> dict[str, Any]:
     """Return a part as plain data, as manifests and records of folders list it."""
-    entry = {"path": part.path, "rows": part.rows, "bytes": part.nbytes, "groups": list(part.groups)}
+    entry = {
+        "path": part.path,
+        "rows": part.rows,
+        "bytes": part.nbytes,
+        "groups": list(part.groups),
+    }
     return entry if part.sha256 is None else {**entry, "sha256": part.sha256}
 
 

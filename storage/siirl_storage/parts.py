@@ -1,7 +1,7 @@
 """Parts that independent workers write side by side: ``step=000007/part-00002-of-00004.parquet``.
 
-Nobody commits: a part appears whole, its name says how many there will be, and the folder is complete when all are
-there.
+Nobody commits: a part appears whole, its name says how many there will be, and the folder is
+complete when all are there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def write_part(
     format: Format = Format.PARQUET,
     rows_per_group: int = ROWS_PER_GROUP,
 ) -> Part:
-    """Write part ``index`` of ``count`` into the folder ``url``, whole or not at all, or replace it.
+    """Write part ``index`` of ``count`` into the folder ``url``, whole or not at all, or replace
+    it.
 
     StorageError if the format cannot hold a column.
     """
@@ -75,20 +76,31 @@ def write_part(
 
 
 def put_part(
-    url: str, path: str, table: pa.Table, format: Format, rows_per_group: int, bytes_per_group: int | None = None
+    url: str,
+    path: str,
+    table: pa.Table,
+    format: Format,
+    rows_per_group: int,
+    bytes_per_group: int | None = None,
 ) -> Part:
     """Write ``table`` as one part at ``path`` below ``url``, atomically."""
     buffer = encode(table, format, rows_per_group, bytes_per_group)
     fs, root = open_fs(url)
     write_atomic(fs, at(root, path), memoryview(buffer))
-    return Part(path, buffer.size, decode_footer(buffer, format).groups, FileDigest.of(memoryview(buffer)).sha256)
+    return Part(
+        path,
+        buffer.size,
+        decode_footer(buffer, format).groups,
+        FileDigest.of(memoryview(buffer)).sha256,
+    )
 
 
 def complete_names(names: Iterable[str]) -> list[str] | None:
-    """Return the parts among ``names`` in order, if all that they announce are there; None if some are missing.
+    """Return the parts among ``names`` in order, if all that they announce are there; None if some
+    are missing.
 
-    Also None if two of them disagree on how many there are, or are the same part in two formats: a restart on another
-    number of workers must empty the folder first.
+    Also None if two of them disagree on how many there are, or are the same part in two formats: a
+    restart on another number of workers must empty the folder first.
     """
     parts = {name: parsed for name in names if (parsed := parse_part_name(name))}
     found = sorted(parts, key=lambda name: parts[name][0])

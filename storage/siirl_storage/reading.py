@@ -1,7 +1,8 @@
 """Reads rows of a part batch by batch, with a bound on the bytes that they take once decoded.
 
-A file says little about its size: dictionaries, runs and compression let a kilobyte become a gigabyte. So the size that
-a Parquet footer tells is compared with the bound before anything is decoded, and what comes out is counted on the way.
+A file says little about its size: dictionaries, runs and compression let a kilobyte become a
+gigabyte. So the size that a Parquet footer tells is compared with the bound before anything is
+decoded, and what comes out is counted on the way.
 """
 
 from __future__ import annotations
@@ -24,11 +25,25 @@ _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and ma
 _BATCH_ROWS = 2**16
 _SMALL = 2**20  # bytes of a row group that one thread decodes sooner than several find their parts
 _FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
-_REPEATED_BYTES = 2**27  # of a batch whose texts are stored once, at most, unless that leaves few rows
-_BUFFER = 2**23  # bytes that are read ahead of a column, on local disk and for each request to an object store
-_READ_AHEAD = 2**12  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}  # BYTE_ARRAY: what is stored
-_ROW = 8  # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
+_REPEATED_BYTES = (
+    2**27
+)  # of a batch whose texts are stored once, at most, unless that leaves few rows
+_BUFFER = (
+    2**23
+)  # bytes that are read ahead of a column, on local disk and for each request to an object store
+_READ_AHEAD = (
+    2**12
+)  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
+_WIDTHS = {
+    "BOOLEAN": 1,
+    "INT32": 4,
+    "INT64": 8,
+    "INT96": 8,
+    "FLOAT": 4,
+    "DOUBLE": 8,
+}  # BYTE_ARRAY: what is stored
+# bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
+_ROW = 8
 
 
 def read_rows(
@@ -42,14 +57,15 @@ def read_rows(
     max_bytes: int | None = None,
     footers: FooterCache | None = None,
 ) -> pa.Table:
-    """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it has, in its types.
+    """Return rows of row group ``index`` of the part at ``path``, with those of ``columns`` that it
+    has, in its types.
 
-    ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds one batch, and the
-    pages that the batch is in: pyarrow's writer makes them of 1,024 values. With ``footers`` it reads the part's footer
-    only where they do not hold it.
+    ``rows`` are row numbers in ascending order; None: all. Beside the rows that it returns it holds
+    one batch, and the pages that the batch is in: pyarrow's writer makes them of 1,024 values. With
+    ``footers`` it reads the part's footer only where they do not hold it.
 
-    CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``; TooLarge if the row
-    group or the rows take more than ``max_bytes`` (None: the machine's memory).
+    CorruptPart if the part is missing or damaged, or if the rows of its groups are not ``groups``;
+    TooLarge if the row group or the rows take more than ``max_bytes`` (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     where = f"row group {index} of {full_name(fs, path)}"
@@ -63,7 +79,12 @@ def read_rows(
         match kind:
             case Format.PARQUET:
                 schema, batches = _parquet_batches(
-                    file, held and held.metadata, index=index, columns=present, bound=bound, where=where
+                    file,
+                    held and held.metadata,
+                    index=index,
+                    columns=present,
+                    bound=bound,
+                    where=where,
                 )
             case Format.ARROW:
                 schema, batches = _arrow_batches(file, index, present)
@@ -71,15 +92,19 @@ def read_rows(
         table = pa.Table.from_batches(selected, schema).select(present)
     expected = groups[index] if rows is None else len(rows)
     if table.num_rows != expected:
-        raise CorruptPart(full_name(fs, path), f"row group {index} gave {table.num_rows} rows instead of {expected}")
+        raise CorruptPart(
+            full_name(fs, path),
+            f"row group {index} gave {table.num_rows} rows instead of {expected}",
+        )
     return table
 
 
 def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None) -> pa.Table:
-    """Return all rows of the part at ``path``, which is opened and whose footer is read once: for small parts.
+    """Return all rows of the part at ``path``, which is opened and whose footer is read once: for
+    small parts.
 
-    CorruptPart if the part is missing or damaged; TooLarge if a row group takes more than ``max_bytes`` (None: the
-    machine's memory).
+    CorruptPart if the part is missing or damaged; TooLarge if a row group takes more than
+    ``max_bytes`` (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     kind = known_format(path)
@@ -106,12 +131,19 @@ def read_part(fs: AbstractFileSystem, path: str, *, max_bytes: int | None = None
         str(schema)  # names are decoded only when they are looked at
         check_schema(schema, where)
         named = ((f"row group {index} of {where}", batches) for index, batches in enumerate(groups))
-        selected = [batch for name, batches in named for batch in _select(batches, None, bound, name)]
+        selected = [
+            batch for name, batches in named for batch in _select(batches, None, bound, name)
+        ]
         return pa.Table.from_batches(selected, schema)
 
 
 def _bounded(
-    reader: pq.ParquetFile, index: int, schema: pa.Schema, columns: Sequence[str], bound: int, where: str
+    reader: pq.ParquetFile,
+    index: int,
+    schema: pa.Schema,
+    columns: Sequence[str],
+    bound: int,
+    where: str,
 ) -> Iterator[pa.RecordBatch]:
     sizes = _decoded_size(reader.metadata.row_group(index), schema, columns)
     if sizes[0] > bound:
@@ -127,10 +159,12 @@ def read_batches(
     *,
     max_bytes: int | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of the part at ``path``, some megabytes at a time, with those of ``columns`` that it has.
+    """Yield all rows of the part at ``path``, some megabytes at a time, with those of ``columns``
+    that it has.
 
-    A row group of Parquet is decoded batch by batch; one of Arrow, which is a record batch, is read as a whole.
-    CorruptPart as in ``read_rows``; TooLarge if one batch takes more than ``max_bytes`` (None: the machine's memory).
+    A row group of Parquet is decoded batch by batch; one of Arrow, which is a record batch, is read
+    as a whole. CorruptPart as in ``read_rows``; TooLarge if one batch takes more than ``max_bytes``
+    (None: the machine's memory).
     """
     bound = _machine_memory() if max_bytes is None else max_bytes
     with damage(fs, path), open_input(fs, path) as file:
@@ -141,20 +175,31 @@ def read_batches(
         reader = _parquet_file(file) if kind is Format.PARQUET else None
         for index, rows in enumerate(groups):
             if reader is not None:
-                sizes = _decoded_size(reader.metadata.row_group(index), reader.schema_arrow, present)
+                sizes = _decoded_size(
+                    reader.metadata.row_group(index), reader.schema_arrow, present
+                )
                 most = _machine_memory() // 2
                 batches = _group_batches(
-                    reader, index, columns=present, bound=min(bound, _REPEATED_BYTES), sizes=sizes, most=most
+                    reader,
+                    index,
+                    columns=present,
+                    bound=min(bound, _REPEATED_BYTES),
+                    sizes=sizes,
+                    most=most,
                 )
             else:
                 batches = _arrow_batches(file, index, present)[1]
             seen = 0
-            selected = _select(batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True)
+            selected = _select(
+                batches, None, bound, f"row group {index} of {full_name(fs, path)}", each=True
+            )
             for batch in _joined(selected):
                 seen += batch.num_rows
                 yield batch.select(present)
             if seen != rows:
-                raise CorruptPart(full_name(fs, path), f"row group {index} gave {seen} rows instead of {rows}")
+                raise CorruptPart(
+                    full_name(fs, path), f"row group {index} gave {seen} rows instead of {rows}"
+                )
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -182,9 +227,15 @@ def _check_groups(footer: Footer, groups: Sequence[int], where: str) -> None:
 
 
 def _select(
-    batches: Iterator[pa.RecordBatch], rows: Sequence[int] | None, bound: int, where: str, *, each: bool = False
+    batches: Iterator[pa.RecordBatch],
+    rows: Sequence[int] | None,
+    bound: int,
+    where: str,
+    *,
+    each: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row that is wanted.
+    """Yield copies of the rows in each batch, or whole batches for None; stop after the last row
+    that is wanted.
 
     TooLarge if all take more than ``bound``, or with ``each`` if one does.
     """
@@ -216,7 +267,12 @@ def _taken(batch: pa.RecordBatch, rows: Sequence[int]) -> pa.RecordBatch:
 
 
 def _parquet_batches(
-    file: pa.NativeFile, metadata: pq.FileMetaData | None, index: int, columns: Sequence[str], bound: int, where: str
+    file: pa.NativeFile,
+    metadata: pq.FileMetaData | None,
+    index: int,
+    columns: Sequence[str],
+    bound: int,
+    where: str,
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     reader = _parquet_file(file, metadata)
     whole = reader.schema_arrow  # made anew at each call
@@ -227,40 +283,60 @@ def _parquet_batches(
 def _parquet_file(file: pa.NativeFile, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     # Without pre_buffer and with a buffer, a column chunk is read as it is decoded, not as a whole.
     return pq.ParquetFile(
-        file, metadata=metadata, page_checksum_verification=True, pre_buffer=False, buffer_size=_BUFFER
+        file,
+        metadata=metadata,
+        page_checksum_verification=True,
+        pre_buffer=False,
+        buffer_size=_BUFFER,
     )
 
 
 def _group_batches(
-    reader: pq.ParquetFile, index: int, columns: Sequence[str], bound: int, sizes: tuple[int, int], most: int = 0
+    reader: pq.ParquetFile,
+    index: int,
+    columns: Sequence[str],
+    bound: int,
+    sizes: tuple[int, int],
+    most: int = 0,
 ) -> Iterator[pa.RecordBatch]:
-    """Return an iterator over a row group, in batches of some megabytes, which texts stored once cannot make larger
-    than ``bound``; or with ``most``, than that, where batches would otherwise have very few rows. ``sizes`` are the
-    group's, of ``_decoded_size``.
+    """Return an iterator over a row group, in batches of some megabytes, which texts stored once
+    cannot make larger than ``bound``; or with ``most``, than that, where batches would otherwise
+    have very few rows. ``sizes`` are the group's, of ``_decoded_size``.
     """
     size, repeatable = sizes
     mean = max(1, size // max(1, reader.metadata.row_group(index).num_rows))
     fitting = max(bound // max(1, repeatable), min(_FEW_ROWS, most // max(1, repeatable)))
     rows = min(_BATCH_ROWS, _BATCH_BYTES // mean, fitting)
-    batches = reader.iter_batches(max(1, rows), row_groups=[index], columns=list(columns), use_threads=size > _SMALL)
+    batches = reader.iter_batches(
+        max(1, rows), row_groups=[index], columns=list(columns), use_threads=size > _SMALL
+    )
     return (batch.select(list(columns)) for batch in batches)  # they come in the file's order
 
 
-def _decoded_size(group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequence[str]) -> tuple[int, int]:
-    """Return bytes that ``columns`` of a row group take once decoded, as far as its footer tells, and bytes that each
-    row may repeat: texts and blobs that are stored once, in a dictionary.
+def _decoded_size(
+    group: pq.RowGroupMetaData, schema: pa.Schema, columns: Sequence[str]
+) -> tuple[int, int]:
+    """Return bytes that ``columns`` of a row group take once decoded, as far as its footer tells,
+    and bytes that each row may repeat: texts and blobs that are stored once, in a dictionary.
     """
     stored = dict.fromkeys(columns, 0)
     repeatable = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        name = next((name for name in columns if (chunk.path_in_schema + ".").startswith(name + ".")), None)
+        name = next(
+            (name for name in columns if (chunk.path_in_schema + ".").startswith(name + ".")), None
+        )
         if name is not None:
             width = _WIDTHS.get(chunk.physical_type)
-            stored[name] += chunk.total_uncompressed_size if width is None else chunk.num_values * width
+            stored[name] += (
+                chunk.total_uncompressed_size if width is None else chunk.num_values * width
+            )
             if width is None and chunk.has_dictionary_page:
                 repeatable += chunk.total_uncompressed_size
-    sizes = (max(size, group.num_rows * _row_bytes(schema.field(name).type)) for name, size in stored.items())
+    sizes = (
+        max(size, group.num_rows * _row_bytes(schema.field(name).type))
+        for name, size in stored.items()
+    )
     return sum(sizes), repeatable
 
 

@@ -1,9 +1,12 @@
-"""The one policy for errors of a store that pass by themselves: what they are, and how long an operation is repeated.
+"""The one policy for errors of a store that pass by themselves: what they are, and how long an
+operation is repeated.
 
-An operation that failed so is tried again after a pause that doubles and is drawn at random, so that many workers do
-not come back together, until ``retry_seconds()`` have passed since its first try. The seconds are kept in fsspec's own
-configuration: ``set_retry_seconds``, or the environment variable ``FSSPEC_RETRYING_SECONDS``. Whoever waits for less
-long than that says so with ``retries_end_at``: what nobody waits for any more is not tried again.
+An operation that failed so is tried again after a pause that doubles and is drawn at random, so
+that many workers do not come back together, until ``retry_seconds()`` have passed since its first
+try. The seconds are kept in fsspec's own
+configuration: ``set_retry_seconds``, or the environment variable ``FSSPEC_RETRYING_SECONDS``.
+Whoever waits for less long than that says so with ``retries_end_at``: what nobody waits for any
+more is not tried again.
 """
 
 from __future__ import annotations
@@ -26,12 +29,19 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 RETRY_SECONDS = 120.0
-"""Default of ``retry_seconds``: a restart of a gateway or a minute of throttling must not cost a run."""
+"""Default of ``retry_seconds``: a restart of a gateway or a minute of throttling must not cost a
+run."""
 _FIRST_PAUSE = 0.1  # seconds
 _LONGEST_PAUSE = 10.0  # seconds
 _CONFIGURED = "retrying"  # the name under which fsspec's configuration has the seconds
 _deadline: ContextVar[float] = ContextVar("siirl_storage_deadline", default=math.inf)
-_NEVER = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_NEVER = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
 _REFUSED = {"huggingface_hub.OfflineModeIsEnabled"}  # a connection that this process does not want
 _STATUS = {408, 425, 429, 500, 502, 503, 504, 509, 529}
 _CODES = {
@@ -69,7 +79,8 @@ _NETWORK = {
     "requests.Timeout",
     "urllib3.HTTPError",
 }
-"""Errors of connections in the packages below fsspec's filesystems, by package and class; none is imported here."""
+"""Errors of connections in the packages below fsspec's filesystems, by package and class; none
+is imported here."""
 
 
 def retry_seconds() -> float:
@@ -86,9 +97,11 @@ def set_retry_seconds(seconds: float) -> None:
 
 @contextmanager
 def retries_end_at(deadline: float) -> Iterator[None]:
-    """Have no operation of this thread inside the block be tried again after ``deadline``, by ``time.monotonic()``.
+    """Have no operation of this thread inside the block be tried again after ``deadline``, by
+    ``time.monotonic()``.
 
-    For a thread whose caller waits for a bounded time: it would go on trying, and warning, when its caller has gone.
+    For a thread whose caller waits for a bounded time: it would go on trying, and warning, when its
+    caller has gone.
     """
     token = _deadline.set(min(deadline, _deadline.get()))
     try:
@@ -98,7 +111,8 @@ def retries_end_at(deadline: float) -> Iterator[None]:
 
 
 def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
-    """Return ``operation(*args, **kwargs)``, repeated while it fails with an error that passes. It must be idempotent.
+    """Return ``operation(*args, **kwargs)``, repeated while it fails with an error that passes. It
+    must be idempotent.
 
     The last error is raised as it is, with a note of how often and how long it was tried.
     """
@@ -109,16 +123,22 @@ def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given
         except Exception as error:
             if not is_transient(error):
                 raise
-            pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt - 1, 10))
+            pause = random.uniform(0.5, 1.0) * min(
+                _LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt - 1, 10)
+            )
             elapsed = time.monotonic() - begun
             left = _deadline.get() - time.monotonic()
             if elapsed + pause > retry_seconds():
                 error.add_note(
-                    f"tried {attempt} times in {elapsed:.0f} s; storage.retry_seconds={retry_seconds():g} is the most"
+                    f"tried {attempt} times in {elapsed:.0f} s; "
+                    f"storage.retry_seconds={retry_seconds():g} is the most"
                 )
                 raise
             if pause > left:
-                error.add_note(f"tried {attempt} times in {elapsed:.0f} s, for as long as anybody waited for it")
+                error.add_note(
+                    f"tried {attempt} times in {elapsed:.0f} s, for as long as anybody waited for "
+                    "it"
+                )
                 raise
             logger.warning("%s: %s; trying again in %.1f s", type(error).__name__, error, pause)
         time.sleep(pause)
@@ -126,9 +146,11 @@ def retry(operation: Callable[Given, Result], *args: Given.args, **kwargs: Given
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether ``error`` may pass by itself: a lost connection, a timeout, throttling, a failure inside the store.
+    """Tell whether ``error`` may pass by itself: a lost connection, a timeout, throttling, a
+    failure inside the store.
 
-    An error of the filesystem is judged with its causes, since most filesystems translate what their client raised.
+    An error of the filesystem is judged with its causes, since most filesystems translate what
+    their client raised.
     """
     causes = [*_causes(error)]
     if isinstance(error, _NEVER) or any(_name(type(one)) in _REFUSED for one in causes):
@@ -151,15 +173,25 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _ERRNO:
         return True
     status, code = _answer(error)
-    return status in _STATUS or code in _CODES or not _NETWORK.isdisjoint(map(_name, type(error).__mro__))
+    return (
+        status in _STATUS
+        or code in _CODES
+        or not _NETWORK.isdisjoint(map(_name, type(error).__mro__))
+    )
 
 
 def _answer(error: BaseException) -> tuple[object, object]:
-    """Return the HTTP status and the store's own code that ``error`` carries, each in one of the usual places."""
+    """Return the HTTP status and the store's own code that ``error`` carries, each in one of the
+    usual places.
+    """
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")
-    places = (getattr(error, name, None) for name in ("status", "status_code", "code"))  # aiohttp, azure, gcsfs
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get(
+            "Error", {}
+        ).get("Code")
+    places = (
+        getattr(error, name, None) for name in ("status", "status_code", "code")
+    )  # aiohttp, azure, gcsfs
     return next((value for value in places if isinstance(value, int)), None), None
 
 

@@ -1,4 +1,6 @@
-"""A filesystem around another one whose operations are repeated while they fail with errors that pass."""
+"""A filesystem around another one whose operations are repeated while they fail with errors that
+pass.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from siirl_storage.retry import retry
 
 
 class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Gives access to the files of ``fs``; see ``siirl_storage.retry`` for what is repeated, and for how long.
+    """Gives access to the files of ``fs``; see ``siirl_storage.retry`` for what is repeated, and
+    for how long.
 
-    The clients below repeat single requests a few times themselves; this holds whatever they give up on. A stream that
-    is opened for writing is not repeated, since its bytes are gone: who writes one repeats all of it.
+    The clients below repeat single requests a few times themselves; this holds whatever they give
+    up on. A stream that is opened for writing is not repeated, since its bytes are gone: who writes
+    one repeats all of it.
     """
 
     cachable = False
@@ -41,7 +45,9 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return retry(self.fs.glob, path, *args, **kwargs)
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Tell whether there is something at ``path``. An error is raised, where fsspec's own would say no."""
+        """Tell whether there is something at ``path``. An error is raised, where fsspec's own
+        would say no.
+        """
         return self._is(path, lambda info: True, **kwargs)
 
     def isfile(self, path: str) -> bool:
@@ -53,11 +59,15 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def modified(self, path: str) -> Any:
         return retry(self.fs.modified, path)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> Any:
         return retry(self.fs.cat_file, path, start=start, end=end, **kwargs)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> Any:
-        """Write a file. In mode ``create`` a repeated write may meet its own first try, and raise FileExistsError."""
+        """Write a file. In mode ``create`` a repeated write may meet its own first try, and
+        raise FileExistsError.
+        """
         return retry(self.fs.pipe_file, path, value, mode=mode, **kwargs)
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
@@ -87,7 +97,9 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rmdir(self, path: str) -> None:
         _removed(self.fs.rmdir, path)
 
-    def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+    def rm(
+        self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
+    ) -> None:
         _removed(self.fs.rm, path, recursive=recursive, maxdepth=maxdepth)
 
     def invalidate_cache(self, path: str | None = None) -> None:
@@ -105,7 +117,9 @@ class RetryingFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
 
 class _RetryingReader(io.RawIOBase):
-    """Repeats reads of ``file``, each at its own position. A filesystem's file fills its buffer anew after an error."""
+    """Repeats reads of ``file``, each at its own position. A filesystem's file fills its buffer
+    anew after an error.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -8,7 +8,9 @@ from siirl_storage.errors import StorageError
 
 
 def check_schema(schema: pa.Schema, where: str) -> None:
-    """Raise StorageError if ``schema`` has no column, or two of one name: columns are found by name."""
+    """Raise StorageError if ``schema`` has no column, or two of one name: columns are found by
+    name.
+    """
     if not schema.names:
         raise StorageError(f"{where}: no columns")
     twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
@@ -19,10 +21,15 @@ def check_schema(schema: pa.Schema, where: str) -> None:
 def difference(expected: pa.Schema, got: pa.Schema) -> str:
     """Return, in words, why ``got`` cannot be read as ``expected``; an empty text if it can.
 
-    A column of type ``null`` goes for any type: it is what other writers infer from a partition without values.
+    A column of type ``null`` goes for any type: it is what other writers infer from a partition
+    without values.
     """
     problems = [f"lacks column {name!r}" for name in expected.names if name not in got.names]
-    problems += [f"has a column {name!r} that the table has not" for name in got.names if name not in expected.names]
+    problems += [
+        f"has a column {name!r} that the table has not"
+        for name in got.names
+        if name not in expected.names
+    ]
     for field in expected:
         if field.name in got.names:
             kind = got.field(field.name).type
@@ -32,12 +39,17 @@ def difference(expected: pa.Schema, got: pa.Schema) -> str:
 
 
 def conform(table: pa.Table, schema: pa.Schema, where: str) -> pa.Table:
-    """Return ``table`` with exactly the fields of ``schema``, in its order. StorageError that names the difference."""
+    """Return ``table`` with exactly the fields of ``schema``, in its order. StorageError that
+    names the difference.
+    """
     if table.schema.equals(schema, check_metadata=True):
         return table
     if differs := difference(schema, table.schema):
         raise StorageError(f"{where} {differs}")
     try:
         return table.select(schema.names).cast(schema)
-    except (pa.ArrowException, ValueError) as error:  # a plain ValueError for a null where none may be
+    except (
+        pa.ArrowException,
+        ValueError,
+    ) as error:  # a plain ValueError for a null where none may be
         raise StorageError(f"{where} does not fit the table's schema: {error}") from error

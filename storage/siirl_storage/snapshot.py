@@ -1,4 +1,6 @@
-"""One version of a table, for reading. It holds no open file: any process opens it by ``url`` and ``version``."""
+"""One version of a table, for reading. It holds no open file: any process opens it by ``url``
+and ``version``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One immutable version of a table, or the files of a plain folder as they were when it was opened."""
+    """One immutable version of a table, or the files of a plain folder as they were when it was
+    opened.
+    """
 
     url: str
     """URL at which ``open_table`` finds the table again; a local path is absolute."""
@@ -43,10 +47,12 @@ class Snapshot:
     parts: tuple[Part, ...]
     properties: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
-    """Folder that part paths are relative to: ``url``, or the folder of the one file that ``url`` names."""
+    """Folder that part paths are relative to: ``url``, or the folder of the one file that
+    ``url`` names."""
     digest: str = field(default="", compare=False)
-    """SHA-256 of what its manifest, or the footers of plain files, say: another one is another table, or was changed.
-    Values that change in place, with the same sizes and statistics, are not noticed: no data is read for it."""
+    """SHA-256 of what its manifest, or the footers of plain files, say: another one is another
+    table, or was changed. Values that change in place, with the same sizes and statistics, are not
+    noticed: no data is read for it."""
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +66,10 @@ class Snapshot:
     def row_groups(self) -> tuple[RowGroup, ...]:
         """Return every row group that has rows, in table order."""
         return tuple(
-            RowGroup(part.path, index, rows) for part in self.parts for index, rows in enumerate(part.groups) if rows
+            RowGroup(part.path, index, rows)
+            for part in self.parts
+            for index, rows in enumerate(part.groups)
+            if rows
         )
 
     def read_row_group(
@@ -74,21 +83,30 @@ class Snapshot:
     ) -> pa.Table:
         """Read ``group`` with all columns, or those named, and nothing else of the part.
 
-        ``rows`` are the numbers of the rows to return, in ascending order; None: all. Others are decoded on the way, a
-        batch at a time, and are not kept. ``footers`` spares a reader of many row groups their part's footer.
+        ``rows`` are the numbers of the rows to return, in ascending order; None: all. Others are
+        decoded on the way, a batch at a time, and are not kept. ``footers`` spares a reader of many
+        row groups their part's footer.
 
-        CorruptPart if the part is missing, damaged, or not what the snapshot says; TooLarge if the row group takes more
-        than ``max_bytes`` (None: the machine's memory); StorageError for a column, a group or a row that there is not.
+        CorruptPart if the part is missing, damaged, or not what the snapshot says; TooLarge if the
+        row group takes more than ``max_bytes`` (None: the machine's memory); StorageError for a
+        column, a group or a row that there is not.
         """
         part = next((part for part in self.parts if part.path == group.part), None)
         if part is None or not 0 <= group.index < len(part.groups):
-            raise StorageError(f"{self.url} has no row group {group.index} in a part {group.part!r}")
+            raise StorageError(
+                f"{self.url} has no row group {group.index} in a part {group.part!r}"
+            )
         count = part.groups[group.index]
         if rows is not None and not _ascending(rows, count):
-            raise StorageError(f"rows {list(rows)[:8]} of {count} in {group.part!r}: expected ascending row numbers")
+            raise StorageError(
+                f"rows {list(rows)[:8]} of {count} in {group.part!r}: expected ascending row "
+                "numbers"
+            )
         return self._read(part, group.index, self._projection(columns), rows, max_bytes, footers)
 
-    def to_table(self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None) -> pa.Table:
+    def to_table(
+        self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None
+    ) -> pa.Table:
         """Read the whole table into memory. Errors as in ``read_row_group``."""
         schema = self._projection(columns)
         tables = []
@@ -104,21 +122,26 @@ class Snapshot:
     def batches(
         self, columns: Sequence[str] | None = None, *, max_bytes: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield all rows in table order, a batch of some megabytes at a time, of whatever size the row groups are.
+        """Yield all rows in table order, a batch of some megabytes at a time, of whatever size the
+        row groups are.
 
-        TooLarge for a batch of more than ``max_bytes`` (None: the machine's memory); else errors as in
-        ``read_row_group``.
+        TooLarge for a batch of more than ``max_bytes`` (None: the machine's memory); else errors as
+        in ``read_row_group``.
         """
         schema = self._projection(columns)
         fs, root = open_fs(self.base)
         for part in self.parts:
             path = at(root, part.path)
             for batch in read_batches(fs, path, schema.names, part.groups, max_bytes=max_bytes):
-                table = self._with_folder_columns(pa.Table.from_batches([batch]), part, schema, batch.num_rows)
+                table = self._with_folder_columns(
+                    pa.Table.from_batches([batch]), part, schema, batch.num_rows
+                )
                 yield from _as_promised(table, schema, fs, path).to_batches()
 
     def dataset(self) -> ds.Dataset:
-        """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises Arrow's own errors."""
+        """Return the parts as one Arrow dataset, read as it is scanned. Damage then raises
+        Arrow's own errors.
+        """
         fs, root = open_fs(self.base)
         bridge = pafs.PyFileSystem(_ExactHandler(fs))
         fragments = [self._fragment(part, at(root, part.path), bridge) for part in self.parts]
@@ -138,7 +161,10 @@ class Snapshot:
             return self.schema
         unknown = [name for name in columns if name not in self.schema.names]
         if unknown or not columns:
-            raise StorageError(f"{self.url} has no columns {unknown} to read (it has: {', '.join(self.schema.names)})")
+            raise StorageError(
+                f"{self.url} has no columns {unknown} to read (it has: "
+                f"{', '.join(self.schema.names)})"
+            )
         return pa.schema([self.schema.field(name) for name in columns], self.schema.metadata)
 
     def _read(
@@ -152,12 +178,25 @@ class Snapshot:
     ) -> pa.Table:
         fs, root = open_fs(self.base)
         path = at(root, part.path)
-        table = read_rows(fs, path, index, schema.names, part.groups, rows=rows, max_bytes=max_bytes, footers=footers)
+        table = read_rows(
+            fs,
+            path,
+            index,
+            schema.names,
+            part.groups,
+            rows=rows,
+            max_bytes=max_bytes,
+            footers=footers,
+        )
         count = part.groups[index] if rows is None else len(rows)
         return _as_promised(self._with_folder_columns(table, part, schema, count), schema, fs, path)
 
-    def _with_folder_columns(self, table: pa.Table, part: Part, schema: pa.Schema, count: int) -> pa.Table:
-        """Return ``table``, of ``count`` rows of ``part``, with the columns that only its folders' names have."""
+    def _with_folder_columns(
+        self, table: pa.Table, part: Part, schema: pa.Schema, count: int
+    ) -> pa.Table:
+        """Return ``table``, of ``count`` rows of ``part``, with the columns that only its
+        folders' names have.
+        """
         for name, value in hive.values(part.path).items():
             if name in schema.names and name not in table.column_names:
                 constant = hive.scalar(value, schema.field(name).type)

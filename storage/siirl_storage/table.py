@@ -1,4 +1,6 @@
-"""Tables with snapshots: parts are staged under ``data/``, then one manifest, created exclusively, publishes them."""
+"""Tables with snapshots: parts are staged under ``data/``, then one manifest, created
+exclusively, publishes them.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,12 @@ _ATTEMPTS = 64  # of a commit; each that fails means that another writer's succe
 
 
 def open_table(url: str, version: int | None = None) -> Snapshot:
-    """Return the newest snapshot of the table at ``url``, or version ``version``; or plain files as a table.
+    """Return the newest snapshot of the table at ``url``, or version ``version``; or plain files as
+    a table.
 
-    A table with versions costs a listing and one small file, and its parts are checked as they are read. A plain
-    ``.parquet``, ``.arrow`` or ``.feather`` file, or a folder of them, costs reading every footer (see ``open_plain``).
+    A table with versions costs a listing and one small file, and its parts are checked as they are
+    read. A plain ``.parquet``, ``.arrow`` or ``.feather`` file, or a folder of them, costs reading
+    every footer (see ``open_plain``).
 
     TableNotFound if there is none; CorruptPart or StorageError if it cannot be used.
     """
@@ -44,7 +48,9 @@ def open_table(url: str, version: int | None = None) -> Snapshot:
         return _snapshot(url, read_manifest(fs, root, versions[-1]))
     except (FileNotFoundError, NotADirectoryError) as error:
         present = ", ".join(map(str, list_versions(fs, root))) or "none"
-        raise TableNotFound(f"no snapshot {version} of {full_name(fs, root)} (versions there: {present})") from error
+        raise TableNotFound(
+            f"no snapshot {version} of {full_name(fs, root)} (versions there: {present})"
+        ) from error
 
 
 def create_table(
@@ -57,19 +63,24 @@ def create_table(
     rows_per_group: int = ROWS_PER_GROUP,
     properties: Mapping[str, str] | None = None,
 ) -> Snapshot:
-    """Write ``tables``, in order, as version 1 of a new table. ``schema`` defaults to that of the first.
+    """Write ``tables``, in order, as version 1 of a new table. ``schema`` defaults to that of the
+    first.
 
-    Conflict if there is a table, or another process creates it meanwhile; StorageError if a table does not fit the
-    schema, or if there is neither a schema nor a table.
+    Conflict if there is a table, or another process creates it meanwhile; StorageError if a table
+    does not fit the schema, or if there is neither a schema nor a table.
     """
     fs, root = open_fs(url)
     if list_versions(fs, root):
-        raise Conflict(f"{full_name(fs, root)} already holds a table: append to it, or choose another place")
+        raise Conflict(
+            f"{full_name(fs, root)} already holds a table: append to it, or choose another place"
+        )
     source = iter(tables)
     if schema is None:
         first = next(source, None)
         if first is None:
-            raise StorageError(f"cannot create {full_name(fs, root)} from no tables without a schema")
+            raise StorageError(
+                f"cannot create {full_name(fs, root)} from no tables without a schema"
+            )
         schema = first.schema
         source = chain([first], source)
     check_schema(schema, full_name(fs, root))
@@ -90,13 +101,16 @@ def append(
 ) -> Snapshot:
     """Append ``tables`` as the next version. ``properties`` are added to the existing ones.
 
-    Any number of processes may append at once: each one's rows get in, together, in the order of their commits.
-    TableNotFound if there is none; StorageError if one of ``tables`` does not fit; Conflict if others always win.
+    Any number of processes may append at once: each one's rows get in, together, in the order of
+    their commits. TableNotFound if there is none; StorageError if one of ``tables`` does not fit;
+    Conflict if others always win.
     """
     fs, root = open_fs(url)
     latest = _latest(fs, root)
     if latest is None:
-        raise TableNotFound(f"no table at {full_name(fs, root)} to append to: create_table makes one")
+        raise TableNotFound(
+            f"no table at {full_name(fs, root)} to append to: create_table makes one"
+        )
     with _discarded_on_error(fs, root) as staged:
         for piece in _pieces(tables, latest.schema, rows_per_part):
             staged.append(stage(url, piece, format=format, rows_per_group=rows_per_group))
@@ -111,16 +125,19 @@ def stage(
     rows_per_group: int = ROWS_PER_GROUP,
     bytes_per_group: int | None = None,
 ) -> Part:
-    """Write ``table`` as a part of the table at ``url`` that no reader sees until a ``commit`` lists it.
+    """Write ``table`` as a part of the table at ``url`` that no reader sees until a ``commit``
+    lists it.
 
-    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before they are encoded;
-    a row that is larger is one by itself.
+    A row group has at most ``rows_per_group`` rows and, if given, ``bytes_per_group`` bytes before
+    they are encoded; a row that is larger is one by itself.
 
     StorageError if the format cannot give a column back as it is.
     """
     back = decode_footer(encode(table.schema.empty_table(), format, 1), format).schema
     if differs := difference(table.schema, back):
-        raise StorageError(f"this table stored as {format} {differs}: cast it first, or use another format")
+        raise StorageError(
+            f"this table stored as {format} {differs}: cast it first, or use another format"
+        )
     return put_part(
         url,
         f"{DATA}/{uuid4().hex}.{format}",
@@ -139,13 +156,15 @@ def commit(
     properties: Mapping[str, str] | None = None,
     new: bool = False,
 ) -> Snapshot:
-    """Publish staged ``parts``, in this order, as the next version; the first if there is no table yet.
+    """Publish staged ``parts``, in this order, as the next version; the first if there is no table
+    yet.
 
     ``new`` makes it the first version of a table, or raises Conflict if there is one.
 
-    Reads their footers, and refuses a part that is not what its stager said (CorruptPart) or does not fit ``schema``,
-    which defaults to the first part's, or to the table (StorageError). Committing parts that are all there already
-    changes nothing, so a committer that is not sure whether it succeeded does it again.
+    Reads their footers, and refuses a part that is not what its stager said (CorruptPart) or does
+    not fit ``schema``, which defaults to the first part's, or to the table (StorageError).
+    Committing parts that are all there already changes nothing, so a committer that is not sure
+    whether it succeeded does it again.
     """
     fs, root = open_fs(url)
     if bad := [part.path for part in parts if not is_below(part.path)]:
@@ -164,7 +183,9 @@ def commit(
     for part, footer in zip(parts, footers, strict=True):
         where = full_name(fs, at(root, part.path))
         if footer.groups != part.groups:
-            raise CorruptPart(where, f"it has {sum(footer.groups)} rows, and {part.rows} were staged")
+            raise CorruptPart(
+                where, f"it has {sum(footer.groups)} rows, and {part.rows} were staged"
+            )
         if differs := difference(schema, footer.schema):
             raise StorageError(f"{where} {differs}")
     return _publish(url, parts, schema, properties, version=1 if new else None)
@@ -177,11 +198,15 @@ def _publish(
     properties: Mapping[str, str] | None,
     version: int | None = None,
 ) -> Snapshot:
-    """Create the manifest of exactly ``version``, or raise Conflict; for None, of the next free version."""
+    """Create the manifest of exactly ``version``, or raise Conflict; for None, of the next free
+    version.
+    """
     fs, root = open_fs(url)
     for name, value in (properties or {}).items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise StorageError(f"property {name!r}: {value!r} of {full_name(fs, root)} is not a string")
+            raise StorageError(
+                f"property {name!r}: {value!r} of {full_name(fs, root)} is not a string"
+            )
     token = uuid4().hex
     for attempt in range(_ATTEMPTS):
         latest = _latest(fs, root) if version is None else None
@@ -201,17 +226,22 @@ def _publish(
         except Conflict:
             if version is not None:
                 raise
-            time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))  # so that many writers do not stay in step
+            time.sleep(
+                random.uniform(0, min(0.5, 0.005 * 2**attempt))
+            )  # so that many writers do not stay in step
             continue
         return _snapshot(absolute(url), manifest)
-    raise Conflict(f"{full_name(fs, root)}: {_ATTEMPTS} times another writer committed first; try again")
+    raise Conflict(
+        f"{full_name(fs, root)}: {_ATTEMPTS} times another writer committed first; try again"
+    )
 
 
 @contextmanager
 def _discarded_on_error(fs: AbstractFileSystem, root: str) -> Iterator[list[Part]]:
     """Yield a list for staged parts, which are deleted if the block raises StorageError.
 
-    After any other error they stay: where a reply was lost, the manifest that lists them may be there.
+    After any other error they stay: where a reply was lost, the manifest that lists them may be
+    there.
     """
     staged: list[Part] = []
     try:
@@ -224,7 +254,9 @@ def _discarded_on_error(fs: AbstractFileSystem, root: str) -> Iterator[list[Part
 
 
 def _all_new(latest: Manifest, parts: Sequence[Part], where: str) -> bool:
-    """Return True if none of ``parts`` is in ``latest``, False if all are; StorageError if some are."""
+    """Return True if none of ``parts`` is in ``latest``, False if all are; StorageError if some
+    are.
+    """
     there = {part.path for part in latest.parts}
     known = [part.path for part in parts if part.path in there]
     if known and len(known) < len(parts):
@@ -240,12 +272,20 @@ def _latest(fs: AbstractFileSystem, root: str) -> Manifest | None:
 def _snapshot(url: str, manifest: Manifest) -> Snapshot:
     digest = sha256(manifest.to_json()).hexdigest()
     return Snapshot(
-        url, manifest.version, manifest.schema, manifest.parts, manifest.properties, base=url, digest=digest
+        url,
+        manifest.version,
+        manifest.schema,
+        manifest.parts,
+        manifest.properties,
+        base=url,
+        digest=digest,
     )
 
 
 def _pieces(tables: Iterable[pa.Table], schema: pa.Schema, rows: int) -> Iterator[pa.Table]:
-    """Yield the rows of ``tables`` in tables of exactly ``rows``, the last one with the rest; none for no rows."""
+    """Yield the rows of ``tables`` in tables of exactly ``rows``, the last one with the rest;
+    none for no rows.
+    """
     if rows < 1:
         raise ValueError(f"rows_per_part={rows} must be at least 1")
     held: list[pa.Table] = []

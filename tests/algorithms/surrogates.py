@@ -1,4 +1,6 @@
-"""Loss inputs that several test files share, and every surrogate with the options it is tested with."""
+"""Loss inputs that several test files share, and every surrogate with the options it is tested
+with.
+"""
 
 from functools import partial
 
@@ -48,8 +50,8 @@ SURROGATES = {
 
 
 def inputs(logprobs, old, advantages, **others):
-    """LossInputs of one row; the sampler is the old policy, no token is covariant, a row is one turn, and no agent was
-    updated before, unless ``others`` say so."""
+    """LossInputs of one row; the sampler is the old policy, no token is covariant, a row is one
+    turn, and no agent was updated before, unless ``others`` say so."""
     defaults = {
         "logprobs": torch.as_tensor(logprobs),
         "old_logprobs": torch.as_tensor(old),

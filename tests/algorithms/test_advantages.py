@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.algorithms import Outcomes, dr_grpo, gdpo, gpg, grpo, max_rl, opo, pass_at_k, remax, rloo
+from siirl_dask.algorithms import (
+    Outcomes,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    max_rl,
+    opo,
+    pass_at_k,
+    remax,
+    rloo,
+)
 from siirl_dask.testing.local_pool import ThreadPeers
 
 REWARDS = st.floats(-10, 10, width=32)
@@ -51,8 +62,14 @@ def select_rows(outcomes, rows):
 def on_workers(advantage, outcomes, owners, workers):
     """The advantages of all rows, when ``owners`` [groups] says which worker holds each group."""
     peers = ThreadPeers(workers)
-    masks = [torch.tensor(owners, dtype=torch.int64)[outcomes.group_ids] == worker for worker in range(workers)]
-    parts = [replace(select_rows(outcomes, mask), all_sum=peers.at(rank).all_sum) for rank, mask in enumerate(masks)]
+    masks = [
+        torch.tensor(owners, dtype=torch.int64)[outcomes.group_ids] == worker
+        for worker in range(workers)
+    ]
+    parts = [
+        replace(select_rows(outcomes, mask), all_sum=peers.at(rank).all_sum)
+        for rank, mask in enumerate(masks)
+    ]
     result = torch.full_like(outcomes.rewards, float("nan"))
     with ThreadPoolExecutor(workers) as threads:
         for mask, advantages in zip(masks, threads.map(advantage, parts), strict=True):
@@ -77,25 +94,47 @@ def on_workers(advantage, outcomes, owners, workers):
         (pass_at_k, [[0.7]], [0]),
         (grpo, [[0.1, 0.1, 0.1]], [0, 0, 0]),
         (rloo, [[1, 0], [0.5], [2, 4]], [1, -1, 0, -2, 2]),
-        (partial(grpo, epsilon=1e-4), [[1, 0, 1, 0]], [0.865875, -0.865875, 0.865875, -0.865875]),  # .5 / .5774503
-        (GRPO_BATCH, [[1, 0], [1, 1]], [0.999998, -0.999998, 0, 0]),  # mean .75, variance .75 / 3: std .5
+        (
+            partial(grpo, epsilon=1e-4),
+            [[1, 0, 1, 0]],
+            [0.865875, -0.865875, 0.865875, -0.865875],
+        ),  # .5 / .5774503
+        (
+            GRPO_BATCH,
+            [[1, 0], [1, 1]],
+            [0.999998, -0.999998, 0, 0],
+        ),  # mean .75, variance .75 / 3: std .5
         (partial(GRPO_BATCH, epsilon=0.5), [[1, 0], [1, 1]], [0.5, -0.5, 0, 0]),
-        (GRPO_BATCH, [[1, 0], [3]], [0.327327, -0.327327, 1.963960]),  # mean 4 / 3, variance 7 / 3; a group of one: 3
+        (
+            GRPO_BATCH,
+            [[1, 0], [3]],
+            [0.327327, -0.327327, 1.963960],
+        ),  # mean 4 / 3, variance 7 / 3; a group of one: 3
         (GRPO_BATCH, [[0.7]], [0.6999993]),
         (GRPO_BATCH, [[2], [2]], [1.999998, 1.999998]),  # no spread: std 1
         (PASS_AT_K_STD, [[1, 0.5, 0, 0]], [1.044464, 0, 0, 0]),  # .5 / .478714
         (PASS_AT_K_STD, [[-3, -1]], [0, 1.414213]),
         (partial(PASS_AT_K_STD, epsilon=0.5), [[1, 0.5, 0, 0]], [0.510875, 0, 0, 0]),
         (PASS_AT_K_STD, [[0.7]], [0]),
-        (gpg, [[1, 0], [1, 1], [0, 0], [0.5, 0]], [1, -1, 0, 0, 0, 0, 0.5, -0.5]),  # two groups of four: alpha 2
+        (
+            gpg,
+            [[1, 0], [1, 1], [0, 0], [0.5, 0]],
+            [1, -1, 0, 0, 0, 0, 0.5, -0.5],
+        ),  # two groups of four: alpha 2
         (gpg, [[1, 0], [0, 0.5]], [0.5, -0.5, -0.25, 0.25]),
         (gpg, [[0.7], [1, 1]], [1.4, 0, 0]),
         (GPG_STD, [[1, 0, 1, 0], [1, 1]], [1.732048, -1.732048, 1.732048, -1.732048, 0, 0]),
-        (partial(GPG_STD, epsilon=1e-4), [[1, 0, 1, 0]], [0.865875, -0.865875, 0.865875, -0.865875]),
+        (
+            partial(GPG_STD, epsilon=1e-4),
+            [[1, 0, 1, 0]],
+            [0.865875, -0.865875, 0.865875, -0.865875],
+        ),
     ],
 )
 def test_hand_checked_values(advantage, groups, expected):
-    torch.testing.assert_close(advantage(outcomes_of(groups)), torch.tensor(expected).float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        advantage(outcomes_of(groups)), torch.tensor(expected).float(), atol=1e-6, rtol=0
+    )
 
 
 def test_opo_weighs_rewards_by_length():
@@ -122,14 +161,16 @@ def with_parts(groups, **parts):
 
 
 def test_gdpo_tells_rows_apart_that_earned_different_rewards_of_the_same_sum():
-    outcomes = with_parts([[1, 1, 0], [2, 0, 1]], accuracy=[1, 0, 0, 1, 0, 0], format=[0, 1, 0, 1, 0, 1])
-    # group 0: both (2, -1, -1) / 3 / .577350 = (1.154701, -.577350, -.577350), the second in another order
-    # group 1: the same, and (1, -2, 1) / 3 / .577350 = (.577350, -1.154701, .577350)
+    outcomes = with_parts(
+        [[1, 1, 0], [2, 0, 1]], accuracy=[1, 0, 0, 1, 0, 0], format=[0, 1, 0, 1, 0, 1]
+    )
+    # group 0: both (2, -1, -1) / 3 / .577350 = (1.154701, -.577350, -.577350), the second in
+    # another order group 1: the same, and (1, -2, 1) / 3 / .577350 = (.577350, -1.154701, .577350)
     sums = torch.tensor([0.577350, 0.577350, -1.154701, 1.732051, -1.732051, 0.0])
     torch.testing.assert_close(gdpo(outcomes), sums / sums.std(), atol=1e-5, rtol=0)
-    weighed = torch.tensor([1.154701, -0.577350, -0.577350, 1.154701, -0.577350, -0.577350]) + 0.5 * torch.tensor(
-        [-0.577350, 1.154701, -0.577350, 0.577350, -1.154701, 0.577350]
-    )
+    weighed = torch.tensor(
+        [1.154701, -0.577350, -0.577350, 1.154701, -0.577350, -0.577350]
+    ) + 0.5 * torch.tensor([-0.577350, 1.154701, -0.577350, 0.577350, -1.154701, 0.577350])
     given = gdpo(outcomes, weights={"format": 0.5})
     torch.testing.assert_close(given, weighed / weighed.std(), atol=1e-5, rtol=0)
     centred = torch.tensor([2, -1, -1, 2, -1, -1]) / 3 + torch.tensor([-1, 2, -1, 1, -2, 1]) / 3
@@ -144,8 +185,15 @@ def test_gdpo_of_one_reward_is_grpo_standardised_over_the_batch():
 
 
 def test_gdpo_without_spread_is_0_and_a_broken_reward_shows_everywhere():
-    assert gdpo(with_parts([[1, 1], [0, 0]], a=[1, 1, 0, 0], b=[2, 2, 2, 2])).tolist() == [0, 0, 0, 0]
-    assert gdpo(with_parts([[1, 0], [0, 1]], a=[1, float("inf"), 0, 1], b=[0, 1, 0, 1])).isnan().all()
+    assert gdpo(with_parts([[1, 1], [0, 0]], a=[1, 1, 0, 0], b=[2, 2, 2, 2])).tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert (
+        gdpo(with_parts([[1, 0], [0, 1]], a=[1, float("inf"), 0, 1], b=[0, 1, 0, 1])).isnan().all()
+    )
     assert gdpo(with_parts([], a=[])).shape == (0,)
 
 
@@ -177,7 +225,9 @@ def test_max_rl_weighs_a_prompt_by_one_over_its_share_of_successes():
 
 @given(rights=st.integers(0, 8), wrongs=st.integers(0, 8))
 def test_max_rls_gradient_is_the_mean_score_of_the_successes_less_that_of_all(rights, wrongs):
-    """The paper's estimator, and its control variate: each success has 1 / K, and each sample -1 / N."""
+    """The paper's estimator, and its control variate: each success has 1 / K, and each sample -1
+    / N.
+    """
     group = [1] * rights + [0] * wrongs
     expected = [reward / max(1, rights) - 1 / len(group) if rights else 0.0 for reward in group]
     given = max_rl(outcomes_of([group] if group else []))
@@ -242,9 +292,14 @@ def test_a_nonfinite_reward_shows_in_its_own_group_alone(advantage, number):
     assert advantages.isfinite().tolist() == [False, False, False, False, False, True, True]
 
 
-@given(groups=st.lists(st.lists(REWARDS, min_size=2, max_size=6), min_size=1, max_size=5), agreeing=st.integers(0, 5))
+@given(
+    groups=st.lists(st.lists(REWARDS, min_size=2, max_size=6), min_size=1, max_size=5),
+    agreeing=st.integers(0, 5),
+)
 def test_groups_of_equal_rewards_do_not_shrink_gpgs_step(groups, agreeing):
-    """Summed over the batch and divided by its groups, advantages are those of the groups that disagree alone."""
+    """Summed over the batch and divided by its groups, advantages are those of the groups that
+    disagree alone.
+    """
     disagreeing = [group for group in groups if len(set(group)) > 1]
     alone, diluted = outcomes_of(disagreeing), outcomes_of([*disagreeing, *[[1.0, 1.0]] * agreeing])
     mean_alone = gpg(alone).abs().sum() / max(1, len(disagreeing))

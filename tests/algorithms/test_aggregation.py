@@ -51,7 +51,9 @@ def test_hand_checked_values(name, expected):
 @given(lengths=st.lists(st.integers(0, 5), max_size=8), data=st.data())
 def test_the_loss_does_not_depend_on_how_workers_divide_the_rows(aggregate, lengths, data):
     owners = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    losses = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(len(lengths)))
+    losses = torch.randn(
+        sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(len(lengths))
+    )
     totals, rows = totals_of(lengths), losses.split(lengths)
     divided = torch.zeros((), dtype=torch.float64)
     for worker in range(3):
@@ -62,23 +64,34 @@ def test_the_loss_does_not_depend_on_how_workers_divide_the_rows(aggregate, leng
 
 
 def by_place(offsets, totals):
-    """Weigh a token by its place in its row: an aggregation of a user's that is no function of lengths alone."""
+    """Weigh a token by its place in its row: an aggregation of a user's that is no function of
+    lengths alone.
+    """
     places = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(offsets.diff())
     return 1.0 / (1 + places) / max(1, totals.rows)
 
 
-@pytest.mark.parametrize("aggregate", [*AGGREGATIONS.values(), by_place], ids=[*AGGREGATIONS, "by_place"])
-@given(episodes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), max_size=5), data=st.data())
+@pytest.mark.parametrize(
+    "aggregate", [*AGGREGATIONS.values(), by_place], ids=[*AGGREGATIONS, "by_place"]
+)
+@given(
+    episodes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), max_size=5),
+    data=st.data(),
+)
 def test_a_token_weighs_what_it_does_in_its_episodes_one_row(aggregate, episodes, data):
     totals = totals_of([sum(parts) for parts in episodes])
-    expected = weights_of(aggregate, [sum(parts) for parts in episodes], totals).split([sum(p) for p in episodes])
+    expected = weights_of(aggregate, [sum(parts) for parts in episodes], totals).split(
+        [sum(p) for p in episodes]
+    )
     segments = [
         (part, sum(parts[:at]), sum(parts), whole[sum(parts[:at]) : sum(parts[: at + 1])])
         for parts, whole in zip(episodes, expected, strict=True)
         for at, part in enumerate(parts)
     ]
     chosen = data.draw(st.permutations(segments))[: data.draw(st.integers(0, len(segments)))]
-    own, starts, lengths = (torch.tensor([row[at] for row in chosen], dtype=torch.int64) for at in range(3))
+    own, starts, lengths = (
+        torch.tensor([row[at] for row in chosen], dtype=torch.int64) for at in range(3)
+    )
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), own.cumsum(0)])
     found = segment_weights(aggregate, offsets, totals, starts, lengths)
     assert_close(found, torch.cat([torch.zeros(0), *(row[3] for row in chosen)]))

@@ -28,7 +28,9 @@ def test_a_clipped_token_keeps_its_gradient():
 def test_an_unclipped_token_has_the_gradient_of_its_ratio():
     logprobs = EXAMPLE.logprobs.clone().requires_grad_()
     cispo(replace(EXAMPLE, logprobs=logprobs), clip_low=1.0, clip_high=100.0).loss.sum().backward()
-    assert_close(logprobs.grad, -EXAMPLE.advantages * (EXAMPLE.logprobs - EXAMPLE.old_logprobs).exp())
+    assert_close(
+        logprobs.grad, -EXAMPLE.advantages * (EXAMPLE.logprobs - EXAMPLE.old_logprobs).exp()
+    )
 
 
 def test_gradient_equals_finite_differences_where_the_weight_is_constant():
@@ -36,4 +38,6 @@ def test_gradient_equals_finite_differences_where_the_weight_is_constant():
     log_ratios = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(10)  # beyond both bounds
     advantages = torch.linspace(-1, 1, 20, dtype=torch.float64)
     moved = (old + log_ratios).requires_grad_()
-    assert torch.autograd.gradcheck(lambda logprobs: cispo(inputs(logprobs, old, advantages), **CLIP).loss, moved)
+    assert torch.autograd.gradcheck(
+        lambda logprobs: cispo(inputs(logprobs, old, advantages), **CLIP).loss, moved
+    )

@@ -22,7 +22,13 @@ from tests.algorithms.surrogates import EXAMPLE, TWO_ROWS, inputs
 
 OLD = EXAMPLE.old_logprobs
 WEIGHTS = torch.tensor([0.25, 1.0, 1.5, 4.0])
-MISMATCH = inputs(EXAMPLE.logprobs, OLD, EXAMPLE.advantages, rollout_logprobs=OLD - WEIGHTS.log(), offsets=TWO_ROWS)
+MISMATCH = inputs(
+    EXAMPLE.logprobs,
+    OLD,
+    EXAMPLE.advantages,
+    rollout_logprobs=OLD - WEIGHTS.log(),
+    offsets=TWO_ROWS,
+)
 CORRECTIONS = {
     "truncated_is": truncated_is,
     "masked_is": masked_is,
@@ -35,7 +41,9 @@ CORRECTIONS = {
     "reject_divergent by the mean": partial(reject_divergent, limit=0.1, over="mean"),
     "reject_divergent by the sum": partial(reject_divergent, limit=0.1, over="sum"),
     "reject_divergent by the maximum": partial(reject_divergent, limit=0.1),
-    "combined": partial(combined, parts=(truncated_is, partial(reject_sequences, low=0.5, high=2.0))),
+    "combined": partial(
+        combined, parts=(truncated_is, partial(reject_sequences, low=0.5, high=2.0))
+    ),
 }
 every_correction = pytest.mark.parametrize("correction", CORRECTIONS.values(), ids=CORRECTIONS)
 
@@ -52,8 +60,13 @@ def test_hand_checked_values():
 def test_hand_checked_values_of_sequences():
     # products: .25 and 6
     assert_close(truncated_is(MISMATCH, level="sequence"), torch.tensor([0.25, 0.25, 2.0, 2.0]))
-    assert_close(truncated_is(MISMATCH, level="sequence", cap=7.0), torch.tensor([0.25, 0.25, 6.0, 6.0]))
-    assert_close(masked_is(MISMATCH, level="sequence", low=0.2, high=5.0), torch.tensor([0.25, 0.25, 0.0, 0.0]))
+    assert_close(
+        truncated_is(MISMATCH, level="sequence", cap=7.0), torch.tensor([0.25, 0.25, 6.0, 6.0])
+    )
+    assert_close(
+        masked_is(MISMATCH, level="sequence", low=0.2, high=5.0),
+        torch.tensor([0.25, 0.25, 0.0, 0.0]),
+    )
     assert reject_sequences(MISMATCH, low=0.24, high=5.9, over="sum").tolist() == [1, 1, 0, 0]
     assert reject_sequences(MISMATCH, low=0.26, high=6.1, over="sum").tolist() == [0, 0, 1, 1]
 
@@ -70,7 +83,12 @@ def test_hand_checked_values_of_masks():
     assert reject_divergent(MISMATCH, limit=1.6).tolist() == [1, 1, 0, 0]
     assert reject_divergent(MISMATCH, limit=1.62).tolist() == [1, 1, 1, 1]
     # k2 = (ln w)^2 / 2: .960906, 0, .082201, .960906
-    assert reject_divergent(MISMATCH, limit=0.96, estimate=k2, over="token").tolist() == [0, 1, 1, 0]
+    assert reject_divergent(MISMATCH, limit=0.96, estimate=k2, over="token").tolist() == [
+        0,
+        1,
+        1,
+        0,
+    ]
     assert reject_divergent(MISMATCH, limit=0.97, estimate=k2).tolist() == [1, 1, 1, 1]
 
 
@@ -96,16 +114,25 @@ def test_tokens_that_are_not_marked_have_weight_0():
 
 
 def test_failures_that_the_current_policy_would_hardly_make_are_masked():
-    """The rows' means of rollout - logp are 0.5 and -0.5; only the first is far, and only failures are masked."""
+    """The rows' means of rollout - logp are 0.5 and -0.5; only the first is far, and only
+    failures are masked.
+    """
     logprobs = torch.tensor([-1.2, -1.8, -0.5, -0.5])
     tokens = inputs(logprobs, OLD, torch.tensor([-1.0, -1.0, -1.0, -1.0]), offsets=TWO_ROWS,
                     rollout_logprobs=torch.full((4,), -1.0))  # fmt: skip
     assert mask_off_policy(tokens, limit=0.49).tolist() == [0, 0, 1, 1]
     assert mask_off_policy(tokens, limit=0.51).tolist() == [1, 1, 1, 1]
-    assert mask_off_policy(replace(tokens, advantages=torch.ones(4)), limit=0.49).tolist() == [1, 1, 1, 1]
+    assert mask_off_policy(replace(tokens, advantages=torch.ones(4)), limit=0.49).tolist() == [
+        1,
+        1,
+        1,
+        1,
+    ]
     learned = replace(tokens, logprobs=logprobs.clone().requires_grad_())
     assert not mask_off_policy(learned, limit=0.49).requires_grad
-    broken = mask_off_policy(replace(tokens, logprobs=torch.tensor([-1.0, float("-inf"), -0.5, -0.5])), limit=0.49)
+    broken = mask_off_policy(
+        replace(tokens, logprobs=torch.tensor([-1.0, float("-inf"), -0.5, -0.5])), limit=0.49
+    )
     assert broken[1].isnan()
     assert broken[2:].tolist() == [1, 1]
 
@@ -119,7 +146,13 @@ def test_a_sampler_equal_to_the_policy_has_weight_1(correction):
 def test_weights_ignore_the_current_policy_and_have_no_gradient(correction):
     old = OLD.clone().requires_grad_()
     logprobs = (EXAMPLE.logprobs + 3).requires_grad_()
-    moved = inputs(logprobs, old, EXAMPLE.advantages, rollout_logprobs=MISMATCH.rollout_logprobs, offsets=TWO_ROWS)
+    moved = inputs(
+        logprobs,
+        old,
+        EXAMPLE.advantages,
+        rollout_logprobs=MISMATCH.rollout_logprobs,
+        offsets=TWO_ROWS,
+    )
     assert torch.equal(correction(moved), correction(MISMATCH))
     assert not correction(moved).requires_grad
 
@@ -137,7 +170,13 @@ def test_a_nonfinite_logprob_makes_its_weight_nan_and_no_other_row(field, number
 
 @every_correction
 def test_a_log_ratio_of_100_gives_finite_weights(correction):
-    far = inputs(OLD, OLD, OLD, rollout_logprobs=OLD + torch.tensor([100.0, 100.0, -100.0, -100.0]), offsets=TWO_ROWS)
+    far = inputs(
+        OLD,
+        OLD,
+        OLD,
+        rollout_logprobs=OLD + torch.tensor([100.0, 100.0, -100.0, -100.0]),
+        offsets=TWO_ROWS,
+    )
     assert correction(far).isfinite().all()
 
 
@@ -182,7 +221,9 @@ def test_an_unknown_level_is_refused(correction):
 def test_tokens_of_weight_0_have_no_gradient_and_others_the_gradient_of_their_weight():
     logprobs = EXAMPLE.logprobs.clone().requires_grad_()
     tokens = replace(MISMATCH, logprobs=logprobs)
-    correction = partial(combined, parts=(truncated_is, partial(reject_sequences, low=0.49, high=2.4)))
+    correction = partial(
+        combined, parts=(truncated_is, partial(reject_sequences, low=0.49, high=2.4))
+    )
     (policy_gradient(tokens).loss * correction(tokens)).sum().backward()
     assert_close(logprobs.grad, torch.tensor([-0.25, -1.0, 0.0, 0.0]))
     assert logprobs.grad[2:].tolist() == [0, 0]

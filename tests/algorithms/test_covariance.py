@@ -11,7 +11,9 @@ COVARIANT = replace(EXAMPLE, columns={"covariant": torch.tensor([False, True, Fa
 
 
 def test_the_mean_of_token_covariances_is_the_covariance():
-    logprobs, advantages = torch.randn(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logprobs, advantages = torch.randn(
+        2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     scores = covariances(logprobs, advantages, float(logprobs.mean()), float(advantages.mean()))
     assert_close(scores.mean(), torch.cov(torch.stack([logprobs, advantages]), correction=0)[0, 1])
 
@@ -46,10 +48,14 @@ def test_gradient_equals_finite_differences(surrogate):
     old, advantages = -torch.rand(20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
     columns = {"covariant": torch.arange(20) % 3 == 0}
     moved = (old + 0.3 * torch.randn(20, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: surrogate(inputs(x, old, advantages, columns=columns)).loss, moved)
+    assert torch.autograd.gradcheck(
+        lambda x: surrogate(inputs(x, old, advantages, columns=columns)).loss, moved
+    )
 
 
 @pytest.mark.parametrize("surrogate", [clip_cov, kl_cov])
 def test_a_missing_column_names_the_node_to_add(surrogate):
-    with pytest.raises(ValueError, match=r"column 'covariant' \(there are: \['age'\]\): add a node that runs"):
+    with pytest.raises(
+        ValueError, match=r"column 'covariant' \(there are: \['age'\]\): add a node that runs"
+    ):
         surrogate(replace(EXAMPLE, columns={"age": torch.zeros(4)}))

@@ -21,7 +21,9 @@ def test_drift_is_added_in_proportion_to_its_factor():
 
 
 def test_a_negative_advantage_bounds_logp_from_below():
-    assert_close(cpgd(inputs([-2.0], [-1.0], [-1.0]), **CLIP, drift=0.0).loss, torch.tensor([-1.223144]))  # ln .8 - 1
+    assert_close(
+        cpgd(inputs([-2.0], [-1.0], [-1.0]), **CLIP, drift=0.0).loss, torch.tensor([-1.223144])
+    )  # ln .8 - 1
 
 
 def test_drifts_pull_to_the_old_policy_grows_up_to_a_ratio_of_3():
@@ -36,9 +38,13 @@ def test_gradient_equals_finite_differences():
     old = -torch.rand(20, dtype=torch.float64)
     advantages = torch.randn(20, dtype=torch.float64)
     moved = (old + 0.3 * torch.randn(20, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: cpgd(inputs(x, old, advantages), **CLIP, drift=0.0).loss, moved)
+    assert torch.autograd.gradcheck(
+        lambda x: cpgd(inputs(x, old, advantages), **CLIP, drift=0.0).loss, moved
+    )
     beyond_ratio_3 = (old + 2).requires_grad_()  # where the drift's factor is constant
-    assert torch.autograd.gradcheck(lambda x: cpgd(inputs(x, old, advantages), **CLIP, drift=0.3).loss, beyond_ratio_3)
+    assert torch.autograd.gradcheck(
+        lambda x: cpgd(inputs(x, old, advantages), **CLIP, drift=0.3).loss, beyond_ratio_3
+    )
 
 
 @pytest.mark.parametrize("clip_low", [1.0, -0.1, float("nan")])

@@ -1,4 +1,6 @@
-"""docs/algorithms.md lists every algorithm with its options, and the tests and nodes it names exist."""
+"""docs/algorithms.md lists every algorithm with its options, and the tests and nodes it names
+exist.
+"""
 
 import inspect
 import re
@@ -16,7 +18,9 @@ TEXT = (HERE.parents[1] / "docs" / "algorithms.md").read_text()
 
 
 def options_shown():
-    """(function, option, value) of each ``function`` `{option: value}` in a table, the value as text."""
+    """(function, option, value) of each ``function`` `{option: value}` in a table, the value as
+    text.
+    """
     for name, options in re.findall(r"`([a-z_0-9]+)` `\{([^}]*)\}`", TEXT):
         for option, value in re.findall(r"(\w+): ([^,]+)", options):
             yield name, option, value
@@ -30,7 +34,9 @@ def read_value(text):
 
 
 def test_every_public_function_is_listed():
-    functions = [name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))]
+    functions = [
+        name for name in algorithms.__all__ if inspect.isfunction(getattr(algorithms, name))
+    ]
     assert len(functions) > 30
     assert not [name for name in functions if f"`{name}`" not in TEXT]
 
@@ -71,4 +77,6 @@ def test_options_shown_are_defaults_except_for_known_variants():
     for name, option, value in shown:
         default = inspect.signature(getattr(algorithms, name)).parameters[option].default
         expected = inspect.Parameter.empty if value == "..." else read_value(value)
-        assert default == expected or (name, option, value) in variants, f"{name} {option}: {default}, not {value}"
+        assert default == expected or (name, option, value) in variants, (
+            f"{name} {option}: {default}, not {value}"
+        )

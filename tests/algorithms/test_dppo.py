@@ -8,7 +8,8 @@ from torch.testing import assert_close
 from siirl_dask.algorithms import dppo
 from tests.algorithms.surrogates import EXAMPLE, inputs
 
-# probabilities .2 -> .5, .5 -> .2, .2 -> .5, .5 -> .2 of tokens that the advantages push up, up, down, down
+# probabilities .2 -> .5, .5 -> .2, .2 -> .5, .5 -> .2 of tokens that the advantages push up, up,
+# down, down
 OLD = torch.tensor([0.2, 0.5, 0.2, 0.5])
 NOW = torch.tensor([0.5, 0.2, 0.5, 0.2])
 MOVED = inputs(NOW.log(), OLD.log(), [1.0, 1.0, -1.0, -1.0])
@@ -31,9 +32,16 @@ def test_hand_checked_values():
 def test_hand_checked_values_of_kl():
     result = dppo(MOVED, divergence="kl", low=0.22, high=0.2)
     # .2 ln .4 + .8 ln 1.6 = .192745 and .5 ln 2.5 + .5 ln .625 = .223144
-    assert_close(result.metrics["divergence"], torch.tensor([0.192745, 0.223144, 0.192745, 0.223144]))
+    assert_close(
+        result.metrics["divergence"], torch.tensor([0.192745, 0.223144, 0.192745, 0.223144])
+    )
     assert result.metrics["clip_fraction"].tolist() == [0, 0, 0, 1]
-    assert dppo(MOVED, divergence="kl", low=0.23, high=0.19).metrics["clip_fraction"].tolist() == [1, 0, 0, 0]
+    assert dppo(MOVED, divergence="kl", low=0.23, high=0.19).metrics["clip_fraction"].tolist() == [
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
@@ -74,7 +82,9 @@ def test_tokens_of_probability_1_and_0_give_finite_numbers(divergence):
     assert result.metrics["clip_fraction"].tolist() == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize("limits", [{"low": 0.0}, {"high": -1.0}, {"cap": 0.0}, {"low": float("nan")}])
+@pytest.mark.parametrize(
+    "limits", [{"low": 0.0}, {"high": -1.0}, {"cap": 0.0}, {"low": float("nan")}]
+)
 def test_limits_that_are_not_above_0_are_refused(limits):
     with pytest.raises(ValueError, match="expected more than 0 each"):
         dppo(EXAMPLE, **limits)

@@ -26,10 +26,15 @@ def test_k1_and_k3_are_unbiased():
 
 
 def test_k3_keeps_its_digits_for_nearly_equal_policies():
-    assert_close(k3(torch.tensor([1e-3]), torch.tensor([0.0])), torch.tensor([5e-7]), rtol=1e-3, atol=0)
+    assert_close(
+        k3(torch.tensor([1e-3]), torch.tensor([0.0])), torch.tensor([5e-7]), rtol=1e-3, atol=0
+    )
 
 
-@given(differences=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9), limit=st.sampled_from([0.5, 10.0]))
+@given(
+    differences=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9),
+    limit=st.sampled_from([0.5, 10.0]),
+)
 def test_clipped_k3_is_k3_up_to_its_limit_and_has_no_gradient_beyond(differences, limit):
     logprobs = torch.tensor(differences, requires_grad=True)
     reference = torch.zeros(len(differences))
@@ -62,7 +67,9 @@ def test_straight_through_has_the_chosen_value_and_k2s_gradient(value):
 def test_the_expected_gradient_is_that_of_the_kl(estimate):
     logits = P.log().requires_grad_()
     logprobs = logits.log_softmax(0)
-    exact = torch.autograd.grad((logprobs.exp() * (logprobs - Q.log())).sum(), logits, retain_graph=True)[0]
+    exact = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - Q.log())).sum(), logits, retain_graph=True
+    )[0]
     assert_close(torch.autograd.grad((P * estimate(logprobs, Q.log())).sum(), logits)[0], exact)
 
 

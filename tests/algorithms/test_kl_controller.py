@@ -9,7 +9,14 @@ from siirl_dask.errors import ConfigError, TrainingError
 
 @pytest.mark.parametrize(
     ("kl", "expected"),
-    [(0.1, 0.1), (0.09, 0.099), (0.11, 0.101), (10.0, 0.102), (0.0, 0.098), (-3.0, 0.098)],  # error * .1 of horizon
+    [
+        (0.1, 0.1),
+        (0.09, 0.099),
+        (0.11, 0.101),
+        (10.0, 0.102),
+        (0.0, 0.098),
+        (-3.0, 0.098),
+    ],  # error * .1 of horizon
 )
 def test_hand_checked_updates(kl, expected):
     controller = KLController(0.1, target=0.1, horizon=10000)
@@ -51,7 +58,13 @@ def test_a_controller_resumes_from_its_state():
 
 @pytest.mark.parametrize(
     "options",
-    [{"coefficient": -0.1}, {"coefficient": float("nan")}, {"target": 0.0}, {"target": float("nan")}, {"horizon": 0}],
+    [
+        {"coefficient": -0.1},
+        {"coefficient": float("nan")},
+        {"target": 0.0},
+        {"target": float("nan")},
+        {"horizon": 0},
+    ],
 )
 def test_impossible_settings_are_refused(options):
     with pytest.raises(ConfigError, match="expected"):
@@ -65,6 +78,8 @@ def test_a_horizon_that_could_turn_the_sign_is_refused():
 
 
 def test_a_role_can_build_a_controller():
-    controller = build_kl_controller(Device("a"), Rank(), coefficient=0.1, target=0.1, horizon=1000.0)
+    controller = build_kl_controller(
+        Device("a"), Rank(), coefficient=0.1, target=0.1, horizon=1000.0
+    )
     controller.update(1.0, samples=100)
     assert controller.coefficient == pytest.approx(0.102)

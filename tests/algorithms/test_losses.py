@@ -11,8 +11,13 @@ from tests.algorithms.surrogates import CLIP, EXAMPLE, inputs
 
 
 def test_hand_checked_values():
-    assert_close(ppo_clip(EXAMPLE, **CLIP).loss, torch.tensor([-1.28, -0.606531, 1.648721, 7.389056]))
-    assert_close(ppo_clip(EXAMPLE, **CLIP, dual_clip=3.0).loss, torch.tensor([-1.28, -0.606531, 1.648721, 3.0]))
+    assert_close(
+        ppo_clip(EXAMPLE, **CLIP).loss, torch.tensor([-1.28, -0.606531, 1.648721, 7.389056])
+    )
+    assert_close(
+        ppo_clip(EXAMPLE, **CLIP, dual_clip=3.0).loss,
+        torch.tensor([-1.28, -0.606531, 1.648721, 3.0]),
+    )
     assert_close(policy_gradient(EXAMPLE).loss, torch.tensor([0.5, 1.5, -0.5, -1.0]))
 
 
@@ -57,7 +62,9 @@ def test_no_token_is_at_the_clip_and_at_the_dual_clip(ratios, advantage, bounds,
 
 def test_the_dual_clip_ignores_positive_advantages():
     positive = replace(EXAMPLE, advantages=torch.ones(4))
-    assert torch.equal(ppo_clip(positive, **CLIP, dual_clip=1.1).loss, ppo_clip(positive, **CLIP).loss)
+    assert torch.equal(
+        ppo_clip(positive, **CLIP, dual_clip=1.1).loss, ppo_clip(positive, **CLIP).loss
+    )
 
 
 @pytest.mark.parametrize("dual_clip", [1.0, 0.2, float("nan")])
@@ -90,4 +97,6 @@ def test_gradient_equals_finite_differences(dual_clip):
     def loss(logprobs):
         return ppo_clip(inputs(logprobs, old, advantages), **CLIP, dual_clip=dual_clip).loss
 
-    assert torch.autograd.gradcheck(loss, (old + 0.3 * torch.randn(20, dtype=torch.float64)).requires_grad_())
+    assert torch.autograd.gradcheck(
+        loss, (old + 0.3 * torch.randn(20, dtype=torch.float64)).requires_grad_()
+    )

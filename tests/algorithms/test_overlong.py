@@ -19,7 +19,10 @@ def test_the_factor_scales_the_penalty():
 
 
 def test_a_buffer_of_the_whole_length_penalises_every_token():
-    assert_close(overlong_penalty(torch.tensor([0, 1, 4]), max_length=4, buffer=4), torch.tensor([0.0, -0.25, -1.0]))
+    assert_close(
+        overlong_penalty(torch.tensor([0, 1, 4]), max_length=4, buffer=4),
+        torch.tensor([0.0, -0.25, -1.0]),
+    )
 
 
 def test_no_rows_give_no_penalties():

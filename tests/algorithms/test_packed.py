@@ -40,8 +40,14 @@ def test_sums_of_integers_are_integers():
 
 def test_a_nonfinite_value_stays_in_its_row():
     offsets = torch.tensor([0, 2, 4])
-    assert row_sums(torch.tensor([1.0, torch.nan, 2.0, 3.0]), offsets).isfinite().tolist() == [False, True]
-    assert row_means(torch.tensor([1.0, torch.inf, 2.0, 3.0]), offsets).isfinite().tolist() == [False, True]
+    assert row_sums(torch.tensor([1.0, torch.nan, 2.0, 3.0]), offsets).isfinite().tolist() == [
+        False,
+        True,
+    ]
+    assert row_means(torch.tensor([1.0, torch.inf, 2.0, 3.0]), offsets).isfinite().tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_gradients_are_right_and_finite_beside_empty_rows():

@@ -22,7 +22,9 @@ from siirl_dask.algorithms import (
 from tests.algorithms.surrogates import CLIP, EXAMPLE, SURROGATES, inputs
 
 LOSS = partial(policy_loss, surrogate=partial(ppo_clip, **CLIP))
-REFERENCE = replace(EXAMPLE, reference_logprobs=EXAMPLE.logprobs + torch.tensor([-0.5, 1.0, 0.0, 0.0]))
+REFERENCE = replace(
+    EXAMPLE, reference_logprobs=EXAMPLE.logprobs + torch.tensor([-0.5, 1.0, 0.0, 0.0])
+)
 CORRECTIONS = [truncated_is, masked_is, partial(reject_sequences, low=0.5, high=2.0)]
 
 
@@ -34,8 +36,12 @@ def test_without_options_the_loss_is_the_surrogates(surrogate):
 
 
 def test_kl_to_sampler_compares_with_the_current_policy():
-    metrics = LOSS(replace(EXAMPLE, rollout_logprobs=EXAMPLE.logprobs - 0.5, entropy=torch.arange(4.0))).metrics
-    assert_close(metrics["kl_to_sampler"], torch.full((4,), 0.148721))  # exp(.5) - 1 - .5: the sampler is p in KL(p, q)
+    metrics = LOSS(
+        replace(EXAMPLE, rollout_logprobs=EXAMPLE.logprobs - 0.5, entropy=torch.arange(4.0))
+    ).metrics
+    assert_close(
+        metrics["kl_to_sampler"], torch.full((4,), 0.148721)
+    )  # exp(.5) - 1 - .5: the sampler is p in KL(p, q)
     assert_close(metrics["entropy"], torch.arange(4.0))
 
 
@@ -47,7 +53,12 @@ def test_the_kl_is_added_in_proportion_to_its_coefficient():
 
 @pytest.mark.parametrize(
     ("kl", "expected"),
-    [(k1, [0.5, -1.0]), (abs_difference, [0.5, 1.0]), (k2, [0.125, 0.5]), (straight_through, [0.106531, 0.718282])],
+    [
+        (k1, [0.5, -1.0]),
+        (abs_difference, [0.5, 1.0]),
+        (k2, [0.125, 0.5]),
+        (straight_through, [0.106531, 0.718282]),
+    ],
 )
 def test_the_loss_uses_the_chosen_estimate_and_the_metric_stays_k3(kl, expected):
     result = LOSS(REFERENCE, kl=kl, kl_coefficient=0.1)
@@ -56,26 +67,37 @@ def test_the_loss_uses_the_chosen_estimate_and_the_metric_stays_k3(kl, expected)
 
 
 def test_bias_correction_multiplies_the_kl_by_the_ratio_to_old():
-    # ratios exp(.5), exp(-.5), exp(.5), exp(2) times k3 and k1 of the test above; the surrogate and the metric stay
+    # ratios exp(.5), exp(-.5), exp(.5), exp(2) times k3 and k1 of the test above; the surrogate and
+    # the metric stay
     result = LOSS(REFERENCE, kl_coefficient=0.1, kl_bias_correction=True)
-    assert_close(result.loss - LOSS(EXAMPLE).loss, 0.1 * torch.tensor([0.175639, 0.435660, 0.0, 0.0]))
+    assert_close(
+        result.loss - LOSS(EXAMPLE).loss, 0.1 * torch.tensor([0.175639, 0.435660, 0.0, 0.0])
+    )
     assert_close(result.metrics["reference_kl"], torch.tensor([0.106531, 0.718282, 0.0, 0.0]))
     with_k1 = LOSS(REFERENCE, kl=k1, kl_coefficient=0.1, kl_bias_correction=True)
-    assert_close(with_k1.loss - LOSS(EXAMPLE).loss, 0.1 * torch.tensor([0.824361, -0.606531, 0.0, 0.0]))
+    assert_close(
+        with_k1.loss - LOSS(EXAMPLE).loss, 0.1 * torch.tensor([0.824361, -0.606531, 0.0, 0.0])
+    )
 
 
 @pytest.mark.parametrize("kl", [k1, k3])
 def test_the_bias_corrected_kl_and_its_gradient_are_unbiased(kl):
-    """Expectations over a vocabulary of three tokens, drawn from an old policy that differs from both others."""
+    """Expectations over a vocabulary of three tokens, drawn from an old policy that differs from
+    both others.
+    """
     old = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
     logits = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64).log().requires_grad_()
     logprobs = logits.log_softmax(0)
     exact = (logprobs.exp() * (logprobs - reference)).sum()
-    tokens = inputs(logprobs, old.log(), torch.zeros(3, dtype=torch.float64), reference_logprobs=reference)
+    tokens = inputs(
+        logprobs, old.log(), torch.zeros(3, dtype=torch.float64), reference_logprobs=reference
+    )
     estimate = (old * LOSS(tokens, kl=kl, kl_coefficient=1.0, kl_bias_correction=True).loss).sum()
     assert_close(estimate, exact)
-    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact)]
+    gradients = [
+        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact)
+    ]
     assert_close(*gradients)
 
 
@@ -102,7 +124,9 @@ def test_a_correction_weighs_the_surrogate_alone(correction):
     mismatch = replace(REFERENCE, rollout_logprobs=rollout_logprobs, entropy=torch.ones(4))
     weights = correction(mismatch)
     result = LOSS(mismatch, kl_coefficient=0.2, entropy_coefficient=0.1, correction=correction)
-    other_terms = LOSS(mismatch, kl_coefficient=0.2, entropy_coefficient=0.1).loss - LOSS(mismatch).loss
+    other_terms = (
+        LOSS(mismatch, kl_coefficient=0.2, entropy_coefficient=0.1).loss - LOSS(mismatch).loss
+    )
     assert_close(result.loss, LOSS(mismatch).loss * weights + other_terms)
     assert torch.equal(result.metrics["correction_weight"], weights)
 
@@ -113,7 +137,9 @@ def test_the_bias_correction_shows_a_nonfinite_old_logprob(number):
     old = EXAMPLE.old_logprobs.clone()
     old[1] = number
     options = {"kl_coefficient": 0.1, "kl_bias_correction": True}
-    loss = policy_loss(replace(REFERENCE, old_logprobs=old), surrogate=policy_gradient, **options).loss
+    loss = policy_loss(
+        replace(REFERENCE, old_logprobs=old), surrogate=policy_gradient, **options
+    ).loss
     assert loss.isfinite().tolist() == [True, False, True, True]
 
 
@@ -135,7 +161,13 @@ def test_a_nonfinite_input_shows_in_its_own_row_alone(field, number, correction)
 def test_a_policy_far_from_all_others_gives_finite_numbers(kl, distance, kl_bias_correction):
     logprobs = torch.full((4,), -1.0 - max(-distance, 0), requires_grad=True)
     others = torch.full((4,), -1.0 - max(distance, 0))
-    far = inputs(logprobs, others, EXAMPLE.advantages, reference_logprobs=others, rollout_logprobs=others + distance)
+    far = inputs(
+        logprobs,
+        others,
+        EXAMPLE.advantages,
+        reference_logprobs=others,
+        rollout_logprobs=others + distance,
+    )
     options = {"kl": kl, "kl_coefficient": 0.1, "kl_bias_correction": kl_bias_correction}
     result = LOSS(far, **options, correction=truncated_is)
     result.loss.sum().backward()
@@ -146,17 +178,24 @@ def test_a_policy_far_from_all_others_gives_finite_numbers(kl, distance, kl_bias
 
 def test_metrics_carry_no_gradient():
     learning = replace(
-        REFERENCE, logprobs=REFERENCE.logprobs.clone().requires_grad_(), entropy=torch.zeros(4, requires_grad=True)
+        REFERENCE,
+        logprobs=REFERENCE.logprobs.clone().requires_grad_(),
+        entropy=torch.zeros(4, requires_grad=True),
     )
     metrics = LOSS(
-        learning, kl_coefficient=0.1, entropy_coefficient=0.1, correction=lambda inputs: inputs.logprobs.exp()
+        learning,
+        kl_coefficient=0.1,
+        entropy_coefficient=0.1,
+        correction=lambda inputs: inputs.logprobs.exp(),
     ).metrics
     assert "correction_weight" in metrics
     assert not any(metric.requires_grad for metric in metrics.values())
 
 
 def test_no_tokens_give_no_loss_and_the_same_metrics():
-    no_tokens = inputs(*[torch.zeros(0)] * 3, reference_logprobs=torch.zeros(0), offsets=torch.tensor([0, 0]))
+    no_tokens = inputs(
+        *[torch.zeros(0)] * 3, reference_logprobs=torch.zeros(0), offsets=torch.tensor([0, 0])
+    )
     options = {
         "kl_coefficient": 0.1,
         "kl_bias_correction": True,
@@ -188,10 +227,17 @@ def test_gradient_equals_finite_differences(kl, kl_bias_correction):
 
     def loss(logprobs, entropy):
         tokens = inputs(
-            logprobs, old, advantages, reference_logprobs=reference, entropy=entropy, rollout_logprobs=rollout
+            logprobs,
+            old,
+            advantages,
+            reference_logprobs=reference,
+            entropy=entropy,
+            rollout_logprobs=rollout,
         )
         options = {"kl": kl, "kl_coefficient": 0.3, "kl_bias_correction": kl_bias_correction}
         return LOSS(tokens, **options, entropy_coefficient=0.2, correction=truncated_is).loss
 
     logprobs = (old + 0.3 * torch.randn(20, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(loss, (logprobs, torch.rand(20, dtype=torch.float64, requires_grad=True)))
+    assert torch.autograd.gradcheck(
+        loss, (logprobs, torch.rand(20, dtype=torch.float64, requires_grad=True))
+    )

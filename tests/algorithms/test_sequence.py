@@ -33,10 +33,14 @@ def test_gspo_clips_the_ratio_of_a_row():
 
 
 def test_gspo_resolves_its_narrow_bounds_on_unlikely_tokens():
-    """float32 steps by 4e-6 at -50, a hundredth of the bounds: that rounding must not reach the ratio."""
+    """float32 steps by 4e-6 at -50, a hundredth of the bounds: that rounding must not reach the
+    ratio.
+    """
     old = torch.full((3,), -50.0)
     result = gspo(inputs(old + torch.tensor([2.0**-12, 2.0**-12, 0.0]), old, [1.0, 1.0, 1.0]))
-    assert_close(result.metrics["ratio"], torch.full((3,), 1.00016277), atol=3e-7, rtol=0)  # exp(2^-11 / 3)
+    assert_close(
+        result.metrics["ratio"], torch.full((3,), 1.00016277), atol=3e-7, rtol=0
+    )  # exp(2^-11 / 3)
 
 
 def test_sequence_clip_hand_checked():
@@ -57,23 +61,31 @@ def test_sequence_clip_clips_the_ratio_of_a_row():
 
 
 def test_sequence_clip_has_the_gradient_of_rloos_loss():
-    """Written out, that loss is the mean over responses of one clipped ratio times one advantage."""
+    """Written out, that loss is the mean over responses of one clipped ratio times one
+    advantage.
+    """
     torch.manual_seed(0)
     offsets = torch.tensor([0, 5, 5, 9, 16])
     old = -torch.rand(16, dtype=torch.float64)
     per_row = torch.tensor([1.0, 0.0, -1.0, 0.5], dtype=torch.float64)
     logprobs = (old + 0.1 * torch.randn(16, dtype=torch.float64)).requires_grad_()
-    ratios = torch.stack([row.sum() for row in (logprobs - old).split(offsets.diff().tolist())]).exp()
+    ratios = torch.stack(
+        [row.sum() for row in (logprobs - old).split(offsets.diff().tolist())]
+    ).exp()
     losses = torch.maximum(-per_row * ratios, -per_row * ratios.clamp(0.8, 1.2))
     expected = torch.autograd.grad(losses.sum() / 3, logprobs)[0]  # a row without tokens is no row
-    result = sequence_clip(inputs(logprobs, old, per_row.repeat_interleave(offsets.diff()), offsets=offsets))
+    result = sequence_clip(
+        inputs(logprobs, old, per_row.repeat_interleave(offsets.diff()), offsets=offsets)
+    )
     weights = sequence_mean_token_sum(offsets, Totals(tokens=16, rows=3)).double()
     assert_close(torch.autograd.grad((result.loss * weights).sum(), logprobs)[0], expected)
     assert expected.any()
 
 
 def test_gspo_by_the_sum_has_luspos_gradient():
-    """LUSPO is the mean over responses of the clipped ratio times the advantage times the length."""
+    """LUSPO is the mean over responses of the clipped ratio times the advantage times the
+    length.
+    """
     torch.manual_seed(0)
     offsets = torch.tensor([0, 5, 9, 16])
     lengths = offsets.diff()
@@ -81,7 +93,9 @@ def test_gspo_by_the_sum_has_luspos_gradient():
     per_row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
     logprobs = (old + 0.004 * torch.randn(16, dtype=torch.float64)).requires_grad_()
     ratios = torch.stack([row.mean() for row in (logprobs - old).split(lengths.tolist())]).exp()
-    losses = torch.maximum(-per_row * ratios, -per_row * ratios.clamp(1 - 2e-3, 1 + 2.5e-3)) * lengths
+    losses = (
+        torch.maximum(-per_row * ratios, -per_row * ratios.clamp(1 - 2e-3, 1 + 2.5e-3)) * lengths
+    )
     expected = torch.autograd.grad(losses.mean(), logprobs)[0]
     tokens = inputs(logprobs, old, per_row.repeat_interleave(lengths), offsets=offsets)
     weights = sequence_mean_token_sum(offsets, Totals(tokens=16, rows=3)).double()
@@ -107,7 +121,11 @@ def test_gmpo_equals_a_loop_over_rows():
     old, moved = torch.randn(2, 9, generator=generator)
     offsets, per_row = [0, 4, 4, 9], [0.7, 1.0, -1.3]
     advantages = torch.tensor([0.7] * 4 + [-1.3] * 5)
-    loss = gmpo(inputs(old + moved, old, advantages, offsets=torch.tensor(offsets)), clip_low=0.3, clip_high=0.5).loss
+    loss = gmpo(
+        inputs(old + moved, old, advantages, offsets=torch.tensor(offsets)),
+        clip_low=0.3,
+        clip_high=0.5,
+    ).loss
     for row, advantage in enumerate(per_row):
         log_ratios = moved[offsets[row] : offsets[row + 1]].tolist()
         clipped = [min(d, 0.5) if advantage > 0 else max(d, -0.3) for d in log_ratios]
@@ -117,12 +135,16 @@ def test_gmpo_equals_a_loop_over_rows():
 
 @pytest.mark.parametrize("surrogate", [gspo, gmpo])
 def test_the_gradient_of_a_rows_loss_equals_finite_differences(surrogate):
-    """A row's loss is the mean of its tokens'. GSPO's token form has its gradient if a row has one advantage."""
+    """A row's loss is the mean of its tokens'. GSPO's token form has its gradient if a row has
+    one advantage.
+    """
     torch.manual_seed(0)
     offsets = torch.tensor([0, 5, 5, 9, 16])
     lengths = offsets.diff()
     old = -torch.rand(16, dtype=torch.float64)
-    advantages = torch.tensor([1.0, 2.0, -1.0, -0.5], dtype=torch.float64).repeat_interleave(lengths)
+    advantages = torch.tensor([1.0, 2.0, -1.0, -0.5], dtype=torch.float64).repeat_interleave(
+        lengths
+    )
     shift = torch.tensor([0.2, 0.0, 0.3, -0.3], dtype=torch.float64).repeat_interleave(lengths)
     weights = sequence_mean_token_mean(offsets, Totals(tokens=16, rows=3)).double()
 

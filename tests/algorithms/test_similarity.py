@@ -9,13 +9,18 @@ from siirl_dask.algorithms import nearest_distances, srpo_rewards
 
 def test_the_nearest_centre_counts():
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0]])
-    assert nearest_distances(torch.tensor([[3.0, 4.0], [10.0, 2.0]]), centres).tolist() == [5.0, 2.0]
+    assert nearest_distances(torch.tensor([[3.0, 4.0], [10.0, 2.0]]), centres).tolist() == [
+        5.0,
+        2.0,
+    ]
 
 
 def test_rewards_fall_with_the_distance_from_06():
     given = srpo_rewards(torch.tensor([1.0, 3.0, 2.0, 1.5]))
     # .6 sigmoid(5), .6 sigmoid(-5), .6 / 2, .6 sigmoid(2.5)
-    torch.testing.assert_close(given, torch.tensor([0.595984, 0.004016, 0.3, 0.554485]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        given, torch.tensor([0.595984, 0.004016, 0.3, 0.554485]), atol=1e-6, rtol=0
+    )
 
 
 def test_failures_that_are_all_alike_get_the_middle():

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from siirl_dask.algorithms import Totals, cispo, cpgd, gmpo, gspo, ppo_clip, sequence_clip, sequence_mean_token_mean
+from siirl_dask.algorithms import (
+    Totals,
+    cispo,
+    cpgd,
+    gmpo,
+    gspo,
+    ppo_clip,
+    sequence_clip,
+    sequence_mean_token_mean,
+)
 from tests.algorithms.surrogates import EXAMPLE, SURROGATES, TWO_ROWS, inputs
 
 every_surrogate = pytest.mark.parametrize("surrogate", SURROGATES.values(), ids=SURROGATES)
@@ -24,7 +33,9 @@ READS = [
 def gradient(surrogate, tokens):
     """The gradient of the sum of token losses, [K]."""
     logprobs = tokens.logprobs.clone().requires_grad_()
-    return torch.autograd.grad(surrogate(replace(tokens, logprobs=logprobs)).loss.sum(), logprobs)[0]
+    return torch.autograd.grad(surrogate(replace(tokens, logprobs=logprobs)).loss.sum(), logprobs)[
+        0
+    ]
 
 
 @every_surrogate
@@ -79,7 +90,9 @@ def test_other_rows_do_not_change_a_rows_loss(surrogate, lengths, seed):
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
 def test_a_log_ratio_of_100_gives_finite_numbers(surrogate, advantage, log_ratio):
-    far = inputs([-1.0, -1.0 - max(-log_ratio, 0)], [-1.0, -1.0 - max(log_ratio, 0)], [advantage] * 2)
+    far = inputs(
+        [-1.0, -1.0 - max(-log_ratio, 0)], [-1.0, -1.0 - max(log_ratio, 0)], [advantage] * 2
+    )
     far = replace(far, columns=far.columns | {"covariant": torch.tensor([True, True])})
     result = surrogate(far)
     assert result.loss.isfinite().all()
@@ -94,7 +107,9 @@ def test_a_nonfinite_input_shows_in_its_own_row_alone(name, field, number, covar
     values = getattr(EXAMPLE, field).clone()
     values[1] = number
     columns = EXAMPLE.columns | {"covariant": torch.tensor([False, covariant, False, False])}
-    loss = SURROGATES[name](replace(EXAMPLE, **{field: values}, offsets=TWO_ROWS, columns=columns)).loss
+    loss = SURROGATES[name](
+        replace(EXAMPLE, **{field: values}, offsets=TWO_ROWS, columns=columns)
+    ).loss
     assert not loss[1].isfinite()
     assert loss[2:].isfinite().all()
 
@@ -105,7 +120,9 @@ def test_metrics_have_one_number_per_token_and_no_gradient(surrogate):
     result = surrogate(replace(EXAMPLE, logprobs=logprobs))
     assert result.loss.requires_grad
     assert not any(metric.requires_grad for metric in result.metrics.values())
-    assert all(metric.shape == (4,) and metric.is_floating_point() for metric in result.metrics.values())
+    assert all(
+        metric.shape == (4,) and metric.is_floating_point() for metric in result.metrics.values()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Games of seconds that an algorithm learns, with bounds that a wrong sign or advantages of another agent would miss.
+"""Games of seconds that an algorithm learns, with bounds that a wrong sign or advantages of another
+agent would miss.
 
-Policies are tables of logits. A turn is one token, or two, and the update is the loss that the algorithm is meant for.
+Policies are tables of logits. A turn is one token, or two, and the update is the loss that the
+algorithm is meant for.
 """
 
 from functools import partial
@@ -43,7 +45,9 @@ class Table:
         self.optimizer = torch.optim.SGD([self.logits], lr)
 
     def sample(self, states):
-        return torch.multinomial(self.logits.detach()[states].softmax(-1), 1, generator=self.generator).squeeze(1)
+        return torch.multinomial(
+            self.logits.detach()[states].softmax(-1), 1, generator=self.generator
+        ).squeeze(1)
 
     def logprobs(self, states, actions):
         return self.logits[states].log_softmax(-1)[torch.arange(len(states)), actions]
@@ -75,7 +79,9 @@ RIGHT = [2, 0, 1]
 
 
 def play_chain(advantage, *, seed, credit=lambda advantages: advantages, steps=40):
-    """Learn to pull the right arm of three in each of three turns, each rewarded; return the share of right turns."""
+    """Learn to pull the right arm of three in each of three turns, each rewarded; return the
+    share of right turns.
+    """
     policy, values = Table(TURNS, 3, seed=seed, lr=1.0), torch.zeros(TURNS)
     states = torch.arange(TURNS).repeat(EPISODES)
     for _ in range(steps):
@@ -87,7 +93,9 @@ def play_chain(advantage, *, seed, credit=lambda advantages: advantages, steps=4
         ]
         given = advantage(outcomes_of(rows, values=True))
         values = 0.5 * values + 0.5 * given.returns.view(EPISODES, TURNS).mean(0)
-        policy.learn(states, actions, credit(given.advantages.view(EPISODES, TURNS)).flatten(), turn_clip)
+        policy.learn(
+            states, actions, credit(given.advantages.view(EPISODES, TURNS)).flatten(), turn_clip
+        )
     return sum(policy.probability(state, right) for state, right in enumerate(RIGHT)) / TURNS
 
 
@@ -124,7 +132,8 @@ WORTH = [0.2, 0.4, 1.0, 0.6]
 
 
 def play_pair(advantage, *, seed, swap=False, tokens=1, steps=60):
-    """Two agents: the second hears the first one's word, and their reward is the word's worth if the answer is right.
+    """Two agents: the second hears the first one's word, and their reward is the word's worth if
+    the answer is right.
 
     Returns the reward that they can expect. With two tokens the first of each turn says nothing.
     """
@@ -134,13 +143,21 @@ def play_pair(advantage, *, seed, swap=False, tokens=1, steps=60):
     for _ in range(steps):
         words = first.sample(zeros)
         answers = second.sample(words)
-        rewards = torch.where(answers == torch.tensor(ANSWERS)[words], torch.tensor(WORTH)[words], torch.zeros(()))
+        rewards = torch.where(
+            answers == torch.tensor(ANSWERS)[words], torch.tensor(WORTH)[words], torch.zeros(())
+        )
         rows = []
         for at in range(EPISODES):
             rows.append(Row(0, at, (turn(0.0, values=[float(before[0])] * tokens),), 0))
-            rows.append(Row(0, at, (turn(float(rewards[at]), values=[float(after[words[at]])] * tokens),), 1))
+            rows.append(
+                Row(
+                    0, at, (turn(float(rewards[at]), values=[float(after[words[at]])] * tokens),), 1
+                )
+            )
         given = advantage(outcomes_of(rows, values=True))
-        of_agents = [numbers.view(EPISODES, 2, -1)[:, :, -1] for numbers in (given.advantages, given.returns)]
+        of_agents = [
+            numbers.view(EPISODES, 2, -1)[:, :, -1] for numbers in (given.advantages, given.returns)
+        ]
         advantages, returns = (of_agents[0].flip(1) if swap else of_agents[0]), of_agents[1]
         before = before + 0.3 * (returns[:, 0].mean() - before)
         for word in range(4):
@@ -148,17 +165,24 @@ def play_pair(advantage, *, seed, swap=False, tokens=1, steps=60):
                 after[word] += 0.3 * (returns[words == word, 1].mean() - after[word])
         first.learn(zeros, words, advantages[:, 0], turn_clip)
         second.learn(words, answers, advantages[:, 1], turn_clip)
-    return sum(first.probability(0, w) * second.probability(w, ANSWERS[w]) * WORTH[w] for w in range(4))
+    return sum(
+        first.probability(0, w) * second.probability(w, ANSWERS[w]) * WORTH[w] for w in range(4)
+    )
 
 
-MARFT = {"marft": (partial(marft, gae_lambda=0.0), 1), "marft_tokens": (partial(marft_tokens, gae_lambda=0.0), 2)}
+MARFT = {
+    "marft": (partial(marft, gae_lambda=0.0), 1),
+    "marft_tokens": (partial(marft_tokens, gae_lambda=0.0), 2),
+}
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("advantage", "tokens"), MARFT.values(), ids=MARFT)
 def test_a_team_with_one_critic_finds_the_best_word_and_its_answer(advantage, tokens, seed):
     normalised = partial(_whitened, advantage)
-    assert play_pair(normalised, seed=seed, tokens=tokens) > 0.85  # the second best word is worth .6
+    assert (
+        play_pair(normalised, seed=seed, tokens=tokens) > 0.85
+    )  # the second best word is worth .6
 
 
 @pytest.mark.parametrize(("advantage", "tokens"), MARFT.values(), ids=MARFT)
@@ -177,7 +201,8 @@ PAYOFF = torch.tensor([[0.2, 0.0, 0.0], [0.0, 0.3, 0.0], [0.0, 0.0, 1.0]])
 
 
 def play_matrix(learn, *, seed, steps=60):
-    """Two agents choose at the same time and are paid alike; return the payoff that they can expect.
+    """Two agents choose at the same time and are paid alike; return the payoff that they can
+    expect.
 
     ``learn(agents, actions, rewards)`` updates both from a step's episodes.
     """
@@ -221,15 +246,22 @@ def learn_happo(agents, actions, rewards, *, changes=None):
 
 def test_agents_that_are_updated_one_by_one_agree_on_the_best():
     changes = []
-    assert min(play_matrix(partial(learn_happo, changes=changes), seed=seed) for seed in range(2)) > 0.9
+    assert (
+        min(play_matrix(partial(learn_happo, changes=changes), seed=seed) for seed in range(2))
+        > 0.9
+    )
     assert max(changes) > 0.1  # so that the ratios were not all 1
 
 
 def test_the_ratio_of_earlier_agents_makes_the_second_ones_objective_that_of_the_new_team():
-    """Over all joint actions, weighted by the old team's chances, the loss is the expectation under the new one."""
+    """Over all joint actions, weighted by the old team's chances, the loss is the expectation
+    under the new one.
+    """
     old = [torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])]
     new = [torch.tensor([0.45, 0.3, 0.25]), torch.tensor([0.22, 0.18, 0.6])]
-    first, second = (grid.flatten() for grid in torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij"))
+    first, second = (
+        grid.flatten() for grid in torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")
+    )
     inputs = LossInputs(
         logprobs=new[1][second].log(),
         old_logprobs=old[1][second].log(),
@@ -240,11 +272,15 @@ def test_the_ratio_of_earlier_agents_makes_the_second_ones_objective_that_of_the
         columns={"policy_change": new[0][first].log() - old[0][first].log()},
     )
     loss = happo_clip(inputs, clip_low=0.5, clip_high=0.5).loss
-    torch.testing.assert_close((old[0][first] * old[1][second] * -loss).sum(), new[0] @ PAYOFF @ new[1])
+    torch.testing.assert_close(
+        (old[0][first] * old[1][second] * -loss).sum(), new[0] @ PAYOFF @ new[1]
+    )
 
 
 def play_apart(advantages_of, *, seed=0, steps=40):
-    """Two agents, each with a bandit of its own, paid on different scales; return the chances of their best arms."""
+    """Two agents, each with a bandit of its own, paid on different scales; return the chances of
+    their best arms.
+    """
     agents = [Table(1, 3, seed=seed), Table(1, 3, seed=seed + 100)]
     zeros = torch.zeros(EPISODES, dtype=torch.int64)
     for _ in range(steps):
@@ -279,7 +315,10 @@ def test_proposers_and_solvers_learn_each_from_its_own_comparison():
         rows = [
             row
             for at in range(16)
-            for row in [Row(at // 8, at, ()), *(Row(at // 8, at, (), agent=1, part=k) for k in range(4))]
+            for row in [
+                Row(at // 8, at, ()),
+                *(Row(at // 8, at, (), agent=1, part=k) for k in range(4)),
+            ]
         ]
         rewards = torch.cat([quality[proposals][:, None], right.view(16, 4)], 1)
         outcomes = AgentOutcomes(
@@ -288,25 +327,36 @@ def test_proposers_and_solvers_learn_each_from_its_own_comparison():
             names=("proposer", "solver"),
             proposals=torch.arange(16).repeat_interleave(5),
         )
-        advantages = hierarchical_grpo(outcomes, proposer="proposer", mean_of_answers=True).view(16, 5)
+        advantages = hierarchical_grpo(outcomes, proposer="proposer", mean_of_answers=True).view(
+            16, 5
+        )
         proposer.learn(torch.zeros(16, dtype=torch.int64), proposals, 4 * advantages[:, 0])
         solver.learn(asked, given, advantages[:, 1:].flatten())
     assert proposer.probability(0, 1) > 0.9
     assert solver.probability(1, 2) > 0.9
 
 
-GAME = torch.tensor([[0.9, 0.5, 0.8], [0.3, -0.9, 0.9], [0.1, -0.2, -0.5]])  # the saddle: row 0, column 1, value .5
+GAME = torch.tensor(
+    [[0.9, 0.5, 0.8], [0.3, -0.9, 0.9], [0.1, -0.2, -0.5]]
+)  # the saddle: row 0, column 1, value .5
 
 
 def play_zero_sum(role_of, *, seed=0, sign=1, steps=100):
-    """Self-play of a game that favours one side: chances of the saddle, the baselines, and the advantages' spread."""
+    """Self-play of a game that favours one side: chances of the saddle, the baselines, and the
+    advantages' spread.
+    """
     players, held = [Table(1, 3, seed=seed), Table(1, 3, seed=seed + 100)], RoleBaselines()
     zeros, spread = torch.zeros(EPISODES, dtype=torch.int64), 0.0
     for _ in range(steps):
         actions = [player.sample(zeros) for player in players]
         payoff = GAME[actions[0], actions[1]]
-        roles, rewards = [role_of(p) for _ in range(EPISODES) for p in range(2)], torch.stack([payoff, -payoff], 1)
-        advantages = torch.tensor(held.advantages(rewards.flatten().tolist(), roles)).view(EPISODES, 2)
+        roles, rewards = (
+            [role_of(p) for _ in range(EPISODES) for p in range(2)],
+            torch.stack([payoff, -payoff], 1),
+        )
+        advantages = torch.tensor(held.advantages(rewards.flatten().tolist(), roles)).view(
+            EPISODES, 2
+        )
         held.update(zip(roles, rewards.flatten().tolist(), strict=True))
         spread = float(advantages.square().mean())
         for at, player in enumerate(players):
@@ -325,7 +375,9 @@ def test_self_play_with_a_baseline_for_each_role_finds_the_saddle():
 
 
 def climb(rewards_of, *, steps=60):
-    """Learn to stand at place 12 of 13, from around place 2; only there is success. Return its chance."""
+    """Learn to stand at place 12 of 13, from around place 2; only there is success. Return its
+    chance.
+    """
     policy = Table(1, 13, seed=0, lr=0.5)
     with torch.no_grad():
         policy.logits[0] = -0.3 * (torch.arange(13) - 2.0).abs()

@@ -66,16 +66,23 @@ def test_returns_of_turns_by_hand():
     close(given.returns, [0.5, 1, 0.5])
     close(given.advantages, [0.5 - 2 / 3, 1 - 2 / 3, 0.5 - 2 / 3])
     std = (((0.5 - 2 / 3) ** 2 * 2 + (1 / 3) ** 2) / 2) ** 0.5 + 1e-6
-    close(advantages(partial(turn_returns, discount=0.5), rows), [-1 / 6 / std, 1 / 3 / std, -1 / 6 / std])
+    close(
+        advantages(partial(turn_returns, discount=0.5), rows),
+        [-1 / 6 / std, 1 / 3 / std, -1 / 6 / std],
+    )
 
 
 def test_a_turn_is_compared_with_its_number_and_a_lone_one_has_0():
     rows = [Row(0, 0, (turn(0), turn(1))), Row(0, 1, (turn(0.5),))]
-    close(advantages(partial(turn_returns, discount=1.0, same_turn=True, **CENTRED), rows), [0.25, 0, -0.25])
+    close(
+        advantages(partial(turn_returns, discount=1.0, same_turn=True, **CENTRED), rows),
+        [0.25, 0, -0.25],
+    )
 
 
 def test_gigpo_by_hand():
-    # returns with discount .5: 1, 2 | 0, 0 | 3. State 7: 1 and 3, mean 2. State 8: 2 and 0. State 0 and a lone 9: none.
+    # returns with discount .5: 1, 2 | 0, 0 | 3. State 7: 1 and 3, mean 2. State 8: 2 and 0. State 0
+    # and a lone 9: none.
     rows = [
         Row(0, 0, (turn(0, 7), turn(2, 8))),
         Row(0, 1, (turn(0, 9), turn(0, 8))),
@@ -101,7 +108,11 @@ def test_states_are_compared_within_a_group_alone():
 
 @given(rewards=st.lists(st.lists(NUMBERS, min_size=2, max_size=4), min_size=1, max_size=3))
 def test_without_states_gigpo_is_grpo(rewards):
-    rows = [Row(group, 10 * group + at, (turn(r),)) for group, of in enumerate(rewards) for at, r in enumerate(of)]
+    rows = [
+        Row(group, 10 * group + at, (turn(r),))
+        for group, of in enumerate(rewards)
+        for at, r in enumerate(of)
+    ]
     assert torch.equal(advantages(gigpo, rows), grpo(responses_of(rewards)))
     assert torch.equal(advantages(partial(gigpo, **CENTRED), rows), dr_grpo(responses_of(rewards)))
 
@@ -109,13 +120,22 @@ def test_without_states_gigpo_is_grpo(rewards):
 def test_mt_grpo_by_hand():
     # outcomes 1 and 0, mean .5; first turns .2 and .6, mean .4
     rows = [Row(0, 0, (turn(0.2), turn(1))), Row(0, 1, (turn(0.6), turn(0)))]
-    close(advantages(partial(mt_grpo, weight=0.5, **CENTRED), rows), [-0.2 + 0.25, 0.5, 0.2 - 0.25, -0.5])
+    close(
+        advantages(partial(mt_grpo, weight=0.5, **CENTRED), rows),
+        [-0.2 + 0.25, 0.5, 0.2 - 0.25, -0.5],
+    )
     of_outcome, of_turn = 0.5 / (0.5**0.5 + 1e-6), 0.2 / (0.08**0.5 + 1e-6)
-    close(advantages(mt_grpo, rows), [of_outcome - of_turn, of_outcome, of_turn - of_outcome, -of_outcome])
+    close(
+        advantages(mt_grpo, rows),
+        [of_outcome - of_turn, of_outcome, of_turn - of_outcome, -of_outcome],
+    )
 
 
 def test_an_outcome_is_no_turn_reward():
-    rows = [Row(0, 0, (turn(0.2), turn(1))), Row(0, 1, (turn(5),))]  # the second ends with its first turn
+    rows = [
+        Row(0, 0, (turn(0.2), turn(1))),
+        Row(0, 1, (turn(5),)),
+    ]  # the second ends with its first turn
     close(advantages(partial(mt_grpo, **CENTRED), rows), [0 - 2, -2, 2])
 
 
@@ -136,7 +156,10 @@ def test_the_reward_of_a_turn_without_tokens_goes_to_the_one_before():
     assert marft_tokens(alone).advantages.tolist() == []
 
 
-MARFT = partial(marft, discount=0.9, gae_lambda=0.5), partial(marft_tokens, discount=0.9, gae_lambda=0.5)
+MARFT = (
+    partial(marft, discount=0.9, gae_lambda=0.5),
+    partial(marft_tokens, discount=0.9, gae_lambda=0.5),
+)
 
 
 def test_marft_gives_the_numbers_of_its_own_buffer():
@@ -149,7 +172,8 @@ def test_marft_gives_the_numbers_of_its_own_buffer():
 
 
 def test_marft_on_tokens_gives_the_numbers_of_its_own_buffer():
-    # made with the token buffer of MARFT 1beacdb: agent 1 says 2 tokens, then 1; agent 2 says 1, then 3
+    # made with the token buffer of MARFT 1beacdb: agent 1 says 2 tokens, then 1; agent 2 says 1,
+    # then 3
     first = Row(0, 0, (turn(0, values=[0.1, 0.2]), turn(0, values=[0.4])), agent=0)
     second = Row(0, 0, (turn(0, values=[0.3]), turn(1, values=[0.5, 0.6, 0.7])), agent=1)
     given = MARFT[1](outcomes_of([first, second], values=True))
@@ -163,7 +187,8 @@ def test_a_third_agent_gets_its_advantages_too():
 
 
 def test_magrpo_by_hand():
-    # team rewards by round: 1 + 0, 0 + 2 | 0 + 0, 1 + 1 | 3 + 0 (one round). Returns with .5: 2, 2 | 1, 2 | 3
+    # team rewards by round: 1 + 0, 0 + 2 | 0 + 0, 1 + 1 | 3 + 0 (one round). Returns with .5: 2, 2
+    # | 1, 2 | 3
     rows = [
         *(Row(0, 0, (turn(a), turn(b)), agent) for agent, (a, b) in enumerate([(1, 0), (0, 2)])),
         *(Row(0, 1, (turn(a), turn(b)), agent) for agent, (a, b) in enumerate([(0, 1), (0, 1)])),
@@ -195,7 +220,10 @@ def test_row_order_changes_no_bit(advantage, rows, data):
 @every
 @given(rows=episodes(), cuts=st.lists(st.integers(0, 3), min_size=12, max_size=12))
 def test_cutting_a_part_into_segments_changes_no_bit(advantage, rows, cuts):
-    whole, cut = estimated(advantage, rows), estimated(advantage, in_segments(rows, cuts[: len(rows)]))
+    whole, cut = (
+        estimated(advantage, rows),
+        estimated(advantage, in_segments(rows, cuts[: len(rows)])),
+    )
     assert torch.equal(whole.advantages, cut.advantages)
     assert torch.equal(whole.returns, cut.returns)
 
@@ -229,7 +257,9 @@ def test_equal_episodes_have_advantage_0_exactly(advantage, reward, count):
 
 @pytest.mark.parametrize("advantage", [turn_returns, gigpo, mt_grpo, magrpo])
 def test_a_reward_that_is_not_finite_stays_in_its_group(advantage):
-    rows = [Row(group, 10 * group + at, (turn(float(at), 1),)) for group in range(2) for at in range(2)]
+    rows = [
+        Row(group, 10 * group + at, (turn(float(at), 1),)) for group in range(2) for at in range(2)
+    ]
     rows[0] = Row(0, 0, (turn(float("nan"), 1),))
     finite = advantages(advantage, rows).isfinite().tolist()
     assert finite == [False, False, True, True]
@@ -243,8 +273,13 @@ def test_without_a_critic_the_node_to_add_is_named(advantage):
 
 def test_shapes_that_do_not_fit_are_refused():
     good = outcomes_of([Row(0, 0, (turn(1), turn(2)))], values=True)
-    fields = {name: getattr(good, name) for name in ("rows", "offsets", "rewards", "states", "lengths", "values")}
-    with pytest.raises(ValueError, match=r"offsets \[2\] end at 1: expected \[2\] for 1 rows, and 2"):
+    fields = {
+        name: getattr(good, name)
+        for name in ("rows", "offsets", "rewards", "states", "lengths", "values")
+    }
+    with pytest.raises(
+        ValueError, match=r"offsets \[2\] end at 1: expected \[2\] for 1 rows, and 2"
+    ):
         TurnOutcomes(**fields | {"offsets": torch.tensor([0, 1])})
     with pytest.raises(ValueError, match=r"values \[3\]: expected \[2\]"):
         TurnOutcomes(**fields | {"values": torch.zeros(3)})

@@ -9,7 +9,9 @@ from siirl_dask.algorithms import ValueInputs, value_clip
 
 def inputs(values, old, returns):
     values, old_values, returns = (torch.as_tensor(numbers) for numbers in (values, old, returns))
-    return ValueInputs(values=values, old_values=old_values, returns=returns, offsets=torch.tensor([0, 3]))
+    return ValueInputs(
+        values=values, old_values=old_values, returns=returns, offsets=torch.tensor([0, 3])
+    )
 
 
 EXAMPLE = inputs([1.0, 2.0, 0.0], [0.0, 2.0, 1.0], [2.0, 1.0, 0.0])
@@ -30,7 +32,9 @@ def test_a_clipped_value_has_no_gradient():
 
 
 def test_the_metrics_means_give_the_explained_variance():
-    values, returns = torch.randn(2, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values, returns = torch.randn(
+        2, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     result = value_clip(inputs(values + returns, values, returns))
     mean = {name: float(metric.mean()) for name, metric in result.metrics.items()}
     unexplained = mean["error_squared"] - (mean["return"] - mean["value"]) ** 2
@@ -51,12 +55,20 @@ def test_values_far_from_the_returns_give_finite_numbers():
 def test_a_nonfinite_input_shows_in_its_own_token_alone(field, number):
     numbers = getattr(EXAMPLE, field).clone()
     numbers[1] = number
-    assert value_clip(replace(EXAMPLE, **{field: numbers})).loss.isfinite().tolist() == [True, False, True]
+    assert value_clip(replace(EXAMPLE, **{field: numbers})).loss.isfinite().tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_nan_old_value_shows_in_its_own_token_alone():
     old = torch.tensor([0.0, float("nan"), 1.0])
-    assert value_clip(replace(EXAMPLE, old_values=old)).loss.isfinite().tolist() == [True, False, True]
+    assert value_clip(replace(EXAMPLE, old_values=old)).loss.isfinite().tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_no_tokens_give_no_loss_and_the_same_metrics():
@@ -72,5 +84,9 @@ def test_metrics_carry_no_gradient():
 
 
 def test_gradient_equals_finite_differences():
-    values, old, returns = torch.randn(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.autograd.gradcheck(lambda x: value_clip(inputs(x, old, returns)).loss, values.requires_grad_())
+    values, old, returns = torch.randn(
+        3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: value_clip(inputs(x, old, returns)).loss, values.requires_grad_()
+    )

@@ -25,7 +25,9 @@ def test_hand_checked_values():
 
 
 def test_each_option_shapes_the_gate_of_its_sign():
-    result = vespo(ROWS, power_positive=1.0, decay_positive=1.0, power_negative=2.0, decay_negative=4.0)
+    result = vespo(
+        ROWS, power_positive=1.0, decay_positive=1.0, power_negative=2.0, decay_negative=4.0
+    )
     # 2 e^-1 = .735759 and e^2 / 4 = 1.847264
     assert_close(result.metrics["gate"], torch.tensor([0.735759, 0.735759, 1.847264, 1.847264]))
 
@@ -33,7 +35,9 @@ def test_each_option_shapes_the_gate_of_its_sign():
 def test_the_gradient_is_the_gate_times_the_policy_gradient():
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(30, generator=generator, dtype=torch.float64)
-    logprobs = (old + 0.2 * torch.randn(30, generator=generator, dtype=torch.float64)).requires_grad_()
+    logprobs = (
+        old + 0.2 * torch.randn(30, generator=generator, dtype=torch.float64)
+    ).requires_grad_()
     advantages = torch.randn(30, generator=generator, dtype=torch.float64)
     offsets = torch.tensor([0, 7, 7, 20, 30])
     naive = []

@@ -9,7 +9,9 @@ from siirl_dask.algorithms import EpisodeRows, TurnOutcomes
 
 @dataclass(frozen=True)
 class Row:
-    """A row: its group, episode, agent and part, and its turns as (reward, state, values of the tokens)."""
+    """A row: its group, episode, agent and part, and its turns as (reward, state, values of the
+    tokens).
+    """
 
     group: int
     episode: int
@@ -39,7 +41,9 @@ def outcomes_of(rows, *, ids=None, values=False):
         rewards=numbers([reward for reward, _, _ in turns], dtype=torch.float32),
         states=numbers([state for _, state, _ in turns], dtype=torch.int64),
         lengths=numbers([len(own) for _, _, own in turns], dtype=torch.int64),
-        values=numbers([value for _, _, own in turns for value in own], dtype=torch.float32) if values else None,
+        values=numbers([value for _, _, own in turns for value in own], dtype=torch.float32)
+        if values
+        else None,
     )
 
 
@@ -57,12 +61,17 @@ def in_segments(rows, cuts):
     return [
         replace(row, turns=piece)
         for row, cut in zip(rows, cuts, strict=True)
-        for piece in (row.turns[: cut % (len(row.turns) + 1)], row.turns[cut % (len(row.turns) + 1) :])
+        for piece in (
+            row.turns[: cut % (len(row.turns) + 1)],
+            row.turns[cut % (len(row.turns) + 1) :],
+        )
     ]
 
 
 def by_turn(rows, estimated, order=None):
-    """The estimate of each turn, by its row's place before the permutation and its own, token by token."""
+    """The estimate of each turn, by its row's place before the permutation and its own, token by
+    token.
+    """
     order = range(len(rows)) if order is None else order
     numbers = iter(zip(estimated.advantages.tolist(), estimated.returns.tolist(), strict=True))
     of_tokens = len(estimated.advantages) != sum(len(row.turns) for row in rows)

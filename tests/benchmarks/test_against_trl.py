@@ -41,11 +41,17 @@ def rows(model):
     unknown = [torch.zeros(length) for length in ROWS.lengths]
     given = replace(ROWS, old_logprobs=unknown, reference_logprobs=unknown)
     scores = make_trainer(model, TrainerConfig()).logprobs(packed(given).rows).logprobs
-    return replace(given, old_logprobs=scores.split(ROWS.lengths), reference_logprobs=scores.split(ROWS.lengths))
+    return replace(
+        given,
+        old_logprobs=scores.split(ROWS.lengths),
+        reference_logprobs=scores.split(ROWS.lengths),
+    )
 
 
 def grpo_of_padded(model, rows):
-    """The loss ``grpo`` and its gradient, from the layout that TRL is handed, by a plain forward pass."""
+    """The loss ``grpo`` and its gradient, from the layout that TRL is handed, by a plain forward
+    pass.
+    """
     network, given = load_model(model), padded(rows, PAD)
     attended = torch.cat([given["prompt_mask"], given["completion_mask"]], 1)
     positions = (attended.cumsum(1) - 1).clamp(min=0)
@@ -54,7 +60,11 @@ def grpo_of_padded(model, rows):
     width = given["completion_ids"].shape[1]
     scores = output.logits[:, -width - 1 : -1].log_softmax(-1)
     logprobs = scores.gather(2, given["completion_ids"][..., None]).squeeze(2)
-    terms = -given["advantages"][:, None] * (logprobs - given["old_per_token_logps"]).exp() * given["completion_mask"]
+    terms = (
+        -given["advantages"][:, None]
+        * (logprobs - given["old_per_token_logps"]).exp()
+        * given["completion_mask"]
+    )
     loss = (terms.sum(1) / given["completion_mask"].sum(1)).mean()
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in network.named_parameters()}
@@ -72,7 +82,9 @@ def test_updates_of_other_rows_or_other_losses_are_not_called_equal(model, rows)
     assert not is_equal(apart(our_update(dapo, model, rows), found))
     assert not is_equal(apart(our_update(grpo, model, rows.first(3)), found))
     loss, gradient = found
-    assert not is_equal(apart((loss, {name: 1.0001 * values for name, values in gradient.items()}), found))
+    assert not is_equal(
+        apart((loss, {name: 1.0001 * values for name, values in gradient.items()}), found)
+    )
 
 
 def test_a_parameter_that_one_side_lacks_is_named():
@@ -82,14 +94,23 @@ def test_a_parameter_that_one_side_lacks_is_named():
 
 def test_trl_is_given_the_prompts_of_our_run_in_its_order(tmp_path):
     write_digits_task(tmp_path)
-    setting = Setting(folder=str(tmp_path), steps=2, prompts=6, samples=2, minibatches=2, seed=5, validate=False)
+    setting = Setting(
+        folder=str(tmp_path), steps=2, prompts=6, samples=2, minibatches=2, seed=5, validate=False
+    )
     curves = run_ours(setting, str(tmp_path / "run"))
     drawn = open_table(str(tmp_path / "run" / "rollouts")).to_table(["step", "row_id", "prompt"])
     rows = sorted(drawn.to_pylist(), key=lambda row: (row["step"], row["row_id"]))
     expected = [row["prompt"] for row in prompts_in_order(setting) for _ in range(setting.samples)]
     assert [row["prompt"] for row in rows] == expected
-    assert [len(curves.rewards), len(curves.entropy), len(curves.ends), len(curves.accuracy)] == [2, 2, 2, 0]
-    assert curves.samples_per_second(setting.rows, 1) == pytest.approx(12 / (curves.ends[1] - curves.ends[0]))
+    assert [len(curves.rewards), len(curves.entropy), len(curves.ends), len(curves.accuracy)] == [
+        2,
+        2,
+        2,
+        0,
+    ]
+    assert curves.samples_per_second(setting.rows, 1) == pytest.approx(
+        12 / (curves.ends[1] - curves.ends[0])
+    )
 
 
 def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
@@ -101,15 +122,37 @@ def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
     found = {
         "rows": 4,
         "tokens": 9,
-        "cases": [case("a", True, ""), case("b", False, ""), case("c", False, "it is another mean")],
+        "cases": [
+            case("a", True, ""),
+            case("b", False, ""),
+            case("c", False, "it is another mean"),
+        ],
         "advantages": advantages,
     }
-    run = {"rewards": [0.1, 0.2], "entropy": [0.5, 0.4], "ends": [1.0, 2.0], "accuracy": [0.25, 0.75]}
-    speeds = {"samples_per_second": {"ours": [90.0], "trl": [100.0]}, "medians": {"ours": 90.0, "trl": 100.0}}
+    run = {
+        "rewards": [0.1, 0.2],
+        "entropy": [0.5, 0.4],
+        "ends": [1.0, 2.0],
+        "accuracy": [0.25, 0.75],
+    }
+    speeds = {
+        "samples_per_second": {"ours": [90.0], "trl": [100.0]},
+        "medians": {"ours": 90.0, "trl": 100.0},
+    }
     timed = {**speeds, "ratio": 0.9, "steps": 5, "loads": [0.1]}
-    around = {"command": "python x.py", "machine": "a machine", "versions": "1", "day": "today", "load": 0.1}
+    around = {
+        "command": "python x.py",
+        "machine": "a machine",
+        "versions": "1",
+        "day": "today",
+        "load": 0.1,
+    }
     found_by_part = {"losses": found, "curves": {"ours": [run], "trl": [run]}, "speed": timed}
-    found_by_part["speed of 4 workers"] = {**timed, "medians": {"ours": 150.0, "trl": 100.0}, "ratio": 1.5}
+    found_by_part["speed of 4 workers"] = {
+        **timed,
+        "medians": {"ours": 150.0, "trl": 100.0},
+        "ratio": 1.5,
+    }
     parts = {part: {**around, "found": values} for part, values in found_by_part.items()}
     write_page(tmp_path / "page.md", tmp_path / "results" / "record.json", parts)
     page = (tmp_path / "page.md").read_text()
@@ -117,7 +160,10 @@ def test_the_page_names_losses_that_differ_without_a_reason(tmp_path):
     assert "no: and it should be" in page
     assert "no: it is another mean" in page
     assert "samples per second, one worker, one core: ours 90, trl 100, ratio 0.90" in page
-    assert "two workers that generate and two that learn, two cores: ours 150, trl 100, ratio 1.50" in page
+    assert (
+        "two workers that generate and two that learn, two cores: ours 150, trl 100, ratio 1.50"
+        in page
+    )
     assert json.loads((tmp_path / "results" / "record.json").read_text()) == parts
     assert (tmp_path / "page.png").stat().st_size > 0
 
@@ -129,10 +175,18 @@ def test_steps_that_warm_up_are_not_timed():
 
 def test_a_real_models_run_has_the_settings_that_its_page_says(digits_task, tmp_path):
     """On a small model: two workers, one optimizer step a step, old log-probs of the engine."""
-    setting = RealSetting(folder=str(digits_task.train.parent), steps=1, max_prompt=32, validate=False)
+    setting = RealSetting(
+        folder=str(digits_task.train.parent), steps=1, max_prompt=32, validate=False
+    )
     assert setting.task.model == digits_task.model
     values = overrides(setting, str(tmp_path / "run"))
-    config = load_config_file(REAL_MODEL, [f"{key}={value}" for key, value in values.items()]).config
+    config = load_config_file(
+        REAL_MODEL, [f"{key}={value}" for key, value in values.items()]
+    ).config
     assert (config.cluster.workers, config.data.batch_size, config.rollout.n) == (2, 8, 8)
-    assert (config.algorithm.minibatches, config.rollout.max_response_length, config.trainer.lr) == (1, 16, 1e-5)
+    assert (
+        config.algorithm.minibatches,
+        config.rollout.max_response_length,
+        config.trainer.lr,
+    ) == (1, 16, 1e-5)
     assert config.algorithm.old_logprobs == "siirl_dask.nodes:rollout_logprobs"

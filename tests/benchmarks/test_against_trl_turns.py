@@ -30,16 +30,26 @@ def ids_of(tokenizer, text, *, end=True):
 
 def test_the_template_that_both_read_renders_what_the_warm_start_shows(tokenizer):
     prompt, call, observed, _ = (text for text, _ in demonstration(SUM))
-    ours, message = HuggingFaceTokenizer(tokenizer, "model"), {"role": "tool", "name": "add", "content": str(sum(SUM))}
+    ours, message = (
+        HuggingFaceTokenizer(tokenizer, "model"),
+        {"role": "tool", "name": "add", "content": str(sum(SUM))},
+    )
     assert ours.encode(question(SUM)) == ids_of(tokenizer, prompt, end=False)
     last = ids_of(tokenizer, call)[-1]
-    assert ours.after_turn(question(SUM), [message], [], last) == ids_of(tokenizer, observed, end=False)
+    assert ours.after_turn(question(SUM), [message], [], last) == ids_of(
+        tokenizer, observed, end=False
+    )
 
 
 def test_what_follows_a_turn_is_what_trl_cuts_out_of_a_rendered_chat(tokenizer):
-    """TRL renders a call with and without its result, and takes what is behind the end token of the first."""
+    """TRL renders a call with and without its result, and takes what is behind the end token of
+    the first.
+    """
     called = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    chat = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+    chat = [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+    ]
     result = {"role": "tool", "name": "add", "content": str(sum(SUM))}
     render = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
     before, whole = render(chat), render([*chat, result], add_generation_prompt=True)
@@ -64,10 +74,27 @@ def test_the_slow_tool_says_what_the_quick_one_says():
 
 
 def test_the_page_says_success_and_speed(tmp_path):
-    run = {"rewards": [0.2, 0.4], "entropy": [0.5, 0.4], "ends": [1.0, 2.0], "accuracy": [0.25, 0.75]}
-    rates = {"samples_per_second": {"ours": [90.0], "trl": [60.0]}, "medians": {"ours": 90.0, "trl": 60.0}}
-    found = {"success": {"ours": [run], "trl": [run]}, "slow, 1 core": {**rates, "ratio": 1.5, "loads": [3.0]}}
-    around = {"command": "python x.py", "machine": "a machine", "versions": "1", "day": "today", "load": 0.1}
+    run = {
+        "rewards": [0.2, 0.4],
+        "entropy": [0.5, 0.4],
+        "ends": [1.0, 2.0],
+        "accuracy": [0.25, 0.75],
+    }
+    rates = {
+        "samples_per_second": {"ours": [90.0], "trl": [60.0]},
+        "medians": {"ours": 90.0, "trl": 60.0},
+    }
+    found = {
+        "success": {"ours": [run], "trl": [run]},
+        "slow, 1 core": {**rates, "ratio": 1.5, "loads": [3.0]},
+    }
+    around = {
+        "command": "python x.py",
+        "machine": "a machine",
+        "versions": "1",
+        "day": "today",
+        "load": 0.1,
+    }
     parts = {part: {**around, "found": values} for part, values in found.items()}
     write_page(tmp_path / "page.md", tmp_path / "record.json", parts)
     page = (tmp_path / "page.md").read_text()

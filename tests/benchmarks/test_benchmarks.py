@@ -25,7 +25,21 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("transport", ["auto", "dask"])
 def test_ours_gives_every_destination_its_rows_without_the_driver(run, transport):
-    arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 4, "--ragged", "--n", 3, "--transport", transport]
+    arguments = [
+        "--rows",
+        32,
+        "--tokens",
+        500,
+        "--from",
+        2,
+        "--to",
+        4,
+        "--ragged",
+        "--n",
+        3,
+        "--transport",
+        transport,
+    ]
     (record,) = map(json.loads, run("dataplane.py", *arguments, "--json").splitlines())
     assert record["verified"]
     assert record["driver_bytes"] < 20_000
@@ -34,9 +48,24 @@ def test_ours_gives_every_destination_its_rows_without_the_driver(run, transport
 
 @pytest.mark.slow
 def test_ours_runs_on_a_cluster_that_knows_nothing_of_the_scripts(run):
-    arguments = ["--rows", 32, "--tokens", 500, "--from", 2, "--to", 2, "--apart", "--n", 2, "--json"]
+    arguments = [
+        "--rows",
+        32,
+        "--tokens",
+        500,
+        "--from",
+        2,
+        "--to",
+        2,
+        "--apart",
+        "--n",
+        2,
+        "--json",
+    ]
     with local_cluster(4) as cluster:
-        (line,) = run("dataplane.py", *arguments, "--cluster", cluster.scheduler_address).splitlines()
+        (line,) = run(
+            "dataplane.py", *arguments, "--cluster", cluster.scheduler_address
+        ).splitlines()
     record = json.loads(line)
     assert record["verified"]
     assert record["received_bytes"] == record["payload_bytes"]
@@ -53,7 +82,11 @@ def test_rows_that_leave_their_host_are_tabled(run, tmp_path):
     out = tmp_path / "hosts.md"
     run("hosts.py", "--workers", 16, "--rows", 32, "--out", out)
     text = out.read_text()
-    assert text.count("| both roles on every worker |") == text.count("| a role on each half of every host |") == 3
+    assert (
+        text.count("| both roles on every worker |")
+        == text.count("| a role on each half of every host |")
+        == 3
+    )
 
 
 @pytest.mark.slow

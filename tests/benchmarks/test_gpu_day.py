@@ -1,4 +1,6 @@
-"""The day on a GPU (``benchmarks/gpu``), without one: its page, its results when it is cut off, its bundle."""
+"""The day on a GPU (``benchmarks/gpu``), without one: its page, its results when it is cut off,
+its bundle.
+"""
 
 import importlib
 import json
@@ -63,8 +65,20 @@ def test_the_page_shows_what_was_measured_next_to_what_was_predicted(tmp_path):
         MACHINE,
         {"part": "train-torch", "figure": "train/torch", "update_tokens_s": 1.0},
         {"part": "train-torch", "figure": "train/torch", "update_tokens_s": 71234.0, "mfu": 0.213},
-        {"part": "kernels", "state": "failed", "seconds": 40.0, "code": 1, "passed": 11, "failed": 1, "error": 0}
-        | {"skipped": 0, "failures": ["tests/gpu/test_kernels.py::test_one"], "printed": ["heads of 64: flex"]}
+        {
+            "part": "kernels",
+            "state": "failed",
+            "seconds": 40.0,
+            "code": 1,
+            "passed": 11,
+            "failed": 1,
+            "error": 0,
+        }
+        | {
+            "skipped": 0,
+            "failures": ["tests/gpu/test_kernels.py::test_one"],
+            "printed": ["heads of 64: flex"],
+        }
         | {"last": ["AssertionError: 3 != 4"]},
         {"part": "trl", "state": "timed out", "seconds": 75.0, "code": -9, "last": ["step 2 of 3"]},
     ]
@@ -94,14 +108,17 @@ def test_the_page_of_the_documentation_is_that_of_the_stored_lines(script):
     stored = ROOT / "benchmarks" / "results" / "gpu.jsonl"
     lines = script("results").read(stored) if stored.exists() else []
     page = script("page").page(lines)
-    assert (ROOT / "docs" / "benchmarks" / "gpu.md").read_text() == page, "python benchmarks/gpu/page.py"
+    assert (ROOT / "docs" / "benchmarks" / "gpu.md").read_text() == page, (
+        "python benchmarks/gpu/page.py"
+    )
     assert lines or "No GPU has run it yet" in page
 
 
 def test_what_is_known_stays_when_the_day_is_cut_off(tmp_path):
     out = tmp_path / "out"
     command = ["bash", str(FOLDER / "first_run.sh")]
-    site = f"{ROOT}:{ROOT}/storage"  # it is started elsewhere than in the root, where it would leave its logs
+    # it is started elsewhere than in the root, where it would leave its logs
+    site = f"{ROOT}:{ROOT}/storage"
     variables = environment(OUT=str(out), PY=sys.executable, ONLY="probe ceilings", SITE=site)
     day = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL)
     try:
@@ -112,13 +129,20 @@ def test_what_is_known_stays_when_the_day_is_cut_off(tmp_path):
     finally:
         day.kill()
     assert started
-    assert not [process for process in started if process.is_running() and process.status() != "zombie"]
+    assert not [
+        process for process in started if process.is_running() and process.status() != "zombie"
+    ]
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert lines[0]["figure"] == "machine"
     states = {line["part"]: line["state"] for line in lines if "state" in line}
     assert states == {"probe": "cut off", "ceilings": "left out", "day": "cut off"}
     assert "ceilings: left out" in (out / "summary.txt").read_text()
-    assert sorted(path.name for path in out.iterdir()) == ["all.log", "logs.tgz", "results.jsonl", "summary.txt"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "all.log",
+        "logs.tgz",
+        "results.jsonl",
+        "summary.txt",
+    ]
 
 
 def test_a_line_without_its_end_does_not_count(script, tmp_path):
@@ -129,10 +153,13 @@ def test_a_line_without_its_end_does_not_count(script, tmp_path):
     assert [line["part"] for line in results.read(tmp_path / "results.jsonl")] == ["probe"]
 
 
-def test_a_part_whose_time_is_over_ends_with_all_that_it_started_and_says_how_far_it_came(script, tmp_path):
+def test_a_part_whose_time_is_over_ends_with_all_that_it_started_and_says_how_far_it_came(
+    script, tmp_path
+):
     parts, processes = script("parts"), script("processes")
     stubborn = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(90)"
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', "
+        "flush=True); time.sleep(90)"
     )
     code = (
         "import subprocess, sys, time\n"
@@ -144,7 +171,9 @@ def test_a_part_whose_time_is_over_ends_with_all_that_it_started_and_says_how_fa
     log = tmp_path / "slow.log"
     running = processes.Running.start(part, tmp_path, log, os.environ, part.seconds)
     wait_for(lambda: "deaf" in log.read_text() and "child" in log.read_text())
-    (child,) = [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child")]
+    (child,) = [
+        int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("child")
+    ]
     running.deadline = time.monotonic()
     wait_for(running.ended)
     wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
@@ -157,7 +186,8 @@ def test_a_part_whose_time_is_over_ends_with_all_that_it_started_and_says_how_fa
 def test_verdicts_are_counted_in_a_log_that_was_cut_off(script):
     log = (
         "tests/gpu/test_kernels.py::test_a[64] PASSED    [ 10%]\n"
-        "tests/gpu/test_kernels.py::test_a[80] \ntorch.float32, heads of 80 and 80: flex\nPASSED    [ 20%]\n"
+        "tests/gpu/test_kernels.py::test_a[80] \ntorch.float32, heads of 80 and 80: flex\nPASSED   "
+        " [ 20%]\n"
         "tests/gpu/test_kernels.py::test_b SKIPPED (it needs liger_kernel)    [ 30%]\n"
         "tests/gpu/test_kernels.py::test_c FAILED    [ 40%]\n"
         "tests/gpu/test_kernels.py::test_d "
@@ -173,11 +203,24 @@ def test_verdicts_are_counted_in_a_log_that_was_cut_off(script):
 
 
 def test_an_unknown_part_is_an_error_by_name_before_anything_runs(tmp_path):
-    variables = environment(OUT=str(tmp_path / "out"), PY=sys.executable, ONLY="bench trk", SITE=str(ROOT))
+    variables = environment(
+        OUT=str(tmp_path / "out"), PY=sys.executable, ONLY="bench trk", SITE=str(ROOT)
+    )
     command = ["bash", str(FOLDER / "first_run.sh")]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
-    assert "ONLY='bench trk': trk is no group and no part; groups are probe, checks, bench, trl, speed" in done.stderr
+    assert (
+        "ONLY='bench trk': trk is no group and no part; groups are probe, checks, bench, trl, speed"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -187,7 +230,9 @@ def test_the_bundle_has_every_dependency_that_the_machine_lacks(script):
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = {each.name for each in bundle.wanted(pyproject, there)}
     project = {Requirement(text).name for text in pyproject["project"]["dependencies"]}
-    assert names == project - {name for name in project if name.replace("_", "-") in there} - {"duckdb"} | {
+    assert names == project - {name for name in project if name.replace("_", "-") in there} - {
+        "duckdb"
+    } | {
         "liger-kernel",
         "trl",
     }
@@ -215,12 +260,22 @@ def write_wheel(folder, name, version, *needs):
 
 def test_a_bundle_is_closed_under_what_its_wheels_need_on_that_machine(script, tmp_path):
     wheels = {
-        "dask": write_wheel(tmp_path, "dask", "2.0", "partd>=1", "torch>=2", 'old; python_version < "3.12"', "duckdb"),
+        "dask": write_wheel(
+            tmp_path,
+            "dask",
+            "2.0",
+            "partd>=1",
+            "torch>=2",
+            'old; python_version < "3.12"',
+            "duckdb",
+        ),
         "partd": write_wheel(tmp_path, "partd", "1.4", "locket", 'extra-one; extra == "complete"'),
         "locket": write_wheel(tmp_path, "locket", "1.0"),
     }
     bundle = script("bundle")
-    got = bundle.gather([Requirement("dask>=2")], {"torch"}, lambda requirement: wheels[requirement.name])
+    got = bundle.gather(
+        [Requirement("dask>=2")], {"torch"}, lambda requirement: wheels[requirement.name]
+    )
     assert sorted(got) == ["dask", "locket", "partd"]
 
 
@@ -229,7 +284,11 @@ def test_wheels_that_cannot_go_together_are_not_bundled(script, tmp_path):
         "a": write_wheel(tmp_path, "a", "1.0", "b<2"),
         "b": write_wheel(tmp_path, "b", "3.0"),
     }
-    with pytest.raises(ValueError, match=r"b<2 is needed, and b-3\.0-py3-none-any\.whl was downloaded before"):
+    with pytest.raises(
+        ValueError, match=r"b<2 is needed, and b-3\.0-py3-none-any\.whl was downloaded before"
+    ):
         script("bundle").gather(
-            [Requirement("b"), Requirement("a")], set(), lambda requirement: wheels[requirement.name]
+            [Requirement("b"), Requirement("a")],
+            set(),
+            lambda requirement: wheels[requirement.name],
         )

@@ -1,4 +1,6 @@
-"""The model of a step: its parts add up, its fit finds what its measurements were made of, and it knows its layout."""
+"""The model of a step: its parts add up, its fit finds what its measurements were made of, and
+it knows its layout.
+"""
 
 import math
 from dataclasses import asdict, replace
@@ -8,7 +10,14 @@ import pytest
 
 from benchmarks.scale.demand import Demand, Link, seconds
 from benchmarks.scale.devices import H100, MODELS, Baseline, Devices
-from benchmarks.scale.lab_machine import EngineCost, LabMachine, StepCost, TrainerCost, TransferCost, line_fit
+from benchmarks.scale.lab_machine import (
+    EngineCost,
+    LabMachine,
+    StepCost,
+    TrainerCost,
+    TransferCost,
+    line_fit,
+)
 from benchmarks.scale.lab_run import LAYOUTS, Measured
 from benchmarks.scale.model import Layout, StepRows, balanced, predict, prompts_once
 from benchmarks.scale.parts import EMPTY, FAR, FAST, HELD_OUT, WORK, fit
@@ -36,7 +45,9 @@ SMALL = replace(
     copy_byte=0.0,
 )
 LONG_TAIL = StepRows(
-    np.full(256, 100), np.random.default_rng(0).lognormal(6, 0.8, 256).astype(np.int64).clip(1, 4000), 8
+    np.full(256, 100),
+    np.random.default_rng(0).lognormal(6, 0.8, 256).astype(np.int64).clip(1, 4000),
+    8,
 )
 
 
@@ -53,8 +64,12 @@ def measurements():
         raw = LINKS[link]
         for layout in LAYOUTS:
             step = predict(layout, draw_rows(EMPTY, np.random.default_rng(0)), SMALL)
-            waiting = sum(part.trips for part in step.values()) * raw.round_trip if link == FAR else 0.0
-            found[f"training {EMPTY.name} {layout.name}"] = run_of(sum(p.compute for p in step.values()), waiting)
+            waiting = (
+                sum(part.trips for part in step.values()) * raw.round_trip if link == FAR else 0.0
+            )
+            found[f"training {EMPTY.name} {layout.name}"] = run_of(
+                sum(p.compute for p in step.values()), waiting
+            )
         for layout in (LAYOUTS[0], LAYOUTS[2]):
             byte = MACHINE.copy_byte + (MACHINE.stream.byte if layout.workers > 1 else 0.0)
             moved = MACHINE.stream.trips * raw.round_trip if link == FAR else 0.0
@@ -85,7 +100,9 @@ def test_the_fit_finds_the_machine_that_the_measurements_were_made_of():
     assert found.copy_byte == pytest.approx(MACHINE.copy_byte)
     for layout in LAYOUTS:
         assert found.steps[layout.name].compute == pytest.approx(0.03)
-        assert found.steps[layout.name].trips == pytest.approx(MACHINE.steps[layout.name].trips, abs=0.05)
+        assert found.steps[layout.name].trips == pytest.approx(
+            MACHINE.steps[layout.name].trips, abs=0.05
+        )
 
 
 def test_a_run_that_went_as_predicted_has_no_error_however_busy_the_machine_was():
@@ -94,7 +111,10 @@ def test_a_run_that_went_as_predicted_has_no_error_however_busy_the_machine_was(
         step = mean_step(MACHINE, layout)
         computing = sum(part.compute for part in step.values())
         run = run_of(computing, seconds(step, LINKS[HELD]) - computing)
-        run["nodes"] = [{"update": step["update"].seconds(LINKS[HELD], slowdown)} for slowdown in run["slowdowns"]]
+        run["nodes"] = [
+            {"update": step["update"].seconds(LINKS[HELD], slowdown)}
+            for slowdown in run["slowdowns"]
+        ]
         runs.append({"link": HELD, "layout": layout.name, "run": run})
     for each in compare(MACHINE, LINKS, runs):
         assert each.error == pytest.approx(0, abs=1e-9)
@@ -133,7 +153,9 @@ def test_an_engine_takes_longer_when_its_cache_has_no_room_for_all_rows():
     narrow = replace(shape, cache_bytes=shape.cache_bytes * 100)
     layout = Layout("", 1, 1, together=True)
     machines = [Devices(each, 4100, 100) for each in (shape, narrow)]
-    wide, tight = (predict(layout, LONG_TAIL, each)["generate"].seconds(H100.network) for each in machines)
+    wide, tight = (
+        predict(layout, LONG_TAIL, each)["generate"].seconds(H100.network) for each in machines
+    )
     assert tight > 2 * wide
 
 
@@ -148,7 +170,8 @@ def test_an_engine_takes_longer_when_its_cache_has_no_room_for_all_rows():
 def test_each_thing_that_a_baseline_does_otherwise_costs_time_in_its_own_part(baseline, part):
     layout = Layout("", 8, 8, together=True, minibatches=2)
     ours, other = (
-        predict(layout, LONG_TAIL, Devices(MODELS["7B"], 4100, 100, each)) for each in (Baseline(), baseline)
+        predict(layout, LONG_TAIL, Devices(MODELS["7B"], 4100, 100, each))
+        for each in (Baseline(), baseline)
     )
     assert other[part].seconds(H100.network) > ours[part].seconds(H100.network)
     assert other["generate"] == ours["generate"]

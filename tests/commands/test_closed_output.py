@@ -1,4 +1,6 @@
-"""A command whose reader, such as ``head``, closes the pipe ends as SIGPIPE ends a program: in silence."""
+"""A command whose reader, such as ``head``, closes the pipe ends as SIGPIPE ends a program: in
+silence.
+"""
 
 import json
 import os
@@ -19,7 +21,9 @@ MODULE = ["-m", "siirl_dask.cli"]
 
 
 def run_with_reader(arguments, lines, environment=BUFFERED):
-    """Run a Python process and read so many lines of it, then close the pipe; returns exit code, lines and stderr."""
+    """Run a Python process and read so many lines of it, then close the pipe; returns exit code,
+    lines and stderr.
+    """
     command = [sys.executable, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -41,7 +45,11 @@ def rollouts(tmp_path):
 @pytest.mark.parametrize(("form", "unbuffered"), [("text", False), ("json", True)])
 def test_plan_ends_quietly(form, unbuffered):
     environment = {**BUFFERED, **({"PYTHONUNBUFFERED": "1"} if unbuffered else {})}
-    assert run_with_reader([*MODULE, "plan", CONFIG, "--format", form], 0, environment) == (CLOSED, [], "")
+    assert run_with_reader([*MODULE, "plan", CONFIG, "--format", form], 0, environment) == (
+        CLOSED,
+        [],
+        "",
+    )
 
 
 def test_plan_into_head_shows_the_first_line():
@@ -76,11 +84,19 @@ def test_an_error_is_still_told_and_has_its_own_exit_code(arguments):
 
 
 def test_a_run_ends_quietly_and_its_summary_says_why(digits_task, tmp_path, cluster_address):
-    overrides = [*digits_overrides(digits_task, tmp_path / "run"), f"cluster.address={cluster_address}"]
-    code, seen, err = run_with_reader([*MODULE, "run", CONFIG, *overrides, "observe.progress=true"], 1)
+    overrides = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        f"cluster.address={cluster_address}",
+    ]
+    code, seen, err = run_with_reader(
+        [*MODULE, "run", CONFIG, *overrides, "observe.progress=true"], 1
+    )
     assert (code, seen, err) == (CLOSED, ["starting 4 workers\n"], "")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("failed", "BrokenPipeError: whoever read the output has closed it")
+    assert (summary["status"], summary["error"]) == (
+        "failed",
+        "BrokenPipeError: whoever read the output has closed it",
+    )
 
 
 def test_numbers_that_a_console_prints_end_quietly():

@@ -31,7 +31,10 @@ UNCOUNTED = ("stream", "json_lines", "compressed", "json_array", "comma_separate
 
 @pytest.fixture
 def prompts(write):
-    lines = (f'{{"prompt": "{"x" * length}", "answer": {{"value": {length}}}}}' for length in (3, 30, 300))
+    lines = (
+        f'{{"prompt": "{"x" * length}", "answer": {{"value": {length}}}}}'
+        for length in (3, 30, 300)
+    )
     return write("\n".join(lines), "rows.jsonl")
 
 
@@ -52,7 +55,14 @@ def test_show_looks_into_whatever_can_be_imported(kind, capsys, tmp_path):
     (tmp_path / "again").mkdir()
     text = said(capsys, "show", kind(tmp_path), "--samples", 2)
     assert ("double" in text) is (kind.__name__ != "comma_separated")
-    for word in ("prompt", "answer", "weight", "Lengths of prompt, in characters", "Sample 2", "0 + 1?"):
+    for word in (
+        "prompt",
+        "answer",
+        "weight",
+        "Lengths of prompt, in characters",
+        "Sample 2",
+        "0 + 1?",
+    ):
         assert word in text
     assert "12 rows" in text.splitlines()[0]
     fewer = said(capsys, "show", kind(tmp_path / "again"), "--rows", 5).splitlines()
@@ -60,12 +70,20 @@ def test_show_looks_into_whatever_can_be_imported(kind, capsys, tmp_path):
 
 
 def test_show_counts_tokens_where_a_tokenizer_is_given(capsys, prompts, digits_task):
-    text = said(capsys, "show", prompts, "--tokenizer", digits_task.model, "--max-prompt-length", 29)
+    text = said(
+        capsys, "show", prompts, "--tokenizer", digits_task.model, "--max-prompt-length", 29
+    )
     assert "2 of 3 prompts (66.67%) are longer than 29 tokens" in text
 
 
 def test_nothing_in_a_dataset_commands_the_terminal(capsys, tmp_path):
-    table = pa.table({"prompt": ["\x1b[2J[red]x[/red]\u202e"], "image": [b"\x89PNG" + bytes(5000)], "\x1b[1mname": [1]})
+    table = pa.table(
+        {
+            "prompt": ["\x1b[2J[red]x[/red]\u202e"],
+            "image": [b"\x89PNG" + bytes(5000)],
+            "\x1b[1mname": [1],
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet")
     text = said(capsys, "show", tmp_path / "a.parquet")
     assert not {"\x1b", "\u202e"} & set(text)
@@ -77,7 +95,9 @@ def test_show_says_what_images_are_and_how_large(capsys, tmp_path):
     first, second = png(64, 48), png(16, 16)
     rows = [[{"bytes": first, "path": None}, {"bytes": second, "path": None}], []]
     images = pa.array(rows, pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()})))
-    pq.write_table(pa.table({"prompt": ["<image><image>?", "?"], "images": images}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["<image><image>?", "?"], "images": images}), tmp_path / "a.parquet"
+    )
     text = said(capsys, "show", tmp_path / "a.parquet")
     shown = " ".join(text.split())
     assert "<PNG, 64 x 48 pixels, " in shown
@@ -104,19 +124,49 @@ def test_show_reads_no_more_rows_than_asked_for_and_from_all_over(tmp_path):
     ("arguments", "message"),
     [
         (["import", "rows.jsonl"], "expected sources and then a destination"),
-        (["import", "rows.jsonl", "t", "--column", "answer"], "--column 'answer': expected --column NAME=VALUE"),
-        (["import", "rows.jsonl", "t", "--column", "a=answer:int", "--type", "a=text"], "gives it a type too"),
+        (
+            ["import", "rows.jsonl", "t", "--column", "answer"],
+            "--column 'answer': expected --column NAME=VALUE",
+        ),
+        (
+            ["import", "rows.jsonl", "t", "--column", "a=answer:int", "--type", "a=text"],
+            "gives it a type too",
+        ),
         (["import", "rows.jsonl", "t", "--column", "a=answer:itn"], "has no column 'answer:itn'"),
-        (["import", "rows.jsonl", "t", "--separator", "tab"], "--separator 'tab': expected one character"),
+        (
+            ["import", "rows.jsonl", "t", "--separator", "tab"],
+            "--separator 'tab': expected one character",
+        ),
         (["import", "rows.jsonl", "t", "--type", "answer=strin"], "did you mean 'string'"),
-        (["import", "rows.jsonl", "t", "--type", "a=string", "--type", "a=int8"], "'a' was given before, as 'string'"),
-        (["import", "rows.jsonl", "t", "--select", "a,,b"], "expected different names with commas between them"),
-        (["import", "rows.jsonl", "t", "--max-prompt-length", "5"], "--max-prompt-length counts tokens, and needs"),
-        (["import", "rows.jsonl", "t", "--row-group-bytes", "many"], "--row-group-bytes='many': expected a number of"),
+        (
+            ["import", "rows.jsonl", "t", "--type", "a=string", "--type", "a=int8"],
+            "'a' was given before, as 'string'",
+        ),
+        (
+            ["import", "rows.jsonl", "t", "--select", "a,,b"],
+            "expected different names with commas between them",
+        ),
+        (
+            ["import", "rows.jsonl", "t", "--max-prompt-length", "5"],
+            "--max-prompt-length counts tokens, and needs",
+        ),
+        (
+            ["import", "rows.jsonl", "t", "--row-group-bytes", "many"],
+            "--row-group-bytes='many': expected a number of",
+        ),
         (["import", "rows.jsonl", "t", "--row-group-bytes", "0"], "expected at least 1 byte"),
-        (["import", "rows.jsonl", "t", "--tokenizer", "nowhere"], "--tokenizer 'nowhere': no such folder"),
-        (["import", "rows.jsonl", "t", "--source-column", "prompt"], "column 'prompt' is there already"),
-        (["import", "rows.jsnl", "t"], "there is nothing at 'rows.jsnl'; did you mean 'rows.jsonl'"),
+        (
+            ["import", "rows.jsonl", "t", "--tokenizer", "nowhere"],
+            "--tokenizer 'nowhere': no such folder",
+        ),
+        (
+            ["import", "rows.jsonl", "t", "--source-column", "prompt"],
+            "column 'prompt' is there already",
+        ),
+        (
+            ["import", "rows.jsnl", "t"],
+            "there is nothing at 'rows.jsnl'; did you mean 'rows.jsonl'",
+        ),
         (["import", "rows.jsonl", "s4://bucket/t"], "Protocol not known: s4"),
         (["import", "rows.jsonl", "t", "--colour", "a=b"], "unrecognized arguments: --colour"),
         (["show", "rows.jsonl", "--prompt", "promt"], "did you mean 'prompt'"),
@@ -160,4 +210,6 @@ def test_a_histogram_counts_every_length_once_and_quantiles_are_exact(values):
 
 def test_characters_are_those_of_all_messages():
     parts = [{"role": "user", "content": [{"type": "text", "text": "abc"}, {"type": "image"}]}]
-    assert characters(["abcd", [{"role": "user", "content": "ab"}, {"role": "x", "content": "c"}], parts]) == [4, 3, 3]
+    assert characters(
+        ["abcd", [{"role": "user", "content": "ab"}, {"role": "x", "content": "c"}], parts]
+    ) == [4, 3, 3]

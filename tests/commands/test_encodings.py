@@ -1,4 +1,6 @@
-"""A terminal or a pipe that knows few characters gets every answer: it ended commands with a traceback."""
+"""A terminal or a pipe that knows few characters gets every answer: it ended commands with a
+traceback.
+"""
 
 import os
 import subprocess
@@ -28,7 +30,10 @@ ENDS = {"unknown": 2, "check": 1}
 def run(tmp_path_factory):
     url = whole_run(tmp_path_factory.mktemp("run") / "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
     save_rows(
-        url, "rollouts", 11, [("\N{SNOWMAN} \N{LATIN SMALL LETTER E WITH ACUTE}?", "1", "\N{GRINNING FACE}", 0.0)] * 2
+        url,
+        "rollouts",
+        11,
+        [("\N{SNOWMAN} \N{LATIN SMALL LETTER E WITH ACUTE}?", "1", "\N{GRINNING FACE}", 0.0)] * 2,
     )
     return url
 
@@ -39,7 +44,10 @@ def test_a_command_prints_to_what_knows_few_characters(command, encoding, run):
     arguments = [text.format(run=run) for text in COMMANDS[command]]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(
-        [sys.executable, "-m", "siirl_dask.cli", *arguments], capture_output=True, env=environment, timeout=150
+        [sys.executable, "-m", "siirl_dask.cli", *arguments],
+        capture_output=True,
+        env=environment,
+        timeout=150,
     )
     assert b"UnicodeEncodeError" not in done.stderr
     assert b"Traceback" not in done.stderr, done.stderr[-2000:]

@@ -1,4 +1,6 @@
-"""``siirl-dask eval``: it scores as the run did, refuses mistakes before anything starts, and prints a table."""
+"""``siirl-dask eval``: it scores as the run did, refuses mistakes before anything starts, and
+prints a table.
+"""
 
 import json
 from functools import partial
@@ -48,8 +50,19 @@ REFUSED = {
     "run 'run' has no checkpoint": ["run", *MODEL[1:]],
     "no table at": ["model", "--data", "tset.parquet"],
     "has no column 'question'": [*MODEL, "data.prompt=question"],
-    "no 'sorce' (there is: ['source']); did you mean 'source'?": [*MODEL, "validation.source_column=info.sorce"],
-    "the defaults: validation.k=[1, 8]: 8 of": [*MODEL, "--n", "4", "--k", "1,8", "--temperature", "1"],
+    "no 'sorce' (there is: ['source']); did you mean 'source'?": [
+        *MODEL,
+        "validation.source_column=info.sorce",
+    ],
+    "the defaults: validation.k=[1, 8]: 8 of": [
+        *MODEL,
+        "--n",
+        "4",
+        "--k",
+        "1,8",
+        "--temperature",
+        "1",
+    ],
     "validation.n=8 with validation.temperature=0": [*MODEL, "--n", "8", "--temperature", "0"],
     "validation.k[1]='x': expected a whole number": [*MODEL, "--k", "1,x"],
     "rollout.max_response_length=0: expected at least 1": [*MODEL, "--max-tokens", "0"],
@@ -59,7 +72,12 @@ REFUSED = {
     "unknown group 'rolout'": [*MODEL, "rolout.n=3"],
     "model.path=other: eval takes 'other' as its first argument": [*MODEL, "model.path=other"],
     "--world x is for a run with environments": [*MODEL, "--world", "x"],
-    "scores single responses, and episodes are": [*MODEL, "--reward", "m:f", "environments.environment=m:W"],
+    "scores single responses, and episodes are": [
+        *MODEL,
+        "--reward",
+        "m:f",
+        "environments.environment=m:W",
+    ],
     "data.url=other: eval takes 'other' as --data": [*MODEL, "data.url=other"],
 }
 
@@ -77,7 +95,11 @@ def test_a_run_is_scored_by_the_reward_of_its_dag(digits_task, tmp_path):
     role = {"build": "siirl_dask.rewards:build_scorer", "with": {"rewards": "${rewards}"}}
     role["with"]["reward"] = {"run": "siirl_dask.rewards:weighted_sum", "with": options}
     nodes = {"reward": {"with": {"columns": ["answer"]}}}
-    recorded(digits_task, tmp_path / "own", f"roles: {json.dumps({'reward': role})}\nnodes: {json.dumps(nodes)}\n")
+    recorded(
+        digits_task,
+        tmp_path / "own",
+        f"roles: {json.dumps({'reward': role})}\nnodes: {json.dumps(nodes)}\n",
+    )
     found = open_run(str(tmp_path / "own")).scoring()
     expected = partial(weighted_sum, rewards={"right": exact_match}, weights={"right": 2.0})
     assert canonical(found.reward) == canonical(expected)
@@ -90,7 +112,9 @@ def test_a_run_is_scored_by_the_reward_of_its_dag(digits_task, tmp_path):
 def test_a_run_whose_reward_is_not_here_asks_for_one(digits_task, tmp_path):
     recorded(digits_task, tmp_path / "run")
     file = tmp_path / "run" / "dag.json"
-    file.write_text(file.read_text().replace("siirl_dask.tasks.sorting:digit_fraction", "__main__:my_reward"))
+    file.write_text(
+        file.read_text().replace("siirl_dask.tasks.sorting:digit_fraction", "__main__:my_reward")
+    )
     with pytest.raises(ConfigError, match=r"no function 'my_reward'.*name one with --reward"):
         open_run(str(tmp_path / "run")).scoring()
     file.write_text('{"roles": {}, "nodes": []}')
@@ -99,7 +123,9 @@ def test_a_run_whose_reward_is_not_here_asks_for_one(digits_task, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError])
-def test_weights_for_workers_on_other_hosts_do_not_outlive_an_evaluation_that_ends_early(error, store_url):
+def test_weights_for_workers_on_other_hosts_do_not_outlive_an_evaluation_that_ends_early(
+    error, store_url
+):
     def end_early():
         with folder_for_workers(ClusterConfig(address="tcp://10.0.0.1:8786"), store_url) as folder:
             fs, path = open_fs(folder)

@@ -1,4 +1,6 @@
-"""``siirl-dask export``: the Hugging Face folder holds the trainer's model, for transformers, vLLM and peft."""
+"""``siirl-dask export``: the Hugging Face folder holds the trainer's model, for transformers,
+vLLM and peft.
+"""
 
 import json
 import shutil
@@ -45,7 +47,9 @@ BIASED = ("glm4_moe", "deepseek_v3")
 
 @pytest.fixture
 def run(request, digits_task, tmp_path):
-    """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step 2."""
+    """The folder of a run with checkpoints of steps 1 and 2, and the trainer as it was at step
+    2.
+    """
     kind = getattr(request, "param", "tied")
     url, base = str(tmp_path / "run"), tmp_path / "base"
     if kind in BIASED:
@@ -55,17 +59,27 @@ def run(request, digits_task, tmp_path):
         model, options = KINDS[kind]
         tiny_model(base, **model)
     more = [f"model.path={base}", "trainer.ema_decay=0.9", *options]
-    file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
+    file = load_config_file(
+        shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more]
+    )
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
-    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    trainer = build_trainer(
+        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
+    )
     attempt = take(url, 30.0, print)
     checkpoints = Checkpoints(attempt=attempt, keep=9)
     for step in (1, 2):
         for number, weight in enumerate(trainer.state()["model"].values()):
-            weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight += 0.02 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(number)
+            )
         folder = checkpoints.folder(step)
-        saved = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+        saved = (
+            DistributedCheckpoint(asynchronous=False)
+            .save(f"{folder}/policy", trainer.state(), None)
+            .result()
+        )
         files = {f"policy/{name}": digest for name, digest in saved.items()}
         checkpoints.commit(folder, CheckpointState(step=step, roles=["policy"]), files)
     return url, base, trainer
@@ -77,11 +91,16 @@ def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path)
     assert export(url, str(tmp_path / "out")) == 2
     model = load_model(tmp_path / "out")
     with torch.no_grad():
-        given = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(ROWS)]
+        given = [
+            response_logprobs(model, row[:n].tolist(), row[n:].tolist())
+            for row, n in split_rows(ROWS)
+        ]
     assert (torch.cat(given) - trainer.logprobs(ROWS).logprobs).abs().max() < 1e-6
     for name, weight in trainer.weights():
         assert torch.equal(model.get_parameter(name), weight), name
-    assert GenerationConfig.from_pretrained(tmp_path / "out") == GenerationConfig.from_pretrained(base)
+    assert GenerationConfig.from_pretrained(tmp_path / "out") == GenerationConfig.from_pretrained(
+        base
+    )
     text = "Sort: 3 1 2 = \n"
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (base, tmp_path / "out")]
     assert tokenizers[0](text) == tokenizers[1](text)
@@ -90,12 +109,16 @@ def test_the_exported_folder_gives_the_trainers_log_probabilities(run, tmp_path)
 
 @pytest.mark.parametrize("run", KINDS, indirect=True)
 def test_vllm_and_transformers_agree_on_the_exported_model(run, tmp_path):
-    pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
+    pytest.importorskip(
+        "vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it"
+    )
     url, base, _ = run
     export(url, str(tmp_path / "out"))
     prompts = [row[:n].tolist() for row, n in split_rows(ROWS)]
     rollout = RolloutConfig(engine=Engine.vllm, vllm=VllmConfig(kv_cache_memory="64MiB"))
-    engine = build_engine(Device("w"), Rank(), model=ModelConfig(path=str(tmp_path / "out")), rollout=rollout)
+    engine = build_engine(
+        Device("w"), Rank(), model=ModelConfig(path=str(tmp_path / "out")), rollout=rollout
+    )
     try:
         samples = engine.generate(prompts, range(len(prompts)), Sampling(max_tokens=12))
     finally:
@@ -104,7 +127,10 @@ def test_vllm_and_transformers_agree_on_the_exported_model(run, tmp_path):
     for folder, least, most in ((tmp_path / "out", 0.0, 1e-4), (base, 1e-2, 100.0)):
         model = load_model(folder)
         with torch.no_grad():
-            scored = [response_logprobs(model, p, s.token_ids) for p, s in zip(prompts, samples, strict=True)]
+            scored = [
+                response_logprobs(model, p, s.token_ids)
+                for p, s in zip(prompts, samples, strict=True)
+            ]
         assert least <= (torch.cat(scored) - said).abs().max() < most, folder
 
 
@@ -112,32 +138,56 @@ def test_step_average_and_dtype_are_what_is_asked_for(run, tmp_path):
     url, base, trainer = run
     export(url, str(tmp_path / "first"), step=1)
     first = load_model(tmp_path / "first")
-    assert not any(torch.equal(first.get_parameter(name), weight) for name, weight in trainer.weights())
+    assert not any(
+        torch.equal(first.get_parameter(name), weight) for name, weight in trainer.weights()
+    )
     export(url, str(tmp_path / "ema"), ema=True)
-    average, began = load_model(tmp_path / "ema"), load_model(base)  # no optimiser step has moved it
-    assert all(torch.equal(average.get_parameter(name), weight) for name, weight in began.named_parameters())
+    average, began = (
+        load_model(tmp_path / "ema"),
+        load_model(base),
+    )  # no optimiser step has moved it
+    assert all(
+        torch.equal(average.get_parameter(name), weight)
+        for name, weight in began.named_parameters()
+    )
     main(["export", url, str(tmp_path / "short"), "--dtype", "bfloat16"])
     stored = load_file(tmp_path / "short" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     short = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
-    assert all(torch.equal(short.get_parameter(name), weight.bfloat16()) for name, weight in trainer.weights())
+    assert all(
+        torch.equal(short.get_parameter(name), weight.bfloat16())
+        for name, weight in trainer.weights()
+    )
 
 
 @pytest.mark.parametrize("run", ["experts", "adapters"], indirect=True)
-def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_model(run, tmp_path, capsys):
+def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_model(
+    run, tmp_path, capsys
+):
     url, base, _ = run
     out = tmp_path / "out"
     config = json.loads((base / "config.json").read_text())
-    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')  # refused by transformers
+    (base / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.6}'
+    )  # refused by transformers
     main(["export", url, str(out), "--verify", "--dtype", "bfloat16"])
-    assert capsys.readouterr().out == f"policy of step 2 is in {out}, and gives the log-probs of its weights\n"
-    assert (out / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert (
+        capsys.readouterr().out
+        == f"policy of step 2 is in {out}, and gives the log-probs of its weights\n"
+    )
+    assert (out / "generation_config.json").read_bytes() == (
+        base / "generation_config.json"
+    ).read_bytes()
     assert json.loads((out / "config.json").read_text()) == config | {"dtype": "bfloat16"}
     with pytest.raises(ConfigError, match="leave out --verify, or --adapter"):
         export(url, str(tmp_path / "adapter"), verify=True, adapter=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "_set_dtype", lambda config, dtype: config.update(rms_norm_eps=1.0))
-        with pytest.raises(ConfigError, match="what was written is another model: its log-probs differ by"):
+        patch.setattr(
+            hugging_face, "_set_dtype", lambda config, dtype: config.update(rms_norm_eps=1.0)
+        )
+        with pytest.raises(
+            ConfigError, match="what was written is another model: its log-probs differ by"
+        ):
             export(url, str(tmp_path / "other"), verify=True)
     assert not (tmp_path / "other").exists()
 
@@ -147,7 +197,11 @@ def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_mo
 def test_verify_finds_biases_of_experts_that_are_not_the_bases(run, dtype, tmp_path):
     url, base, _ = run
     export(url, str(tmp_path / "out"), dtype=dtype, verify=True)
-    biases = {name: each for name, each in load_file(base / "model.safetensors").items() if "correction_bias" in name}
+    biases = {
+        name: each
+        for name, each in load_file(base / "model.safetensors").items()
+        if "correction_bias" in name
+    }
     name = min(biases)
     planted = {
         f"{name} differs by .* from the base's": {name: torch.zeros_like(biases[name])},
@@ -174,7 +228,11 @@ def test_verify_finds_adapters_that_were_merged_with_another_factor(run, dtype, 
     export(url, str(tmp_path / "out"), dtype=dtype, verify=True)
     merged = hugging_face.merged
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "merged", lambda named, scaling, device: merged(named, 1.5 * scaling, device))
+        patch.setattr(
+            hugging_face,
+            "merged",
+            lambda named, scaling, device: merged(named, 1.5 * scaling, device),
+        )
         with pytest.raises(ConfigError, match=r"proj\.weight differs by .* from the checkpoint's"):
             export(url, str(tmp_path / "other"), dtype=dtype, verify=True)
 
@@ -219,7 +277,12 @@ def test_what_is_not_there_is_refused_by_name_and_nothing_is_written(run, tmp_pa
     wrong = {
         "no run: expected a folder with a config.yaml": [str(base), str(to)],
         "no checkpoint of step 3 (there are: [1, 2])": [url, str(to), "--step", "3"],
-        "no role 'polcy' (there are: ['policy']); did you mean 'policy'?": [url, str(to), "--role", "polcy"],
+        "no role 'polcy' (there are: ['policy']); did you mean 'policy'?": [
+            url,
+            str(to),
+            "--role",
+            "polcy",
+        ],
     }
     for said, arguments in wrong.items():
         with pytest.raises(SystemExit, match="2"):
@@ -227,11 +290,14 @@ def test_what_is_not_there_is_refused_by_name_and_nothing_is_written(run, tmp_pa
         assert said in capsys.readouterr().err
     tiny_model(base, hidden=32)
     with pytest.raises(
-        ConfigError, match=r"embed_tokens.weight has shape \[264, 64\] in the checkpoint and \[264, 32\]"
+        ConfigError,
+        match=r"embed_tokens.weight has shape \[264, 64\] in the checkpoint and \[264, 32\]",
     ):
         export(url, str(to))
     tiny_model(base, layers=3)
-    with pytest.raises(ConfigError, match=r"the checkpoint lacks \['model.layers.2.*another model by now"):
+    with pytest.raises(
+        ConfigError, match=r"the checkpoint lacks \['model.layers.2.*another model by now"
+    ):
         export(url, str(to))
     assert not to.exists()
 
@@ -240,17 +306,24 @@ def test_a_run_that_kept_no_average_has_none_to_export(run, tmp_path):
     url, *_ = run
     file = Path(url, "config.yaml")
     file.write_text(file.read_text().replace("ema_decay: 0.9", "ema_decay: 0.0"))
-    with pytest.raises(ConfigError, match=r"kept no moving average of the weights \(trainer.ema_decay\)"):
+    with pytest.raises(
+        ConfigError, match=r"kept no moving average of the weights \(trainer.ema_decay\)"
+    ):
         export(url, str(tmp_path / "out"), ema=True)
 
 
 def test_a_checkpoint_that_is_damaged_or_removed_meanwhile_is_not_exported(run, tmp_path, caplog):
     url, *_ = run
-    good, damaged = export(url, str(tmp_path / "one"), step=1), Path(checkpoint_url(url, 2), "policy", "__0_0.distcp")
+    good, damaged = (
+        export(url, str(tmp_path / "one"), step=1),
+        Path(checkpoint_url(url, 2), "policy", "__0_0.distcp"),
+    )
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"of step 2 of .* cannot be used: .*__0_0\.distcp has the SHA-256"):
+    with pytest.raises(
+        CheckpointError, match=r"of step 2 of .* cannot be used: .*__0_0\.distcp has the SHA-256"
+    ):
         export(url, str(tmp_path / "two"), step=2)
     assert export(url, str(tmp_path / "two")) == good == 1
     assert "the checkpoint of step 2 is passed over" in caplog.text

@@ -39,25 +39,40 @@ def run(request, base, digits_task, tmp_path):
     """The folder of a run with a checkpoint, and the trainer as it was then."""
     url = str(tmp_path / "run")
     options = [f"model.path={base}", "images.column=images", *KINDS[request.param]]
-    file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *options])
+    file = load_config_file(
+        shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *options]
+    )
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
     trainer = build_trainer(
-        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout, images=config.images
+        Device("w"),
+        Rank(),
+        model=config.model,
+        trainer=config.trainer,
+        rollout=config.rollout,
+        images=config.images,
     )
     checkpoints = Checkpoints(attempt=take(url, 30.0, print), keep=9)
     for number, weight in enumerate(trainer.state()["model"].values()):
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
     folder = checkpoints.folder(1)
-    written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/policy", trainer.state(), None).result()
+    written = (
+        DistributedCheckpoint(asynchronous=False)
+        .save(f"{folder}/policy", trainer.state(), None)
+        .result()
+    )
     files = {f"policy/{name}": digest for name, digest in written.items()}
     checkpoints.commit(folder, CheckpointState(step=1, roles=["policy"]), files)
     return url, trainer
 
 
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' own processors need torchvision")
+@pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="transformers' own processors need torchvision"
+)
 @pytest.mark.parametrize("run", KINDS, indirect=True)
-def test_the_exported_folder_has_the_trainers_weights_and_processes_images_as_before(run, base, tmp_path):
+def test_the_exported_folder_has_the_trainers_weights_and_processes_images_as_before(
+    run, base, tmp_path
+):
     url, trainer = run
     assert export(url, str(tmp_path / "out"), verify=True) == 1
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -70,7 +85,10 @@ def test_the_exported_folder_has_the_trainers_weights_and_processes_images_as_be
     assert torch.equal(given.values, exported.values)
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     assert type(processor) is type(AutoProcessor.from_pretrained(base))
-    assert processor.tokenizer.chat_template == AutoProcessor.from_pretrained(base).tokenizer.chat_template
+    assert (
+        processor.tokenizer.chat_template
+        == AutoProcessor.from_pretrained(base).tokenizer.chat_template
+    )
 
 
 @pytest.mark.parametrize("run", ["adapters"], indirect=True)

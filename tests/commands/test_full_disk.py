@@ -1,4 +1,6 @@
-"""A command that fills a disk says so and how much is missing, and leaves nothing that looks whole."""
+"""A command that fills a disk says so and how much is missing, and leaves nothing that looks
+whole.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,14 @@ def run(digits_task, tmp_path):
     """A run with a checkpoint of one step."""
     url = tmp_path / "run"
     more = [f"model.path={tiny_model(tmp_path / 'base')}"]
-    file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more])
+    file = load_config_file(
+        shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), *more]
+    )
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
-    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    trainer = build_trainer(
+        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
+    )
     with take(str(url), 30.0, print) as attempt:
         checkpoints = Checkpoints(attempt=attempt, keep=9)
         folder = checkpoints.folder(1)
@@ -66,13 +72,17 @@ def run(digits_task, tmp_path):
     return url
 
 
-def test_an_export_says_how_much_is_missing_at_its_destination_and_leaves_nothing_there(run, disk, capsys):
+def test_an_export_says_how_much_is_missing_at_its_destination_and_leaves_nothing_there(
+    run, disk, capsys
+):
     said = refused(capsys, "export", run, disk / "model")
     assert re.search(f"{disk}/model.*{MISSING}", said)
     assert list(disk.iterdir()) == []
 
 
-def test_an_export_says_that_the_disk_of_temporary_files_is_full(run, disk, tmp_path, monkeypatch, capsys):
+def test_an_export_says_that_the_disk_of_temporary_files_is_full(
+    run, disk, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     said = refused(capsys, "export", run, tmp_path / "model")
     assert re.search(f"TMPDIR.*{MISSING}", said)
@@ -92,7 +102,9 @@ def test_what_is_missing_for_a_model_counts_all_files_that_are_left(disk, tmp_pa
 
 
 @pytest.mark.parametrize("append", [False, True])
-def test_an_import_says_how_much_is_missing_and_leaves_the_table_as_it_was(append, disk, tmp_path, capsys):
+def test_an_import_says_how_much_is_missing_and_leaves_the_table_as_it_was(
+    append, disk, tmp_path, capsys
+):
     small = tmp_path / "small.jsonl"
     large = tmp_path / "large.jsonl"
     small.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
@@ -101,14 +113,18 @@ def test_an_import_says_how_much_is_missing_and_leaves_the_table_as_it_was(appen
     if append:
         main(["data", "import", str(small), str(disk / "table")])
     before = sorted(disk.rglob("*.*"))
-    said = refused(capsys, "data", "import", large, disk / "table", *(["--append"] if append else []))
+    said = refused(
+        capsys, "data", "import", large, disk / "table", *(["--append"] if append else [])
+    )
     assert re.search(MISSING, said)
     assert sorted(disk.rglob("*.*")) == before
     if append:
         assert open_table(str(disk / "table")).num_rows == 1
 
 
-def test_an_import_whose_last_record_does_not_fit_leaves_no_rows_that_look_like_a_dataset(disk, tmp_path, capsys):
+def test_an_import_whose_last_record_does_not_fit_leaves_no_rows_that_look_like_a_dataset(
+    disk, tmp_path, capsys
+):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     main(["data", "import", str(rows), str(disk / "measured")])

@@ -1,4 +1,6 @@
-"""``siirl-dask migrate``: what verl and siiRL have becomes a configuration that plans, and nothing goes missing."""
+"""``siirl-dask migrate``: what verl and siiRL have becomes a configuration that plans, and
+nothing goes missing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CALL = "python3 -m verl.trainer.main_ppo"
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """Return the configuration that comes of words, loaded and planned, with what became of the options."""
+    """Return the configuration that comes of words, loaded and planned, with what became of the
+    options.
+    """
     monkeypatch.setenv("HOME", "/home/me")
 
     def convert(*words, rows=ROWS):
@@ -46,7 +50,10 @@ def test_siirls_script_for_npus_says_the_same_here(config_of):
     assert (config.data.batch_size, config.algorithm.minibatches, config.rollout.n) == (1024, 4, 5)
     assert config.trainer.max_tokens_per_micro_batch == 4 * 4096
     assert (config.trainer.max_grad_norm, config.trainer.park) == (0.3, True)
-    assert (config.algorithm.kl_coefficient, config.algorithm.kl) == (0.01, "siirl_dask.algorithms:k3_clipped")
+    assert (config.algorithm.kl_coefficient, config.algorithm.kl) == (
+        0.01,
+        "siirl_dask.algorithms:k3_clipped",
+    )
     assert config.algorithm.loss_options == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3}
     assert (config.rollout.tensor_parallel_size, config.rollout.vllm.enforce_eager) == (4, True)
     assert config.observe.backends == ["tensorboard"]
@@ -69,9 +76,15 @@ def test_verls_script_of_dapo_becomes_its_dag_and_names_what_is_not_here(config_
     assert (config.validation.n, config.validation.temperature) == (4, 1)
     assert config.rewards.function == "siirl_dask.rewards:dapo_math"
     assert config.model.path == "/home/me/models/Qwen2.5-32B"
-    assert "nodes:\n  rollout: {with: {rounds: 7}}\n  reward: {with: {buffer: 4096, factor: 1}}" in done.text
+    assert (
+        "nodes:\n  rollout: {with: {rounds: 7}}\n  reward: {with: {buffer: 4096, factor: 1}}"
+        in done.text
+    )
     lost = {name for name, fate in done.fates.items() if fate.lost}
-    assert lost == {"data.gen_batch_size", "actor_rollout_ref.model.override_config.attention_dropout"}
+    assert lost == {
+        "data.gen_batch_size",
+        "actor_rollout_ref.model.override_config.attention_dropout",
+    }
 
 
 def test_a_yaml_file_of_ppo_gets_its_critic_and_its_divergence_in_the_reward(config_of):
@@ -80,7 +93,11 @@ def test_a_yaml_file_of_ppo_gets_its_critic_and_its_divergence_in_the_reward(con
     assert (config.algorithm.minibatches, config.algorithm.epochs) == (4, 2)
     assert config.algorithm.aggregation == "siirl_dask.algorithms:sequence_mean_token_mean"
     assert (config.trainer.lr, config.trainer.warmup_steps) == (2e-6, 10 * 4 * 2)
-    assert (config.trainer.schedule, config.trainer.min_lr_ratio, config.trainer.total_steps) == ("cosine", 0.1, 800)
+    assert (config.trainer.schedule, config.trainer.min_lr_ratio, config.trainer.total_steps) == (
+        "cosine",
+        0.1,
+        800,
+    )
     assert (config.critic.lr, config.critic.weight_decay) == (1e-5, 0.01)
     assert config.model.path == "hf://Qwen/Qwen2.5-0.5B-Instruct"
     assert (config.run.steps, config.rollout.temperature) == (100, 0.7)
@@ -108,14 +125,18 @@ def test_a_yaml_file_of_ppo_gets_its_critic_and_its_divergence_in_the_reward(con
         "tir_optimal_token_baseline",
     ],
 )
-@pytest.mark.parametrize("kl", ["", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"])
+@pytest.mark.parametrize(
+    "kl", ["", "actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"]
+)
 def test_every_estimator_plans_with_and_without_a_reference(config_of, estimator, kl):
     config, _ = config_of(f"algorithm.adv_estimator={estimator}", *([kl] if kl else []))
     assert bool(config.algorithm.kl_coefficient) == ("loss" in kl)
 
 
 def test_arguments_of_the_chat_template_are_the_models(config_of):
-    config, done = config_of("actor_rollout_ref.model.path=m", "+data.apply_chat_template_kwargs.enable_thinking=False")
+    config, done = config_of(
+        "actor_rollout_ref.model.path=m", "+data.apply_chat_template_kwargs.enable_thinking=False"
+    )
     assert config.model.template == {"enable_thinking": False}
     assert not [name for name, fate in done.fates.items() if fate.lost]
 
@@ -148,29 +169,68 @@ def test_muon_is_muon_where_there_are_whole_matrices(config_of, more, optimizer)
 
 def test_megatrons_layout_is_megatrons_here(config_of):
     actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-    layout = [f"{actor}.megatron.tensor_model_parallel_size=2", f"{actor}.megatron.pipeline_model_parallel_size=4"]
+    layout = [
+        f"{actor}.megatron.tensor_model_parallel_size=2",
+        f"{actor}.megatron.pipeline_model_parallel_size=4",
+    ]
     unknown = [f"{actor}.megatron.param_offload=True", f"{model}.lora_rank=8"]
-    config, done = config_of("algorithm.adv_estimator=grpo", f"{actor}.strategy=megatron", *layout, *unknown)
-    assert (config.trainer.backend, config.trainer.lora.rank, config.trainer.park) == ("megatron", 0, False)
-    assert (config.trainer.megatron.tensor_parallel, config.trainer.megatron.pipeline_parallel) == (2, 4)
-    assert {name for name, fate in done.fates.items() if fate.lost} == {word.partition("=")[0] for word in unknown}
+    config, done = config_of(
+        "algorithm.adv_estimator=grpo", f"{actor}.strategy=megatron", *layout, *unknown
+    )
+    assert (config.trainer.backend, config.trainer.lora.rank, config.trainer.park) == (
+        "megatron",
+        0,
+        False,
+    )
+    assert (config.trainer.megatron.tensor_parallel, config.trainer.megatron.pipeline_parallel) == (
+        2,
+        4,
+    )
+    assert {name for name, fate in done.fates.items() if fate.lost} == {
+        word.partition("=")[0] for word in unknown
+    }
 
 
 @pytest.mark.parametrize(("cut", "spread"), [([], 8), (["expert_tensor_parallel_size=1"], 4)])
 def test_megatrons_experts_are_spread_over_as_many_ranks_as_share_them(config_of, cut, spread):
     megatron = "actor_rollout_ref.actor.megatron"
-    layout = ["tensor_model_parallel_size=2", "expert_model_parallel_size=4", "sequence_parallel=True", *cut]
+    layout = [
+        "tensor_model_parallel_size=2",
+        "expert_model_parallel_size=4",
+        "sequence_parallel=True",
+        *cut,
+    ]
     options = [f"{megatron}.{option}" for option in layout]
-    config, done = config_of("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.strategy=megatron", *options)
-    assert (config.trainer.megatron.expert_parallel, config.trainer.megatron.sequence_parallel) == (spread, True)
+    config, done = config_of(
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.strategy=megatron", *options
+    )
+    assert (config.trainer.megatron.expert_parallel, config.trainer.megatron.sequence_parallel) == (
+        spread,
+        True,
+    )
     assert not any(fate.lost for fate in done.fates.values())
 
 
 @pytest.mark.parametrize(
-    "mode", ["vanilla", "gspo", "geo_mean", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
+    "mode",
+    [
+        "vanilla",
+        "gspo",
+        "geo_mean",
+        "sapo",
+        "cispo",
+        "gpg",
+        "clip_cov",
+        "kl_cov",
+        "dppo_tv",
+        "dppo_kl",
+        "dro",
+    ],
 )
 def test_every_loss_plans(config_of, mode):
-    config_of("algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}")
+    config_of(
+        "algorithm.adv_estimator=grpo", f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    )
 
 
 def test_verls_gdpo_gets_the_kinds_of_reward_with_their_weights(config_of):
@@ -178,12 +238,17 @@ def test_verls_gdpo_gets_the_kinds_of_reward_with_their_weights(config_of):
     keys = 'algorithm.gdpo_reward_keys=["accuracy", "format"]'
     config, done = config_of(*words, keys, "algorithm.gdpo_reward_weights=[1.0, 0.5]")
     assert config.algorithm.advantage == "siirl_dask.algorithms:gdpo"
-    assert config.algorithm.advantage_options == {"divide_by_std": True, "weights": {"accuracy": 1.0, "format": 0.5}}
+    assert config.algorithm.advantage_options == {
+        "divide_by_std": True,
+        "weights": {"accuracy": 1.0, "format": 0.5},
+    }
     assert "advantage: {with: {parts: [accuracy, format]}}" in done.text
     assert not [name for name, fate in done.fates.items() if fate.lost]
     assert (
         "2 kinds"
-        in migrate([*words, keys, "algorithm.gdpo_reward_weights=[1]"]).fates["algorithm.gdpo_reward_weights"].lost
+        in migrate([*words, keys, "algorithm.gdpo_reward_weights=[1]"])
+        .fates["algorithm.gdpo_reward_weights"]
+        .lost
     )
     assert "the parts of the reward" in migrate(words).report
 
@@ -204,13 +269,20 @@ def test_dppo_has_the_clip_ratios_as_limits(config_of, divergence):
     words = [f"{actor}.policy_loss.loss_mode=dppo_{divergence}", f"{actor}.clip_ratio_low=0.1"]
     config, _ = config_of("algorithm.adv_estimator=grpo", *words, f"{actor}.clip_ratio_high=0.3")
     assert config.algorithm.loss == "siirl_dask.algorithms:dppo"
-    assert config.algorithm.loss_options == {"low": 0.1, "high": 0.3, "divergence": divergence, "cap": 3.0}
+    assert config.algorithm.loss_options == {
+        "low": 0.1,
+        "high": 0.3,
+        "divergence": divergence,
+        "cap": 3.0,
+    }
 
 
 @pytest.mark.parametrize("mode", ["gspo", "geo_mean", "sapo", "vanilla"])
 def test_losses_of_rows_are_aggregated_by_rows_whatever_the_script_asks_for(config_of, mode):
     actor = "actor_rollout_ref.actor"
-    config, _ = config_of(f"{actor}.policy_loss.loss_mode={mode}", f"{actor}.loss_agg_mode=token-mean")
+    config, _ = config_of(
+        f"{actor}.policy_loss.loss_mode={mode}", f"{actor}.loss_agg_mode=token-mean"
+    )
     by = "token_mean" if mode == "vanilla" else "sequence_mean_token_mean"
     assert config.algorithm.aggregation == f"siirl_dask.algorithms:{by}"
 
@@ -226,7 +298,9 @@ def test_defaults_that_differ_and_change_results_are_written_out(config_of):
         group, name = key.split(".")
         assert getattr(getattr(config, group), name) == value
         assert key in done.defaulted
-        assert "verl's default" in next(line for line in done.text.splitlines() if line.strip().startswith(f"{name}:"))
+        assert "verl's default" in next(
+            line for line in done.text.splitlines() if line.strip().startswith(f"{name}:")
+        )
     assert config.algorithm.loss_options["dual_clip"] == 3
 
 
@@ -238,7 +312,11 @@ def test_verls_bypass_mode_takes_the_engines_log_probs_and_needs_no_correction(c
     assert config.algorithm.old_logprobs == "siirl_dask.nodes:rollout_logprobs"
     assert config.algorithm.correction is None
     assert "the sampler already" in done.fates[f"{prefix}.rollout_is"].lost
-    config, _ = config_of(f"{prefix}.bypass_mode=False", f"{prefix}.rollout_is=token", "trainer.total_training_steps=2")
+    config, _ = config_of(
+        f"{prefix}.bypass_mode=False",
+        f"{prefix}.rollout_is=token",
+        "trainer.total_training_steps=2",
+    )
     assert config.algorithm.old_logprobs == "siirl_dask.nodes:policy_logprobs"
     assert config.algorithm.correction == "siirl_dask.algorithms:truncated_is"
 
@@ -262,14 +340,24 @@ CORRECTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("weights", "bounds", "masks", "limits", "function", "options"), CORRECTIONS)
+@pytest.mark.parametrize(
+    ("weights", "bounds", "masks", "limits", "function", "options"), CORRECTIONS
+)
 def test_verls_rollout_correction_becomes_weights_and_masks(
     config_of, weights, bounds, masks, limits, function, options
 ):
-    """verl rejects by the engine's probability over the policy's: bounds of k1 are the inverse ones here."""
+    """verl rejects by the engine's probability over the policy's: bounds of k1 are the inverse
+    ones here.
+    """
     asked = {"is": weights, "is_threshold": bounds, "rs": masks, "rs_threshold": limits}
-    words = [f"algorithm.rollout_correction.rollout_{name}={value}" for name, value in asked.items() if value]
-    config, done = config_of("algorithm.adv_estimator=grpo", *words, "trainer.total_training_steps=2")
+    words = [
+        f"algorithm.rollout_correction.rollout_{name}={value}"
+        for name, value in asked.items()
+        if value
+    ]
+    config, done = config_of(
+        "algorithm.adv_estimator=grpo", *words, "trainer.total_training_steps=2"
+    )
     assert config.algorithm.correction == f"siirl_dask.algorithms:{function}"
     assert config.algorithm.correction_options == options
     assert not [name for name, fate in done.fates.items() if fate.lost]
@@ -293,10 +381,16 @@ def test_a_rejection_that_verl_does_not_have_is_named(masks, limits, said):
 
 def test_verls_reinforce_in_bypass_mode_is_cispo_without_a_lower_bound(config_of):
     prefix = "algorithm.rollout_correction"
-    words = [f"{prefix}.bypass_mode=True", f"{prefix}.loss_type=reinforce", "trainer.total_training_steps=2"]
+    words = [
+        f"{prefix}.bypass_mode=True",
+        f"{prefix}.loss_type=reinforce",
+        "trainer.total_training_steps=2",
+    ]
     config, _ = config_of("algorithm.adv_estimator=grpo", *words)
     assert config.algorithm.loss == "siirl_dask.algorithms:policy_gradient"
-    config, done = config_of(*words, f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=3.0")
+    config, done = config_of(
+        *words, f"{prefix}.rollout_is=token", f"{prefix}.rollout_is_threshold=3.0"
+    )
     assert config.algorithm.loss == "siirl_dask.algorithms:cispo"
     assert config.algorithm.loss_options == {"clip_low": 1.0, "clip_high": 2.0}
     assert not [name for name, fate in done.fates.items() if fate.lost]
@@ -305,7 +399,13 @@ def test_verls_reinforce_in_bypass_mode_is_cispo_without_a_lower_bound(config_of
 
 
 def names_of(use):
-    return [name for part in TABLE.values() for option in part if option.use is use for name in option.names]
+    return [
+        name
+        for part in TABLE.values()
+        for option in part
+        if option.use is use
+        for name in option.names
+    ]
 
 
 VARIANTS = [
@@ -324,12 +424,18 @@ VARIANTS = [
 
 @pytest.mark.parametrize("name", [name for name in names_of(Use.RULE) if "*" not in name])
 def test_what_the_table_says_has_a_counterpart_is_read_by_a_rule(name):
-    fates = [migrate([*one, f"{name}={value}"], 10).fates[name] for one in VARIANTS for value in ("2", "true")]
+    fates = [
+        migrate([*one, f"{name}={value}"], 10).fates[name]
+        for one in VARIANTS
+        for value in ("2", "true")
+    ]
     assert [fate for fate in fates if not fate.note.startswith("not read with")]
 
 
 @pytest.mark.parametrize("size", ["0", "0.5", "-4"])
-@pytest.mark.parametrize("name", ["actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"])
+@pytest.mark.parametrize(
+    "name", ["actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"]
+)
 def test_a_batch_of_no_prompt_is_named(name, size):
     fate = migrate([f"{name}={size}"], 10).fates[name]
     assert "expected at least 1" in fate.lost
@@ -340,16 +446,24 @@ def test_a_batch_of_no_prompt_is_named(name, size):
     st.dictionaries(
         st.sampled_from([name.replace("*", "x") for use in Use for name in names_of(use)])
         | st.from_regex(r"(trainer|data|actor_rollout_ref\.actor)\.[a-z_]{1,12}", fullmatch=True),
-        st.sampled_from(["2", "0.5", "true", "false", "text", "[1, 2]", "null", "-1", "${oc.env:X}", "1e-6"]),
+        st.sampled_from(
+            ["2", "0.5", "true", "false", "text", "[1, 2]", "null", "-1", "${oc.env:X}", "1e-6"]
+        ),
         min_size=1,
     )
 )
 def test_each_option_ends_in_exactly_one_list(options):
-    done = migrate(["algorithm.adv_estimator=grpo", *(f"{name}={value}" for name, value in options.items())], 10)
+    done = migrate(
+        ["algorithm.adv_estimator=grpo", *(f"{name}={value}" for name, value in options.items())],
+        10,
+    )
     assert set(options) <= set(done.fates)
     for name in options:
         fate = done.fates[name]
-        assert bool(fate.keys) + bool(fate.lost) + bool(fate.note and not fate.keys) == 1, (name, fate)
+        assert bool(fate.keys) + bool(fate.lost) + bool(fate.note and not fate.keys) == 1, (
+            name,
+            fate,
+        )
         assert name in done.report
         assert not fate.lost or f"#   {name}=" in done.text
 
@@ -366,13 +480,20 @@ def test_sglang_is_asked_for_by_name_since_its_sampler_is_not_exact(config_of, t
     assert "sglang draws tokens with a sampler of its own; auto stands in" in done.report
 
 
-def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_for(config_of, tmp_path, monkeypatch):
+def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_for(
+    config_of, tmp_path, monkeypatch
+):
     path = script(tmp_path, f"A=${{A:-7}}\n{CALL} algorithm.adv_estimator=grpo data.train_batch_size=$((A * 2)) \\\n"
-                  " actor_rollout_ref.actor.ppo_mini_batch_size=$A actor_rollout_ref.model.path=$MODEL/x \\\n"
+                  " actor_rollout_ref.actor.ppo_mini_batch_size=$A "
+                  "actor_rollout_ref.model.path=$MODEL/x \\\n"
                   " trainer.nnodes=$NODES trainer.project_name=$(date +%s)\n")  # fmt: skip
     monkeypatch.setenv("MODEL", "/models")
     config, done = config_of(path)
-    assert (config.data.batch_size, config.algorithm.minibatches, config.model.path) == (14, 2, "/models/x")
+    assert (config.data.batch_size, config.algorithm.minibatches, config.model.path) == (
+        14,
+        2,
+        "/models/x",
+    )
     assert "$MODEL is not set in the script" in done.report
     assert "add the variable as NAME=value" in done.fates["trainer.nnodes"].lost
     assert "what this command prints is not known" in done.report
@@ -384,7 +505,10 @@ def test_variables_of_a_script_are_replaced_and_those_it_does_not_set_are_asked_
     ("text", "said"),
     [
         ("echo hello\n", "no call of verl or siiRL in it"),
-        (f"{CALL} data.train_batch_size=1\n{CALL} data.train_batch_size=2\n", "calls in the lines 1, 2: expected one"),
+        (
+            f"{CALL} data.train_batch_size=1\n{CALL} data.train_batch_size=2\n",
+            "calls in the lines 1, 2: expected one",
+        ),
         ("python -m verl.trainer.main_ppo epochs=3\n", "no option of verl or siiRL"),
     ],
 )
@@ -414,13 +538,33 @@ def test_a_misspelt_option_is_named_with_the_nearest_one():
 
 def test_the_command_writes_a_file_that_plans_and_never_over_one(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
-    main(["migrate", str(FILES / "siirl_npu.sh"), "--rows", "40315", "-o", str(out), "trainer.nnodes=2"])
+    main(
+        [
+            "migrate",
+            str(FILES / "siirl_npu.sh"),
+            "--rows",
+            "40315",
+            "-o",
+            str(out),
+            "trainer.nnodes=2",
+        ]
+    )
     assert "NO COUNTERPART" not in capsys.readouterr().err
     assert load(out, ["data.url=a", "model.path=b", "validation.url=null"]).cluster.workers == 32
     with pytest.raises(SystemExit, match="2"):
         main(["migrate", str(FILES / "siirl_npu.sh"), "-o", str(out)])
     assert "it exists already" in capsys.readouterr().err
-    main(["migrate", "--", "python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=gae", "trainer.foo=1"])
+    main(
+        [
+            "migrate",
+            "--",
+            "python3",
+            "-m",
+            "verl.trainer.main_ppo",
+            "algorithm.adv_estimator=gae",
+            "trainer.foo=1",
+        ]
+    )
     said = capsys.readouterr()
     assert "siirl_dask:dags/ppo.yaml" in said.out
     assert "1 have NO COUNTERPART:\n  trainer.foo=1" in said.err
@@ -429,14 +573,19 @@ def test_the_command_writes_a_file_that_plans_and_never_over_one(tmp_path, capsy
 
 def test_routes_are_replayed_where_engines_have_one_worker(config_of, tmp_path):
     replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
-    path = script(tmp_path, f"{CALL} algorithm.adv_estimator=grpo data.train_batch_size=8 {replay}\n")
+    path = script(
+        tmp_path, f"{CALL} algorithm.adv_estimator=grpo data.train_batch_size=8 {replay}\n"
+    )
     size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     config, _ = config_of(path, f"{size}=1")
     assert config.rollout.router_replay
     for others in ([f"{size}=2"], [f"{size}=1", "actor_rollout_ref.rollout.enforce_eager=False"]):
         config, done = config_of(path, *others)
         assert not config.rollout.router_replay
-        assert "in engines of one worker, with enforce_eager" in done.fates[replay.partition("=")[0]].lost
+        assert (
+            "in engines of one worker, with enforce_eager"
+            in done.fates[replay.partition("=")[0]].lost
+        )
 
 
 def test_the_page_shows_the_table():

@@ -1,4 +1,6 @@
-"""The images of prompts are seen where samples are: on pages as thumbnails, in a terminal in words."""
+"""The images of prompts are seen where samples are: on pages as thumbnails, in a terminal in
+words.
+"""
 
 import io
 import re
@@ -24,7 +26,10 @@ def dataset(folder, images, *, name="part.parquet"):
     """Write a row for each list of images, bytes or paths, in row groups of two."""
     entries = [
         [
-            {"bytes": one if isinstance(one, bytes) else None, "path": None if isinstance(one, bytes) else one}
+            {
+                "bytes": one if isinstance(one, bytes) else None,
+                "path": None if isinstance(one, bytes) else one,
+            }
             for one in own
         ]
         for own in images
@@ -42,12 +47,20 @@ def written(tmp_path, images, *overrides, table="rollouts", steps=(3,)):
     given = ["images.column=images", "data.prompt=prompt", "data.answer=answer", *overrides]
     url = begin_run(tmp_path / "run", f"data.url={data}", f"validation.url={data}", *given)
     for step in steps:
-        save_rows(url, table, step, [(p, a, f"{r} in {step}", min(1.0, w + step / 8)) for p, a, r, w in ROWS])
+        save_rows(
+            url,
+            table,
+            step,
+            [(p, a, f"{r} in {step}", min(1.0, w + step / 8)) for p, a, r, w in ROWS],
+        )
     return url
 
 
 def shown(page):
-    return [pil.open(io.BytesIO(b64decode(one))) for one in re.findall(r'src="data:image/\w+;base64,([^"]*)"', page)]
+    return [
+        pil.open(io.BytesIO(b64decode(one)))
+        for one in re.findall(r'src="data:image/\w+;base64,([^"]*)"', page)
+    ]
 
 
 def rollouts_page(tmp_path, url, *asked):
@@ -63,9 +76,10 @@ def report_page(tmp_path, url):
 
 def test_a_page_shows_each_samples_own_images(tmp_path):
     url = written(tmp_path, [[png(seed=1)], [png(seed=2), png(9, 5, seed=3)]])
-    first, *others = [np.asarray(one) for one in shown(rollouts_page(tmp_path, url, "--worst", "1", "--best", "1"))][
-        ::-1
-    ]
+    first, *others = [
+        np.asarray(one)
+        for one in shown(rollouts_page(tmp_path, url, "--worst", "1", "--best", "1"))
+    ][::-1]
     assert (first == np.asarray(noise(16, 24, 1))).all(), "worst is of the first row"
     assert [one.shape for one in others[::-1]] == [(24, 16, 3), (5, 9, 3)]
     assert (others[-1] == np.asarray(noise(16, 24, 2))).all()
@@ -114,7 +128,10 @@ def test_a_dataset_that_is_gone_is_told_in_a_line(tmp_path, capsys):
     ("image", "said"),
     [
         (png()[:60], "image 1 cannot be shown: it is damaged or cut off"),
-        ("/nowhere/<script>a.png", "image 1 cannot be shown: &#x27;/nowhere/&lt;script&gt;a.png&#x27; cannot be read"),
+        (
+            "/nowhere/<script>a.png",
+            "image 1 cannot be shown: &#x27;/nowhere/&lt;script&gt;a.png&#x27; cannot be read",
+        ),
         ("a.png", "set images.folder"),
         (png(400, 400), "images.max_source_pixels"),
     ],
@@ -129,7 +146,9 @@ def test_an_image_that_cannot_be_read_is_told_and_the_others_are_shown(tmp_path,
 
 def test_relative_paths_begin_in_the_folder_of_images(tmp_path):
     (tmp_path / "a.png").write_bytes(png(seed=7))
-    page = rollouts_page(tmp_path, written(tmp_path, [["a.png"], []], f"images.folder={tmp_path}"), "--worst", "1")
+    page = rollouts_page(
+        tmp_path, written(tmp_path, [["a.png"], []], f"images.folder={tmp_path}"), "--worst", "1"
+    )
     assert (np.asarray(shown(page)[0]) == np.asarray(noise(16, 24, 7))).all()
 
 
@@ -147,9 +166,15 @@ def test_a_row_is_found_in_its_part_and_source(tmp_path):
         f"data.sources={{{sources}}}",
     ]
     url = begin_run(tmp_path / "run", *given)
-    places = {"source_name": ["two", "one", "one", None], "data_part": [1, 0, 7, 0], "data_row": [2, 1, 0, 0]}
+    places = {
+        "source_name": ["two", "one", "one", None],
+        "data_part": [1, 0, 7, 0],
+        "data_row": [2, 1, 0, 0],
+    }
     told = StoredPromptImages(url, thumbnails=True).added_to(pa.table(places))[PICTURES].to_pylist()
-    assert [own[0]["url"] for own in told[:2]] == [thumbnail(png(seed=seed), 10**6) for seed in (112, 1)]
+    assert [own[0]["url"] for own in told[:2]] == [
+        thumbnail(png(seed=seed), 10**6) for seed in (112, 1)
+    ]
     assert "has no row 0 in part 7" in told[2][0]["problem"]
     assert told[3] == []
 
@@ -170,5 +195,8 @@ def test_files_that_are_slow_to_come_are_left_out_once_their_time_is_over(tmp_pa
     place = str(tmp_path / "a.png")
     url = written(tmp_path, [[place, place, png()], []], "images.timeout=1e-9")
     page = rollouts_page(tmp_path, url, "--worst", "1")
-    assert "image 2 cannot be shown: it was not fetched: others took images.timeout=1e-09 seconds" in page
+    assert (
+        "image 2 cannot be shown: it was not fetched: others took images.timeout=1e-09 seconds"
+        in page
+    )
     assert shown(page)

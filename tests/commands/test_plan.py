@@ -1,4 +1,6 @@
-"""``siirl-dask plan``: for any number of workers, with memory, in three formats; a run that does not fit is refused."""
+"""``siirl-dask plan``: for any number of workers, with memory, in three formats; a run that does
+not fit is refused.
+"""
 
 from __future__ import annotations
 
@@ -54,24 +56,39 @@ def refused(capsys, *arguments):
 def test_workers_replace_those_of_the_config(capsys, digits):
     text = planned(capsys, "--workers", "6", *digits)
     assert "4 roles on 6 workers" in text
-    assert "note: workers 4, 5 have nothing to do: cluster.placement gives every role other ones" in text
+    assert (
+        "note: workers 4, 5 have nothing to do: cluster.placement gives every role other ones"
+        in text
+    )
     assert "have nothing to do" not in planned(capsys, *digits)
     everywhere = planned(capsys, "--workers", "2", "cluster.placement={}", *digits)
     assert "rollout, reward, policy, reference" in everywhere
-    assert "cluster.placement.policy=[2]: no worker 2; cluster.workers=2 gives 0 to 1" in refused(capsys, "--workers=2")
-    assert "cluster.workers=0: expected at least 1" in refused(capsys, "--workers=0", "cluster.placement={}")
+    assert "cluster.placement.policy=[2]: no worker 2; cluster.workers=2 gives 0 to 1" in refused(
+        capsys, "--workers=2"
+    )
+    assert "cluster.workers=0: expected at least 1" in refused(
+        capsys, "--workers=0", "cluster.placement={}"
+    )
 
 
 def test_data_that_is_not_there_yet_is_assumed_and_noted(capsys, digits, tmp_path):
     absent = ["data.url=none/train", "validation.url=none/validation", "validation.test_url=null"]
-    (note, *_) = json.loads(planned(capsys, "--format=json", *digits, *absent, "data.prepare=null"))["notes"]
+    (note, *_) = json.loads(
+        planned(capsys, "--format=json", *digits, *absent, "data.prepare=null")
+    )["notes"]
     here = Path.cwd()
     assert note == (
-        f"no dataset is at {here}/none/train, {here}/none/validation yet; assumed the columns that the config names "
+        f"no dataset is at {here}/none/train, {here}/none/validation yet; assumed the columns that "
+        "the config names "
         "(prompt: string, answer: string), and 8 rows to validate on; a run needs that data"
     )
-    made = planned(capsys, *digits, "data.url=none", "data.prepare=m:make", "rollout.expected_length_column=n")
-    expected = f"no dataset is at {here}/none yet; assumed the columns that the config names (prompt: string, answer"
+    made = planned(
+        capsys, *digits, "data.url=none", "data.prepare=m:make", "rollout.expected_length_column=n"
+    )
+    expected = (
+        f"no dataset is at {here}/none yet; assumed the columns that the config names (prompt: "
+        "string, answer"
+    )
     assert expected in made
     assert "n: int64); a run calls data.prepare=m:make first" in made
     assert "no dataset" not in planned(capsys, *digits)
@@ -85,10 +102,17 @@ def test_json_is_answered_with_the_command_that_makes_a_table(capsys, digits, tm
 
 
 def test_columns_within_one_struct_are_assumed_together(capsys, digits):
-    paths = ["data.url=none", "data.answer=a", "validation.source_column=a.b.c", "rollout.expected_length_column=a.n"]
+    paths = [
+        "data.url=none",
+        "data.answer=a",
+        "validation.source_column=a.b.c",
+        "rollout.expected_length_column=a.n",
+    ]
     text = planned(capsys, *digits, *paths)
     assert "(prompt: string, a: struct<b: struct<c: string>, n: int64>)" in text
-    assert "column 'a.': expected a name" in refused(capsys, *digits, "data.url=none", "data.answer=a.")
+    assert "column 'a.': expected a name" in refused(
+        capsys, *digits, "data.url=none", "data.answer=a."
+    )
     misread = refused(capsys, *digits, "data.url=none", "nodes.reward.reads=[anwser]")
     assert "node 'reward' reads ['anwser']" in misread
     assert "did you mean 'answer'?" in misread
@@ -100,7 +124,10 @@ def test_storage_that_cannot_be_reached_is_named(capsys, digits, monkeypatch):
 
     monkeypatch.setattr("siirl_dask.driver.phases.open_table", fail)
     said = refused(capsys, *digits, "data.url=s3://bucket/rows")
-    assert "dataset 's3://bucket/rows': its storage cannot be reached: RuntimeError: no credentials" in said
+    assert (
+        "dataset 's3://bucket/rows': its storage cannot be reached: RuntimeError: no credentials"
+        in said
+    )
 
 
 def test_a_model_that_is_not_there_yet_bounds_no_weights(capsys, digits):
@@ -110,7 +137,8 @@ def test_a_model_that_is_not_there_yet_bounds_no_weights(capsys, digits):
 
 
 PADDED_ROWS = (
-    "note: roles 'policy', 'reference': rows: with padding (bloom: its attention cannot be replaced), which takes "
+    "note: roles 'policy', 'reference': rows: with padding (bloom: its attention cannot be "
+    "replaced), which takes "
     "longer"
 )
 
@@ -118,8 +146,16 @@ PADDED_ROWS = (
 @pytest.mark.parametrize(
     ("family", "rows", "loop"),
     [
-        ("bloom", PADDED_ROWS, "note: role 'rollout': loop: transformers' generate (bloom), which takes longer"),
-        ("stablelm", None, "note: role 'rollout': loop: transformers' generate (stablelm), which takes longer"),
+        (
+            "bloom",
+            PADDED_ROWS,
+            "note: role 'rollout': loop: transformers' generate (bloom), which takes longer",
+        ),
+        (
+            "stablelm",
+            None,
+            "note: role 'rollout': loop: transformers' generate (stablelm), which takes longer",
+        ),
         ("qwen2", None, None),
     ],
 )
@@ -134,16 +170,26 @@ def test_a_plan_says_which_families_take_a_slower_way(capsys, digits, tmp_path, 
 
 def test_the_text_of_an_image_text_model_is_known_by_its_own_kind(tmp_path):
     write_config(tmp_path, {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
-    assert rows_note(str(tmp_path)) == "rows: with padding (llama4_text: it attends in chunks), which takes longer"
-    assert loop_note(str(tmp_path)) == "loop: transformers' generate (llama4_text), which takes longer"
+    assert (
+        rows_note(str(tmp_path))
+        == "rows: with padding (llama4_text: it attends in chunks), which takes longer"
+    )
+    assert (
+        loop_note(str(tmp_path)) == "loop: transformers' generate (llama4_text), which takes longer"
+    )
 
 
-def test_rows_that_are_not_packed_are_refused_before_the_start_where_ranks_are_to_divide_them(capsys, digits, tmp_path):
+def test_rows_that_are_not_packed_are_refused_before_the_start_where_ranks_are_to_divide_them(
+    capsys, digits, tmp_path
+):
     written(tmp_path / "model", "bloom")
     shares = ["trainer.backend=fsdp", "trainer.fsdp.sequence_parallel=2", "cluster.placement={}"]
     said = refused(capsys, *digits, f"model.path={tmp_path / 'model'}", *shares)
     assert "trainer.fsdp.sequence_parallel=2: the rows of " in said
-    assert "are computed with padding (bloom: its attention cannot be replaced) and are not divided" in said
+    assert (
+        "are computed with padding (bloom: its attention cannot be replaced) and are not divided"
+        in said
+    )
 
 
 def test_options_may_stand_anywhere_and_others_are_refused(capsys, digits):
@@ -173,7 +219,12 @@ def test_hosts_show_their_roles_and_the_bytes_of_each_link(capsys, digits):
 
 
 def test_engines_over_two_hosts_are_noted_and_those_of_one_are_not(capsys, digits):
-    apart = ["cluster.placement={}", "rollout.engine=vllm", "rollout.tensor_parallel_size=2", *digits]
+    apart = [
+        "cluster.placement={}",
+        "rollout.engine=vllm",
+        "rollout.tensor_parallel_size=2",
+        *digits,
+    ]
     apart = [override for override in apart if override != "rollout.engine=transformers"]
     assert "on several hosts" in planned(capsys, "--hosts", "3,3", *apart)
     assert "on several hosts" not in planned(capsys, "--hosts", "2,4", *apart)
@@ -182,7 +233,11 @@ def test_engines_over_two_hosts_are_noted_and_those_of_one_are_not(capsys, digit
 @pytest.mark.parametrize(
     ("hosts", "said"),
     [
-        ("4x", "--hosts 4x: expected hosts x workers on each, such as 4x8, or the workers of each host"),
+        (
+            "4x",
+            "--hosts 4x: expected hosts x workers on each, such as 4x8, or the workers of each "
+            "host",
+        ),
         ("0x8", "--hosts 0x8: expected"),
         ("8,,4", "--hosts 8,,4: expected"),
         ("99999x99999", "is 9999800001 workers: expected at most 65536"),
@@ -193,7 +248,9 @@ def test_hosts_that_are_none_are_refused(capsys, digits, hosts, said):
 
 
 def test_hosts_with_another_number_of_workers_are_refused(capsys, digits):
-    assert "--hosts 2x2 has 4 workers, and --workers is 8" in refused(capsys, "--hosts=2x2", "--workers=8", *digits)
+    assert "--hosts 2x2 has 4 workers, and --workers is 8" in refused(
+        capsys, "--hosts=2x2", "--workers=8", *digits
+    )
 
 
 @pytest.mark.alone
@@ -210,7 +267,9 @@ def test_a_thousand_workers_are_planned_within_two_seconds(capsys, digits):
 
 
 def test_memory_is_shown_for_each_group_of_roles(capsys, digits, digits_task):
-    text = " ".join(planned(capsys, *digits, "data.memory_limit=1MiB").split("== memory ==")[1].split())
+    text = " ".join(
+        planned(capsys, *digits, "data.memory_limit=1MiB").split("== memory ==")[1].split()
+    )
     parameters = count_parameters(str(digits_task.model))
     assert f"role policy {16 * parameters.total / 1e6:.1f}"[:-1] in text
     for group in ("0, 1 rollout, reward 45", "2 policy 46", "3 reference 4"):
@@ -227,7 +286,9 @@ def test_parameters_are_counted_from_headers(digits_task, tmp_path):
     assert 0 < 2 * found.layer < found.total, "of two equal layers, and embeddings besides"
     assert count_parameters(str(tmp_path)) is None
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match=r"broken.safetensors is no safetensors file: a header of"):
+    with pytest.raises(
+        ConfigError, match=r"broken.safetensors is no safetensors file: a header of"
+    ):
         count_parameters(str(tmp_path))
 
 
@@ -241,12 +302,19 @@ def memories(overrides):
 @pytest.mark.parametrize("options", [[], ["trainer.ema_decay=0.9"], ["trainer.lora.rank=4"]])
 def test_an_asynchronous_checkpoint_counts_as_the_trainers_state(digits, options):
     found, config = memories([*digits, *options]), load(KL, [*digits, *options])
-    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    trainer = build_trainer(
+        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
+    )
     tensors = [tensor for tensor in flat(trainer.state()).values() if tensor.ndim]
     assert found["policy",].checkpoint == sum(4 * tensor.numel() for tensor in tensors)
     assert found["reference",].checkpoint == found["rollout", "reward"].checkpoint == 0
-    two = ["cluster.placement={rollout: [0], reward: [0], policy: [1, 2], reference: [3]}", "trainer.backend=fsdp"]
-    assert memories([*digits, *options, *two])["policy",].checkpoint == -(-found["policy",].checkpoint // 2)
+    two = [
+        "cluster.placement={rollout: [0], reward: [0], policy: [1, 2], reference: [3]}",
+        "trainer.backend=fsdp",
+    ]
+    assert memories([*digits, *options, *two])["policy",].checkpoint == -(
+        -found["policy",].checkpoint // 2
+    )
     for none in ("checkpoint.asynchronous=false", "checkpoint.every=0"):
         assert memories([*digits, *options, none])["policy",].checkpoint == 0
 
@@ -261,16 +329,27 @@ def test_vllm_counts_with_the_cache_that_it_has_on_a_cpu(digits):
 
 
 def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
-    small, large = memories(digits), memories([*digits, "data.batch_size=800", "data.memory_limit=1MiB"])
+    small, large = (
+        memories(digits),
+        memories([*digits, "data.batch_size=800", "data.memory_limit=1MiB"]),
+    )
     assert large["policy",].tables > 5 * small["policy",].tables
-    assert memories([*digits, "data.memory_limit=2MiB"])["policy",].moving == small["policy",].moving < 2 * 2**20
+    assert (
+        memories([*digits, "data.memory_limit=2MiB"])["policy",].moving
+        == small["policy",].moving
+        < 2 * 2**20
+    )
     assert large["policy",].moving == 2**20
     assert small["rollout", "reward"].roles["reward"] == 0
     halved = memories([*digits, "model.dtype=bfloat16"])
     for group, role in ((("rollout", "reward"), "rollout"), (("policy",), "policy")):
         wide, narrow = (found[group].roles[role] for found in (small, halved))
-        assert narrow == (wide // 2 if role == "rollout" else wide)  # what learns is float32 in any case
-    cached = memories([*digits, "rollout.vllm.kv_cache_memory=1GiB"])["rollout", "reward"].roles["rollout"]
+        assert narrow == (
+            wide // 2 if role == "rollout" else wide
+        )  # what learns is float32 in any case
+    cached = memories([*digits, "rollout.vllm.kv_cache_memory=1GiB"])["rollout", "reward"].roles[
+        "rollout"
+    ]
     assert cached == small["rollout", "reward"].roles["rollout"] + 2**30
 
 
@@ -283,9 +362,16 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
         ),
         (
             ["data.memory_limit=1MiB", "cluster.memory_limit=500MB", "data.batch_size=99999"],
-            ["tables (at reward of train)", "lower data.batch_size, rollout.n", "workers 0, 1 (rollout, reward)"],
+            [
+                "tables (at reward of train)",
+                "lower data.batch_size, rollout.n",
+                "workers 0, 1 (rollout, reward)",
+            ],
         ),
-        (["cluster.memory_limit=100MB"], ["process 450.0 MB", "a process takes that much, or raise cluster.memory"]),
+        (
+            ["cluster.memory_limit=100MB"],
+            ["process 450.0 MB", "a process takes that much, or raise cluster.memory"],
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_by_plan_and_by_run(capsys, digits, tmp_path, overrides, parts):
@@ -300,11 +386,15 @@ def test_what_cannot_fit_is_refused_by_plan_and_by_run(capsys, digits, tmp_path,
 
 def test_what_fits_is_not_refused(capsys, digits):
     assert "(1GB)" in planned(capsys, *digits, "cluster.memory_limit=1GB")
-    assert "cluster.memory_limit='much': expected a number of bytes" in refused(capsys, "cluster.memory_limit=much")
+    assert "cluster.memory_limit='much': expected a number of bytes" in refused(
+        capsys, "cluster.memory_limit=much"
+    )
 
 
 SEVEN = {
-    "apart": ["cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"],
+    "apart": [
+        "cluster.placement={rollout: [0, 1, 2, 3], reward: [0, 1, 2, 3], policy: [4, 5, 6, 7]}"
+    ],
     "colocated": ["cluster.placement={}"],
 }
 
@@ -336,7 +426,9 @@ def test_seven_billion_parameters_fit_on_eight_cards_of_80_gb_apart(capsys, tmp_
     assert 800_000 < engine["held"]["KV cache"] // token < 1_000_000
 
 
-def test_seven_billion_parameters_fit_colocated_and_the_engine_leaves_the_trainer_its_room(capsys, tmp_path):
+def test_seven_billion_parameters_fit_colocated_and_the_engine_leaves_the_trainer_its_room(
+    capsys, tmp_path
+):
     (card,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"])
     (worker,) = card["workers"].values()
     assert card["fits"]
@@ -349,7 +441,9 @@ def test_seven_billion_parameters_fit_colocated_and_the_engine_leaves_the_traine
 
 def test_one_card_of_24_gb_trains_adapters_with_the_weights_in_the_hosts_memory(capsys, tmp_path):
     adapters = ["cluster.placement={}", "trainer.lora.rank=16"]
-    (card,) = seven_billion(capsys, tmp_path, *adapters, "trainer.backend=torch", memory="24GB", workers=1)
+    (card,) = seven_billion(
+        capsys, tmp_path, *adapters, "trainer.backend=torch", memory="24GB", workers=1
+    )
     assert not card["fits"]
     assert card["remedies"][-1]["setting"] == "trainer.backend=fsdp trainer.fsdp.offload=true"
     offloaded = [*adapters, "trainer.fsdp.offload=true", "data.batch_size=16"]
@@ -359,25 +453,44 @@ def test_one_card_of_24_gb_trains_adapters_with_the_weights_in_the_hosts_memory(
 
 def test_a_base_that_agents_have_in_common_counts_once(capsys, tmp_path):
     folder = write_config(tmp_path / "Qwen2.5-7B", QWEN2_5_7B)
-    common = [f"model.path={folder}", f"agents.b.model.path={folder}", "model.dtype=bfloat16", "data.url=none"]
-    common += ["cluster.placement={}", "trainer.lora.rank=16", "rollout.engine=vllm", "data.batch_size=16"]
+    common = [
+        f"model.path={folder}",
+        f"agents.b.model.path={folder}",
+        "model.dtype=bfloat16",
+        "data.url=none",
+    ]
+    common += [
+        "cluster.placement={}",
+        "trainer.lora.rank=16",
+        "rollout.engine=vllm",
+        "data.batch_size=16",
+    ]
     cards = {}
     for name, base in {"each": [], "one": ["agents.b.base=a"]}.items():
         arguments = ["--workers=1", "--format=json", "--device-memory=80GB", *common, *base]
         main(["plan", str(shipped("quickstart_agents")), *arguments])
         (cards[name],) = json.loads(capsys.readouterr().out)["devices"]
-    each, one = ({role: own["held"] for role, own in card["workers"]["0"]["roles"].items()} for card in cards.values())
+    each, one = (
+        {role: own["held"] for role, own in card["workers"]["0"]["roles"].items()}
+        for card in cards.values()
+    )
     frozen = "frozen weights in float32"
     assert one["policy_a"] == each["policy_a"]
     assert one["rollout_a"]["weights"] == each["rollout_b"]["weights"] == 2 * 7_615_616_512
-    assert one["policy_b"] == {part: size for part, size in each["policy_b"].items() if part != frozen}
+    assert one["policy_b"] == {
+        part: size for part, size in each["policy_b"].items() if part != frozen
+    }
     assert not one["rollout_b"]
     assert cards["one"]["fits"]
     assert not cards["each"]["fits"]
 
 
 def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
-    full = ["cluster.placement={}", "trainer.gradient_checkpointing=false", "rollout.vllm.sleep_level=0"]
+    full = [
+        "cluster.placement={}",
+        "trainer.gradient_checkpointing=false",
+        "rollout.vllm.sleep_level=0",
+    ]
     (card,) = seven_billion(capsys, tmp_path, *full, memory="48GB")
     assert not card["fits"]
     proposed = [word for remedy in card["remedies"] for word in remedy["setting"].split()]
@@ -386,7 +499,9 @@ def test_what_the_plan_proposes_fits_when_it_is_done(capsys, tmp_path):
 
 
 def test_fewer_tokens_at_once_are_proposed_before_layers_that_are_computed_again(capsys, tmp_path):
-    """16,384 tokens of Qwen2.5-7B keep 107 GB of activations; the update is a quarter shorter without recomputation."""
+    """16,384 tokens of Qwen2.5-7B keep 107 GB of activations; the update is a quarter shorter
+    without recomputation.
+    """
     parked = ["cluster.placement={}", "trainer.gradient_checkpointing=false", "trainer.park=true"]
     (card,) = seven_billion(capsys, tmp_path, *parked)
     assert not card["fits"]
@@ -404,7 +519,9 @@ def test_fewer_tokens_at_once_are_proposed_before_layers_that_are_computed_again
     [((), False), (("rollout.vllm.sleep_level=1",), True), (("trainer.lora.rank=16",), True)],
     ids=["weights follow", "level 1", "adapters follow"],
 )
-def test_the_host_has_a_sleeping_engines_weights_only_where_they_are_needed_again(capsys, tmp_path, overrides, kept):
+def test_the_host_has_a_sleeping_engines_weights_only_where_they_are_needed_again(
+    capsys, tmp_path, overrides, kept
+):
     folder = write_config(tmp_path / "Qwen2.5-7B", QWEN2_5_7B)
     main(
         [
@@ -416,14 +533,18 @@ def test_the_host_has_a_sleeping_engines_weights_only_where_they_are_needed_agai
     (memory,) = json.loads(capsys.readouterr().out)["memory"]
     weights = 2 * 7_615_616_512
     assert (memory["roles"]["rollout"] >= weights) == kept
-    assert kept or memory["loading"] >= weights, "while the roles are built, nothing has followed yet"
+    assert kept or memory["loading"] >= weights, (
+        "while the roles are built, nothing has followed yet"
+    )
 
 
 def test_parking_gives_the_engine_what_the_policy_held_and_takes_it_of_the_host(capsys, tmp_path):
     (card,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"])
     (parked,) = seven_billion(capsys, tmp_path, *SEVEN["colocated"], "trainer.park=true")
     caches = [
-        worker["roles"]["rollout"]["held"]["KV cache"] for one in (card, parked) for worker in one["workers"].values()
+        worker["roles"]["rollout"]["held"]["KV cache"]
+        for one in (card, parked)
+        for worker in one["workers"].values()
     ]
     assert caches[1] > caches[0] + 10 * 10**9
     (worker,) = parked["workers"].values()
@@ -446,16 +567,23 @@ SHIPPED = sorted(path.name for path in shipped("quickstart.yaml").parent.glob("*
 @pytest.mark.parametrize("memory", ["24GB", "80GB"])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, memory):
-    """Models of texts have half a billion parameters, one that sees images as many as its configuration is for; an
-    engine takes what is left.
+    """Models of texts have half a billion parameters, one that sees images as many as its
+    configuration is for; an engine takes what is left.
     """
-    memory = {"grpo_deepscaler_npu.yaml": "64GB"}.get(name, memory)  # on the card that it is for, Ascend 910B
+    memory = {"grpo_deepscaler_npu.yaml": "64GB"}.get(
+        name, memory
+    )  # on the card that it is for, Ascend 910B
     if name == "quickstart_vlm.yaml":
         folder = tiny_vlm(tmp_path / "model")
     else:
         known = {"grpo_geometry3k.yaml": QWEN2_5_VL_3B, "grpo_deepscaler_npu.yaml": QWEN2_5_7B}
         folder = write_config(tmp_path / "model", known.get(name, QWEN2_5_HALF_B))
-    absent = ["data.url=none", "validation.url=null", "validation.test_url=null", "rollout.engine=vllm"]
+    absent = [
+        "data.url=none",
+        "validation.url=null",
+        "validation.test_url=null",
+        "rollout.engine=vllm",
+    ]
     overrides = [*absent, f"model.path={folder}", f"cluster.device_memory={memory}"]
     if name in ("quickstart_agents.yaml", "quickstart_marft.yaml"):
         overrides.append(f"agents.b.model.path={folder}")
@@ -471,9 +599,15 @@ def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, m
     ("arguments", "said"),
     [
         ([], "note: model.dtype=auto takes float32: this machine has no accelerator"),
-        (["--device-memory=24GB"], "is expected to take bfloat16: cluster.device_memory=24GB is an accelerator's"),
+        (
+            ["--device-memory=24GB"],
+            "is expected to take bfloat16: cluster.device_memory=24GB is an accelerator's",
+        ),
         (["--on=h100"], "note: model.dtype=auto takes bfloat16: the plan is for h100"),
-        (["cluster.address=tcp://10.0.0.1:8786"], "is expected to take bfloat16: the cluster's workers are elsewhere"),
+        (
+            ["cluster.address=tcp://10.0.0.1:8786"],
+            "is expected to take bfloat16: the cluster's workers are elsewhere",
+        ),
     ],
 )
 def test_a_plan_says_in_which_type_its_models_compute(capsys, digits, arguments, said):
@@ -498,7 +632,10 @@ def test_the_cards_on_which_it_fits_are_named_and_a_cpu_needs_none(capsys, digit
     ("arguments", "said"),
     [
         (["--device-memory", "24XB"], "cluster.device_memory='24XB': expected a number of bytes"),
-        (["--device-memory", "1kB"], "cluster.device_memory='1kB': expected at least 1GiB, such as 80GB"),
+        (
+            ["--device-memory", "1kB"],
+            "cluster.device_memory='1kB': expected at least 1GiB, such as 80GB",
+        ),
         (["--devices", "0"], "--devices 0: expected at least 1"),
         (["cluster.device=gpu"], "cluster.device=gpu"),
     ],
@@ -507,7 +644,9 @@ def test_accelerators_that_are_none_are_refused(capsys, digits, arguments, said)
     assert said in refused(capsys, *digits, *arguments)
 
 
-def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_change(digits, tmp_path):
+def test_a_run_whose_roles_do_not_fit_is_refused_before_the_start_with_what_to_change(
+    digits, tmp_path
+):
     folder = write_config(tmp_path / "7B", QWEN2_5_7B)
     exact = ["model.dtype=float32", "cluster.device_memory=24GB"]
     file = load_config_file(KL, [*digits, f"model.path={folder}", *exact])
@@ -556,9 +695,14 @@ def test_json_reads_back_and_agrees_with_the_plan(capsys, digits):
 
 def test_an_error_in_a_node_names_the_file_and_the_line(tmp_path):
     config = tmp_path / "mine.yaml"
-    config.write_text(f"base: {KL}\nnodes:\n  update:\n    rows: balanced\n    with: {{minibatch: 2}}\n")
+    config.write_text(
+        f"base: {KL}\nnodes:\n  update:\n    rows: balanced\n    with: {{minibatch: 2}}\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "siirl_dask.cli", "plan", str(config)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "siirl_dask.cli", "plan", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {config}:3, over ")
@@ -569,7 +713,9 @@ def test_an_error_in_a_node_names_the_file_and_the_line(tmp_path):
 def test_published_weights_are_shared_by_those_that_publish_them(digits):
     placed = "cluster.placement={rollout: [0], reward: [0], reference: [0], policy: %s}"
     one, many = (
-        memories([*digits, "cluster.workers=33", placed % list(range(1, 1 + count)), "data.batch_size=8"])["policy",]
+        memories(
+            [*digits, "cluster.workers=33", placed % list(range(1, 1 + count)), "data.batch_size=8"]
+        )["policy",]
         for count in (1, 32)
     )
     assert (one.largest, one.tables > 2 * many.tables) == ("weights of train", True)
@@ -587,7 +733,9 @@ def test_shipped_weights_are_streamed_also_where_a_later_step_loads_them(capsys,
 
 def test_a_smaller_bucket_takes_less_memory(digits):
     whole, parts, buffers = (
-        memories([*digits, "data.batch_size=2", "rollout.n=2", *(f"rollout.weight_{key}" for key in how)])["policy",]
+        memories(
+            [*digits, "data.batch_size=2", "rollout.n=2", *(f"rollout.weight_{key}" for key in how)]
+        )["policy",]
         for how in (["bucket=1GiB"], ["bucket=8KiB"], ["bucket=8KiB", "sync=broadcast"])
     )
     assert whole.tables > 300_000  # 91k parameters in float32

@@ -11,7 +11,9 @@ from tests.models.configs import QWEN2_5_7B, write_config
 
 ROOT = Path(__file__).parents[2]
 SHOWN = re.findall(
-    r"^```\n\$ siirl-dask (.*)\n\[\.\.\.\]\n((?:.*\n)+?)```$", (ROOT / "docs/planning.md").read_text(), re.M
+    r"^```\n\$ siirl-dask (.*)\n\[\.\.\.\]\n((?:.*\n)+?)```$",
+    (ROOT / "docs/planning.md").read_text(),
+    re.M,
 )
 
 

@@ -1,4 +1,6 @@
-"""``siirl-dask replay``: nodes run again on a run's stored rows, without the models that they do not use."""
+"""``siirl-dask replay``: nodes run again on a run's stored rows, without the models that they do
+not use.
+"""
 
 import re
 from pathlib import Path
@@ -25,18 +27,30 @@ LONG = f"rewards.function={__name__}:long_enough"
 @pytest.fixture
 def stored(train, cluster_address):
     """A finished run of three steps, and a replay of its rows on the shared cluster."""
-    run = train("run", "cluster.workers=2", "cluster.placement={}", "checkpoint.every=1", "checkpoint.keep=3")
+    run = train(
+        "run",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        "checkpoint.every=1",
+        "checkpoint.keep=3",
+    )
 
     def again(first, **given):
         place = (f"cluster.address={cluster_address}", *given.pop("overrides", ()))
         steps = steps_between(given.pop("steps", ":"))
-        return replay(ReplayRequest(run=str(run.url), first=first, steps=steps, overrides=place, **given))
+        return replay(
+            ReplayRequest(run=str(run.url), first=first, steps=steps, overrides=place, **given)
+        )
 
     return run, again
 
 
 def rows(run, table):
-    return open_table(f"{run.url}/{table}").to_table().sort_by([("step", "ascending"), ("row_id", "ascending")])
+    return (
+        open_table(f"{run.url}/{table}")
+        .to_table()
+        .sort_by([("step", "ascending"), ("row_id", "ascending")])
+    )
 
 
 def test_a_changed_reward_has_a_table_of_its_own_and_the_change_is_told(stored):
@@ -48,7 +62,9 @@ def test_a_changed_reward_has_a_table_of_its_own_and_the_change_is_told(stored):
     got = rows(run, "replay-1")
     assert got["response_ids"].equals(before.filter(before["step"].to_numpy() > 1)["response_ids"])
     rewards = {True: [], False: []}
-    for response, reward in zip(got["response"].to_pylist(), got["reward"].to_pylist(), strict=True):
+    for response, reward in zip(
+        got["response"].to_pylist(), got["reward"].to_pylist(), strict=True
+    ):
         rewards[len(response) > 3].append(reward)
     assert set(rewards[True]) <= {1.0}
     assert set(rewards[False]) <= {0.0}
@@ -60,7 +76,9 @@ def test_a_changed_reward_has_a_table_of_its_own_and_the_change_is_told(stored):
     assert "in table 'replay-1'" in render(replayed)
 
 
-def test_nothing_changed_gives_the_same_rows_on_other_workers_and_no_model_is_loaded(stored, tmp_path):
+def test_nothing_changed_gives_the_same_rows_on_other_workers_and_no_model_is_loaded(
+    stored, tmp_path
+):
     _, again = stored
     nowhere = [f"model.path={tmp_path}/nowhere"]
     changes = again("reward", overrides=["cluster.workers=3"]).changes
@@ -93,7 +111,9 @@ def test_a_model_has_the_weights_of_each_step_or_those_of_the_checkpoint_that_is
     for choice, same in ((2, [3]), (Weights.NONE, [1]), (Weights.LATEST, [])):
         changes = again("old_logprobs", checkpoint=choice).changes
         got = logprobs(run, changes.table)
-        assert [step for step in got if np.allclose(got[step], trained[step], atol=1e-5)] == same, choice
+        assert [step for step in got if np.allclose(got[step], trained[step], atol=1e-5)] == same, (
+            choice
+        )
 
 
 def test_a_checkpoint_that_is_damaged_is_refused_by_name_only_where_a_model_needs_it(stored):
@@ -110,14 +130,19 @@ def test_a_checkpoint_that_is_damaged_is_refused_by_name_only_where_a_model_need
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--checkpoint=lastest", "expected the step of a checkpoint, or one of before, latest, none; .*'latest'"),
+        (
+            "--checkpoint=lastest",
+            "expected the step of a checkpoint, or one of before, latest, none; .*'latest'",
+        ),
         ("--checkpoint=-1", "expected the step of a checkpoint"),
         ("--checkpoint=", "expected the step of a checkpoint"),
         ("--steps=late", "'late': expected A:B or one step"),
         ("--steps=3:2", "the first step comes after the last"),
     ],
 )
-def test_steps_and_checkpoints_that_are_none_are_refused_before_the_run_is_read(tmp_path, option, said, capsys):
+def test_steps_and_checkpoints_that_are_none_are_refused_before_the_run_is_read(
+    tmp_path, option, said, capsys
+):
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(tmp_path), "--from", "reward", option])
     assert ended.value.code == 2
@@ -126,8 +151,16 @@ def test_steps_and_checkpoints_that_are_none_are_refused_before_the_run_is_read(
 
 WRONG = [
     ("reward", {"steps": "7:9"}, r"has saved no step from 7 to 9 \(it has steps 1 to 3\)"),
-    ("reward", {"checkpoint": 7}, r"--checkpoint 7: .* has no such checkpoint \(it has those of steps 1, 2, 3\)"),
-    ("reward", {"settings": ["data.batch_size=3"]}, r"it changes nothing: .* do not have data\.batch_size"),
+    (
+        "reward",
+        {"checkpoint": 7},
+        r"--checkpoint 7: .* has no such checkpoint \(it has those of steps 1, 2, 3\)",
+    ),
+    (
+        "reward",
+        {"settings": ["data.batch_size=3"]},
+        r"it changes nothing: .* do not have data\.batch_size",
+    ),
     ("reward", {"settings": ["rewards.functoin=x:y"]}, "did you mean 'function'"),
     ("reward", {"nodes": ["rewrad=x:y"]}, "did you mean 'reward'"),
     ("rollout", {}, "node 'rollout' makes rows of its own"),

@@ -1,4 +1,6 @@
-"""``siirl-dask report``: one file that tells of a run, or compares several, and in which no text of a run can act."""
+"""``siirl-dask report``: one file that tells of a run, or compares several, and in which no text
+of a run can act.
+"""
 
 import re
 import shutil
@@ -64,9 +66,9 @@ def report(to, *runs):
     main(["report", *map(str, runs), "-o", str(to)])
     fs, path = open_fs(str(to))
     content = fs.cat_file(path).decode()
-    assert re.search(r"(https?:)?//", content.replace("http://www.w3.org", "")) is None or "://" in "".join(
-        map(str, runs)
-    )
+    assert re.search(
+        r"(https?:)?//", content.replace("http://www.w3.org", "")
+    ) is None or "://" in "".join(map(str, runs))
     page = Page(content)
     assert page.tags <= set(ALLOWED.split())
     assert all(link.startswith("#") for link in page.links), page.links
@@ -74,7 +76,9 @@ def report(to, *runs):
 
 
 def test_a_run_is_told_from_any_store_to_any_store(store_url, capsys):
-    content, page = report(join(store_url, "pages", "report.html"), whole_run(join(store_url, "run"), traced=1))
+    content, page = report(
+        join(store_url, "pages", "report.html"), whole_run(join(store_url, "run"), traced=1)
+    )
     for told in (
         "quickstart complete",
         "validation reward 0.46 → 0.91",
@@ -95,15 +99,24 @@ def test_a_run_is_told_from_any_store_to_any_store(store_url, capsys):
 
 def test_no_text_of_a_run_acts_in_the_page(tmp_path):
     url = tmp_path / "run"
-    begin_run(url, "run.name=named", "cluster.placement={}", "model.path='<script>alert(4)</script>'")
+    begin_run(
+        url, "run.name=named", "cluster.placement={}", "model.path='<script>alert(4)</script>'"
+    )
     text = (url / "dag.json").read_text().replace('"old_logprobs"', '"<script>alert(3)</script>"')
     (url / "dag.json").write_text(text)
     write_metrics(
-        url, [train_record(1, **{"<script>metric": 1.0}), validation_record(0, 0.5), validation_record(1, 1.0)]
+        url,
+        [
+            train_record(1, **{"<script>metric": 1.0}),
+            validation_record(0, 0.5),
+            validation_record(1, 1.0),
+        ],
     )
     for step in (0, 1):
         save_rows(url, "validation", step, [(NASTY, NASTY, NASTY + str(step), float(step))] * 2)
-    end_run(url, status=Status.FAILED, error=NASTY, restarts=[Restart(cause=NASTY, steps=3, workers=2)])
+    end_run(
+        url, status=Status.FAILED, error=NASTY, restarts=[Restart(cause=NASTY, steps=3, workers=2)]
+    )
     content, page = report(tmp_path / "report.html", url)
     assert "<script" not in content
     assert "<img" not in content
@@ -114,13 +127,22 @@ def test_no_text_of_a_run_acts_in_the_page(tmp_path):
 
 def test_a_comparison_lists_the_keys_that_differ_and_no_others(tmp_path):
     one = whole_run(tmp_path / "one", "run.name=one", "trainer.lr=1e-5")
-    two = whole_run(tmp_path / "two", "run.name=two", "trainer.lr=5e-5", "algorithm.minibatches=2", steps=20)
+    two = whole_run(
+        tmp_path / "two", "run.name=two", "trainer.lr=5e-5", "algorithm.minibatches=2", steps=20
+    )
     content, page = report(tmp_path / "report.html", one, two)
     table = content.split('id="configuration"')[1].split("</table>")[0]
-    assert re.findall(r"<code>(.*?)</code>", table) == ["run.name", "run.url", "algorithm.minibatches", "trainer.lr"]
+    assert re.findall(r"<code>(.*?)</code>", table) == [
+        "run.name",
+        "run.url",
+        "algorithm.minibatches",
+        "trainer.lr",
+    ]
     assert '<td class="left">1e-05</td><td class="left">5e-05</td>' in table
     assert "changes of the DAG from one to two" in page.text
-    assert content.count('class="r0" points') == content.count('class="r1" points') > 5, "a curve of each run"
+    assert content.count('class="r0" points') == content.count('class="r1" points') > 5, (
+        "a curve of each run"
+    )
 
 
 def test_runs_of_one_name_are_told_apart_by_their_urls(tmp_path):
@@ -134,7 +156,14 @@ def test_how_a_run_went_on_is_told(tmp_path):
     write_metrics(url, [train_record(step) for step in range(1, 8)], [1, 1, 1, 2, 2, 4, 4])
     for number in (1, 2, 3, 4):
         start_run(url, number)
-    lost = Restart(cause="worker '1' left the cluster", steps=3, silence=0.4, seconds=1.3, steps_again=1, workers=3)
+    lost = Restart(
+        cause="worker '1' left the cluster",
+        steps=3,
+        silence=0.4,
+        seconds=1.3,
+        steps_again=1,
+        workers=3,
+    )
     end_run(url, status=Status.FAILED, error="node 'reward' raised", restarts=[lost])
     _, page = report(tmp_path / "report.html", url)
     for told in (
@@ -151,7 +180,9 @@ def test_ten_thousand_steps_make_a_small_file_in_which_no_spike_is_hidden(tmp_pa
     runs = []
     for name, steps in {"one": 10_000, "two": 100}.items():
         begin_run(tmp_path / name, f"run.name={name}", "run.steps=10000")
-        records = [train_record(step, **{"policy/grad_norm": step % 7 / 7}) for step in range(1, steps + 1)]
+        records = [
+            train_record(step, **{"policy/grad_norm": step % 7 / 7}) for step in range(1, steps + 1)
+        ]
         records[steps // 3]["metrics"]["policy/grad_norm"] = 1234.5
         write_metrics(tmp_path / name, records)
         runs.append(tmp_path / name)
@@ -173,7 +204,9 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path, capsys):
         assert f"without the {part} of quickstart: " in said
     (url / "config.yaml").write_text("run: {nonsense: 1}\n")
     (url / "metrics.jsonl").write_text("no JSON\n")
-    (url / "dag.json").write_text('{"roles": [], "nodes": [1, {"name": 2, "after": 3, "role": []}]}')
+    (url / "dag.json").write_text(
+        '{"roles": [], "nodes": [1, {"name": 2, "after": 3, "role": []}]}'
+    )
     _, page = report(tmp_path / "report.html", url)
     assert "Another version of siirl_dask wrote this run" in page.text
     assert "line 1: not JSON" in page.text
@@ -182,9 +215,13 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path, capsys):
 def test_without_validations_the_best_and_worst_samples_of_the_last_step_are_shown(tmp_path):
     url = tmp_path / "run"
     begin_run(url)
-    save_rows(url, "rollouts", 3, [(f"Sort: {at} =", "1", f"reply {at}", at / 4) for at in range(4)])
+    save_rows(
+        url, "rollouts", 3, [(f"Sort: {at} =", "1", f"reply {at}", at / 4) for at in range(4)]
+    )
     _, page = report(tmp_path / "report.html", url)
-    assert re.search(r"best: step 3, reward 0.75.*reply 3.*worst: step 3, reward 0\D.*reply 0", page.text)
+    assert re.search(
+        r"best: step 3, reward 0.75.*reply 3.*worst: step 3, reward 0\D.*reply 0", page.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,13 +229,18 @@ def test_without_validations_the_best_and_worst_samples_of_the_last_step_are_sho
     [
         (["{run}", "{run}"], "is given twice"),
         (["{run}", "{run}/none"], "run/none' holds no run"),
-        (["{run}", "-o", "/proc/none/report.html"], "-o '/proc/none/report.html': the report cannot be written"),
+        (
+            ["{run}", "-o", "/proc/none/report.html"],
+            "-o '/proc/none/report.html': the report cannot be written",
+        ),
         (["s4://bucket/run"], "Protocol not known: s4"),
         (["{run}", *(f"run{number}" for number in range(16))], "17 runs: expected at most 16"),
         (["{run}", "--outputs", "x"], "unrecognized arguments: --outputs x"),
     ],
 )
-def test_what_cannot_be_reported_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys, arguments, said):
+def test_what_cannot_be_reported_is_refused_and_nothing_is_written(
+    tmp_path, monkeypatch, capsys, arguments, said
+):
     monkeypatch.chdir(tmp_path)
     begin_run(tmp_path / "run")
     with pytest.raises(SystemExit) as ended:
@@ -214,7 +256,8 @@ def test_a_phase_of_one_step_and_values_of_any_size_are_drawn(tmp_path):
     for name, steps in {"one": (1,), "two": (1, 2, 3)}.items():
         begin_run(tmp_path / name, f"run.name={name}")
         records = [
-            train_record(step, **{key: value and value / step for key, value in values.items()}) for step in steps
+            train_record(step, **{key: value and value / step for key, value in values.items()})
+            for step in steps
         ]
         records[-1]["metrics"]["a"] = -1e308
         write_metrics(tmp_path / name, [*records, validation_record(0, 0.5)])
@@ -225,8 +268,14 @@ def test_a_phase_of_one_step_and_values_of_any_size_are_drawn(tmp_path):
 
 @pytest.mark.slow
 def test_a_browser_shows_the_page_without_a_complaint(tmp_path):
-    """Chromium builds the page: curves have points, the policy of the page is obeyed, and the console stays empty."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    """Chromium builds the page: curves have points, the policy of the page is obeyed, and the
+    console stays empty.
+    """
+    browser = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if browser is None:
         pytest.skip("no Chromium is installed")
     runs = [whole_run(tmp_path / name, f"run.name={name}") for name in ("one", "two")]
@@ -241,11 +290,15 @@ def test_a_browser_shows_the_page_without_a_complaint(tmp_path):
     ]
     address = f"file://{tmp_path}/report.html"
     command = [browser, *flags, f"--user-data-dir={tmp_path}/profile", "--window-size=1280,900"]
-    shown = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=100, check=True)
+    shown = subprocess.run(
+        [*command, "--dump-dom", address], capture_output=True, text=True, timeout=100, check=True
+    )
     assert "CONSOLE" not in shown.stderr
     assert shown.stdout.count("<polyline") > 10
     assert "Slowest is node" in shown.stdout
     picture = tmp_path / "page.png"
-    subprocess.run([*command, f"--screenshot={picture}", address], capture_output=True, timeout=100, check=True)
+    subprocess.run(
+        [*command, f"--screenshot={picture}", address], capture_output=True, timeout=100, check=True
+    )
     assert len(set(picture.read_bytes())) > 100
     assert picture.stat().st_size > 20_000

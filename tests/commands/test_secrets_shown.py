@@ -1,4 +1,6 @@
-"""No command shows a secret of a URL, a command or an error: not on a page, in a file, in a terminal or in a log."""
+"""No command shows a secret of a URL, a command or an error: not on a page, in a file, in a
+terminal or in a log.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.driver.failure_text import failure_of, failure_text
 from siirl_dask.driver.phases import dags
 from siirl_dask.errors import DataError, RunError
-from siirl_dask.observe import MetricsLog, Progress, Record, Restart, Status, Summary, announce, write_summary
+from siirl_dask.observe import (
+    MetricsLog,
+    Progress,
+    Record,
+    Restart,
+    Status,
+    Summary,
+    announce,
+    write_summary,
+)
 from siirl_dask.planner import Phase
 from siirl_dask.runs.folder import write_identity
 from tests.conftest import digits_overrides
@@ -44,10 +55,21 @@ def run(digits_task, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["text", "json", "svg"])
-def test_a_plan_shows_no_secret_of_a_dataset_that_is_not_there_or_of_a_tool_server(form, digits_task, tmp_path, capsys):
-    given = [f"data.url={tmp_path}/data?key={SECRET}/train.parquet", f"run.url={tmp_path}/run?key={SECRET}"]
-    given += [f"validation.url={tmp_path}/data?token={SECRET}/test.parquet", "validation.test_url=null"]
-    given += [f"environments.mcp_servers={{web: 'https://user:{SECRET}@host/mcp'}}", "data.prepare=null"]
+def test_a_plan_shows_no_secret_of_a_dataset_that_is_not_there_or_of_a_tool_server(
+    form, digits_task, tmp_path, capsys
+):
+    given = [
+        f"data.url={tmp_path}/data?key={SECRET}/train.parquet",
+        f"run.url={tmp_path}/run?key={SECRET}",
+    ]
+    given += [
+        f"validation.url={tmp_path}/data?token={SECRET}/test.parquet",
+        "validation.test_url=null",
+    ]
+    given += [
+        f"environments.mcp_servers={{web: 'https://user:{SECRET}@host/mcp'}}",
+        "data.prepare=null",
+    ]
     given += [f"model.path={digits_task.model}", "data.prepare_options={}", f"--format={form}"]
     main(["plan", str(shipped("quickstart_tools")), *given])
     said = capsys.readouterr()
@@ -55,8 +77,12 @@ def test_a_plan_shows_no_secret_of_a_dataset_that_is_not_there_or_of_a_tool_serv
     assert SECRET not in said.out + said.err
 
 
-@pytest.mark.parametrize("command", [["check"], ["watch", "--once"], ["report", "-o", "report.html"], ["rollouts"]])
-def test_a_command_that_reads_a_run_shows_no_secret_of_its_url_or_of_its_error(command, run, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command", [["check"], ["watch", "--once"], ["report", "-o", "report.html"], ["rollouts"]]
+)
+def test_a_command_that_reads_a_run_shows_no_secret_of_its_url_or_of_its_error(
+    command, run, monkeypatch, capsys
+):
     monkeypatch.chdir(run.parent)
     name, *options = command
     with suppress(SystemExit):
@@ -81,7 +107,9 @@ def test_an_error_is_printed_and_recorded_without_secrets(run, capsys):
 
 def test_what_is_printed_after_a_failure_has_no_secrets(digits_task, run):
     config = load_config_file(shipped("quickstart"), digits_overrides(digits_task, run)).config
-    assert SECRET not in str(failure_text(config, RunError("x"), 1, f"siirl-dask run c.yaml model.path={MODEL}"))
+    assert SECRET not in str(
+        failure_text(config, RunError("x"), 1, f"siirl-dask run c.yaml model.path={MODEL}")
+    )
 
 
 def test_the_start_of_a_run_names_its_folder_without_secrets(run, capsys):

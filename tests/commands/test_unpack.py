@@ -1,4 +1,6 @@
-"""``siirl-dask unpack``: a packed (quantized) model becomes one that trains, with transformers' numbers."""
+"""``siirl-dask unpack``: a packed (quantized) model becomes one that trains, with transformers'
+numbers.
+"""
 
 import json
 from dataclasses import replace
@@ -50,18 +52,26 @@ def in_mxfp4(tmp_path_factory):
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = tensor.shape
-            packed[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            packed[f"{name}_scales"] = torch.randint(118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            packed[f"{name}_blocks"] = torch.randint(
+                0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8
+            )
+            packed[f"{name}_scales"] = torch.randint(
+                118, 122, (experts, outputs, inputs // 32), dtype=torch.uint8
+            )
         else:
             packed[name] = tensor
     save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    change_config(
+        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def in_fp8(tmp_path_factory):
-    """A tiny model as Qwen3's FP8 checkpoints are: a factor for each block of the layers' matrices."""
+    """A tiny model as Qwen3's FP8 checkpoints are: a factor for each block of the layers'
+    matrices.
+    """
     folder = tiny_model(tmp_path_factory.mktemp("fp8") / "model", family="qwen3_moe", tied=False)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in list(weights.items()):
@@ -69,7 +79,9 @@ def in_fp8(tmp_path_factory):
             rows, columns = tensor.shape
             factors = 2.0 ** torch.randint(-9, -7, (rows // 8, columns // 16))
             weights[f"{name}_scale_inv"] = factors
-            weights[name] = (tensor / factors.repeat_interleave(8, 0).repeat_interleave(16, 1)).to(torch.float8_e4m3fn)
+            weights[name] = (tensor / factors.repeat_interleave(8, 0).repeat_interleave(16, 1)).to(
+                torch.float8_e4m3fn
+            )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     packing = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 16]}
     change_config(folder, quantization_config=packing)
@@ -98,7 +110,9 @@ def test_an_unpacked_model_has_the_weights_that_transformers_unpacks(
     assert unpack(str(folder), str(out)) == packing_of(str(folder))
     assert (len(list(out.glob("*.safetensors"))) > 1) is (shard == "40KB")
     check_not_packed(str(out))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=options, dtype=torch.bfloat16
+    )
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     expected = dict(theirs.named_parameters())
     found = dict(ours.named_parameters())
@@ -124,7 +138,10 @@ def test_each_number_is_multiplied_by_the_factor_of_its_block(rows, columns, hei
     found = unpacking._times_scales(matrix, factors, (height, width))
     for row in range(rows):
         for column in range(columns):
-            assert found[row, column] == matrix[row, column].float() * factors[row // height, column // width]
+            assert (
+                found[row, column]
+                == matrix[row, column].float() * factors[row // height, column // width]
+            )
 
 
 @pytest.mark.parametrize(
@@ -165,16 +182,24 @@ def have_scales_of_another_matrix(weights):
     [
         ("in_mxfp4", lack_scales, "lack 'model.layers.0.mlp.experts.down_proj_scales'"),
         ("in_mxfp4", have_another_type, "'model.norm.weight' is F8_E4M3"),
-        ("in_fp8", have_scales_of_another_matrix, "are not those of 'model.layers.0.self_attn.q_proj.weight'"),
+        (
+            "in_fp8",
+            have_scales_of_another_matrix,
+            "are not those of 'model.layers.0.self_attn.q_proj.weight'",
+        ),
     ],
 )
-def test_damaged_weights_are_named_and_leave_nothing_at_the_destination(packed, damage, named, tmp_path, request):
+def test_damaged_weights_are_named_and_leave_nothing_at_the_destination(
+    packed, damage, named, tmp_path, request
+):
     weights = load_file(request.getfixturevalue(packed) / "model.safetensors")
     damage(weights)
     folder = tmp_path / "damaged"
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_bytes((request.getfixturevalue(packed) / "config.json").read_bytes())
+    (folder / "config.json").write_bytes(
+        (request.getfixturevalue(packed) / "config.json").read_bytes()
+    )
     with pytest.raises(ConfigError, match=named):
         unpack(str(folder), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,5 @@
-"""A place that cannot be written is refused in one line, by ``run``, ``eval``, ``export`` and scripts, before a cluster
-starts.
+"""A place that cannot be written is refused in one line, by ``run``, ``eval``, ``export`` and
+scripts, before a cluster starts.
 """
 
 import pyarrow as pa
@@ -59,8 +59,12 @@ def place(request):
 
 
 @pytest.mark.parametrize("flags", [[], ["--fresh"]], ids=["resumes", "fresh"])
-@pytest.mark.parametrize("command", [lambda arguments: main(["run", *arguments]), train_script], ids=["run", "script"])
-def test_training_refuses_a_place_that_cannot_be_written(place, command, flags, here, digits_task, capsys):
+@pytest.mark.parametrize(
+    "command", [lambda arguments: main(["run", *arguments]), train_script], ids=["run", "script"]
+)
+def test_training_refuses_a_place_that_cannot_be_written(
+    place, command, flags, here, digits_task, capsys
+):
     err = refusal(capsys, command, *flags, CONFIG, *digits_overrides(digits_task, place))
     assert err.startswith(f"error: run.url={place!r}")
     assert PLACES[place] in err
@@ -75,12 +79,25 @@ def test_plan_refuses_what_can_be_judged_without_writing(here, digits_task, caps
 
 
 def test_eval_refuses_a_place_that_cannot_be_written(place, here, capsys):
-    said = {"file": "there is something at 'file' already: choose another --out"}.get(place, PLACES[place])
-    arguments = ["model", "--data", "test.parquet", "--out", place, "--workers", "1", "rollout.engine=transformers"]
+    said = {"file": "there is something at 'file' already: choose another --out"}.get(
+        place, PLACES[place]
+    )
+    arguments = [
+        "model",
+        "--data",
+        "test.parquet",
+        "--out",
+        place,
+        "--workers",
+        "1",
+        "rollout.engine=transformers",
+    ]
     assert said in refusal(capsys, main, "eval", *arguments)
 
 
-def test_a_folder_that_this_user_may_not_write_to_is_refused(here, digits_task, capsys, monkeypatch):
+def test_a_folder_that_this_user_may_not_write_to_is_refused(
+    here, digits_task, capsys, monkeypatch
+):
     (here / "closed").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     err = refusal(capsys, main, "run", CONFIG, *digits_overrides(digits_task, "closed/run"))

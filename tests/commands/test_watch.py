@@ -1,4 +1,6 @@
-"""``siirl-dask watch``: what a run does is seen from its URL alone, and how it ended is the exit code."""
+"""``siirl-dask watch``: what a run does is seen from its URL alone, and how it ended is the exit
+code.
+"""
 
 import io
 import threading
@@ -55,7 +57,9 @@ def test_a_run_that_has_ended_is_shown_from_any_store(store_url, capsys):
     assert max(map(len, said.out.splitlines())) <= 80 + len(store_url)
 
 
-@pytest.mark.parametrize(("status", "code"), [(Status.COMPLETE, 0), (Status.FAILED, 1), (Status.INTERRUPTED, 130)])
+@pytest.mark.parametrize(
+    ("status", "code"), [(Status.COMPLETE, 0), (Status.FAILED, 1), (Status.INTERRUPTED, 130)]
+)
 @pytest.mark.parametrize("options", [[], ["--once"]])
 def test_the_exit_code_is_how_the_run_ended(tmp_path, capsys, status, code, options):
     url = begin_run(tmp_path / "run")
@@ -167,7 +171,9 @@ def test_without_a_terminal_lines_come_as_the_run_goes_on(tmp_path, capsys):
     watching = threading.Thread(target=lambda: codes.append(watch(asked)))
     watching.start()
     seen, log = "", MetricsLog(url)
-    for number, record in enumerate((None, train_record(2), validation_record(2, 0.75), train_record(3))):
+    for number, record in enumerate(
+        (None, train_record(2), validation_record(2, 0.75), train_record(3))
+    ):
         if record:
             log.write(record)
         start_run(url, beat=b"%d\n" % (number + 2))

@@ -1,4 +1,6 @@
-"""The group ``agents``: each agent has the run's values with its own over them, and mistakes have a name."""
+"""The group ``agents``: each agent has the run's values with its own over them, and mistakes
+have a name.
+"""
 
 import pytest
 
@@ -30,18 +32,24 @@ def test_an_agent_has_the_runs_values_where_it_has_none_of_its_own(write):
 
 def test_the_first_agent_samples_as_the_run_says_and_others_once_unless_they_say_otherwise(write):
     assert [agent.rollout.n for agent in load(write(RUN)).agents.values()] == [4, 1]
-    assert [agent.rollout.n for agent in load(write(RUN), ["agents.b.rollout.n=3"]).agents.values()] == [4, 3]
+    assert [
+        agent.rollout.n for agent in load(write(RUN), ["agents.b.rollout.n=3"]).agents.values()
+    ] == [4, 3]
 
 
 def test_a_file_over_another_changes_single_keys_of_an_agent(write):
     write(RUN, "base.yaml")
-    agents = load(write("base: base.yaml\nagents: {b: {trainer: {betas: [0.8, 0.9]}}, c: {}}\n")).agents
+    agents = load(
+        write("base: base.yaml\nagents: {b: {trainer: {betas: [0.8, 0.9]}}, c: {}}\n")
+    ).agents
     assert (agents["b"].trainer.lr, agents["b"].trainer.betas) == (3e-4, (0.8, 0.9))
     assert agents["c"].model.path == "/models/one"
 
 
 def test_a_dumped_config_is_loaded_as_it_was(write):
-    config = load(write(RUN), ["agents.c.share=b", "trainer.schedule=linear", "rollout.max_staleness=1"])
+    config = load(
+        write(RUN), ["agents.c.share=b", "trainer.schedule=linear", "rollout.max_staleness=1"]
+    )
     assert load_text(dump(config), "dumped") == config
     assert config.agents["b"].algorithm.correction == "siirl_dask.algorithms:truncated_is"
 
@@ -70,9 +78,17 @@ def test_who_shares_has_the_others_model_trainer_and_algorithm(write):
 
 
 def test_agents_over_one_base_are_known_to_each_other_and_have_the_firsts_values(write):
-    config = load(write(RUN), ["trainer.lora.rank=2", "agents.c.base=a", "agents.d.base=a", "agents.d.trainer.lr=1"])
+    config = load(
+        write(RUN),
+        ["trainer.lora.rank=2", "agents.c.base=a", "agents.d.base=a", "agents.d.trainer.lr=1"],
+    )
     agents = config.agents
-    assert [agent.base for agent in agents.values()] == [["a", "c", "d"], [], ["a", "c", "d"], ["a", "c", "d"]]
+    assert [agent.base for agent in agents.values()] == [
+        ["a", "c", "d"],
+        [],
+        ["a", "c", "d"],
+        ["a", "c", "d"],
+    ]
     assert agents["c"].model == agents["a"].model
     assert [agents[name].trainer.lr for name in "acd"] == [1e-4, 1e-4, 1.0]
     assert load_text(dump(config), "dumped") == config
@@ -81,15 +97,36 @@ def test_agents_over_one_base_are_known_to_each_other_and_have_the_firsts_values
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["agents.c.base=a"], r"the agents \['a', 'c'\] are over one base .* there are no adapters"),
+        (
+            ["agents.c.base=a"],
+            r"the agents \['a', 'c'\] are over one base .* there are no adapters",
+        ),
         (["agents.b.base=a"], r"agents\.b\.model differs from that of 'a', whose base it has"),
-        (["agents.c.base=a", "agents.c.trainer.backend=fsdp"], r"agents\.c\.trainer\.backend differs from that of 'a'"),
-        (["agents.c.base=a", "agents.c.trainer.lora.rank=3"], r"agents\.c\.trainer\.lora differs from that of 'a'"),
-        (["agents.c.base=a", "agents.c.rollout.max_rows=3"], r"agents\.c\.rollout\.max_rows differs from that of 'a'"),
-        (["agents.c.base=a", "trainer.park=true"], r"agents\.a\.trainer\.park=true: a base that agents have in common"),
-        (["agents.c.base=a", "agents.c.share=a"], r"agents\.c\.base='a' and share='a': .* leave one of them out"),
+        (
+            ["agents.c.base=a", "agents.c.trainer.backend=fsdp"],
+            r"agents\.c\.trainer\.backend differs from that of 'a'",
+        ),
+        (
+            ["agents.c.base=a", "agents.c.trainer.lora.rank=3"],
+            r"agents\.c\.trainer\.lora differs from that of 'a'",
+        ),
+        (
+            ["agents.c.base=a", "agents.c.rollout.max_rows=3"],
+            r"agents\.c\.rollout\.max_rows differs from that of 'a'",
+        ),
+        (
+            ["agents.c.base=a", "trainer.park=true"],
+            r"agents\.a\.trainer\.park=true: a base that agents have in common",
+        ),
+        (
+            ["agents.c.base=a", "agents.c.share=a"],
+            r"agents\.c\.base='a' and share='a': .* leave one of them out",
+        ),
         (["agents.c.base=a", "agents.d.base=c"], r"agents\.d\.base='c': that agent's base is 'a'"),
-        (["agents.c.base=d", "agents.d={}"], r"agents\.c\.base='d': expected an agent named before it .*\['a', 'b'\]"),
+        (
+            ["agents.c.base=d", "agents.d={}"],
+            r"agents\.c\.base='d': expected an agent named before it .*\['a', 'b'\]",
+        ),
         (["agents.c.base=c"], r"agents\.c\.base='c': expected an agent named before it"),
         (["agents.c.base=aa"], r"agents\.c\.base='aa': expected .*did you mean 'a'"),
     ],
@@ -106,16 +143,25 @@ def test_a_base_that_cannot_be_shared_is_refused_by_name(overrides, said, write)
         ("agents.b.trainer.lrr=1", r"unknown key 'agents\.b\.trainer\.lrr'.*did you mean 'lr'"),
         ("agents.b.trainr.lr=1", r"unknown key 'agents\.b\.trainr'.*did you mean 'trainer'"),
         ("agents.b.rollout.n=many", r"agents\.b\.rollout\.n='many': expected a whole number"),
-        ("agents.b.rollout.weight_bucket=1MiB", r"agents\.b\.rollout\.weight_bucket: it is one for the whole run"),
+        (
+            "agents.b.rollout.weight_bucket=1MiB",
+            r"agents\.b\.rollout\.weight_bucket: it is one for the whole run",
+        ),
         (
             "agents.b.algorithm.minibatches=1000",
             r"agents\.b\.algorithm\.minibatches=1000: expected at most data\.batch",
         ),
-        ("agents.b.share=a", r"agents\.b\.model differs from that of 'a', whose engine and policy it shares"),
+        (
+            "agents.b.share=a",
+            r"agents\.b\.model differs from that of 'a', whose engine and policy it shares",
+        ),
         ("agents.b.share=b", r"agents\.b\.share='b': expected an agent named before it .*\['a'\]"),
         ("agents.b_2.share=b", r"agents\.b_2: expected a name of letters and digits"),
         ("agents=3", r"agents=3: expected a mapping by name"),
-        ("agents.b.trainer.max_skipped_steps=3", r"agents\.b\.trainer\.max_skipped_steps=3 with run\.on_nan=stop"),
+        (
+            "agents.b.trainer.max_skipped_steps=3",
+            r"agents\.b\.trainer\.max_skipped_steps=3 with run\.on_nan=stop",
+        ),
     ],
 )
 def test_a_mistake_is_refused_by_its_name(override, said, write):

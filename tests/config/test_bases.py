@@ -18,7 +18,9 @@ NEEDED = "data: {url: rows}\nmodel: {path: model}\n"
 def test_a_later_base_of_a_list_wins_and_the_file_wins_over_both(write):
     write(NEEDED + "rollout: {n: 2, top_k: 2, max_rows: 2}\n", "first.yaml")
     write("rollout: {n: 3, top_k: 3}\nnodes: [{name: a}]\n", "second.yaml")
-    file = load_config_file(write("base: [first.yaml, second.yaml]\nrollout: {n: 4}\n"), ["rollout.min_p=0.5"])
+    file = load_config_file(
+        write("base: [first.yaml, second.yaml]\nrollout: {n: 4}\n"), ["rollout.min_p=0.5"]
+    )
     rollout = file.config.rollout
     assert (rollout.max_rows, rollout.top_k, rollout.n, rollout.min_p) == (2, 3, 4, 0.5)
     assert file.nodes == [{"name": "a"}]
@@ -28,9 +30,13 @@ def test_a_base_that_two_bases_share_counts_where_it_is_first(write):
     write(NEEDED + "rollout: {n: 2}\nnodes: [{name: a, run: 'm:f', role: r}]\n", "common.yaml")
     write("base: common.yaml\nrollout: {n: 3}\n", "folder/../left.yaml")
     write("base: common.yaml\nnodes: {a: {rows: grouped}}\n", "right.yaml")
-    file = load_config_file(write("base: [left.yaml, right.yaml, ./common.yaml]\nnodes: {a: {save_as: t}}\n"))
+    file = load_config_file(
+        write("base: [left.yaml, right.yaml, ./common.yaml]\nnodes: {a: {save_as: t}}\n")
+    )
     assert file.config.rollout.n == 3  # common.yaml does not undo what left.yaml changed
-    assert file.nodes == [{"name": "a", "run": "m:f", "role": "r", "rows": "grouped", "save_as": "t"}]
+    assert file.nodes == [
+        {"name": "a", "run": "m:f", "role": "r", "rows": "grouped", "save_as": "t"}
+    ]
 
 
 @pytest.mark.parametrize("bases", ["[]", "null", "''"])
@@ -42,7 +48,10 @@ def test_a_cycle_is_found_behind_a_list_and_a_folder(write):
     write(NEEDED, "good.yaml")
     write("base: [../good.yaml, b.yaml]\n", "deep/a.yaml")
     write("base: ../run.yaml\n", "deep/b.yaml")
-    with pytest.raises(ConfigError, match=r"b\.yaml: base deep/\.\./run\.yaml makes a cycle: a file cannot be its own"):
+    with pytest.raises(
+        ConfigError,
+        match=r"b\.yaml: base deep/\.\./run\.yaml makes a cycle: a file cannot be its own",
+    ):
         load_config_file(write("base: [good.yaml, deep/a.yaml]\n"))
 
 
@@ -50,9 +59,18 @@ def test_a_cycle_is_found_behind_a_list_and_a_folder(write):
     ("bases", "said"),
     [
         ("[good.yaml, none.yaml]", "run.yaml: base none.yaml: no such file"),
-        ("[good.yaml, quickstart.yaml]", "run.yaml: base quickstart.yaml: no such file; siirl_dask comes with /"),
-        ("[good.yaml, list.yaml]", "run.yaml: base list.yaml: holds a list: expected groups of values"),
-        ("{a: b}", "run.yaml: base={'a': 'b'}: expected the path of another file, or a list of such"),
+        (
+            "[good.yaml, quickstart.yaml]",
+            "run.yaml: base quickstart.yaml: no such file; siirl_dask comes with /",
+        ),
+        (
+            "[good.yaml, list.yaml]",
+            "run.yaml: base list.yaml: holds a list: expected groups of values",
+        ),
+        (
+            "{a: b}",
+            "run.yaml: base={'a': 'b'}: expected the path of another file, or a list of such",
+        ),
         ("[[good.yaml]]", "run.yaml: base=[['good.yaml']]: expected the path of another file"),
     ],
 )
@@ -65,7 +83,10 @@ def test_a_base_that_cannot_be_read_names_the_file_that_asks_for_it(write, bases
 
 def test_a_text_that_no_file_holds_names_no_base():
     assert load_text(NEEDED.encode(), "here", ["rollout.n=3"]).rollout.n == 3
-    with pytest.raises(ConfigError, match=r"here: base='x\.yaml': only a file that is loaded by its path may name one"):
+    with pytest.raises(
+        ConfigError,
+        match=r"here: base='x\.yaml': only a file that is loaded by its path may name one",
+    ):
         load_text(NEEDED + "base: x.yaml", "here")
     with pytest.raises(ConfigError, match=r"here: expected YAML with groups of values: .*utf-8"):
         load_text(b"\xff", "here")
@@ -87,14 +108,22 @@ def test_a_renamed_key_names_the_new_one(write, old, new):
 
 
 def test_an_interpolation_of_a_renamed_key_names_the_new_one(write):
-    with pytest.raises(ConfigError, match=r"run\.name: .*'rollout\.weights_by' not found; it is called 'rollout\.we"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.name: .*'rollout\.weights_by' not found; it is called 'rollout\.we",
+    ):
         load(write(NEEDED + "run: {name: '${rollout.weights_by}'}\n"))
 
 
 @pytest.mark.parametrize(("old", "new"), [("keep", "save_as"), ("behind", "lag")])
 def test_a_renamed_key_of_a_node_names_the_new_one(write, old, new):
-    text = f"roles: {{r: {{build: 'math:sqrt'}}}}\nnodes:\n  - {{name: a, run: 'math:sqrt', role: r, {old}: 1}}\n"
-    with pytest.raises(PlanError, match=rf"run\.yaml:5: node 'a' has the key '{old}', which is called '{new}'"):
+    text = (
+        f"roles: {{r: {{build: 'math:sqrt'}}}}\nnodes:\n  - {{name: a, run: 'math:sqrt', role: r, "
+        f"{old}: 1}}\n"
+    )
+    with pytest.raises(
+        PlanError, match=rf"run\.yaml:5: node 'a' has the key '{old}', which is called '{new}'"
+    ):
         dags(load_config_file(write(NEEDED + text)))
 
 
@@ -104,7 +133,10 @@ def test_a_group_within_a_group_is_merged_key_by_key(write):
     rollout = load(path).rollout
     assert (rollout.n, rollout.vllm.sleep_level, rollout.vllm.max_num_seqs) == (2, 0, 7)
     assert rollout.vllm.engine_kwargs == {"b": 2}  # a value, which the later file replaces
-    assert load(path, ["rollout.vllm.engine_kwargs.c=3"]).rollout.vllm.engine_kwargs == {"b": 2, "c": 3}
+    assert load(path, ["rollout.vllm.engine_kwargs.c=3"]).rollout.vllm.engine_kwargs == {
+        "b": 2,
+        "c": 3,
+    }
     assert load(path, ["rollout.vllm.sleep_level=2"]).rollout.vllm.max_num_seqs == 7
     assert load(path, ["rollout.vllm={sleep_level: 2}"]).rollout.vllm.max_num_seqs == 7
 

@@ -1,4 +1,6 @@
-"""The recipes in configs/clusters that are no specs of Dask clusters: as far as can be known without one."""
+"""The recipes in configs/clusters that are no specs of Dask clusters: as far as can be known
+without one.
+"""
 
 import subprocess
 
@@ -13,13 +15,17 @@ MANIFEST = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 PARTS = {part["kind"]: part for part in MANIFEST}
 
 
-@pytest.mark.parametrize("part", MANIFEST, ids=lambda part: f"{part['kind']} {part['metadata']['name']}")
+@pytest.mark.parametrize(
+    "part", MANIFEST, ids=lambda part: f"{part['kind']} {part['metadata']['name']}"
+)
 def test_the_manifest_is_what_kubernetes_takes(part):
     kubernetes_validate.validate(part, "1.30", strict=True)
 
 
 def test_what_the_manifest_selects_and_mounts_is_in_it():
-    pods = {kind: part["spec"]["template"] for kind, part in PARTS.items() if "template" in part["spec"]}
+    pods = {
+        kind: part["spec"]["template"] for kind, part in PARTS.items() if "template" in part["spec"]
+    }
     labels = [pod["metadata"]["labels"] for pod in pods.values() if "metadata" in pod]
     services = [part for part in MANIFEST if part["kind"] == "Service"]
     assert all(part["spec"]["selector"] in labels for part in services)
@@ -38,8 +44,12 @@ def test_what_the_manifest_selects_and_mounts_is_in_it():
 def test_the_driver_of_the_manifest_waits_for_all_workers():
     (workers,) = PARTS["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     (driver,) = PARTS["Job"]["spec"]["template"]["spec"]["containers"]
-    of_a_pod = next(int(variable["value"]) for variable in workers["env"] if variable["name"] == "WORKERS")
-    assert f"cluster.workers={PARTS['StatefulSet']['spec']['replicas'] * of_a_pod}" in driver["args"]
+    of_a_pod = next(
+        int(variable["value"]) for variable in workers["env"] if variable["name"] == "WORKERS"
+    )
+    assert (
+        f"cluster.workers={PARTS['StatefulSet']['spec']['replicas'] * of_a_pod}" in driver["args"]
+    )
     assert workers["resources"]["limits"]["nvidia.com/gpu"] == of_a_pod
 
 

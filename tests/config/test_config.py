@@ -1,4 +1,6 @@
-"""Configs: read, refused by name before anything starts, written back, and every key read by somebody."""
+"""Configs: read, refused by name before anything starts, written back, and every key read by
+somebody.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,23 @@ def plain(value: object) -> bool:
 
 LITERAL = st.one_of(
     NEIGHBOURS.map(lambda pair: pair[0]),
-    st.sampled_from(["007", "1e5", "0x10", "12:30:00", "a #b", "a: b", "[x]", "{a}", "yes", "!x", "*x", "%x", "- x"]),
+    st.sampled_from(
+        [
+            "007",
+            "1e5",
+            "0x10",
+            "12:30:00",
+            "a #b",
+            "a: b",
+            "[x]",
+            "{a}",
+            "yes",
+            "!x",
+            "*x",
+            "%x",
+            "- x",
+        ]
+    ),
 )
 
 
@@ -79,17 +97,37 @@ def test_a_text_on_the_command_line_is_as_it_is_written(key, name):
 
 
 def test_a_run_with_any_name_reads_back_its_name():
-    names = {"run.url": "memory://a/[1] #b 50%25", "data.url": "memory://a/{x}: *?", "model.path": "memory://'q' \"é\""}
+    names = {
+        "run.url": "memory://a/[1] #b 50%25",
+        "data.url": "memory://a/{x}: *?",
+        "model.path": "memory://'q' \"é\"",
+    }
     overrides = ["data.prepare=null", *(f"{key}={name}" for key, name in names.items())]
     config = load_config_file(shipped("quickstart.yaml"), overrides).config
     for read in (config, load_text(dump(config), "config.yaml")):
-        assert {"run.url": read.run.url, "data.url": read.data.url, "model.path": read.model.path} == names
+        assert {
+            "run.url": read.run.url,
+            "data.url": read.data.url,
+            "model.path": read.model.path,
+        } == names
 
 
 def test_a_file_and_overrides(write):
-    path = write(NEEDED + "rollout:\n  n: 4\nrun: {name: first}\ncluster: {workers: 4, placement: {rollout: [0, 1]}}\n")
+    path = write(
+        NEEDED
+        + (
+            "rollout:\n  n: 4\nrun: {name: first}\ncluster: {workers: 4, placement: {rollout: [0, "
+            "1]}}\n"
+        )
+    )
     file = load_config_file(
-        path, ["rollout.n=16", "cluster.placement.policy=[2,3]", "trainer.betas=[0.8, 0.9]", "trainer.lr=2e-6"]
+        path,
+        [
+            "rollout.n=16",
+            "cluster.placement.policy=[2,3]",
+            "trainer.betas=[0.8, 0.9]",
+            "trainer.lr=2e-6",
+        ],
     )
     config = file.config
     assert config.rollout.n == 16
@@ -125,16 +163,27 @@ validation_nodes: "${nodes}"
 
 
 def test_base_files_come_first_and_may_have_bases(write):
-    write(NEEDED + "rollout: {n: 2, top_k: 5}\nnodes: [{name: one}, {name: two}]\n", "shared/first.yaml")
+    write(
+        NEEDED + "rollout: {n: 2, top_k: 5}\nnodes: [{name: one}, {name: two}]\n",
+        "shared/first.yaml",
+    )
     write("base: first.yaml\nrollout: {n: 3, max_rows: 7}\n", "shared/second.yaml")
-    file = load_config_file(write("base: shared/second.yaml\nrollout: {n: 4}\nnodes: [{name: three}]\n"))
-    assert (file.config.rollout.n, file.config.rollout.top_k, file.config.rollout.max_rows) == (4, 5, 7)
+    file = load_config_file(
+        write("base: shared/second.yaml\nrollout: {n: 4}\nnodes: [{name: three}]\n")
+    )
+    assert (file.config.rollout.n, file.config.rollout.top_k, file.config.rollout.max_rows) == (
+        4,
+        5,
+        7,
+    )
     assert file.nodes == [{"name": "three"}]
 
 
 def test_a_mapping_replaces_the_one_of_the_base(write):
     write(
-        NEEDED + "cluster: {placement: {a: [0], b: [1]}}\nroles: {a: {with: {x: 1}}, b: {build: 'm:f'}}\n", "base.yaml"
+        NEEDED
+        + "cluster: {placement: {a: [0], b: [1]}}\nroles: {a: {with: {x: 1}}, b: {build: 'm:f'}}\n",
+        "base.yaml",
     )
     path = write("base: base.yaml\ncluster: {placement: {c: [1]}}\nroles: {a: {build: 'm:g'}}\n")
     file = load_config_file(path)
@@ -160,22 +209,41 @@ def test_in_python_alone():
     assert TrainerConfig(betas=[0.5, 0.6]).betas == (0.5, 0.6)
 
 
-GROUP_LIST = "(groups: run, cluster, data, images, model, rollout, rewards, environments, endpoint, algorithm, trainer,"
+GROUP_LIST = (
+    "(groups: run, cluster, data, images, model, rollout, rewards, environments, endpoint, "
+    "algorithm, trainer,"
+)
 REFUSED = [
     # the file's text, then overrides, then parts of the error
-    ("rolout: {n: 1}", [], ["run.yaml: unknown group 'rolout'", GROUP_LIST, "did you mean 'rollout'?"]),
+    (
+        "rolout: {n: 1}",
+        [],
+        ["run.yaml: unknown group 'rolout'", GROUP_LIST, "did you mean 'rollout'?"],
+    ),
     ("lr: 1", [], ["run.yaml: unknown group 'lr'", "did you mean 'trainer.lr'?"]),
-    ("validation_node: []", [], ["unknown group 'validation_node'", "did you mean 'validation_nodes'?"]),
+    (
+        "validation_node: []",
+        [],
+        ["unknown group 'validation_node'", "did you mean 'validation_nodes'?"],
+    ),
     ("", ["lr=1"], ["override 'lr=1': unknown group 'lr'", "did you mean 'trainer.lr'?"]),
     (
         "rollout: {temprature: 1}",
         [],
-        ["run.yaml: unknown key 'rollout.temprature'", "'temperature'", "did you mean 'temperature'?"],
+        [
+            "run.yaml: unknown key 'rollout.temprature'",
+            "'temperature'",
+            "did you mean 'temperature'?",
+        ],
     ),
     ("rollout: {lr: 1}", [], ["unknown key 'rollout.lr'", "did you mean 'trainer.lr'?"]),
     ("rollout: {max_prompt_length: 1}", [], ["did you mean 'data.max_prompt_length'?"]),
     ("rollout: {max_promt_length: 1}", [], ["did you mean 'max_response_length'?"]),
-    ("data: {weight_decy: 1}", [], ["unknown key 'data.weight_decy'", "did you mean 'trainer.weight_decay'?"]),
+    (
+        "data: {weight_decy: 1}",
+        [],
+        ["unknown key 'data.weight_decy'", "did you mean 'trainer.weight_decay'?"],
+    ),
     ("rollout: 5", [], ["run.yaml: rollout=5: expected a mapping with keys of", "'temperature'"]),
     ("rollout: {n: eight}", [], ["run.yaml: rollout.n='eight': expected a whole number (int)"]),
     ("rollout: {n: 1.5}", [], ["rollout.n=1.5: expected a whole number (int)"]),
@@ -202,21 +270,53 @@ REFUSED = [
     ("rollout: {top_p: 1.5}", [], ["rollout.top_p=1.5: expected more than 0 and at most 1"]),
     ("trainer: {lr: .nan}", [], ["trainer.lr=nan: expected more than 0"]),
     ("trainer: {lr: .inf}", [], ["trainer.lr=inf: expected more than 0, and finite"]),
-    ("trainer: {betas: [0.9, 1.0]}", [], ["trainer.betas=(0.9, 1.0): expected two numbers from 0 to below 1"]),
+    (
+        "trainer: {betas: [0.9, 1.0]}",
+        [],
+        ["trainer.betas=(0.9, 1.0): expected two numbers from 0 to below 1"],
+    ),
     ("run: {url: ''}", [], ["run.url='': expected a folder or an fsspec URL"]),
     ("algorithm: {kl_coefficient: -1}", [], ["algorithm.kl_coefficient=-1.0: expected at least 0"]),
-    ("algorithm: {correction_options: {cap: 2}}", [], ["correction_options are given without algorithm.correction"]),
+    (
+        "algorithm: {correction_options: {cap: 2}}",
+        [],
+        ["correction_options are given without algorithm.correction"],
+    ),
     (
         "algorithm: {correction: 'm:f', old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}",
         [],
-        ["algorithm.correction=m:f with algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs", "leave one of them"],
+        [
+            "algorithm.correction=m:f with "
+            "algorithm.old_logprobs=siirl_dask.nodes:rollout_logprobs",
+            "leave one of them",
+        ],
     ),
-    ("algorithm: {minibatches: 64}", [], ["algorithm.minibatches=64: expected at most data.batch_size=32"]),
+    (
+        "algorithm: {minibatches: 64}",
+        [],
+        ["algorithm.minibatches=64: expected at most data.batch_size=32"],
+    ),
     ("observe: {dashboard_port: 70000}", [], ["observe.dashboard_port=70000: expected 0 to 65535"]),
-    ("cluster: {placement: {policy: [2]}}", [], ["cluster.placement.policy=[2]: no worker 2", "gives 0 to 1"]),
-    ("cluster: {placement: {policy: [0, 0]}}", [], ["cluster.placement.policy=[0, 0]: expected worker indices"]),
-    ("cluster: {placement: {policy: []}}", [], ["cluster.placement.policy=[]: expected worker indices"]),
-    ("cluster: {address: 'tcp://x', scheduler_file: y}", [], ["cluster.address and cluster.scheduler_file"]),
+    (
+        "cluster: {placement: {policy: [2]}}",
+        [],
+        ["cluster.placement.policy=[2]: no worker 2", "gives 0 to 1"],
+    ),
+    (
+        "cluster: {placement: {policy: [0, 0]}}",
+        [],
+        ["cluster.placement.policy=[0, 0]: expected worker indices"],
+    ),
+    (
+        "cluster: {placement: {policy: []}}",
+        [],
+        ["cluster.placement.policy=[]: expected worker indices"],
+    ),
+    (
+        "cluster: {address: 'tcp://x', scheduler_file: y}",
+        [],
+        ["cluster.address and cluster.scheduler_file"],
+    ),
     # interpolation
     (
         "run: {name: '${run.nme}'}",
@@ -232,11 +332,19 @@ REFUSED = [
     ("run: {name: '${run.name}'}", [], ["run.name: Recursive interpolation detected"]),
     ("run: {name: '${oc.env:NOT_SET}'}", [], ["run.name: ", "'NOT_SET' not found"]),
     ("run: {name: '${a'}", [], ["run.yaml: run.name: "]),
-    ("nodes: [{name: '${rollout.m}'}]", [], ["run.yaml: nodes[0].name: Interpolation key 'rollout.m' not found"]),
+    (
+        "nodes: [{name: '${rollout.m}'}]",
+        [],
+        ["run.yaml: nodes[0].name: Interpolation key 'rollout.m' not found"],
+    ),
     ("nodes: [{name: '???'}]", [], ["run.yaml: nodes[0].name: Missing mandatory value"]),
     # shapes of the DAG's part
     ("nodes: 5", [], ["run.yaml: nodes=5: expected a list"]),
-    ("nodes: {a: 1}", [], ["run.yaml:3: node 'a' is 1: expected a mapping of what to change, or null to remove it"]),
+    (
+        "nodes: {a: 1}",
+        [],
+        ["run.yaml:3: node 'a' is 1: expected a mapping of what to change, or null to remove it"],
+    ),
     ("roles: [a]", [], ["run.yaml: roles=['a']: expected a mapping"]),
     ("validation_nodes: 5", [], ["run.yaml: validation_nodes=5: expected a list"]),
     # overrides
@@ -245,8 +353,16 @@ REFUSED = [
     ("", ["rollout.n=x"], ["override 'rollout.n=x': rollout.n='x': expected a whole number (int)"]),
     ("", ["rollout.m=1"], ["override 'rollout.m=1': unknown key 'rollout.m'"]),
     ("", ["rollout=1"], ["override 'rollout=1': rollout=1: expected a mapping"]),
-    ("", ["trainer.betas=[1"], ["override 'trainer.betas=[1': the value of trainer.betas is not YAML"]),
-    ("", ["nodes.0.name=x"], ["override 'nodes.0.name=x': node '0' is none of those before it (nodes: [])"]),
+    (
+        "",
+        ["trainer.betas=[1"],
+        ["override 'trainer.betas=[1': the value of trainer.betas is not YAML"],
+    ),
+    (
+        "",
+        ["nodes.0.name=x"],
+        ["override 'nodes.0.name=x': node '0' is none of those before it (nodes: [])"],
+    ),
     ("", ["roles.policy.build=x"], ["'roles' is for files only", "'base:'"]),
     ("", ["base=x.yaml"], ["'base' is for files only"]),
     ("", ["data.prompt.x=1"], ["data.prompt={'x': 1}: expected a text (str)"]),
@@ -256,7 +372,9 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "overrides", "parts"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refused(write, text, overrides, parts):
     group = text.split(":")[0]
-    needed = "".join(f"{line}\n" for line in NEEDED.splitlines() if not line.startswith(f"{group}:"))
+    needed = "".join(
+        f"{line}\n" for line in NEEDED.splitlines() if not line.startswith(f"{group}:")
+    )
     more = [] if needed == NEEDED else [{"data": "data.url=x", "model": "model.path=x"}[group]]
     with pytest.raises(ConfigError) as caught:
         load_config_file(write(f"{needed}{text}\n"), [*overrides, *more])
@@ -271,10 +389,16 @@ def test_refused(write, text, overrides, parts):
         ("run: {seed: 1\nrollout: {n: 2}\n", ["run.yaml:2: not YAML"]),
         ("run:\n\tseed: 1\n", ["run.yaml:2: not YAML"]),
         ("run: {seed: 1}\nrun: {seed: 2}\n", ["run.yaml:2: not YAML: found duplicate key run"]),
-        ("nodes:\n  - {n: ${rollout.n}}\n", ["run.yaml:2: not YAML", 'write interpolations in quotes: "${...}"']),
+        (
+            "nodes:\n  - {n: ${rollout.n}}\n",
+            ["run.yaml:2: not YAML", 'write interpolations in quotes: "${...}"'],
+        ),
         ("- a\n", ["run.yaml: holds a list: expected groups of values"]),
         ("5\n", ["run.yaml: expected a YAML file with groups of values"]),
-        ("base: [1]\n", ["run.yaml: base=[1]: expected the path of another file, or a list of such"]),
+        (
+            "base: [1]\n",
+            ["run.yaml: base=[1]: expected the path of another file, or a list of such"],
+        ),
         ("base: other.yaml\n", ["run.yaml: base other.yaml: no such file"]),
         ("base: run.yaml\n", ["run.yaml: base run.yaml makes a cycle"]),
         ("base: .\n", ["run.yaml: base .: expected a YAML file"]),
@@ -307,21 +431,29 @@ def test_a_bad_value_of_a_base_is_reported_there(write):
 def test_shipped(write):
     assert load(shipped("quickstart.yaml")) == load(shipped("quickstart"))
     with pytest.raises(
-        ConfigError, match=r"no config 'quick' comes with siirl_dask \(there are: \[.*'quickstart.yaml'"
+        ConfigError,
+        match=r"no config 'quick' comes with siirl_dask \(there are: \[.*'quickstart.yaml'",
     ):
         shipped("quick")
-    with pytest.raises(ConfigError, match=r"quickstart.yaml: no such file; siirl_dask comes with .*quickstart.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"quickstart.yaml: no such file; siirl_dask comes with .*quickstart.yaml"
+    ):
         load_config_file("quickstart.yaml")
 
 
 @pytest.mark.parametrize("path", sorted(shipped_files().values()), ids=lambda path: path.name)
 def test_every_config_in_the_repository_loads(path):
-    load_config_file(path, ["data.url=rows", "model.path=model"])  # which the DAGs leave to whoever stands on them
+    load_config_file(
+        path, ["data.url=rows", "model.path=model"]
+    )  # which the DAGs leave to whoever stands on them
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=12)
 words = st.one_of(
-    texts, st.sampled_from(["${run.name}", r"\${x}", r"\\${x}", "1e-3", "null", "yes", "007", "a: b", "#", "'"])
+    texts,
+    st.sampled_from(
+        ["${run.name}", r"\${x}", r"\\${x}", "1e-3", "null", "yes", "007", "a: b", "#", "'"]
+    ),
 )
 
 
@@ -346,7 +478,9 @@ def test_dump_loads_back_equal(tmp_path_factory, name, path, lr, seed, progress,
 @pytest.mark.parametrize("before", ["", "a", "50% of ", "x: y #"])
 @pytest.mark.parametrize("backslashes", [0, 1, 2, 3])
 @pytest.mark.parametrize("what", ["oc.env:SECRET_OF_A_READER", "run.seed", "oc.decode:'1'"])
-def test_a_recorded_config_is_refused_where_it_would_read_its_readers_environment(before, backslashes, what):
+def test_a_recorded_config_is_refused_where_it_would_read_its_readers_environment(
+    before, backslashes, what
+):
     """As many backslashes as stand before an interpolation make it text, if they are odd."""
     config = Config(data=DataConfig(url="rows"), model=ModelConfig(path="model"))
     value = before + "a" + "\\" * backslashes + "${" + what + "}"
@@ -358,20 +492,26 @@ def test_a_recorded_config_is_refused_where_it_would_read_its_readers_environmen
         load_recorded(text, "config.yaml")
 
 
-# Every key is read by somebody. A key counts as read where code gets the attribute from something that is known to be
-# that group, by annotation (``rollout: RolloutConfig`` ... ``rollout.n``) or by way of a Config (``config.rollout.n``),
-# and where a YAML file hands it to a node or role (``${rollout.n}``).
+# Every key is read by somebody. A key counts as read where code gets the attribute from something
+# that is known to be that group, by annotation (``rollout: RolloutConfig`` ... ``rollout.n``) or by
+# way of a Config (``config.rollout.n``), and where a YAML file hands it to a node or role
+# (``${rollout.n}``).
 
 
 @dataclass
 class Reads(ast.NodeVisitor):
-    """Keys that one source file reads. Names are known within their function, attributes within the file."""
+    """Keys that one source file reads. Names are known within their function, attributes within
+    the file.
+    """
 
     attributes: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     found: set[str] = field(default_factory=set)
 
-    KINDS: ClassVar = {**{kind.__name__: group for group, kind in reversed(GROUPS.items())}, "Config": "config"}
+    KINDS: ClassVar = {
+        **{kind.__name__: group for group, kind in reversed(GROUPS.items())},
+        "Config": "config",
+    }
 
     def declared(self, annotation: ast.expr | None) -> str | None:
         """The group that an annotation names, ``config`` for the whole."""
@@ -465,7 +605,14 @@ class Engine:
         model.path
 def trainer(): trainer.betas
 """
-    wanted = {"data.batch_size", "trainer.lr", "run.seed", "run.name", "rollout.top_k", "observe.progress"}
+    wanted = {
+        "data.batch_size",
+        "trainer.lr",
+        "run.seed",
+        "run.name",
+        "rollout.top_k",
+        "observe.progress",
+    }
     assert {key for key in reads_of(source) if "." in key} == wanted
 
 
@@ -476,15 +623,23 @@ def test_every_key_is_read_somewhere():
             read |= reads_of(path.read_text())
     for path in (ROOT / "configs").rglob("*.yaml"):
         read |= set(re.findall(r"\$\{(\w+(?:\.\w+)+)\}", path.read_text()))
-    for group, kind in GROUPS.items():  # groups of one type (trainer, critic) are read by the same code
+    for (
+        group,
+        kind,
+    ) in GROUPS.items():  # groups of one type (trainer, critic) are read by the same code
         alike = [other for other in GROUPS if GROUPS[other] is kind]
-        read |= {f"{group}.{f.name}" for f in fields(kind) if any(f"{other}.{f.name}" in read for other in alike)}
+        read |= {
+            f"{group}.{f.name}"
+            for f in fields(kind)
+            if any(f"{other}.{f.name}" in read for other in alike)
+        }
     unread = [key for key in config_keys() if key not in read]
     assert not unread, f"nobody reads {unread}: use them or remove them from siirl_dask/config"
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5KiB", 1536), ("1048576", 2**20)]
+    ("text", "count"),
+    [("2GiB", 2**31), ("500 MB", 5 * 10**8), ("1.5KiB", 1536), ("1048576", 2**20)],
 )
 def test_a_number_of_bytes_is_read_with_its_unit(text, count):
     assert parse_bytes("data.memory_limit", text) == count
@@ -498,7 +653,10 @@ def test_a_memory_limit_that_is_none_is_refused_by_name(text):
 
 def test_sources_stand_in_for_a_url_change_one_by_one_and_come_back_from_a_file(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("data: {sources: {math: {url: s3://a/b, weight: 3}, code: {url: rows}}}\nmodel: {path: model}\n")
+    file.write_text(
+        "data: {sources: {math: {url: s3://a/b, weight: 3}, code: {url: rows}}}\nmodel: {path: "
+        "model}\n"
+    )
     config = load(file, ["data.sources.math.weight=0.7", "data.sources.more.url=/c"])
     assert [(name, source.weight) for name, source in config.data.sources.items()] == [
         ("math", 0.7),
@@ -509,7 +667,9 @@ def test_sources_stand_in_for_a_url_change_one_by_one_and_come_back_from_a_file(
     assert config.data.urls == ["s3://a/b", str(Path.cwd() / "rows"), "/c"]
     file.write_text(dump(config))
     assert load(file) == config
-    with pytest.raises(ConfigError, match=r"data\.sources\.math has an unknown key 'wieght'.*did you mean 'weight'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.math has an unknown key 'wieght'.*did you mean 'weight'"
+    ):
         load(file, ["data.sources.math.wieght=2"])
     with pytest.raises(ConfigError, match=r"both given.*data\.url=null"):
         load(file, ["data.url=x"])
@@ -518,7 +678,8 @@ def test_sources_stand_in_for_a_url_change_one_by_one_and_come_back_from_a_file(
 def test_the_mask_that_looks_at_the_current_policy_goes_with_the_engines_log_probs(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "algorithm: {correction: 'siirl_dask.algorithms:mask_off_policy', correction_options: {limit: 0.5}, "
+        "algorithm: {correction: 'siirl_dask.algorithms:mask_off_policy', correction_options: "
+        "{limit: 0.5}, "
         "old_logprobs: 'siirl_dask.nodes:rollout_logprobs'}"
     )
     algorithm = load(path, ["data.url=a", "model.path=b"]).algorithm

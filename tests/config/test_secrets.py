@@ -15,7 +15,9 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.runs.folder import RunIdentity, read_identity, write_identity
 from siirl_dask.runs.reader import open_run
 
-SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789_.", min_size=12, max_size=30).map("S3CR3T".__add__)
+SECRET = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789_.", min_size=12, max_size=30).map(
+    "S3CR3T".__add__
+)
 FORMS = [
     "npx server --token {}",
     "npx server --api-key={} --port 3",
@@ -47,7 +49,9 @@ def test_a_secret_in_a_command_or_a_url_is_replaced_once_and_for_all(form, secre
     assert redacted(shown) == shown
 
 
-@given(secret=SECRET, name=st.sampled_from(["token", "api_key", "password", "HF_TOKEN", "access-key"]))
+@given(
+    secret=SECRET, name=st.sampled_from(["token", "api_key", "password", "HF_TOKEN", "access-key"])
+)
 def test_a_secret_under_a_telling_name_is_replaced_however_deep(secret, name):
     shown = redacted({"a": [{"with": {name: secret, "key": "column", "end_token": "<eos>"}}]})
     assert secret not in json.dumps(shown)
@@ -67,7 +71,12 @@ def test_nothing_of_a_shipped_configuration_is_taken_for_a_secret(config):
 
 def begin(url, secret):
     server = f"npx server --token {secret}"
-    given = [f"run.url={url}", f"environments.mcp_servers={{web: '{server}'}}", "data.url=x", "model.path=x"]
+    given = [
+        f"run.url={url}",
+        f"environments.mcp_servers={{web: '{server}'}}",
+        "data.url=x",
+        "model.path=x",
+    ]
     file = load_config_file(shipped("quickstart_turns.yaml"), [*given, "data.prepare=null"])
     return file.config, dags(file)[0], server
 
@@ -85,5 +94,7 @@ def test_no_file_of_a_run_has_the_secret_and_it_resumes_with_this_or_another_one
         identity = RunIdentity.of(again, its_dag)
         assert recorded.differences(identity) == []
         assert identity.digest() == RunIdentity.of(config, dag).digest()
-    with pytest.raises(ConfigError, match=r"mcp_servers\.web=.*without its secrets; give the server once more"):
+    with pytest.raises(
+        ConfigError, match=r"mcp_servers\.web=.*without its secrets; give the server once more"
+    ):
         check_installed(open_run(str(tmp_path / "run")).config.environments.mcp_servers)

@@ -1,4 +1,6 @@
-"""Rows, edges and databuffers that the coordinator's tests share: several workers in one process."""
+"""Rows, edges and databuffers that the coordinator's tests share: several workers in one
+process.
+"""
 
 import asyncio
 
@@ -75,14 +77,17 @@ def scatter(table, sources, seed=0):
 def buffers_of(edges, way="large messages", *, of_worker=None, **settings):
     """Return a databuffer for each worker of the edges, and their transport.
 
-    ``way`` names one of WAYS, or is "shared tables"; ``settings`` replace some of its settings, ``of_worker`` those of
-    one worker: {worker: settings}.
+    ``way`` names one of WAYS, or is "shared tables"; ``settings`` replace some of its settings,
+    ``of_worker`` those of one worker: {worker: settings}.
     """
     transport = LocalTransport({})
     workers = {worker for e in edges for worker in (*e.sources, *e.targets)}
     keyed = {f"train/{e.name}": e for e in edges}
     common = (WAYS | {"shared tables": SHARED_TABLES})[way] | settings
-    buffers = {w: Databuffer("run", w, keyed, transport, **(common | (of_worker or {}).get(w, {}))) for w in workers}
+    buffers = {
+        w: Databuffer("run", w, keyed, transport, **(common | (of_worker or {}).get(w, {})))
+        for w in workers
+    }
     transport.handlers.update({w: buffer.handle for w, buffer in buffers.items()})
     return buffers, transport
 
@@ -93,9 +98,13 @@ async def wait_for_acks(buffers):
 
 
 async def move(e, parts, way="large messages", delay=None):
-    """Publish ``parts`` in random order while the targets already ask, and return what each target pulled."""
+    """Publish ``parts`` in random order while the targets already ask, and return what each
+    target pulled.
+    """
     buffers, transport = buffers_of([e], way)
-    pulls = {target: asyncio.create_task(buffers[target].pull(e, e, ITERATION)) for target in e.targets}
+    pulls = {
+        target: asyncio.create_task(buffers[target].pull(e, e, ITERATION)) for target in e.targets
+    }
     for source in sorted(e.sources, key=lambda s: hash((s, delay))):
         await asyncio.sleep(0)
         await buffers[source].publish(e, ITERATION, parts[source])

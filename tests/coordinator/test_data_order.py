@@ -21,8 +21,12 @@ def step_of(order, step, workers):
 def test_an_epoch_reads_every_row_exactly_once(sizes, batch, seed, epoch):
     order = GlobalOrder(sizes, batch, seed)
     start = epoch * order.steps_per_epoch
-    rows = [p for step in range(start, start + order.steps_per_epoch) for p in step_of(order, step, 1)]
-    assert sorted((p.group, p.row) for p in rows) == [(g, r) for g, n in enumerate(sizes) for r in range(n)]
+    rows = [
+        p for step in range(start, start + order.steps_per_epoch) for p in step_of(order, step, 1)
+    ]
+    assert sorted((p.group, p.row) for p in rows) == [
+        (g, r) for g, n in enumerate(sizes) for r in range(n)
+    ]
 
 
 @given(groups, batch, seed, st.integers(0, 30), st.integers(1, 7))
@@ -55,13 +59,21 @@ def test_the_order_changes_with_the_epoch_and_with_the_seed():
 
 def test_without_a_seed_the_order_is_the_tables():
     order = GlobalOrder([2, 3], 5, None)
-    assert [(p.group, p.row) for p in step_of(order, 0, 2)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert [(p.group, p.row) for p in step_of(order, 0, 2)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
 
 
 @given(groups, batch, seed, st.integers(0, 60))
 def test_prompt_numbers_follow_the_steps_in_order(sizes, batch, seed, step):
     order = GlobalOrder(sizes, batch, seed)
-    assert [order.row_position(n, i) for i, n in enumerate(order.prompt_numbers(step))] == step_of(order, step, 1)
+    assert [order.row_position(n, i) for i, n in enumerate(order.prompt_numbers(step))] == step_of(
+        order, step, 1
+    )
     assert order.prompt_numbers(step + 1).start == order.prompt_numbers(step).stop
 
 
@@ -75,11 +87,15 @@ def test_prompt_numbers_follow_the_steps_in_order(sizes, batch, seed, step):
         ([3], 7, 1, "ed34635bf6d5fdbf"),
     ],
 )
-def test_the_order_is_that_of_earlier_versions_so_that_their_runs_resume(sizes, batch, seed, digest):
+def test_the_order_is_that_of_earlier_versions_so_that_their_runs_resume(
+    sizes, batch, seed, digest
+):
     order = GlobalOrder(sizes, batch, seed)
     steps = [step_of(order, step, 1) for step in range(3 * order.steps_per_epoch)]
     rows = [(p.position, p.group, p.row, p.number) for step in steps for p in step]
-    following = [order.following_rows(number).tolist()[:20] for number in range(0, 3 * sum(sizes), 7)]
+    following = [
+        order.following_rows(number).tolist()[:20] for number in range(0, 3 * sum(sizes), 7)
+    ]
     assert hashlib.sha256(json.dumps([rows, following]).encode()).hexdigest().startswith(digest)
 
 

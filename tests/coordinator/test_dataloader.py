@@ -18,13 +18,22 @@ COLUMNS = ("row_id", "group_id", "tokens", "prompt", "answer", "extra")
 
 @pytest.fixture
 def url(tmp_path):
-    rows = {"q": [f"p{i}" for i in range(50)], "meta": [{"truth": i} for i in range(50)], "extra": list(range(50))}
+    rows = {
+        "q": [f"p{i}" for i in range(50)],
+        "meta": [{"truth": i} for i in range(50)],
+        "extra": list(range(50)),
+    }
     pq.write_table(pa.table(rows), tmp_path / "train.parquet", row_group_size=7)
     return str(tmp_path / "train.parquet")
 
 
 def source(url, **changes):
-    return Source(**({"url": url, "prompt": "q", "answer": "meta.truth", "batch_size": 8, "seed": 3} | changes))
+    return Source(
+        **(
+            {"url": url, "prompt": "q", "answer": "meta.truth", "batch_size": 8, "seed": 3}
+            | changes
+        )
+    )
 
 
 def load(url, step, workers):
@@ -65,10 +74,14 @@ def test_any_step_can_be_loaded_first_as_a_resumed_run_does(url):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_prompt_leads_back_to_its_row_of_the_dataset(tmp_path, workers):
-    """Also those that a step draws, and in a second epoch; a prompt has one number, whoever reads it."""
+    """Also those that a step draws, and in a second epoch; a prompt has one number, whoever
+    reads it.
+    """
     parts = [[f"{part}-{row}" for row in range(rows)] for part, rows in enumerate((9, 1, 14))]
     for part, prompts in enumerate(parts):
-        pq.write_table(pa.table({"q": prompts, "a": prompts}), tmp_path / f"{part}.parquet", row_group_size=4)
+        pq.write_table(
+            pa.table({"q": prompts, "a": prompts}), tmp_path / f"{part}.parquet", row_group_size=4
+        )
     loaders = [Dataloader(source(str(tmp_path), answer="a")) for _ in range(workers)]
     columns, rows = ("row_id", "prompt", "prompt_number", "data_part", "data_row"), []
     for step in range(5):
@@ -76,7 +89,9 @@ def test_every_prompt_leads_back_to_its_row_of_the_dataset(tmp_path, workers):
             rows += loader.load(step, columns, at, workers).to_pylist()
         if step == 1:
             rows += [
-                row for at, one in enumerate(loaders) for row in one.draw_prompts(3, columns, at, workers).to_pylist()
+                row
+                for at, one in enumerate(loaders)
+                for row in one.draw_prompts(3, columns, at, workers).to_pylist()
             ]
     for loader in loaders:
         loader.close()
@@ -117,19 +132,25 @@ def test_storage_without_credentials_is_a_data_error_that_names_the_dataset(monk
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
-    with pytest.raises(DataError, match=r"dataset 's3://bucket/rows': its storage cannot be reached: NoCredentials"):
+    with pytest.raises(
+        DataError, match=r"dataset 's3://bucket/rows': its storage cannot be reached: NoCredentials"
+    ):
         open_source(source("s3://bucket/rows"))
     s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_an_empty_dataset_is_refused(tmp_path):
-    pq.write_table(pa.table({"q": pa.array([], pa.string()), "a": pa.array([], pa.string())}), tmp_path / "e.parquet")
+    pq.write_table(
+        pa.table({"q": pa.array([], pa.string()), "a": pa.array([], pa.string())}),
+        tmp_path / "e.parquet",
+    )
     with pytest.raises(DataError, match="no rows"):
         open_source(source(str(tmp_path / "e.parquet"), answer="a"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"), [({"prompt": "Q"}, "'Q'"), ({"answer": "meta.trut"}, "did you mean 'truth'")]
+    ("changes", "message"),
+    [({"prompt": "Q"}, "'Q'"), ({"answer": "meta.trut"}, "did you mean 'truth'")],
 )
 def test_a_missing_column_is_named_with_the_nearest_spelling(url, changes, message):
     with pytest.raises(DataError, match=message):
@@ -145,7 +166,8 @@ def test_a_dataset_with_a_reserved_column_name_is_refused():
 def test_a_corrupt_file_is_named_when_it_is_read(tmp_path):
     for part in range(2):
         pq.write_table(
-            pa.table({"q": [f"{part}-{i}" * 50 for i in range(99)], "a": ["x"] * 99}), tmp_path / f"{part}.parquet"
+            pa.table({"q": [f"{part}-{i}" * 50 for i in range(99)], "a": ["x"] * 99}),
+            tmp_path / f"{part}.parquet",
         )
     damaged = bytearray((tmp_path / "1.parquet").read_bytes())
     damaged[20:400] = bytes(380)
@@ -162,15 +184,27 @@ def test_later_steps_follow_the_prompts_that_were_drawn_beyond_a_step(url, worke
     loaders = [Dataloader(source(url)) for _ in range(workers)]
 
     def everywhere(method, *arguments):
-        parts = [getattr(loader, method)(*arguments, COLUMNS, index, workers) for index, loader in enumerate(loaders)]
+        parts = [
+            getattr(loader, method)(*arguments, COLUMNS, index, workers)
+            for index, loader in enumerate(loaders)
+        ]
         return pa.concat_tables(parts).sort_by("row_id")
 
     taken = []
     for step in range(9):
         table = everywhere("load", step)
-        taken += [table, *([everywhere("draw_prompts", 3), everywhere("draw_prompts", 5)] if step in (2, 4) else [])]
+        taken += [
+            table,
+            *(
+                [everywhere("draw_prompts", 3), everywhere("draw_prompts", 5)]
+                if step in (2, 4)
+                else []
+            ),
+        ]
         if step in (2, 4):
-            assert [i for part in taken[-2:] for i in part["row_id"].to_pylist()] == list(range(8, 16))
+            assert [i for part in taken[-2:] for i in part["row_id"].to_pylist()] == list(
+                range(8, 16)
+            )
     for loader in loaders:
         loader.close()
     drawn = [i for table in taken for i in table["answer"].to_pylist()]
@@ -184,7 +218,11 @@ def blobs(folder, *, groups=4, rows=64, size=2**15):
     """A dataset of row groups that are much larger than a step's rows."""
     schema = pa.schema({"q": pa.string(), "a": pa.string(), "blob": pa.binary()})
     with pq.ParquetWriter(
-        folder / "blobs.parquet", schema, use_dictionary=False, compression="none", write_batch_size=16
+        folder / "blobs.parquet",
+        schema,
+        use_dictionary=False,
+        compression="none",
+        write_batch_size=16,
     ) as writer:
         for group in range(groups):
             numbers = range(group * rows, group * rows + rows)
@@ -215,7 +253,9 @@ def test_rows_are_the_same_however_much_is_held_ahead(tmp_path, keep):
         columns = ("row_id", "prompt", "blob")
         table = loader.load(step, columns, 0, 1)
         assert table.equals(whole.load(step, columns, 0, 1))
-        assert table["blob"].to_pylist() == [bytes([int(q) % 251]) * 2**15 for q in table["prompt"].to_pylist()]
+        assert table["blob"].to_pylist() == [
+            bytes([int(q) % 251]) * 2**15 for q in table["prompt"].to_pylist()
+        ]
     loader.close()
     whole.close()
 
@@ -236,20 +276,32 @@ def test_a_row_group_is_decoded_once_for_many_steps(tmp_path, monkeypatch):
 
 
 def test_a_row_group_that_unpacks_to_more_than_the_limit_is_refused_by_file_size_and_key(tmp_path):
-    rows = {"q": pa.nulls(2**20, pa.string()).fill_null(""), "a": pa.nulls(2**20, pa.string()).fill_null("")}
+    rows = {
+        "q": pa.nulls(2**20, pa.string()).fill_null(""),
+        "a": pa.nulls(2**20, pa.string()).fill_null(""),
+    }
     pq.write_table(pa.table(rows), tmp_path / "small.parquet", row_group_size=2**20)
-    small = Source.of(DataConfig(url=str(tmp_path), prompt="q", answer="a", read_limit="1MiB"), batch_size=4)
-    with pytest.raises(DataError, match=r"small\.parquet' has 1048576 rows.* 1048576 bytes .*data\.read_limit"):
+    small = Source.of(
+        DataConfig(url=str(tmp_path), prompt="q", answer="a", read_limit="1MiB"), batch_size=4
+    )
+    with pytest.raises(
+        DataError, match=r"small\.parquet' has 1048576 rows.* 1048576 bytes .*data\.read_limit"
+    ):
         open_source(small)
     loader = Dataloader(replace(blobs(tmp_path, size=2**17), read_limit=2**20))
-    with pytest.raises(DataError, match=r"row group \d of .*blobs\.parquet takes .*1048576.*data\.read_limit"):
+    with pytest.raises(
+        DataError, match=r"row group \d of .*blobs\.parquet takes .*1048576.*data\.read_limit"
+    ):
         loader.load(0, ("row_id", "prompt", "blob"), 0, 1)
     loader.close()
 
 
 def test_the_limit_of_what_is_read_at_once_is_that_of_moving_rows_where_none_is_given():
     assert Source.of(DataConfig(url="x", memory_limit="1GiB")).read_limit == 2**30
-    assert Source.of(DataConfig(url="x", memory_limit="1GiB", read_limit="3GiB")).read_limit == 3 * 2**30
+    assert (
+        Source.of(DataConfig(url="x", memory_limit="1GiB", read_limit="3GiB")).read_limit
+        == 3 * 2**30
+    )
     with pytest.raises(ConfigError, match=r"data\.read_limit='9': expected at least 1MiB"):
         DataConfig(url="x", read_limit="9")
 
@@ -257,8 +309,17 @@ def test_the_limit_of_what_is_read_at_once_is_that_of_moving_rows_where_none_is_
 def test_dictionaries_and_views_are_decoded(tmp_path):
     words = pa.array(["a", "b", None, "a"]).dictionary_encode()
     views = pa.array(["x", None, "long enough to be out of line", ""], pa.string_view())
-    nested = pa.StructArray.from_arrays([words, pa.ListArray.from_arrays([0, 1, 2, 3, 4], words)], ["truth", "all"])
-    rows = pa.table({"q": views, "meta": nested, "extra": words, "bytes": pa.array([b"1"] * 4, pa.binary_view())})
+    nested = pa.StructArray.from_arrays(
+        [words, pa.ListArray.from_arrays([0, 1, 2, 3, 4], words)], ["truth", "all"]
+    )
+    rows = pa.table(
+        {
+            "q": views,
+            "meta": nested,
+            "extra": words,
+            "bytes": pa.array([b"1"] * 4, pa.binary_view()),
+        }
+    )
     pq.write_table(rows, tmp_path / "train.parquet", row_group_size=3)
     with pa.ipc.new_file(tmp_path / "train.arrow", rows.schema) as writer:
         writer.write_table(rows)
@@ -269,7 +330,10 @@ def test_dictionaries_and_views_are_decoded(tmp_path):
         assert table.schema.types[:3] == [pa.large_string()] * 3
         assert table["prompt"].to_pylist() == views.to_pylist()
         assert table["answer"].to_pylist() == table["extra"].to_pylist() == words.to_pylist()
-        assert table.select(["meta", "bytes"]).to_pylist() == rows.select(["meta", "bytes"]).to_pylist()
+        assert (
+            table.select(["meta", "bytes"]).to_pylist()
+            == rows.select(["meta", "bytes"]).to_pylist()
+        )
 
 
 WORDS = ["aa", "aa", None, "b"]
@@ -287,7 +351,9 @@ ENCODED = {
     "runs of dictionary": pa.RunEndEncodedArray.from_arrays(
         pa.array([2, 4], pa.int32()), pa.array(["a", "b"]).dictionary_encode()
     ),
-    "runs of lists": pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array([["a"], ["b"]])),
+    "runs of lists": pa.RunEndEncodedArray.from_arrays(
+        pa.array([2, 4], pa.int32()), pa.array([["a"], ["b"]])
+    ),
     "list of runs": pa.ListArray.from_arrays(OFFSETS, RUNS),
     "map of runs": pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), RUNS),
     "list view": VIEW,
@@ -340,7 +406,9 @@ def test_a_dictionary_that_is_larger_once_it_is_decoded_keeps_to_the_limit(tmp_p
     loader.close()
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train.JSON", "train.csv.gz", "folder", "my rows.tsv"])
+@pytest.mark.parametrize(
+    "name", ["train.jsonl", "train.JSON", "train.csv.gz", "folder", "my rows.tsv"]
+)
 def test_json_and_csv_are_refused_with_the_command_that_makes_a_table(name, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.jsonl").write_text("{}")

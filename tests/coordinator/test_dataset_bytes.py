@@ -21,7 +21,9 @@ GROUPS, ROWS, BATCH = 32, 64, 32
 
 
 def rows(count):
-    return pa.table({"prompt": [secrets.token_hex(1024) for _ in range(count)], "answer": ["7"] * count})
+    return pa.table(
+        {"prompt": [secrets.token_hex(1024) for _ in range(count)], "answer": ["7"] * count}
+    )
 
 
 def folder_of_files(path):
@@ -60,17 +62,31 @@ def read_by(dataset, reads, workers):
     return counts
 
 
-@pytest.mark.parametrize("write", [folder_of_files, one_file, arrow_files, table_of_parts], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "write", [folder_of_files, one_file, arrow_files, table_of_parts], ids=lambda w: w.__name__
+)
 def test_each_of_n_workers_reads_about_one_nth_of_a_dataset_footers_included(tmp_path, write):
     write(tmp_path / "rows")
-    size = sum(file.stat().st_size for ending in ("parquet", "arrow") for file in tmp_path.rglob(f"*.{ending}"))
+    size = sum(
+        file.stat().st_size
+        for ending in ("parquet", "arrow")
+        for file in tmp_path.rglob(f"*.{ending}")
+    )
     reads = count_reads()
-    source = Source(url=f"counting://{tmp_path}/rows", prompt="prompt", answer="answer", batch_size=BATCH, seed=0)
+    source = Source(
+        url=f"counting://{tmp_path}/rows",
+        prompt="prompt",
+        answer="answer",
+        batch_size=BATCH,
+        seed=0,
+    )
     dataset = opened(source)
     sent = pickle.loads(pickle.dumps(dataset))
     for workers in (1, 2, 4, 8):
         counts = read_by(sent, reads, workers)
-        footers = 2**16 * GROUPS if write is folder_of_files else 2**16 * 4  # what a client reads to find them
+        footers = (
+            2**16 * GROUPS if write is folder_of_files else 2**16 * 4
+        )  # what a client reads to find them
         assert max(counts) <= (1.1 * size + footers) / workers + 2 * (size / GROUPS) + 2**16
         assert sum(counts) >= 0.9 * size
 
@@ -78,7 +94,13 @@ def test_each_of_n_workers_reads_about_one_nth_of_a_dataset_footers_included(tmp
 def test_a_worker_opens_no_part_but_those_it_reads(tmp_path):
     folder_of_files(tmp_path / "rows")
     reads = count_reads()
-    source = Source(url=f"counting://{tmp_path}/rows", prompt="prompt", answer="answer", batch_size=BATCH, seed=0)
+    source = Source(
+        url=f"counting://{tmp_path}/rows",
+        prompt="prompt",
+        answer="answer",
+        batch_size=BATCH,
+        seed=0,
+    )
     dataset = opened(source)
     assert len(reads.nbytes) == GROUPS  # the driver looks at each once
     assert max(reads.requests.values()) == 1
@@ -100,8 +122,16 @@ def test_a_footer_is_read_once_for_many_row_groups_and_again_when_the_file_is_an
         table = snapshot.read_row_group(group, ["answer"], footers=footers)
         assert table.num_rows == ROWS
     assert sum(reads.requests.values()) <= GROUPS + 2
-    pq.write_table(rows(GROUPS * ROWS), tmp_path / "rows" / "all.parquet", row_group_size=ROWS, compression="none")
-    assert snapshot.read_row_group(groups[5], ["answer"], footers=footers)["answer"].to_pylist() == ["7"] * ROWS
+    pq.write_table(
+        rows(GROUPS * ROWS),
+        tmp_path / "rows" / "all.parquet",
+        row_group_size=ROWS,
+        compression="none",
+    )
+    assert (
+        snapshot.read_row_group(groups[5], ["answer"], footers=footers)["answer"].to_pylist()
+        == ["7"] * ROWS
+    )
 
 
 def test_footers_beyond_the_limit_are_dropped_the_oldest_first(tmp_path):
@@ -110,7 +140,12 @@ def test_footers_beyond_the_limit_are_dropped_the_oldest_first(tmp_path):
     snapshot = open_table(f"counting://{tmp_path}/rows")
     first, second, *_ = snapshot.row_groups()
     footers = FooterCache(max_bytes=1)
-    for group, expected in ((first, 2), (first, 1), (second, 2), (first, 2)):  # requests: a footer, a column
+    for group, expected in (
+        (first, 2),
+        (first, 1),
+        (second, 2),
+        (first, 2),
+    ):  # requests: a footer, a column
         reads.clear()
         snapshot.read_row_group(group, ["prompt"], footers=footers)
         assert sum(reads.requests.values()) == expected
@@ -131,10 +166,14 @@ print(peak() - before)
 
 @pytest.mark.parametrize("group", [10**6, 8192])
 def test_a_dataset_of_ten_million_rows_is_never_in_memory(tmp_path, group):
-    """A worker held a permutation of each row group it was in, and a dict of the rows it had read: 1.4 GB."""
+    """A worker held a permutation of each row group it was in, and a dict of the rows it had
+    read: 1.4 GB.
+    """
     numbers = pa.array(range(10**6))
     chunk = pa.table({"q": numbers.cast(pa.string()), "a": numbers})
-    with pq.ParquetWriter(tmp_path / "rows.parquet", chunk.schema, compression="none", use_dictionary=False) as writer:
+    with pq.ParquetWriter(
+        tmp_path / "rows.parquet", chunk.schema, compression="none", use_dictionary=False
+    ) as writer:
         for _ in range(10):
             writer.write_table(chunk, row_group_size=group)
     command = [sys.executable, "-c", _LOADS, str(tmp_path / "rows.parquet")]

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from siirl_dask.coordinator.data_order import GlobalOrder, Interleaving, MixedOrder
 
-weight = st.integers(1, 50).map(Fraction) | st.sampled_from([Fraction("0.7"), Fraction("0.001"), Fraction("3.3")])
+weight = st.integers(1, 50).map(Fraction) | st.sampled_from(
+    [Fraction("0.7"), Fraction("0.001"), Fraction("3.3")]
+)
 groups = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 tables = st.lists(st.tuples(groups, weight), min_size=1, max_size=5)
 
@@ -50,13 +52,21 @@ def test_the_prompts_of_a_step_are_the_same_on_any_number_of_workers(tables, bat
 def test_a_source_is_read_as_it_would_be_alone_epoch_after_epoch(tables, batch, first, seed):
     """Resumed anywhere: nothing that came before is looked at."""
     order = mixed(tables, batch, seed)
-    alone = [GlobalOrder(sizes, streams, seed) for (sizes, _), streams in zip(tables, order.streams, strict=True)]
+    alone = [
+        GlobalOrder(sizes, streams, seed)
+        for (sizes, _), streams in zip(tables, order.streams, strict=True)
+    ]
     interleaving = Interleaving([weight for _, weight in tables])
     for number in range(first, first + 30):
         row = order.row_position(number, 0)
         source, within = interleaving.place(number)
         same = alone[source].row_position(within, 0)
-        assert (row.source, row.group, row.row, row.number) == (source, same.group, same.row, number)
+        assert (row.source, row.group, row.row, row.number) == (
+            source,
+            same.group,
+            same.row,
+            number,
+        )
         following = order.following_rows(number).tolist()
         assert following == alone[source].following_rows(within).tolist()
 

@@ -18,9 +18,22 @@ COLUMNS = ("row_id", "group_id", "tokens", "prompt", "answer", "source_name", "l
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
-    math = {"q": [f"m{i}" for i in range(60)], "a": [*map(str, range(60))], "level": [i % 5 for i in range(60)]}
-    code = {"ask": [f"c{i}" for i in range(35)], "meta": [{"truth": str(i)} for i in range(35)], "odd": [1.5] * 35}
-    short = {"q": ["s0", "s1", "s2"], "a": ["0", "1", "2"], "odd": ["x", "y", "z"], "level": [9, 9, 9]}
+    math = {
+        "q": [f"m{i}" for i in range(60)],
+        "a": [*map(str, range(60))],
+        "level": [i % 5 for i in range(60)],
+    }
+    code = {
+        "ask": [f"c{i}" for i in range(35)],
+        "meta": [{"truth": str(i)} for i in range(35)],
+        "odd": [1.5] * 35,
+    }
+    short = {
+        "q": ["s0", "s1", "s2"],
+        "a": ["0", "1", "2"],
+        "odd": ["x", "y", "z"],
+        "level": [9, 9, 9],
+    }
     for name, rows in {"math": math, "code": code, "short": short}.items():
         pq.write_table(pa.table(rows), folder / f"{name}.parquet", row_group_size=8)
     return folder
@@ -38,7 +51,10 @@ def mixture(folder, seed=3, **weights):
 
 def everywhere(loaders, method, *arguments):
     count = len(loaders)
-    parts = [getattr(loader, method)(*arguments, COLUMNS, index, count) for index, loader in enumerate(loaders)]
+    parts = [
+        getattr(loader, method)(*arguments, COLUMNS, index, count)
+        for index, loader in enumerate(loaders)
+    ]
     assert len({part.schema for part in parts}) == 1
     return pa.concat_tables(parts).sort_by("row_id")
 
@@ -59,9 +75,13 @@ def test_rows_say_which_source_they_are_from_and_lack_what_it_lacks(folder):
     assert "odd" not in dataset_schema(mixture(folder)).names  # a number in one, a text in another
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None
+)
 @given(step=st.integers(0, 60), workers=st.integers(2, 5))
-def test_a_step_is_the_same_on_any_number_of_workers_and_wherever_a_run_resumes(folder, step, workers):
+def test_a_step_is_the_same_on_any_number_of_workers_and_wherever_a_run_resumes(
+    folder, step, workers
+):
     dataset = opened(mixture(folder))
     one = Dataloader(dataset)
     for before in range(max(0, step - 2), step):
@@ -104,19 +124,28 @@ def test_later_steps_follow_the_prompts_that_were_drawn_beyond_a_step(folder, wo
         loader.close()
     assert again.equals(taken[-1])
     drawn = [prompt for part in taken for prompt in part["prompt"].to_pylist()]
-    assert drawn == [prompt for step in range(4) for prompt in load(dataset, step)["prompt"].to_pylist()]
+    assert drawn == [
+        prompt for step in range(4) for prompt in load(dataset, step)["prompt"].to_pylist()
+    ]
 
 
 def test_prompts_or_answers_of_two_types_are_refused_by_source(folder, tmp_path):
     pq.write_table(pa.table({"q": ["x"], "a": [7]}), tmp_path / "numbers.parquet")
-    sources = {"math": DataSource(url=f"{folder}/math.parquet"), "num": DataSource(url=f"{tmp_path}/numbers.parquet")}
+    sources = {
+        "math": DataSource(url=f"{folder}/math.parquet"),
+        "num": DataSource(url=f"{tmp_path}/numbers.parquet"),
+    }
     dataset = training_dataset(DataConfig(sources=sources, prompt="q", answer="a"), 0)
-    with pytest.raises(DataError, match=r"answer is large_string in 'math', int64 in 'num': expected one type"):
+    with pytest.raises(
+        DataError, match=r"answer is large_string in 'math', int64 in 'num': expected one type"
+    ):
         dataset_schema(dataset)
 
 
 def test_a_column_with_the_name_of_the_sources_column_is_refused(tmp_path):
-    pq.write_table(pa.table({"q": ["x"], "a": ["y"], "source_name": ["z"]}), tmp_path / "rows.parquet")
+    pq.write_table(
+        pa.table({"q": ["x"], "a": ["y"], "source_name": ["z"]}), tmp_path / "rows.parquet"
+    )
     sources = {"x": DataSource(url=f"{tmp_path}/rows.parquet")}
     with pytest.raises(DataError, match=r"rows\.parquet' has a column 'source_name': rename it"):
         dataset_schema(training_dataset(DataConfig(sources=sources, prompt="q", answer="a"), 0))
@@ -125,10 +154,22 @@ def test_a_column_with_the_name_of_the_sources_column_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"url": "x", "sources": {"a": DataSource(url="y")}}, r"both given: expected one of them; data\.url=null"),
-        ({"url": None}, r"data\.url=None: expected the URL of a dataset, or several in data\.sources"),
-        ({"sources": {"a": DataSource(url="x", weight=0)}}, r"data\.sources\.a\.weight=0: expected a number above 0"),
-        ({"sources": {"a": DataSource(url="x", weight=float("nan"))}}, r"weight=nan: expected a number above 0"),
+        (
+            {"url": "x", "sources": {"a": DataSource(url="y")}},
+            r"both given: expected one of them; data\.url=null",
+        ),
+        (
+            {"url": None},
+            r"data\.url=None: expected the URL of a dataset, or several in data\.sources",
+        ),
+        (
+            {"sources": {"a": DataSource(url="x", weight=0)}},
+            r"data\.sources\.a\.weight=0: expected a number above 0",
+        ),
+        (
+            {"sources": {"a": DataSource(url="x", weight=float("nan"))}},
+            r"weight=nan: expected a number above 0",
+        ),
         ({"sources": {"a": DataSource(url="")}}, r"data\.sources\.a\.url='': expected the URL"),
     ],
 )

@@ -9,7 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROWS = [
-    {"prompt": f"{number} + 1?", "answer": str(number + 1), "weight": number / 2, "seen": number % 2 == 0}
+    {
+        "prompt": f"{number} + 1?",
+        "answer": str(number + 1),
+        "weight": number / 2,
+        "seen": number % 2 == 0,
+    }
     for number in range(12)
 ]
 TABLE = pa.Table.from_pylist(ROWS)
@@ -56,13 +61,17 @@ def comma_separated(folder: Path) -> str:
 
 
 def saved(folder: Path) -> str:
-    """Write what ``datasets.Dataset.save_to_disk`` does, in two files whose order is not that of their names."""
+    """Write what ``datasets.Dataset.save_to_disk`` does, in two files whose order is not that of
+    their names.
+    """
     place = folder / "saved"
     place.mkdir()
     stream(place, "b.arrow", TABLE.slice(0, 7))
     stream(place, "a.arrow", TABLE.slice(7))
     (place / "dataset_info.json").write_text(json.dumps({"features": {}}))
-    (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]}))
+    (place / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}]})
+    )
     return str(place)
 
 

@@ -13,7 +13,10 @@ from siirl_dask.errors import DataError
 MESSAGE = pa.struct({"role": pa.string(), "content": pa.string()})
 KINDS = [pa.list_(MESSAGE), pa.large_list(MESSAGE)]
 MESSAGES = st.lists(
-    st.none() | st.builds(lambda role, content: {"role": role, "content": content}, st.text(), st.none() | st.text()),
+    st.none()
+    | st.builds(
+        lambda role, content: {"role": role, "content": content}, st.text(), st.none() | st.text()
+    ),
     max_size=4,
 )
 NUMBER = st.integers(-5, 5)
@@ -22,7 +25,13 @@ NUMBER = st.integers(-5, 5)
 def column(rows, kind):
     """Return a column in two chunks, the second of which begins within its buffers."""
     whole = pa.array([[], *rows], kind)
-    return pa.table({"messages": pa.chunked_array([whole.slice(1, len(rows) // 2), whole.slice(1 + len(rows) // 2)])})
+    return pa.table(
+        {
+            "messages": pa.chunked_array(
+                [whole.slice(1, len(rows) // 2), whole.slice(1 + len(rows) // 2)]
+            )
+        }
+    )
 
 
 def taken(rows, kind, path):
@@ -54,7 +63,10 @@ def test_a_slice_cuts_each_list_as_python_does(rows, kind, start, stop):
     path = f"messages[{'' if start is None else start}:{'' if stop is None else stop}]"
     cut = [None if row is None else row[start:stop] for row in rows]
     assert taken(rows, kind, path) == cut
-    roles = [None if row is None else [None if one is None else one["role"] for one in row] for row in cut]
+    roles = [
+        None if row is None else [None if one is None else one["role"] for one in row]
+        for row in cut
+    ]
     assert taken(rows, kind, f"{path}.role") == roles
 
 
@@ -82,7 +94,10 @@ def test_other_brackets_are_refused(path):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("text[0]", "'it' has no column 'text[0]': what is before the brackets holds string, no list"),
+        (
+            "text[0]",
+            "'it' has no column 'text[0]': what is before the brackets holds string, no list",
+        ),
         ("xs[0].y", "'it' has no column 'xs[0].y': no 'y' (there is: int64)"),
         ("ys[0]", "no 'ys' (there is: text, xs)"),
     ],

@@ -28,7 +28,9 @@ def imported(*sources, to, **how):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_source_gives_the_same_table(kind, tmp_path):
-    mapping = ColumnMapping(types=dict(zip(TABLE.schema.names, TABLE.schema.types, strict=True)))  # CSV is text
+    mapping = ColumnMapping(
+        types=dict(zip(TABLE.schema.names, TABLE.schema.types, strict=True))
+    )  # CSV is text
     table = imported(kind(tmp_path), to=tmp_path / "table", mapping=mapping)
     assert table.to_table().equals(TABLE)
     assert open_table(str(tmp_path / "table")).version == 1
@@ -42,7 +44,11 @@ def test_sources_and_tables_are_on_any_store(store_url, tmp_path):
         fs.put_file(name, f"{path}/{name.rpartition('/')[2]}")
     to = join(store_url, "table")
     sources = [join(store_url, "raw", name) for name in ("*.parquet", "rows.jsonl")]
-    assert imported(*sources, to=to).to_table().equals(pa.concat_tables([TABLE, TABLE]).combine_chunks())
+    assert (
+        imported(*sources, to=to)
+        .to_table()
+        .equals(pa.concat_tables([TABLE, TABLE]).combine_chunks())
+    )
     assert imported(to, to=join(store_url, "again")).num_rows == 2 * len(ROWS)
 
 
@@ -63,13 +69,21 @@ def test_row_groups_keep_to_their_bytes_and_rows_to_their_order(blobs, nbytes, t
 
 def test_columns_are_taken_from_structs_and_lists(tmp_path):
     rows = [
-        {"q": "a", "reward_model": {"ground_truth": "1"}, "images": [{"bytes": b"x", "path": "p"}, {"bytes": b"y"}]},
+        {
+            "q": "a",
+            "reward_model": {"ground_truth": "1"},
+            "images": [{"bytes": b"x", "path": "p"}, {"bytes": b"y"}],
+        },
         {"q": "b", "reward_model": None, "images": None},
         {"q": "c", "reward_model": {"ground_truth": None}, "images": []},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     mapping = ColumnMapping(
-        columns={"answer": "reward_model.ground_truth", "images": "images.bytes", "n": "reward_model.ground_truth"},
+        columns={
+            "answer": "reward_model.ground_truth",
+            "images": "images.bytes",
+            "n": "reward_model.ground_truth",
+        },
         types={"n": pa.int8()},
         drop=["reward_model"],
     )
@@ -96,9 +110,13 @@ def test_values_that_appear_late_decide_a_type(tmp_path):
 def test_rows_that_change_the_types_late_are_counted_and_written_once(tmp_path):
     lines = [json.dumps({"prompt": f"row {row} {'x' * 3000}"}) for row in range(1000)]
     (tmp_path / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "last", "late": [1]}']))
-    lengths = PromptLengths(prompt="prompt", measure=lambda prompts: [len(prompt) for prompt in prompts])
+    lengths = PromptLengths(
+        prompt="prompt", measure=lambda prompts: [len(prompt) for prompt in prompts]
+    )
     mapping = ColumnMapping(columns={"n": "late"})
-    table = imported(str(tmp_path / "rows.jsonl"), to=tmp_path / "table", mapping=mapping, prompts=lengths)
+    table = imported(
+        str(tmp_path / "rows.jsonl"), to=tmp_path / "table", mapping=mapping, prompts=lengths
+    )
     assert lengths.lengths.count == table.num_rows == 1001
     assert table.to_table()["n"].to_pylist() == [None] * 1000 + [[1]]
     assert len(list((tmp_path / "table" / "data").iterdir())) == len(table.parts)
@@ -106,7 +124,10 @@ def test_rows_that_change_the_types_late_are_counted_and_written_once(tmp_path):
 
 def test_several_sources_get_the_widest_types_and_tell_where_rows_are_from(tmp_path):
     pq.write_table(pa.table({"n": pa.array([1], pa.int32()), "t": ["a"]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"t": pa.array([None], pa.null()), "n": pa.array([2], pa.int64())}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"t": pa.array([None], pa.null()), "n": pa.array([2], pa.int64())}),
+        tmp_path / "b.parquet",
+    )
     sources = [str(tmp_path / name) for name in ("b.parquet", "a.parquet")]
     made = imported(*sources, to=tmp_path / "table", source_column="from")
     assert made.to_table().to_pylist() == [
@@ -121,25 +142,43 @@ DECODED = {
     "dictionary": (WORDS, pa.string()),
     "in a list": (pa.ListArray.from_arrays(OFFSETS, WORDS), pa.list_(pa.string())),
     "in a struct": (pa.StructArray.from_arrays([WORDS], ["x"]), pa.struct({"x": pa.string()})),
-    "in a map": (pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS), pa.map_(pa.string(), pa.string())),
+    "in a map": (
+        pa.MapArray.from_arrays(OFFSETS, pa.array(list("klmn")), WORDS),
+        pa.map_(pa.string(), pa.string()),
+    ),
     "string_view": (pa.array(["a", None, "b" * 40, ""], pa.string_view()), pa.string()),
-    "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])), pa.string()),
-    "list_view": (pa.array([["a"], None, [], ["b", "c"]], pa.list_view(pa.string())), pa.list_(pa.string())),
+    "runs": (
+        pa.RunEndEncodedArray.from_arrays(pa.array([2, 4], pa.int32()), pa.array(["a", "b"])),
+        pa.string(),
+    ),
+    "list_view": (
+        pa.array([["a"], None, [], ["b", "c"]], pa.list_view(pa.string())),
+        pa.list_(pa.string()),
+    ),
     "large_list_view": (
         pa.array([["a"], None, [], ["b", "c"]], pa.large_list_view(pa.string_view())),
         pa.large_list(pa.string()),
     ),
     "views in a struct": (
-        pa.array([{"x": ["a"]}, None, {"x": None}, {"x": ["b", "c"]}], pa.struct({"x": pa.list_view(pa.string())})),
+        pa.array(
+            [{"x": ["a"]}, None, {"x": None}, {"x": ["b", "c"]}],
+            pa.struct({"x": pa.list_view(pa.string())}),
+        ),
         pa.struct({"x": pa.list_(pa.string())}),
     ),
     "seconds": (pa.array([1, None, 2, 3], pa.timestamp("s", "UTC")), pa.timestamp("ms", "UTC")),
     "date64": (pa.array([86_400_000, None, 0, 0], pa.date64()), pa.date32()),
     "uint64": (pa.array([2**64 - 1, None, 0, 1], pa.uint64()), pa.uint64()),
     "float16": (pa.array([1.5, None, 2, 3], pa.float16()), pa.float16()),
-    "decimal": (pa.array(["1.10", None, "2.25", "3.00"]).cast(pa.decimal256(50, 2)), pa.decimal256(50, 2)),
+    "decimal": (
+        pa.array(["1.10", None, "2.25", "3.00"]).cast(pa.decimal256(50, 2)),
+        pa.decimal256(50, 2),
+    ),
     "map": (pa.array([[("a", 1)], None, [], [("b", None)]], pa.map_(pa.string(), pa.int64())),) * 2,
-    "json": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None, "{}", "[]"])), pa.string()),
+    "json": (
+        pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None, "{}", "[]"])),
+        pa.string(),
+    ),
     "large": (pa.array(["a", None, "b", ""], pa.large_string()), pa.large_string()),
 }
 
@@ -154,7 +193,9 @@ def test_values_of_any_arrow_type_come_back_equal(name, tmp_path):
 
 
 def test_a_type_that_no_table_has_is_refused_by_name(tmp_path):
-    union = pa.UnionArray.from_sparse(pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])])
+    union = pa.UnionArray.from_sparse(
+        pa.array([0, 1], pa.int8()), [pa.array([1, 2]), pa.array(["a", "b"])]
+    )
     source = stream(tmp_path, "a.arrow", pa.table({"x": union, "y": [1, 2]}))
     with pytest.raises(DataError, match=r"'x' is sparse_union.*no table has this type"):
         imported(source, to=tmp_path / "table")
@@ -174,7 +215,9 @@ def test_an_interrupted_import_leaves_nothing(tmp_path):
     rows = pa.table({"prompt": ["x" * 4000] * 40_000})
     pq.write_table(rows, tmp_path / "a.parquet")
     with pytest.raises(KeyboardInterrupt):
-        import_data(ImportRequest(sources=[str(tmp_path / "a.parquet")], to=str(tmp_path / "table")), stop)
+        import_data(
+            ImportRequest(sources=[str(tmp_path / "a.parquet")], to=str(tmp_path / "table")), stop
+        )
     assert everything_below(tmp_path / "table") == []
 
 
@@ -189,7 +232,10 @@ import_data(ImportRequest(sources=[sys.argv[1]], to=sys.argv[2]), stop)
 
 
 def test_a_killed_import_leaves_no_table_and_does_not_hinder_the_next(tmp_path):
-    pq.write_table(pa.table({"prompt": [f"{row}{'x' * 4000}" for row in range(60_000)]}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"prompt": [f"{row}{'x' * 4000}" for row in range(60_000)]}),
+        tmp_path / "a.parquet",
+    )
     paths = [str(tmp_path / "a.parquet"), str(tmp_path / "table")]
     assert subprocess.run([sys.executable, "-c", KILLED, *paths], timeout=60).returncode == -9
     assert everything_below(tmp_path / "table"), "it was killed before a part was written"
@@ -235,7 +281,9 @@ def test_an_import_takes_a_few_parts_of_memory_however_large_a_row_group_is(tmp_
     table = pa.table({"prompt": [f"{number}{text}" for number in range(45_000)]})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd")
     paths = [str(tmp_path / "a.parquet"), str(tmp_path / "table")]
-    done = subprocess.run([sys.executable, "-c", MEMORY, *paths], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, *paths], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) * 1024 < 0.8 * table.nbytes
     assert open_table(paths[1]).num_rows == table.num_rows
@@ -251,7 +299,9 @@ def test_token_lengths_are_those_that_training_goes_by(digits_task, tmp_path):
     assert made.to_table(["length"])["length"].to_pylist() == expected
     assert prompts.lengths.longer_than(8) == sum(length > 8 for length in expected) == 2
     plain = PromptLengths(prompt="prompt", measure=tokenizer.lengths)
-    assert imported(str(tmp_path / "a.parquet"), to=tmp_path / "plain", prompts=plain).schema.names == ["prompt"]
+    assert imported(
+        str(tmp_path / "a.parquet"), to=tmp_path / "plain", prompts=plain
+    ).schema.names == ["prompt"]
 
 
 def test_messages_are_as_long_as_their_chat_template_makes_them(tmp_path):
@@ -286,7 +336,12 @@ def test_rows_in_the_layout_of_verl_and_siirl_train_as_they_are(tmp_path):
 
 def test_many_files_are_opened_side_by_side_in_order(tmp_path):
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: pq.write_table(pa.table({"n": [n]}), tmp_path / f"{n:03d}.parquet"), range(40)))
+        list(
+            pool.map(
+                lambda n: pq.write_table(pa.table({"n": [n]}), tmp_path / f"{n:03d}.parquet"),
+                range(40),
+            )
+        )
     made = imported(str(tmp_path / "*.parquet"), to=tmp_path / "table")
     assert made.to_table()["n"].to_pylist() == list(range(40))
 
@@ -309,10 +364,17 @@ def test_many_files_are_opened_side_by_side_in_order(tmp_path):
             r"several splits \(test, train\): name one, as in .*train",
         ),
         ({"d/a.jsonl": "{}", "d/b.csv": "x"}, "d", r"several kinds \(CSV, JSON\)"),
-        ({"d/dataset_dict.json": '{"splits": ["train", "test"]}'}, "d", "name one of .*d/train, .*d/test"),
+        (
+            {"d/dataset_dict.json": '{"splits": ["train", "test"]}'},
+            "d",
+            "name one of .*d/train, .*d/test",
+        ),
         ({"d/dataset_info.json": "{}", "d/state.json": "[]"}, "d", "is no JSON object"),
         (
-            {"d/dataset_info.json": "{}", "d/state.json": '{"_data_files": [{"filename": "../a.arrow"}]}'},
+            {
+                "d/dataset_info.json": "{}",
+                "d/state.json": '{"_data_files": [{"filename": "../a.arrow"}]}',
+            },
             "d",
             "lists no data files below it",
         ),
@@ -320,7 +382,9 @@ def test_many_files_are_opened_side_by_side_in_order(tmp_path):
         ({"a.jsonl": '{"tokens": 1}'}, "a.jsonl", "--column OTHER=tokens --drop tokens"),
     ],
 )
-def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_written(files, source, said, tmp_path):
+def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_written(
+    files, source, said, tmp_path
+):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -342,7 +406,10 @@ def test_a_source_that_cannot_be_used_is_refused_by_name_before_anything_is_writ
             "column 'prompt' holds string, and its value in row 1 is no int64: ",
         ),
         (ColumnMapping(types={"prompt": parse_type("float")}), "its value in row 1 is no float: "),
-        (ColumnMapping(types={"prompt": parse_type("float32")}), "its value in row 1 is no float32: "),
+        (
+            ColumnMapping(types={"prompt": parse_type("float32")}),
+            "its value in row 1 is no float32: ",
+        ),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused_by_name(mapping, said, tmp_path):
@@ -355,16 +422,24 @@ def test_sources_that_do_not_go_together_are_refused_by_name(tmp_path):
     pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": ["x"]}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"b": [1]}), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r"column 'a' is int64 in .*a.parquet' and string in .*--type a=string"):
-        imported(*(str(tmp_path / name) for name in ("a.parquet", "b.parquet")), to=tmp_path / "table")
+    with pytest.raises(
+        DataError, match=r"column 'a' is int64 in .*a.parquet' and string in .*--type a=string"
+    ):
+        imported(
+            *(str(tmp_path / name) for name in ("a.parquet", "b.parquet")), to=tmp_path / "table"
+        )
     with pytest.raises(DataError, match=r"lacks the column 'a' that .*a.parquet' has"):
-        imported(*(str(tmp_path / name) for name in ("a.parquet", "c.parquet")), to=tmp_path / "table")
+        imported(
+            *(str(tmp_path / name) for name in ("a.parquet", "c.parquet")), to=tmp_path / "table"
+        )
 
 
 def test_whole_numbers_do_not_become_fractions_beside_those_of_another_source(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": {"b": [5]}}')
     (tmp_path / "b.jsonl").write_text('{"a": {"b": [0.5]}}')
-    with pytest.raises(DataError, match=r"column 'a' is .*int64.* in .*a.jsonl' and .*double.* in .*b.jsonl'"):
+    with pytest.raises(
+        DataError, match=r"column 'a' is .*int64.* in .*a.jsonl' and .*double.* in .*b.jsonl'"
+    ):
         imported(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), to=tmp_path / "table")
     both = imported(str(tmp_path / "*.jsonl"), to=tmp_path / "table").to_table()
     assert both["a"].to_pylist() == [{"b": ["5"]}, {"b": ["0.5"]}]
@@ -375,4 +450,8 @@ def test_a_type_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match=r"expected list<...> or one of text, int, float"):
         parse_type(text)
     assert parse_type(" list<list<float32>> ") == pa.list_(pa.list_(pa.float32()))
-    assert [parse_type(short) for short in ("text", "int", "float")] == [pa.string(), pa.int64(), pa.float64()]
+    assert [parse_type(short) for short in ("text", "int", "float")] == [
+        pa.string(),
+        pa.int64(),
+        pa.float64(),
+    ]

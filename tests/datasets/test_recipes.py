@@ -1,4 +1,6 @@
-"""Recipes write what their reward and the dataloader expect, from files of the datasets' own schemas."""
+"""Recipes write what their reward and the dataloader expect, from files of the datasets' own
+schemas.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ IMAGE = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
 
 
 def write_gsm8k(folder, answers=("it is 1,\n#### 1,200", "#### -3")):
-    rows = pa.table({"question": [f"question {at}?" for at in range(len(answers))], "answer": list(answers)})
+    rows = pa.table(
+        {"question": [f"question {at}?" for at in range(len(answers))], "answer": list(answers)}
+    )
     (folder / "main").mkdir(parents=True)
     for split in ("train", "test"):
         pq.write_table(rows, folder / "main" / f"{split}-00000-of-00001.parquet")
@@ -32,7 +36,11 @@ def write_gsm8k(folder, answers=("it is 1,\n#### 1,200", "#### -3")):
 
 def configured(folder, recipe, **options):
     return Config(
-        data=DataConfig(url=str(folder / "train"), prepare=f"siirl_dask.datasets:{recipe}", prepare_options=options),
+        data=DataConfig(
+            url=str(folder / "train"),
+            prepare=f"siirl_dask.datasets:{recipe}",
+            prepare_options=options,
+        ),
         validation=ValidationConfig(url=str(folder / "validation"), test_url=str(folder / "test")),
     )
 
@@ -55,10 +63,20 @@ def test_gsm8k_comes_from_a_hub(tmp_path):
     write_gsm8k(tmp_path / "hub" / "datasets" / "openai" / "gsm8k")
     config = configured(tmp_path, "gsm8k")
     with hub(tmp_path / "hub") as (endpoint, asked):
-        environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+        }
         urls = [config.data.url, config.validation.url]
-        subprocess.run([sys.executable, "-c", FROM_THE_HUB, *urls], env=environment, check=True, timeout=60)
-        assert set(asked) == {"main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"}
+        subprocess.run(
+            [sys.executable, "-c", FROM_THE_HUB, *urls], env=environment, check=True, timeout=60
+        )
+        assert set(asked) == {
+            "main/train-00000-of-00001.parquet",
+            "main/test-00000-of-00001.parquet",
+        }
     first, second = rows_at(config)
     assert first["prompt"] == [
         {
@@ -73,8 +91,12 @@ def test_gsm8k_comes_from_a_hub(tmp_path):
 
 def test_math_is_read_from_an_array_and_from_lines(tmp_path):
     problem = {"problem": "What is $1/2$?", "answer": r"\frac{1}{2}", "solution": "half"}
-    (tmp_path / "deepscaler.json").write_text(json.dumps([problem, {**problem, "answer": 3}], indent=2))
-    (tmp_path / "test.jsonl").write_text(json.dumps({**problem, "subject": "Algebra", "level": 1, "unique_id": "a"}))
+    (tmp_path / "deepscaler.json").write_text(
+        json.dumps([problem, {**problem, "answer": 3}], indent=2)
+    )
+    (tmp_path / "test.jsonl").write_text(
+        json.dumps({**problem, "subject": "Algebra", "level": 1, "unique_id": "a"})
+    )
     config = configured(tmp_path, "math", source=str(tmp_path), validation_source=str(tmp_path))
     assert prepare(config)
     first, second = rows_at(config)
@@ -97,7 +119,9 @@ def test_dapo_has_each_problem_once(tmp_path):
         for at in range(500)
     ]
     (tmp_path / "data").mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "dapo-math-17k.parquet", row_group_size=7)
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "data" / "dapo-math-17k.parquet", row_group_size=7
+    )
     config = configured(tmp_path, "dapo_17k", source=str(tmp_path))
     assert prepare(config)
     found = rows_at(config)
@@ -121,16 +145,22 @@ def test_geometry3k_has_images_in_small_row_groups(tmp_path):
     assert all(row["images"] == [PNG * 20_000] for row in found)
     assert found[0]["prompt"][0]["content"].startswith("<image>Find x. You FIRST think")
     assert len(open_table(config.data.url).row_groups()) == 5 * len(PNG) * 20_000 // 2**22 + 1
-    assert [open_table(url).num_rows for url in (config.validation.url, config.validation.test_url)] == [2, 1]
+    assert [
+        open_table(url).num_rows for url in (config.validation.url, config.validation.test_url)
+    ] == [2, 1]
 
 
 def test_a_recipe_that_fails_leaves_no_training_data(tmp_path):
     folder = write_gsm8k(tmp_path / "gsm8k", answers=("#### 1", "no number"))
     config = configured(tmp_path, "gsm8k", source=str(folder))
-    with pytest.raises(DataError, match="expected a solution that ends with '#### ' and a number, not 'no number'"):
+    with pytest.raises(
+        DataError, match="expected a solution that ends with '#### ' and a number, not 'no number'"
+    ):
         prepare(config)
     pq.write_table(pa.table({"text": ["x"]}), folder / "main" / "test-00000-of-00001.parquet")
-    with pytest.raises(DataError, match=r"lacks a column that its recipe expects: .*answer.*there is: \['text'\]"):
+    with pytest.raises(
+        DataError, match=r"lacks a column that its recipe expects: .*answer.*there is: \['text'\]"
+    ):
         prepare(config)
     assert not (tmp_path / "train" / "_snapshots").exists()
 

@@ -24,14 +24,20 @@ def written(value):
     if isinstance(value, Number):
         return str(value)
     if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(name)}: {written(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ",".join(f"{json.dumps(name)}: {written(item)}" for name, item in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + " ,".join(map(written, value)) + "]"
     return json.dumps(value)
 
 
 def is_same(got, value):
-    """Tell whether ``got`` is what ``value`` was written as: itself, or the text of a number, or JSON."""
+    """Tell whether ``got`` is what ``value`` was written as: itself, or the text of a number, or
+    JSON.
+    """
     if value is None or got is None:
         return value is got
     if isinstance(value, Number):
@@ -44,7 +50,9 @@ def is_same(got, value):
         return json.loads(got, parse_int=Number, parse_float=Number) == value
     if isinstance(value, dict):
         missing = [name for name in got if name not in value and got[name] is not None]
-        return not missing and all(name in got and is_same(got[name], item) for name, item in value.items())
+        return not missing and all(
+            name in got and is_same(got[name], item) for name, item in value.items()
+        )
     return len(got) == len(value) and all(map(is_same, got, value))
 
 
@@ -68,25 +76,40 @@ numbers = st.one_of(
     st.integers(-(2**80), 2**80).map(str),
     st.floats(allow_nan=False, allow_infinity=False).map(json.dumps),
     st.builds("{}.{}".format, st.integers(-5, 5), digits),
-    st.builds("{}{}{}".format, st.integers(-9, 9), st.sampled_from(["e", "E+", "e-"]), st.integers(0, 500)),
+    st.builds(
+        "{}{}{}".format, st.integers(-9, 9), st.sampled_from(["e", "E+", "e-"]), st.integers(0, 500)
+    ),
     st.just("-0"),
 ).map(Number)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 keys = st.one_of(st.sampled_from(["answer", "Answer", "ANSWER", "a.b", ""]), texts)
 values = st.recursive(
-    scalars, lambda of: st.lists(of, max_size=3) | st.dictionaries(keys, of, max_size=3), max_leaves=8
+    scalars,
+    lambda of: st.lists(of, max_size=3) | st.dictionaries(keys, of, max_size=3),
+    max_leaves=8,
 )
 whole = st.integers(-9, 9).map(str).map(Number)
-similar = st.sampled_from([numbers, whole, texts, st.lists(numbers, max_size=3), st.lists(texts, max_size=3)])
+similar = st.sampled_from(
+    [numbers, whole, texts, st.lists(numbers, max_size=3), st.lists(texts, max_size=3)]
+)
 rows = st.one_of(
     st.lists(st.dictionaries(keys, values, max_size=4), min_size=1, max_size=6),
-    similar.flatmap(lambda of: st.lists(st.dictionaries(keys, of, max_size=3), min_size=1, max_size=6)),
+    similar.flatmap(
+        lambda of: st.lists(st.dictionaries(keys, of, max_size=3), min_size=1, max_size=6)
+    ),
 )
-layouts = st.sampled_from(["\n".join, "\r\n \n".join, "".join, lambda rows: "[" + " ,\n".join(rows) + "\n]"])
+layouts = st.sampled_from(
+    ["\n".join, "\r\n \n".join, "".join, lambda rows: "[" + " ,\n".join(rows) + "\n]"]
+)
 
 
-@given(rows=rows, layout=layouts, chunk=st.sampled_from([1, 7, 2**20]), most=st.sampled_from([1, 3, 2**13]))
+@given(
+    rows=rows,
+    layout=layouts,
+    chunk=st.sampled_from([1, 7, 2**20]),
+    most=st.sampled_from([1, 3, 2**13]),
+)
 def test_any_json_table_comes_back_as_it_is_written(rows, layout, chunk, most, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     text = layout([written(row) for row in rows])
@@ -103,14 +126,20 @@ def test_any_json_table_comes_back_as_it_is_written(rows, layout, chunk, most, t
 
 
 exact = st.fixed_dictionaries(
-    {"a": texts, "b": st.lists(st.integers(-9, 9)), "c": st.fixed_dictionaries({"d": st.booleans() | st.none()})}
+    {
+        "a": texts,
+        "b": st.lists(st.integers(-9, 9)),
+        "c": st.fixed_dictionaries({"d": st.booleans() | st.none()}),
+    }
 )
 pieces = ["null", "NaN", "1.5", "\\ud800", "\x00", '"a": ""', "9" * 20]
 marks = st.text('{}[],:" \n\\-0', max_size=3) | st.sampled_from(pieces)
 
 
 @given(rows=st.lists(exact, min_size=2, max_size=5), data=st.data())
-def test_lines_that_pyarrow_reads_give_the_table_or_the_refusal_that_others_give(rows, data, tmp_path_factory):
+def test_lines_that_pyarrow_reads_give_the_table_or_the_refusal_that_others_give(
+    rows, data, tmp_path_factory
+):
     folder = tmp_path_factory.getbasetemp()
     first, *rest = map(json.dumps, [{"a": "x", "b": [1], "c": {"d": True}}, *rows])
     text = "\n".join(rest)
@@ -129,15 +158,30 @@ def test_lines_that_pyarrow_reads_give_the_table_or_the_refusal_that_others_give
     assert found[0] == found[1]
 
 
-names = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5), min_size=1, max_size=4)
+names = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=5),
+    min_size=1,
+    max_size=4,
+)
 cells = st.one_of(
-    st.none(), texts, st.text(',;"\t\r\n x', max_size=4), numbers.map(str), st.sampled_from(["yes", "NULL"])
+    st.none(),
+    texts,
+    st.text(',;"\t\r\n x', max_size=4),
+    numbers.map(str),
+    st.sampled_from(["yes", "NULL"]),
 )
 
 
-@given(data=st.data(), names=names, mark=st.sampled_from([",", ";", "\t"]), end=st.sampled_from(["\n", "\r\n"]))
+@given(
+    data=st.data(),
+    names=names,
+    mark=st.sampled_from([",", ";", "\t"]),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
 def test_any_csv_table_comes_back_as_it_is_written(data, names, mark, end, tmp_path_factory):
-    rows = data.draw(st.lists(st.lists(cells, min_size=len(names), max_size=len(names)), max_size=5))
+    rows = data.draw(
+        st.lists(st.lists(cells, min_size=len(names), max_size=len(names)), max_size=5)
+    )
     out = io.StringIO()
     quoted = csv.writer(out, delimiter=mark, lineterminator=end, quoting=csv.QUOTE_ALL)
     quoted.writerow(names)
@@ -151,7 +195,9 @@ def test_any_csv_table_comes_back_as_it_is_written(data, names, mark, end, tmp_p
     file.write_bytes(out.getvalue().encode())
     table = read_csv(file, mark)
     assert table.schema.names == names
-    assert [list(row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)] == rows
+    assert [
+        list(row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)
+    ] == rows
 
 
 @pytest.mark.parametrize(
@@ -172,7 +218,9 @@ def test_any_csv_table_comes_back_as_it_is_written(data, names, mark, end, tmp_p
         (["123456789012345678901234567890", "5"], pa.string()),
     ],
 )
-def test_a_column_is_of_numbers_only_where_each_is_printed_as_it_is_written(answers, kind, tmp_path):
+def test_a_column_is_of_numbers_only_where_each_is_printed_as_it_is_written(
+    answers, kind, tmp_path
+):
     for place in ('{"a": %s}', '{"a": {"b": %s}}', '{"a": [%s]}'):
         table, remarks = read_json(tmp_path, "\n".join(place % answer for answer in answers))
         inner = table.schema.field("a").type
@@ -191,7 +239,9 @@ def test_a_late_value_decides_the_type_of_all_and_all_rows_come(tmp_path):
 
 
 def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"n": {number}}}' for number in range(30_000)))
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(f'{{"n": {number}}}' for number in range(30_000))
+    )
     once = JsonFiles(open_fs(str(tmp_path))[0], [str(tmp_path / "rows.jsonl")])
     twice = JsonFiles(open_fs(str(tmp_path))[0], [str(tmp_path / "rows.jsonl")])
     twice.settle()
@@ -203,7 +253,10 @@ def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"x": 1}\n{"x": 1, "x": 2}', r"rows.jsonl cannot be read: row 2, line 2, column 1: .*the key 'x' twice"),
+        (
+            '{"x": 1}\n{"x": 1, "x": 2}',
+            r"rows.jsonl cannot be read: row 2, line 2, column 1: .*the key 'x' twice",
+        ),
         ('{"x": {"y": 1, "y": 2}}', "row 1, .*the key 'y' twice"),
         ('{"x": 1}\n{"x": }', "row 2, line 2, column 7: Expecting value"),
         ('[{"x": 1},\n 2]', "row 2, line 2, column 2: it is no object"),
@@ -216,7 +269,12 @@ def test_rows_that_are_read_twice_are_those_that_are_read_once(tmp_path):
         ('{"x": ' + "9" * 5000 + "}", "row 1, .*4300 digits"),
         ('{"x": ' + "[" * 70 + "]" * 70 + "}", "row 1: its values are nested more than 60 deep"),
         ('{"x": ' + "[" * 99_999 + "]" * 99_999 + "}", "row 1, .*nested too deep"),
-        ("".join(f'{{"x": {{"{a}": {{"{a}{b}": 1}}}}}}\n' for a in range(99) for b in range(150)), "different keys"),
+        (
+            "".join(
+                f'{{"x": {{"{a}": {{"{a}{b}": 1}}}}}}\n' for a in range(99) for b in range(150)
+            ),
+            "different keys",
+        ),
     ],
 )
 def test_what_no_table_can_hold_is_refused_by_row(text, said, tmp_path):
@@ -271,12 +329,18 @@ def test_csv_that_can_be_read_in_two_ways_is_refused_by_line(text, said, tmp_pat
         (pa.int64(), "", None),
     ],
 )
-def test_a_text_becomes_the_number_that_it_is_or_is_refused_with_its_row(kind, text, value, tmp_path):
+def test_a_text_becomes_the_number_that_it_is_or_is_refused_with_its_row(
+    kind, text, value, tmp_path
+):
     (tmp_path / "a.csv").write_text('x\n1\n1\n"' + text + '"\n1\n')
     mapping = ColumnMapping(columns={"y": "x"}, types={"y": kind})
-    request = ImportRequest(sources=[str(tmp_path / "a.csv")], to=str(tmp_path / "table"), mapping=mapping)
+    request = ImportRequest(
+        sources=[str(tmp_path / "a.csv")], to=str(tmp_path / "table"), mapping=mapping
+    )
     if value is None:
-        with pytest.raises(DataError, match="column 'y' holds string, and its value in row 3 is no"):
+        with pytest.raises(
+            DataError, match="column 'y' holds string, and its value in row 3 is no"
+        ):
             import_data(request)
         return
     made = import_data(request).to_table().to_pylist()

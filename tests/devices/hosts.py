@@ -18,7 +18,9 @@ Legend:
 
 
 def make_nodes(root: Path, *nodes: range | list[int], threads: int = 1) -> Path:
-    """Make NUMA nodes of these CPUs; of a node, CPU ``i`` and the one half a node further are threads of one core."""
+    """Make NUMA nodes of these CPUs; of a node, CPU ``i`` and the one half a node further are
+    threads of one core.
+    """
     (root / "devices/system/node").mkdir(parents=True)
     for number, cpus in enumerate(nodes):
         folder = root / f"devices/system/node/node{number}"
@@ -45,22 +47,33 @@ def add_card(root: Path, way: str, node: int = -1) -> str:
 
 
 def nvidia(cells: list[list[str]]) -> str:
-    """Print links as nvidia-smi does: tabs, an underlined first line, a network card, three more columns."""
+    """Print links as nvidia-smi does: tabs, an underlined first line, a network card, three more
+    columns.
+    """
     names = [f"GPU{index}" for index in range(len(cells))]
-    lines = ["\x1b[4m\t" + "\t".join([*names, "NIC0", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
+    lines = [
+        "\x1b[4m\t"
+        + "\t".join([*names, "NIC0", "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+        + "\x1b[0m"
+    ]
     lines += [
-        f"{name}\t" + "\t".join([*row, "SYS", "0-31", "0", "N/A"]) for name, row in zip(names, cells, strict=True)
+        f"{name}\t" + "\t".join([*row, "SYS", "0-31", "0", "N/A"])
+        for name, row in zip(names, cells, strict=True)
     ]
     lines += ["NIC0\t" + "\t".join(["SYS"] * len(cells) + [" X "])]
     return "\n".join(lines) + LEGEND + "\nNIC Legend:\n\n  NIC0: mlx5_0\n"
 
 
 def npu(cells: list[list[str]], near: list[str] | None, name: str = "NPU") -> str:
-    """Print links as npu-smi does: columns of blanks, and the CPUs near each card where there is such a column."""
+    """Print links as npu-smi does: columns of blanks, and the CPUs near each card where there is
+    such a column.
+    """
     names = [f"{name}{index}" for index in range(len(cells))]
     lines = ["           " + "  ".join(names) + ("  CPU Affinity" if near is not None else "")]
     for index, row in enumerate(cells):
-        lines.append("  ".join([f"{names[index]:<9}", *row, *([near[index]] if near is not None else [])]))
+        lines.append(
+            "  ".join([f"{names[index]:<9}", *row, *([near[index]] if near is not None else [])])
+        )
     return "\n".join(lines) + "\n" + LEGEND
 
 

@@ -69,14 +69,21 @@ def test_a_share_has_whole_cores(tmp_path):
     restricted = near - {32, 33, 1}
     shares = [share_of(restricted, place, 3, 1, tmp_path) for place in range(3)]
     assert frozenset().union(*shares) == restricted, "of a container's CPUs, all and no others"
-    assert not any(cpu in share and cpu + 32 in restricted - share for share in shares for cpu in range(16))
+    assert not any(
+        cpu in share and cpu + 32 in restricted - share for share in shares for cpu in range(16)
+    )
 
 
 def test_too_few_cpus_are_shared_by_all():
     near = frozenset(range(8))
-    assert [share_of(near, place, 2) for place in range(2)] == [frozenset(range(4)), frozenset(range(4, 8))]
+    assert [share_of(near, place, 2) for place in range(2)] == [
+        frozenset(range(4)),
+        frozenset(range(4, 8)),
+    ]
     assert {share_of(near, place, 3) for place in range(3)} == {near}
-    assert {share_of(near, place, 2, 5) for place in range(2)} == {near}, "torch has more threads than a share has CPUs"
+    assert {share_of(near, place, 2, 5) for place in range(2)} == {near}, (
+        "torch has more threads than a share has CPUs"
+    )
 
 
 PROCESS = """
@@ -124,7 +131,10 @@ print(json.dumps(told | {"after": inner(), "variable": os.environ.get("SIIRL_GIV
 
 def bound_to(cpus, *before):
     done = subprocess.run(
-        [*before, sys.executable, "-c", PROCESS, json.dumps(sorted(cpus))], capture_output=True, text=True, check=True
+        [*before, sys.executable, "-c", PROCESS, json.dumps(sorted(cpus))],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout)
 
@@ -143,7 +153,9 @@ def test_a_process_is_bound_with_its_threads_and_children_and_let_go():
 def test_a_process_is_never_bound_outside_of_the_cpus_that_it_was_given():
     first, *others = sorted(HERE)
     told = bound_to(others, "taskset", "-c", str(first))
-    assert {tuple(told[name]) for name in ("bound", "later", "earlier", "child", "freed", "after")} == {(first,)}
+    assert {
+        tuple(told[name]) for name in ("bound", "later", "earlier", "child", "freed", "after")
+    } == {(first,)}
 
 
 @SEVERAL

@@ -1,4 +1,6 @@
-"""Runs on NPUs that are stood in for: ``tests/fake_npu`` is torch's plug-in in processes of their own."""
+"""Runs on NPUs that are stood in for: ``tests/fake_npu`` is torch's plug-in in processes of
+their own.
+"""
 
 import json
 import os
@@ -22,19 +24,41 @@ EQUAL = ("row_id", "prompt", "response_ids", "reward", "advantage")
 
 def python(*command, npus=4, **variables):
     """Run Python with NPUs; without, as this process does."""
-    plugin = {"PYTHONPATH": f"{ROOT / 'tests' / 'fake_npu'}{os.pathsep}{ROOT}", "FAKE_NPU_COUNT": str(npus)}
+    plugin = {
+        "PYTHONPATH": f"{ROOT / 'tests' / 'fake_npu'}{os.pathsep}{ROOT}",
+        "FAKE_NPU_COUNT": str(npus),
+    }
     environment = {**os.environ, **(plugin if npus else {}), **variables}
-    return subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def test_roles_compute_on_npus_as_on_cpus():
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "tests/fake_npu/npu_checks.py")
+    done = python(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "tests/fake_npu/npu_checks.py",
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def train(task, url, *overrides, npus=0, **variables):
-    given = [*digits_overrides(task, url), "cluster.workers=3", PLACEMENT, "checkpoint.every=1", *overrides]
-    done = python("-m", "siirl_dask.cli", "run", "configs/grpo_kl.yaml", *given, npus=npus, **variables)
+    given = [
+        *digits_overrides(task, url),
+        "cluster.workers=3",
+        PLACEMENT,
+        "checkpoint.every=1",
+        *overrides,
+    ]
+    done = python(
+        "-m", "siirl_dask.cli", "run", "configs/grpo_kl.yaml", *given, npus=npus, **variables
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -70,7 +94,12 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
     one, other = ({**telling, "FAKE_NPU_TAKEN": str(folder)} for folder in taken)
     exact = ["run.steps=2", "model.dtype=float32", "profile.steps=[2]", "observe.progress=true"]
     begun = train(digits_task, ours, *exact, npus=4, **one)
-    assert shown(begun).count("model.dtype=float32 on Ascend910B2: it multiplies 4 times as fast in bfloat16") == 1
+    assert (
+        shown(begun).count(
+            "model.dtype=float32 on Ascend910B2: it multiplies 4 times as fast in bfloat16"
+        )
+        == 1
+    )
     first = [json.loads(file.read_text()) for file in counts.iterdir()]
     resumed = train(digits_task, ours, "run.steps=3", "observe.progress=true", npus=4, **other)
     assert "model.dtype=auto takes float32: the run began with it" in shown(resumed)
@@ -97,7 +126,9 @@ def test_a_whole_run_on_npus_has_the_rows_of_one_on_cpus_and_resumes(digits_task
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
 def test_workers_of_a_run_are_bound_and_their_rewards_are_not(digits_task, tmp_path):
-    """Every worker says what its processes may use: a reward in a process of its own all that there is."""
+    """Every worker says what its processes may use: a reward in a process of its own all that
+    there is.
+    """
     one, here = max(given_cpus()), len(given_cpus())
     (tmp_path / "topo").write_text(npu(links(64, lambda one, two: "HCCS"), [str(one)] * 64))
     install(tmp_path / "bin", "npu-smi", f"cat {tmp_path / 'topo'}")
@@ -111,7 +142,17 @@ def test_workers_of_a_run_are_bound_and_their_rewards_are_not(digits_task, tmp_p
     given = ["run.steps=1", f"rewards.function={tmp_path / 'mine.py'}:cpus", "rewards.processes=1"]
     for name, overrides, parent in (("near", [], 1), ("anywhere", ["cluster.affinity=none"], here)):
         (taken := tmp_path / f"{name}-taken").mkdir()
-        train(digits_task, tmp_path / name, *given, *overrides, npus=4, **variables, FAKE_NPU_TAKEN=str(taken))
+        train(
+            digits_task,
+            tmp_path / name,
+            *given,
+            *overrides,
+            npus=4,
+            **variables,
+            FAKE_NPU_TAKEN=str(taken),
+        )
         rows = samples(tmp_path / name, 1)
         assert {*rows["reward"].to_pylist()} == {float(here)}
-        assert {part["parent"] for part in map(dict, rows["reward_parts"].to_pylist())} == {float(parent)}
+        assert {part["parent"] for part in map(dict, rows["reward_parts"].to_pylist())} == {
+            float(parent)
+        }

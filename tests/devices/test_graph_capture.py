@@ -8,7 +8,9 @@ import torch
 from siirl_dask.devices import accelerator
 
 
-def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shared_memory(monkeypatch):
+def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shared_memory(
+    monkeypatch,
+):
     """Another thread's allocations must not end a capture, as those of the default mode do."""
     done = []
 
@@ -44,7 +46,14 @@ def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shar
     monkeypatch.setattr(torch, "cuda", stand_in)
     capture = accelerator.graph_capture(torch.device("cuda", 0))
     once = [
-        *("aside waits for current", "aside", "step", "step", "end of aside", "current waits for aside"),
+        *(
+            "aside waits for current",
+            "aside",
+            "step",
+            "step",
+            "end of aside",
+            "current waits for aside",
+        ),
         *("capture in pool 0, thread_local", "step", "end of capture in pool 0, thread_local"),
     ]
     replay = capture(lambda: done.append("step"))
@@ -55,4 +64,8 @@ def test_a_step_warms_up_on_a_stream_apart_is_captured_once_and_replayed_in_shar
 
 
 def test_graphs_are_of_cuda_alone():
-    assert [accelerator.has_graphs(torch.device(kind)) for kind in ("cuda", "cpu", "meta")] == [True, False, False]
+    assert [accelerator.has_graphs(torch.device(kind)) for kind in ("cuda", "cpu", "meta")] == [
+        True,
+        False,
+        False,
+    ]

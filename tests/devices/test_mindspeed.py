@@ -1,4 +1,6 @@
-"""MindSpeed's adapter, on MindSpeed and NPUs that are stood in for (``tests/fake_mindspeed``, ``tests/fake_npu``)."""
+"""MindSpeed's adapter, on MindSpeed and NPUs that are stood in for (``tests/fake_mindspeed``,
+``tests/fake_npu``).
+"""
 
 import os
 import subprocess
@@ -36,7 +38,9 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+    pytest.importorskip(
+        "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
+    )
     folder = tiny_model(tmp_path_factory.mktemp("model") / "model", seed=1)
     torch.save(mindspeed_checks.learned(folder, Device("w0"), {}), folder.with_name("expected.pt"))
     return folder
@@ -53,8 +57,17 @@ def folder(tmp_path_factory):
 )
 def test_in_a_process_of_its_own(check, folder):
     paths = [ROOT / "tests" / "fake_mindspeed", ROOT / "tests" / "fake_npu", ROOT, ROOT / "storage"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "FAKE_NPU_COUNT": "1"}
-    command = [sys.executable, str(ROOT / "tests" / "fake_mindspeed" / "mindspeed_checks.py"), check, str(folder)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "FAKE_NPU_COUNT": "1",
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "fake_mindspeed" / "mindspeed_checks.py"),
+        check,
+        str(folder),
+    ]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -64,20 +77,31 @@ def operators(given=ALL):
 
 
 class Recorded(SimpleNamespace):
-    """Modules of MindSpeed that record what they are asked, in a process that has neither megatron-core nor an NPU."""
+    """Modules of MindSpeed that record what they are asked, in a process that has neither
+    megatron-core nor an NPU.
+    """
 
     def __init__(self, monkeypatch):
         super().__init__(calls=[], arguments=[])
         self._monkeypatch = monkeypatch
         self.features = ["use_flash_attn"]
-        self.flags = ["use_fused_rotary_pos_emb", "use_fused_rmsnorm", "use_fused_swiglu", "sparse_mode"]
-        for name in [each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron")]:
+        self.flags = [
+            "use_fused_rotary_pos_emb",
+            "use_fused_rmsnorm",
+            "use_fused_swiglu",
+            "sparse_mode",
+        ]
+        for name in [
+            each for each in sys.modules if each.partition(".")[0] in ("mindspeed", "megatron")
+        ]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setattr(mindspeed, "check_installed", lambda: None)
         monkeypatch.setattr(mindspeed.importlib, "import_module", self.imported)
 
     def imported(self, name):
-        """Import a module of MindSpeed's as Python does: it is among those of the process from then on."""
+        """Import a module of MindSpeed's as Python does: it is among those of the process from
+        then on.
+        """
         if name == "mindspeed.megatron_adaptor":
             self.arguments.append(list(sys.argv))
             made = ModuleType(name)
@@ -88,7 +112,9 @@ class Recorded(SimpleNamespace):
             features = [SimpleNamespace(feature_name=each) for each in self.features]
             made.MindSpeedFeaturesManager = SimpleNamespace(
                 FEATURES_LIST=features,
-                register_features_args=lambda parser: [parser.add_argument(f"--{each}") for each in self.flags],
+                register_features_args=lambda parser: [
+                    parser.add_argument(f"--{each}") for each in self.flags
+                ],
             )
         self._monkeypatch.setitem(sys.modules, name, made)
         return made
@@ -110,7 +136,9 @@ def test_it_is_patched_once_for_roles_that_agree_and_sees_no_arguments(recorded,
 
 
 def test_every_operator_that_is_mindspeeds_has_an_option():
-    assert {*mindspeed.OPTIONS} == {name for name, libraries in OPERATORS.items() if "mindspeed" in libraries}
+    assert {*mindspeed.OPTIONS} == {
+        name for name, libraries in OPERATORS.items() if "mindspeed" in libraries
+    }
     assert mindspeed.options_of(operators({})) is None
     one = mindspeed.options_of(operators(NORMS))
     assert {name: value for name, value in one.items() if name not in OF_MODEL} == {
@@ -122,7 +150,10 @@ def test_every_operator_that_is_mindspeeds_has_an_option():
 def test_roles_that_disagree_are_refused(recorded):
     mindspeed.patch(operators(NORMS), "npu")
     for given, said in {
-        tuple(ALL): r"with \{'use_fused_rotary_pos_emb': True, .*another role with \{'use_fused_rotary_pos_emb': False",
+        tuple(ALL): (
+            r"with \{'use_fused_rotary_pos_emb': True, .*another role with "
+            r"\{'use_fused_rotary_pos_emb': False"
+        ),
         (): "another role of this process has it, and it patches the whole process",
     }.items():
         with pytest.raises(ConfigError, match=said):
@@ -132,10 +163,14 @@ def test_roles_that_disagree_are_refused(recorded):
 
 def test_another_device_and_a_late_import_are_refused(recorded, monkeypatch):
     for kind in ("cpu", "cuda"):
-        with pytest.raises(ConfigError, match=f"mindspeed runs on npu alone, and the role has {kind}: leave it out"):
+        with pytest.raises(
+            ConfigError, match=f"mindspeed runs on npu alone, and the role has {kind}: leave it out"
+        ):
             mindspeed.patch(operators(), kind)
     monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
-    with pytest.raises(ConfigError, match="must be imported before megatron-core, which this process has imported"):
+    with pytest.raises(
+        ConfigError, match="must be imported before megatron-core, which this process has imported"
+    ):
         mindspeed.patch(operators(), "npu")
     assert not recorded.arguments
 
@@ -143,7 +178,9 @@ def test_another_device_and_a_late_import_are_refused(recorded, monkeypatch):
 def test_a_mindspeed_that_fails_or_lacks_something_is_refused(recorded, monkeypatch):
     recorded.flags.remove("use_fused_swiglu")
     recorded.features.clear()
-    with pytest.raises(ConfigError, match=r"has no option use_flash_attn, use_fused_swiglu; .*core_r0\.16\.0"):
+    with pytest.raises(
+        ConfigError, match=r"has no option use_flash_attn, use_fused_swiglu; .*core_r0\.16\.0"
+    ):
         mindspeed.patch(operators(), "npu")
     assert not recorded.calls
     mindspeed.patch(operators(NORMS), "npu")
@@ -153,8 +190,14 @@ def test_a_mindspeed_that_fails_or_lacks_something_is_refused(recorded, monkeypa
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ImportError("libascendcl.so: cannot open"), "ImportError: libascendcl.so: cannot open; source CANN's set_env"),
-        (AttributeError("no repatch"), r"AttributeError: no repatch; mend MindSpeed: install its source, branch"),
+        (
+            ImportError("libascendcl.so: cannot open"),
+            "ImportError: libascendcl.so: cannot open; source CANN's set_env",
+        ),
+        (
+            AttributeError("no repatch"),
+            r"AttributeError: no repatch; mend MindSpeed: install its source, branch",
+        ),
     ],
 )
 def test_what_fails_inside_of_it_is_said_in_one_line(recorded, monkeypatch, error, said):
@@ -173,13 +216,20 @@ def test_libraries_that_megatron_cores_layers_do_not_take_are_refused(given):
 
 
 def test_mindspeed_is_for_megatron_and_megatron_has_a_table_of_its_own():
-    with pytest.raises(ConfigError, match=r"operators\.rms_norm=mindspeed: .*take trainer\.backend=megatron"):
+    with pytest.raises(
+        ConfigError, match=r"operators\.rms_norm=mindspeed: .*take trainer\.backend=megatron"
+    ):
         TrainerConfig(operators=NORMS)
     assert operators({}) == {
         "rotary": "torch", "rms_norm": "torch", "swiglu": "torch", "attention": "torch_npu", "adamw": "torch_npu",
     }  # fmt: skip
-    for given in ({name: library} for name, libraries in MEGATRON_OPERATORS.items() for library in libraries):
-        TrainerConfig(backend=Backend.megatron, operators=NORMS | given if "torch" not in given.values() else given)
+    for given in (
+        {name: library} for name, libraries in MEGATRON_OPERATORS.items() for library in libraries
+    ):
+        TrainerConfig(
+            backend=Backend.megatron,
+            operators=NORMS | given if "torch" not in given.values() else given,
+        )
 
 
 @pytest.fixture
@@ -190,7 +240,9 @@ def places(tmp_path):
         core = tmp_path / "megatron" / "core"
         core.mkdir(parents=True, exist_ok=True)
         (core / "package_info.py").write_text(f"__version__ = {version!r}")
-        return lambda name: SimpleNamespace(origin=str(core / "__init__.py")) if name in found else None
+        return lambda name: (
+            SimpleNamespace(origin=str(core / "__init__.py")) if name in found else None
+        )
 
     found = ["mindspeed", "torch_npu", "megatron.core"]
     make.found = found
@@ -201,7 +253,9 @@ def test_what_is_not_installed_or_does_not_go_together_is_said(places, monkeypat
     monkeypatch.setattr(mindspeed, "find_spec", places("0.16.1"))
     mindspeed.check_installed()
     monkeypatch.setattr(mindspeed, "find_spec", places("0.12.1"))
-    with pytest.raises(ConfigError, match=r"goes with megatron-core 0\.16, and 0\.12\.1 is installed"):
+    with pytest.raises(
+        ConfigError, match=r"goes with megatron-core 0\.16, and 0\.12\.1 is installed"
+    ):
         mindspeed.check_installed()
     for name, said in {
         "megatron.core": "needs megatron-core",
@@ -215,7 +269,9 @@ def test_what_is_not_installed_or_does_not_go_together_is_said(places, monkeypat
 
 def planned(digits_task, tmp_path, *options):
     together = ["cluster.device_memory=64GB", "cluster.workers=2"]
-    together.append("cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1], critic: [0, 1]}")
+    together.append(
+        "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1], critic: [0, 1]}"
+    )
     backends = [f"{group}.backend=megatron" for group in ("trainer", "critic")]
     given = [*digits_overrides(digits_task, tmp_path / "run"), *together, *backends, *options]
     file = load_config_file(shipped("quickstart_ppo.yaml"), given)
@@ -230,6 +286,9 @@ def test_a_plan_refuses_roles_of_one_worker_that_disagree(digits_task, tmp_path,
     apart = "cluster.placement={rollout: [0], reward: [0], policy: [0], critic: [1]}"
     for options in (norms, [norms[0], apart]):
         assert "== memory ==" in planned(digits_task, tmp_path, *options)
-    said = "'policy' and 'critic' are both on worker .* with MindSpeed's rms_norm and megatron-core as it is"
+    said = (
+        "'policy' and 'critic' are both on worker .* with MindSpeed's rms_norm and megatron-core "
+        "as it is"
+    )
     with pytest.raises(PlanError, match=said):
         planned(digits_task, tmp_path, norms[0])

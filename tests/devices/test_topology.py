@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from siirl_dask.devices import DeviceKind, traits_of
 from siirl_dask.devices.link_matrix import ask, read_addresses, read_matrix, speed_of
-from siirl_dask.devices.topology import CardPlace, blocks_of, order_by_links, read_topology, slowest_link
+from siirl_dask.devices.topology import (
+    CardPlace,
+    blocks_of,
+    order_by_links,
+    read_topology,
+    slowest_link,
+)
 from tests.devices.hosts import add_card, install, links, make_nodes, npu, nvidia, quads
 
 CUDA, NPU = traits_of(DeviceKind.CUDA), traits_of(DeviceKind.NPU)
@@ -46,8 +52,13 @@ def dgx(root):
 
 def test_eight_gpus_on_nvlink_keep_their_order_and_have_the_cpus_of_their_nodes(tmp_path):
     addresses = dgx(tmp_path)
-    told = {CUDA.links: nvidia(links(8, lambda one, two: "NV18")), CUDA.addresses: listed(addresses)}
-    found = read_topology([CardPlace(address) for address in addresses], CUDA, tmp_path, answering(told))
+    told = {
+        CUDA.links: nvidia(links(8, lambda one, two: "NV18")),
+        CUDA.addresses: listed(addresses),
+    }
+    found = read_topology(
+        [CardPlace(address) for address in addresses], CUDA, tmp_path, answering(told)
+    )
     assert found.order == tuple(range(8))
     assert {link for row in found.links for link in row} == {"NV18", "X"}
     assert found.nodes == (0,) * 4 + (1,) * 4
@@ -61,7 +72,9 @@ def test_visible_gpus_are_found_by_address_however_torch_numbers_them(tmp_path):
     addresses = dgx(tmp_path)
     told = {CUDA.links: nvidia(links(8, quads)), CUDA.addresses: listed(addresses)}
     visible = [addresses[number] for number in (7, 2, 5, 0)]
-    found = read_topology([CardPlace(address) for address in visible], CUDA, tmp_path, answering(told))
+    found = read_topology(
+        [CardPlace(address) for address in visible], CUDA, tmp_path, answering(told)
+    )
     assert [visible[card] for card in found.order] == [addresses[number] for number in (0, 2, 5, 7)]
     assert blocks_of(found) == [(3, 1), (2, 0)]
 
@@ -80,8 +93,12 @@ def test_two_quads_that_are_numbered_in_turn_come_one_after_the_other(tmp_path):
 
 def test_npus_of_a_container_are_those_of_the_matrix_in_its_order(tmp_path):
     make_nodes(tmp_path, range(8))
-    text = npu(links(2, lambda one, two: "SIO"), ["0-3", "4-7"], "Phy-ID").replace("Phy-ID1", "Phy-ID13")
-    found = read_topology(NUMBERS[:2], NPU, tmp_path, answering({NPU.links: text.replace("Phy-ID0", "Phy-ID12")}))
+    text = npu(links(2, lambda one, two: "SIO"), ["0-3", "4-7"], "Phy-ID").replace(
+        "Phy-ID1", "Phy-ID13"
+    )
+    found = read_topology(
+        NUMBERS[:2], NPU, tmp_path, answering({NPU.links: text.replace("Phy-ID0", "Phy-ID12")})
+    )
     assert found.links[0] == ("X", "SIO")
     assert found.near == (frozenset(range(4)), frozenset(range(4, 8)))
     assert found.nodes == (0, 0), "the node that has the CPUs that the program names"
@@ -97,7 +114,10 @@ def test_pairs_on_pcie_are_found_in_sysfs_without_any_program(tmp_path):
         ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:01.0/0000:04:00.0", 0),
         ("pci0000:80/0000:80:02.0/0000:82:00.0", 1),
         ("pci0000:90/0000:90:01.0/0000:91:00.0", 1),
-        ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:02.0/0000:05:00.0/0000:06:00.0/0000:07:00.0", 0),
+        (
+            "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:02.0/0000:05:00.0/0000:06:00.0/0000:07:00.0",
+            0,
+        ),
     ]
     places = [CardPlace(add_card(tmp_path, *way)) for way in ways]
     found = read_topology(places, CUDA, tmp_path, answering({}))
@@ -113,21 +133,28 @@ def test_a_host_of_one_node_has_all_its_cpus_near_and_one_without_nodes_none(tmp
     address = add_card(tmp_path / "one", "pci0000:00/0000:00:05.0")
     (tmp_path / "none").mkdir()
     assert add_card(tmp_path / "none", "pci0000:00/0000:00:05.0") == address
-    one, none = (read_topology([CardPlace(address)], CUDA, tmp_path / name, answering({})) for name in ("one", "none"))
+    one, none = (
+        read_topology([CardPlace(address)], CUDA, tmp_path / name, answering({}))
+        for name in ("one", "none")
+    )
     assert (one.nodes, one.near, one.order) == ((0,), (frozenset(range(8)),), (0,))
     assert (none.nodes, none.near, none.order) == ((None,), (frozenset(),), (0,))
 
 
 def test_a_node_that_is_not_told_on_a_host_of_two_is_not_guessed(tmp_path):
     make_nodes(tmp_path, range(8), range(8, 16))
-    found = read_topology([CardPlace(add_card(tmp_path, "pci0000:00/0000:00:05.0"))], CUDA, tmp_path, answering({}))
+    found = read_topology(
+        [CardPlace(add_card(tmp_path, "pci0000:00/0000:00:05.0"))], CUDA, tmp_path, answering({})
+    )
     assert (found.nodes, found.near) == ((None,), (frozenset(),))
 
 
 def test_parts_of_one_card_are_next_to_each_other(tmp_path):
     make_nodes(tmp_path, range(8))
     cards = [add_card(tmp_path, f"pci0000:0{bus}/0000:0{bus}:00.0", 0) for bus in (1, 2)]
-    found = read_topology([CardPlace(cards[part % 2]) for part in range(6)], CUDA, tmp_path, answering({}))
+    found = read_topology(
+        [CardPlace(cards[part % 2]) for part in range(6)], CUDA, tmp_path, answering({})
+    )
     assert found.order == (0, 2, 4, 1, 3, 5)
     assert found.links[0][2] == "X"
 
@@ -166,7 +193,9 @@ def test_no_text_does_more_than_be_refused(text):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms())
-def test_each_clique_of_fast_links_is_one_block_of_the_order_however_cards_are_numbered(cliques, size, random):
+def test_each_clique_of_fast_links_is_one_block_of_the_order_however_cards_are_numbered(
+    cliques, size, random
+):
     cards = list(range(cliques * size))
     random.shuffle(cards)
     clique = {card: place // size for place, card in enumerate(cards)}
@@ -178,15 +207,22 @@ def test_each_clique_of_fast_links_is_one_block_of_the_order_however_cards_are_n
         assert len({clique[card] for card in order[first : first + size]}) == 1
     other = list(range(len(cards)))
     random.shuffle(other)
-    shown = order_by_links([[matrix[one][two] for two in other] for one in other], [names[card] for card in other])
+    shown = order_by_links(
+        [[matrix[one][two] for two in other] for one in other], [names[card] for card in other]
+    )
     if size > 1 or cliques == 1:
-        assert [other[card] for card in shown] == list(order), "the same cards, however torch numbers them"
+        assert [other[card] for card in shown] == list(order), (
+            "the same cards, however torch numbers them"
+        )
 
 
 @given(st.integers(0, 9), st.data())
 def test_any_links_give_an_order_of_all_cards(count, data):
     kinds = st.sampled_from(["SYS", "NODE", "PHB", "PIX", "NV1", "NV12", "HCCS", ""])
-    drawn = {pair: data.draw(kinds) for pair in [(one, two) for two in range(count) for one in range(two)]}
+    drawn = {
+        pair: data.draw(kinds)
+        for pair in [(one, two) for two in range(count) for one in range(two)]
+    }
     matrix = links(count, lambda one, two: drawn[min(one, two), max(one, two)])
     order = order_by_links(matrix, [("", card) for card in range(count)])
     assert sorted(order) == list(range(count))
@@ -213,7 +249,12 @@ def test_links_have_the_order_of_their_speed():
 
 def test_programs_are_bounded_in_time_and_size(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name, text in {"says": "echo $1", "fails": "exit 3", "endless": "exec yes", "late": "exec sleep 60"}.items():
+    for name, text in {
+        "says": "echo $1",
+        "fails": "exit 3",
+        "endless": "exec yes",
+        "late": "exec sleep 60",
+    }.items():
         install(tmp_path, name, text)
     assert ask(["says", "this"]) == "this\n"
     began = time.monotonic()

@@ -34,13 +34,17 @@ def processes():
 @pytest.fixture
 def cluster(processes, tmp_path):
     """Starts a scheduler, and a worker for each name, and returns a client of them."""
-    from distributed import Client  # not at the top: Dask would take pytest's log handlers for its own
+    from distributed import (
+        Client,
+    )  # not at the top: Dask would take pytest's log handlers for its own
 
     with ExitStack() as closed:
 
         def start(scheduler="pass", **workers):
             file = tmp_path / "scheduler.json"
-            processes("scheduler", "--scheduler-file", str(file), *QUIET, "--port", "0", before=scheduler)
+            processes(
+                "scheduler", "--scheduler-file", str(file), *QUIET, "--port", "0", before=scheduler
+            )
             for name, how in workers.items():
                 processes(
                     "worker",

@@ -1,4 +1,6 @@
-"""Estimates beside measurements: what deviates is marked, what is unknown stays so, splits begin from what was seen."""
+"""Estimates beside measurements: what deviates is marked, what is unknown stays so, splits begin
+from what was seen.
+"""
 
 import json
 from contextlib import suppress
@@ -25,21 +27,39 @@ RECORDS = [train_record(step) for step in (2, 3)]
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     folder = write_config(tmp_path_factory.mktemp("7b") / "model", QWEN2_5_7B)
-    given = [f"model.path={folder}", "cluster.workers=4", "data.url=none", "data.batch_size=32", "rollout.n=8", APART]
+    given = [
+        f"model.path={folder}",
+        "cluster.workers=4",
+        "data.url=none",
+        "data.batch_size=32",
+        "rollout.n=8",
+        APART,
+    ]
     given += ["rollout.engine=vllm", "rollout.max_response_length=2048", "trainer.backend=fsdp"]
     file = load_config_file(shipped("dags/grpo.yaml"), given)
-    plan, source = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)[Phase.TRAIN]
+    plan, source = plan_phases(
+        file.config, *dags(file), worker_names(file.config), assume_columns=True
+    )[Phase.TRAIN]
     return file.config, plan, sizes_of(file.config, plan, source)
 
 
 def measured(rollout=10.0, update=4.0, step=20.0, memory=None, **edges):
-    nodes = {"rollout": rollout, "old_logprobs": 2.0, "update": update, "weights": 0.5, "load_weights": 0.25}
+    nodes = {
+        "rollout": rollout,
+        "old_logprobs": 2.0,
+        "update": update,
+        "weights": 0.5,
+        "load_weights": 0.25,
+    }
     return Measured(
         steps=[2, 3],
         seconds=step,
         workers=["0", "1", "2", "3"],
         nodes={name: MeasuredNode(took, "1", took, memory) for name, took in nodes.items()},
-        edges={name.replace("_to_", "->"): MeasuredEdge(nbytes, 0.1, 0.2) for name, nbytes in edges.items()},
+        edges={
+            name.replace("_to_", "->"): MeasuredEdge(nbytes, 0.1, 0.2)
+            for name, nbytes in edges.items()
+        },
         memory={} if memory is None else dict.fromkeys("0123", memory),
     )
 
@@ -51,7 +71,11 @@ def analyzed(planned, found, *, speed=None, lengths=None, records=RECORDS, memor
 def test_what_was_not_measured_or_cannot_be_known_is_none(planned):
     found = analyzed(planned, measured())
     nodes = {node.name: node for node in found.nodes}
-    assert (nodes["reward"].seconds.measured, nodes["reward"].share, nodes["reward"].memory) == (None, None, None)
+    assert (nodes["reward"].seconds.measured, nodes["reward"].share, nodes["reward"].memory) == (
+        None,
+        None,
+        None,
+    )
     assert nodes["rollout"].seconds.estimated is None, "no device was named"
     edges = {(edge.source, edge.target): edge for edge in found.edges}
     moved = edges["rollout", "old_logprobs"]
@@ -63,8 +87,12 @@ def test_what_was_not_measured_or_cannot_be_known_is_none(planned):
 def test_bytes_are_estimated_at_the_lengths_that_were_seen(planned):
     _, plan, sizes = planned
     found = analyzed(planned, measured(rollout_to_old_logprobs=1e3))
-    (edge,) = [edge for edge in found.edges if (edge.source, edge.target) == ("rollout", "old_logprobs")]
-    assert found.lengths == StepTokens(17.0, 11.0, 2048.0), "7,168 tokens of 256 rows, 11 of each a response's"
+    (edge,) = [
+        edge for edge in found.edges if (edge.source, edge.target) == ("rollout", "old_logprobs")
+    ]
+    assert found.lengths == StepTokens(17.0, 11.0, 2048.0), (
+        "7,168 tokens of 256 rows, 11 of each a response's"
+    )
     assert edge.most_bytes == estimate(plan, sizes)["rollout", "old_logprobs"].bytes
     assert edge.bytes.estimated < edge.most_bytes / 20
     assert edge.bytes.measured == 1e3
@@ -93,7 +121,10 @@ def test_the_split_that_ran_takes_as_long_as_it_did(planned, speed):
 def test_workers_are_better_where_the_time_goes(planned):
     slow_engine = analyzed(planned, measured(rollout=100.0, step=110.0)).splits
     slow_trainer = analyzed(planned, measured(update=100.0, step=115.0)).splits
-    apart = [[split.rollout for split in splits if not split.together] for splits in (slow_engine, slow_trainer)]
+    apart = [
+        [split.rollout for split in splits if not split.together]
+        for splits in (slow_engine, slow_trainer)
+    ]
     assert (apart[0][0], apart[1][0]) == (3, 1)
 
 
@@ -110,7 +141,14 @@ def test_memory_deviates_above_its_bound_alone(planned):
 
 @pytest.mark.parametrize(
     ("estimated", "seen", "deviates"),
-    [(2.0, 2.9, False), (2.0, 3.1, True), (3.1, 2.0, True), (0.0, 5.0, True), (5.0, 0.0, True), (None, 5.0, False)],
+    [
+        (2.0, 2.9, False),
+        (2.0, 3.1, True),
+        (3.1, 2.0, True),
+        (0.0, 5.0, True),
+        (5.0, 0.0, True),
+        (None, 5.0, False),
+    ],
 )
 def test_half_as_much_again_deviates(estimated, seen, deviates):
     assert Compared(estimated, seen).deviates == deviates
@@ -134,7 +172,12 @@ def test_the_command_shows_a_run_s_plan_beside_what_it_measured(tmp_path, capsys
         assert told in said, told
     main(["plan", "--analyze", url, "--format", "json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["seconds"] == {"estimated": None, "measured": pytest.approx(3.6), "times": 1.5, "above_only": False}
+    assert data["seconds"] == {
+        "estimated": None,
+        "measured": pytest.approx(3.6),
+        "times": 1.5,
+        "above_only": False,
+    }
     assert {node["name"]: node["memory"] for node in data["nodes"]}["update"] == 1_400_000_000
 
 
@@ -152,8 +195,14 @@ def test_a_run_that_went_on_with_fewer_workers_is_planned_on_as_many(tmp_path, c
     ("arguments", "said"),
     [
         (["plan"], "plan needs CONFIG, a YAML file, or --analyze RUN"),
-        (["plan", "--analyze", "{run}", "x.yaml"], "reads that run's own configuration: leave out x.yaml"),
-        (["plan", "--analyze", "{run}", "--workers", "4"], "reads that run's own configuration: leave out --workers"),
+        (
+            ["plan", "--analyze", "{run}", "x.yaml"],
+            "reads that run's own configuration: leave out x.yaml",
+        ),
+        (
+            ["plan", "--analyze", "{run}", "--workers", "4"],
+            "reads that run's own configuration: leave out --workers",
+        ),
         (["plan", "--analyze", "{run}/none"], "run/none' holds no run"),
         (["plan", "--analyze", "{run}"], "holds no trace"),
         (["plan", "--analyze", "{run}", "--format", "svg"], "siirl-dask report draws a run's DAG"),
@@ -197,7 +246,9 @@ def test_code_that_a_run_s_folder_names_is_not_imported(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("key", ["trainer", "critic"])
 @pytest.mark.parametrize("name", ["evil:SPEC", "evil.py:SPEC", "evil:SP-EC", "evil:SPEC "])
-def test_a_backend_that_a_run_s_configuration_names_is_not_imported(tmp_path, monkeypatch, capsys, key, name):
+def test_a_backend_that_a_run_s_configuration_names_is_not_imported(
+    tmp_path, monkeypatch, capsys, key, name
+):
     url = whole_run(tmp_path / "run")
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nSPEC = 1\n")
@@ -217,7 +268,9 @@ def test_a_backend_that_a_run_s_configuration_names_is_not_imported(tmp_path, mo
 
 
 @pytest.mark.parametrize("form", ["{file}:SPEC", "evil:SPEC", "siirl_dask./../{file}:SPEC"])
-def test_an_engine_that_a_run_s_configuration_names_is_not_imported(tmp_path, monkeypatch, capsys, form):
+def test_an_engine_that_a_run_s_configuration_names_is_not_imported(
+    tmp_path, monkeypatch, capsys, form
+):
     url = whole_run(tmp_path / "run")
     ran = tmp_path / "ran"
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w')\n")
@@ -228,7 +281,11 @@ def test_an_engine_that_a_run_s_configuration_names_is_not_imported(tmp_path, mo
     config = yaml.safe_load(file.read_text())
     config["rollout"]["engine"] = form.format(file="evil.py")
     file.write_text(yaml.safe_dump(config))
-    for command in (["plan", "--analyze", url], ["report", url, "--output", "report.html"], ["check", url]):
+    for command in (
+        ["plan", "--analyze", url],
+        ["report", url, "--output", "report.html"],
+        ["check", url],
+    ):
         with suppress(SystemExit):
             main(command)
         assert not ran.exists(), command

@@ -27,7 +27,9 @@ def numbers(those, phase):
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.integers(0, 30))
-def test_whenever_workers_join_all_is_done_once_and_the_last_step_is_drained_and_saved(steps, save, validate, after):
+def test_whenever_workers_join_all_is_done_once_and_the_last_step_is_drained_and_saved(
+    steps, save, validate, after
+):
     whole, first = [*plan(steps, save, validate)], []
     for iteration in until_stopped(plan(steps, save, validate), lambda: len(first) >= after, steps):
         first.append(iteration)
@@ -74,11 +76,16 @@ def test_the_seconds_of_a_change_count_from_the_last_step():
 
 
 def test_what_cannot_be_elastic_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"cluster.max_workers=4 is for an elastic run: set cluster.elastic=true"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.max_workers=4 is for an elastic run: set cluster.elastic=true"
+    ):
         ClusterConfig(max_workers=4)
     with pytest.raises(ConfigError, match=r"cluster.max_workers=1 is less than cluster.workers=2"):
         ClusterConfig(elastic=True, max_workers=1)
-    with pytest.raises(ConfigError, match=r"cluster.replacement_timeout=10.0 is for an elastic run: set cluster.ela"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cluster.replacement_timeout=10.0 is for an elastic run: set cluster.ela",
+    ):
         ClusterConfig(replacement_timeout=10.0)
     elastic = ClusterConfig(elastic=True)
     with pytest.raises(ConfigError, match=r"cluster.elastic=true with checkpoint.every=0"):

@@ -1,4 +1,6 @@
-"""The cluster that a run starts on this machine ends with the run, whatever its workers are doing."""
+"""The cluster that a run starts on this machine ends with the run, whatever its workers are
+doing.
+"""
 
 import asyncio
 import sys
@@ -20,8 +22,8 @@ def _block(entered):
 
 
 def _interrupt_a_blocked_worker(entered):
-    """Leave a cluster by Ctrl-C while a worker is in a task that never returns; the workers are killed before they are
-    retired, as it happens on a busy machine.
+    """Leave a cluster by Ctrl-C while a worker is in a task that never returns; the workers are
+    killed before they are retired, as it happens on a busy machine.
     """
     with connect(Config(cluster=ClusterConfig(workers=2)), Progress(1, enabled=False)) as client:
         scheduler, nannies = client.cluster.scheduler, list(client.cluster.workers.values())
@@ -44,7 +46,9 @@ def _interrupt_a_blocked_worker(entered):
 def test_a_worker_that_never_returns_is_ended_and_not_restarted(monkeypatch, tmp_path):
     starts = []
     instantiate = Nanny.instantiate
-    monkeypatch.setattr(Nanny, "instantiate", lambda nanny: (starts.append(nanny.name), instantiate(nanny))[1])
+    monkeypatch.setattr(
+        Nanny, "instantiate", lambda nanny: (starts.append(nanny.name), instantiate(nanny))[1]
+    )
     with pytest.raises(KeyboardInterrupt):
         _interrupt_a_blocked_worker(tmp_path / "entered")
     assert sorted(starts) == [0, 1]

@@ -1,4 +1,6 @@
-"""A stage goes as soon as a table further on is committed, whichever of the two came first, and only by who may."""
+"""A stage goes as soon as a table further on is committed, whichever of the two came first, and
+only by who may.
+"""
 
 import pyarrow as pa
 import pytest
@@ -44,8 +46,12 @@ def test_rows_are_stored_once_when_both_tables_have_come(attempt, commits, order
     for table in order:
         commits.commit(staged(attempt, table))
     commits.commit(staged(attempt, STAGE, 2))
-    assert there(attempt, TABLE) == [f"step=000001/{name}" for name in ("_parts-0001.json", "part-0001-00000.parquet")]
-    assert there(attempt, STAGE) == [f"step=000002/{name}" for name in ("_parts-0001.json", "part-0001-00000.parquet")]
+    assert there(attempt, TABLE) == [
+        f"step=000001/{name}" for name in ("_parts-0001.json", "part-0001-00000.parquet")
+    ]
+    assert there(attempt, STAGE) == [
+        f"step=000002/{name}" for name in ("_parts-0001.json", "part-0001-00000.parquet")
+    ]
     assert read_record(join(attempt.url, TABLE, "step=000001")).about["spent"] == [STAGE]
 
 

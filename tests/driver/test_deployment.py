@@ -1,4 +1,6 @@
-"""A cluster that a spec describes is started, waited for and ended; what cannot be started is refused by name."""
+"""A cluster that a spec describes is started, waited for and ended; what cannot be started is
+refused by name.
+"""
 
 import re
 import signal
@@ -20,7 +22,10 @@ from siirl_dask.errors import ConfigError, RunError
 from siirl_dask.observe import Progress
 
 HERE = "tests.driver.test_deployment"
-LOCAL = "{n_workers: 0, threads_per_worker: 1, memory_limit: 0, host: 127.0.0.1, dashboard_address: '127.0.0.1:0'"
+LOCAL = (
+    "{n_workers: 0, threads_per_worker: 1, memory_limit: 0, host: 127.0.0.1, dashboard_address: "
+    "'127.0.0.1:0'"
+)
 QUIET = Progress(1, enabled=False)
 made: list[Cluster] = []
 
@@ -100,7 +105,10 @@ def test_the_workers_that_are_asked_for_are_there_and_end_with_the_run(config):
 
 def test_a_worker_that_is_lost_for_good_is_started_anew(config):
     """Its host is gone, and its nanny with it."""
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "100ms"}), connect(config("Kept"), QUIET) as client:
+    with (
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "100ms"}),
+        connect(config("Kept"), QUIET) as client,
+    ):
         before = {*client.scheduler_info(n_workers=-1)["workers"]}
         lost = made[0].workers[0]
         made[0].sync(lost.close)
@@ -133,7 +141,9 @@ def test_a_job_with_a_worker_that_is_left_is_not_ended(client_of_jobs):
 
 def wait_for_workers(client, names):
     deadline = time.monotonic() + 30
-    while {*(info["name"] for info in client.scheduler_info(n_workers=-1)["workers"].values())} != names:
+    while {
+        *(info["name"] for info in client.scheduler_info(n_workers=-1)["workers"].values())
+    } != names:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -149,7 +159,11 @@ class Job(ProcessInterface):
         made[0].started.append(self._name)
         for number in range(2):
             name = f"{self._name}-{number}"
-            self.members.append(await Worker(self._scheduler, name=name, nthreads=1, dashboard=False, host="127.0.0.1"))
+            self.members.append(
+                await Worker(
+                    self._scheduler, name=name, nthreads=1, dashboard=False, host="127.0.0.1"
+                )
+            )
         await super().start()
 
     async def close(self):
@@ -164,7 +178,9 @@ class Jobs(SpecCluster):
         made.append(self)
         self.started, self.ended = [], []
         scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1"}}
-        super().__init__(scheduler=scheduler, worker={"cls": Job, "options": {}, "group": ["-0", "-1"]})
+        super().__init__(
+            scheduler=scheduler, worker={"cls": Job, "options": {}, "group": ["-0", "-1"]}
+        )
 
     def scale(self, n=0, **others):
         return super().scale(-(-n // 2), **others)
@@ -184,7 +200,10 @@ def client_of_jobs():
 def test_where_a_class_starts_no_other_worker_the_error_says_what_to_do():
     with Fixed(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as cluster:
         said = deployment.no_replacement("mine.yaml", cluster)
-    assert "the class of cluster.spec='mine.yaml' starts none in place of a lost one; start one with" in said
+    assert (
+        "the class of cluster.spec='mine.yaml' starts none in place of a lost one; start one with"
+        in said
+    )
     assert f"`dask worker {cluster.scheduler_address}`" in said
 
 
@@ -196,13 +215,18 @@ def test_the_cluster_is_closed_when_the_run_fails(config):
 
 def test_jobs_that_are_refused_end_the_wait_with_the_cause(config):
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"Breaking does not start: sbatch: error: invalid partition$"):
+    with pytest.raises(
+        RunError, match=r"Breaking does not start: sbatch: error: invalid partition$"
+    ):
         connect(config("Breaking"), QUIET).__enter__()
     assert time.monotonic() - began < 60 < config("Breaking").cluster.start_timeout
 
 
 def test_too_few_workers_are_counted_with_where_to_look(config):
-    said = r"^0 of 2 workers came up within cluster.start_timeout=3 s: .*Fixed starts them, as many as its kwargs name"
+    said = (
+        r"^0 of 2 workers came up within cluster.start_timeout=3 s: .*Fixed starts them, as many "
+        r"as its kwargs name"
+    )
     with pytest.raises(RunError, match=said):
         connect(config("Fixed", start_timeout=3), QUIET).__enter__()
 
@@ -219,8 +243,14 @@ def test_a_cluster_that_comes_up_too_late_is_closed(config, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("no_such_package.Cluster", "cannot be imported: No module named 'no_such_package'; install the package"),
-        ("distributed.SHSCluster", "module 'distributed' has no 'SHSCluster'; did you mean 'SSHCluster'?"),
+        (
+            "no_such_package.Cluster",
+            "cannot be imported: No module named 'no_such_package'; install the package",
+        ),
+        (
+            "distributed.SHSCluster",
+            "module 'distributed' has no 'SHSCluster'; did you mean 'SSHCluster'?",
+        ),
         (f"{HERE}.NoCluster", "is no cluster: expected a class of distributed.deploy.Cluster"),
         ("os.path.join", "is no cluster: expected"),
         (f"{HERE}.HERE", "is no cluster: expected"),
@@ -240,9 +270,12 @@ def test_what_is_no_cluster_is_refused_before_anything_starts(write, kind, said)
         deployment.check_spec(path)
 
 
-def test_ctrl_c_ends_a_run_as_before_whatever_a_package_sets_when_it_is_imported(write, monkeypatch, tmp_path):
+def test_ctrl_c_ends_a_run_as_before_whatever_a_package_sets_when_it_is_imported(
+    write, monkeypatch, tmp_path
+):
     (tmp_path / "sets_a_handler.py").write_text(
-        "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\nfrom distributed import LocalCluster\n"
+        "import signal\nsignal.signal(signal.SIGINT, lambda *_: None)\nfrom distributed import "
+        "LocalCluster\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     before = signal.getsignal(signal.SIGINT)
@@ -257,7 +290,9 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one(write):
 
 
 def test_arguments_that_the_class_itself_refuses_are_a_mistake_of_the_user(config):
-    with pytest.raises(ConfigError, match=r"Choosy refuses its kwargs: you must say how many cores a job has$"):
+    with pytest.raises(
+        ConfigError, match=r"Choosy refuses its kwargs: you must say how many cores a job has$"
+    ):
         connect(config("Choosy"), QUIET).__enter__()
 
 
@@ -274,4 +309,7 @@ def test_a_script_and_a_plan_refuse_a_spec_before_anything_starts(write, capsys)
     ):
         with pytest.raises(SystemExit, match="2"):
             command()
-        assert f"error: cluster.spec={path!r}: class 'nowhere.Cluster' cannot be imported" in capsys.readouterr().err
+        assert (
+            f"error: cluster.spec={path!r}: class 'nowhere.Cluster' cannot be imported"
+            in capsys.readouterr().err
+        )

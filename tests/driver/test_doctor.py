@@ -22,7 +22,9 @@ from tests.conftest import digits_overrides
 
 
 def faults(findings):
-    return {each.part: (each.text, each.cure) for each in findings if each.state is DoctorState.FAULT}
+    return {
+        each.part: (each.text, each.cure) for each in findings if each.state is DoctorState.FAULT
+    }
 
 
 def install(folder, name, version, *lines):
@@ -106,14 +108,23 @@ for limits in ((192, 4096), (100, 4096), (100, 150)):
 
 
 def test_a_low_limit_of_open_files_is_a_fault_with_the_cure_that_the_hard_limit_allows():
-    done = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
-    found = [each for line in done.stdout.splitlines() for each in json.loads(line) if each["part"] == "open files"]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True
+    )
+    found = [
+        each
+        for line in done.stdout.splitlines()
+        for each in json.loads(line)
+        if each["part"] == "open files"
+    ]
     assert [each["cure"] for each in found] == [
         "",
         "ulimit -n 192",
         "raise nofile in /etc/security/limits.conf to 192",
     ]
-    assert {each["text"] for each in found[1:]} == {"a process may open 100, and a run with 8 workers wants 192"}
+    assert {each["text"] for each in found[1:]} == {
+        "a process may open 100, and a run with 8 workers wants 192"
+    }
 
 
 def test_no_room_for_shared_memory_or_temporary_files_is_a_fault(tmp_path):
@@ -130,7 +141,10 @@ def test_devices_that_torch_does_not_see_are_told_with_why(tmp_path, monkeypatch
     there = {"nvidia": count_nodes("nvidia", tmp_path)}
     for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    for cuda, said in {None: "2 of nvidia are there, .* sees none: it is built for CPUs", "13.0": "CUDA 13.0"}.items():
+    for cuda, said in {
+        None: "2 of nvidia are there, .* sees none: it is built for CPUs",
+        "13.0": "CUDA 13.0",
+    }.items():
         found = judge_unseen(there, "2.13.0", cuda)
         assert found.state is DoctorState.FAULT
         assert found.cure
@@ -163,13 +177,18 @@ def test_a_variable_that_names_no_interface_of_the_machine_is_a_fault(value, tak
 def test_a_vllm_for_other_devices_than_torchs_is_a_fault():
     said = [sys.executable, "-c", """print('{"version": "0.32.0", "device": "cpu"}')"""]
     for kind, state in {DeviceKind.CUDA: DoctorState.FAULT, DeviceKind.CPU: DoctorState.OK}.items():
-        with subprocess.Popen(said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as probe:
+        with subprocess.Popen(
+            said, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as probe:
             assert judge_vllm(probe, Engine.auto, kind).state is state
 
 
 def test_without_vllm_only_a_run_that_names_it_has_a_fault():
     states = {engine: judge_vllm(None, engine, DeviceKind.CPU).state for engine in Engine}
-    assert states == {engine: DoctorState.FAULT if engine is Engine.vllm else DoctorState.NOTE for engine in Engine}
+    assert states == {
+        engine: DoctorState.FAULT if engine is Engine.vllm else DoctorState.NOTE
+        for engine in Engine
+    }
 
 
 def test_a_round_trip_in_a_store_leaves_nothing_behind(store_url):
@@ -267,7 +286,11 @@ def test_a_cluster_has_faults_by_host_and_by_worker(cluster, tmp_path):
     assert part == "host 127.0.0.1"
     assert faults(findings)[part][0].startswith("open files: a process may open 120")
     assert any("NCCL_ALGO" in each.text and each.state is DoctorState.NOTE for each in findings)
-    (b,) = [at for at, worker in client.scheduler_info(n_workers=-1)["workers"].items() if worker["name"] == "b"]
+    (b,) = [
+        at
+        for at, worker in client.scheduler_info(n_workers=-1)["workers"].items()
+        if worker["name"] == "b"
+    ]
     client.run(pretend, workers=[b])
     found = faults(check_cluster(ClusterConfig(workers=3, address=address)))
     assert found["cluster"] == (
@@ -282,7 +305,10 @@ def test_a_cluster_that_is_not_there_is_a_fault_with_what_was_asked_for(tmp_path
     (tmp_path / "damaged.json").write_text("{")
     (tmp_path / "spec.yaml").write_text("class: distributed.LocalClusterr\nkwargs: {}\n")
     for cluster, said in {
-        "nobody": ({"address": "tcp://127.0.0.1:9"}, "no Dask scheduler answers at 'tcp://127.0.0.1:9'"),
+        "nobody": (
+            {"address": "tcp://127.0.0.1:9"},
+            "no Dask scheduler answers at 'tcp://127.0.0.1:9'",
+        ),
         "no address": ({"address": "tcp//127"}, "no Dask scheduler answers at 'tcp//127'"),
         "no file": ({"scheduler_file": str(tmp_path / "none.json")}, "has not come"),
         "damaged": ({"scheduler_file": str(tmp_path / "damaged.json")}, "is none that"),

@@ -1,4 +1,6 @@
-"""An unusable column of expected lengths is refused before anything starts, by ``plan`` and by ``run``."""
+"""An unusable column of expected lengths is refused before anything starts, by ``plan`` and by
+``run``.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from tests.conftest import digits_overrides
 
 @pytest.fixture
 def given(digits_task, tmp_path):
-    """Config and DAGs of a run whose dataset has a column of these lengths, of which the last is row 2 of a group."""
+    """Config and DAGs of a run whose dataset has a column of these lengths, of which the last is
+    row 2 of a group.
+    """
 
     def given(lengths, *overrides):
         rows = pa.table({"prompt": ["a", "b", "c"], "answer": ["", "", ""], "expected": lengths})
         path = tmp_path / "train.parquet"
         pq.write_table(
-            pa.concat_tables([rows.set_column(2, "expected", pa.array([1, 1, 1], rows[2].type)), rows]), path
+            pa.concat_tables(
+                [rows.set_column(2, "expected", pa.array([1, 1, 1], rows[2].type)), rows]
+            ),
+            path,
         )
         task = [*digits_overrides(digits_task, tmp_path / "run"), f"data.url={path}", *overrides]
         file = load_config_file(shipped("quickstart.yaml"), task)
@@ -35,9 +42,21 @@ def given(digits_task, tmp_path):
 @pytest.mark.parametrize(
     ("column", "lengths", "said"),
     [
-        ("expectd", pa.array([1, 2, 3]), r"'expectd': .* is not there \(there is: .*did you mean 'expected'"),
-        ("expected", pa.array([1.0, 2.5, 3.0]), "'expected': .* holds double: expected whole numbers"),
-        ("expected", pa.array([1, 2, None]), "'expected': .* is None in row 5: expected at least 1"),
+        (
+            "expectd",
+            pa.array([1, 2, 3]),
+            r"'expectd': .* is not there \(there is: .*did you mean 'expected'",
+        ),
+        (
+            "expected",
+            pa.array([1.0, 2.5, 3.0]),
+            "'expected': .* holds double: expected whole numbers",
+        ),
+        (
+            "expected",
+            pa.array([1, 2, None]),
+            "'expected': .* is None in row 5: expected at least 1",
+        ),
         ("expected", pa.array([1, 0, 3]), "'expected': .* is 0 in row 4: expected at least 1"),
     ],
 )
@@ -51,9 +70,14 @@ def test_an_unusable_column_is_named_with_its_dataset(given, column, lengths, sa
 
 def test_a_dag_in_which_nobody_reads_it_is_refused(given):
     config, dag, validation = given(
-        pa.array([1, 2, 3]), "rollout.expected_length_column=expected", "nodes.prompts.with.rollout=null"
+        pa.array([1, 2, 3]),
+        "rollout.expected_length_column=expected",
+        "nodes.prompts.with.rollout=null",
     )
-    with pytest.raises(ConfigError, match=r"rollout\.expected_length_column='expected' and no node reads that column"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.expected_length_column='expected' and no node reads that column",
+    ):
         describe_run(config, dag, validation)
 
 
@@ -63,7 +87,10 @@ def test_prompts_stay_where_they_are_loaded_by_default(given):
         (): Rows.ANYWHERE,
         ("rollout.prompt_placement=balanced",): Rows.BALANCED,
         ("rollout.expected_length_column=expected",): Rows.BALANCED,
-        ("rollout.expected_length_column=expected", "rollout.prompt_placement=anywhere"): Rows.ANYWHERE,
+        (
+            "rollout.expected_length_column=expected",
+            "rollout.prompt_placement=anywhere",
+        ): Rows.ANYWHERE,
     }.items():
         _, dag, _ = given(lengths, *overrides)
         assert dag.node("rollout").rows is rows, overrides

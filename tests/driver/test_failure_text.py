@@ -1,4 +1,6 @@
-"""The end of a run that has failed says how far it came, where the logs are, and the command that resumes it."""
+"""The end of a run that has failed says how far it came, where the logs are, and the command
+that resumes it.
+"""
 
 import shlex
 
@@ -17,9 +19,17 @@ WORDS = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_siz
 
 
 @given(WORDS, st.lists(WORDS), st.none() | WORDS, st.booleans(), st.booleans())
-def test_the_command_that_is_shown_starts_the_same_run_and_never_removes_it(name, values, cluster, fresh, force):
+def test_the_command_that_is_shown_starts_the_same_run_and_never_removes_it(
+    name, values, cluster, fresh, force
+):
     config, overrides = f"c{name}.yaml", [f"run.name={value}" for value in values]
-    given = ["run", config, *overrides, *(["--fresh"] if fresh else []), *(["--force"] if force else [])]
+    given = [
+        "run",
+        config,
+        *overrides,
+        *(["--fresh"] if fresh else []),
+        *(["--force"] if force else []),
+    ]
     options = _parse([*given, *([] if cluster is None else [f"--cluster={cluster}"])])
     program, *words = shlex.split(resuming(options))
     again = _parse(words)
@@ -32,8 +42,14 @@ def test_the_command_that_is_shown_starts_the_same_run_and_never_removes_it(name
     ("cluster", "logs"),
     [
         (ClusterConfig(), "worker '2' wrote to this terminal"),
-        (ClusterConfig(address="tcp://h:1"), "worker '2' on host 'h' are the output of its `dask worker`"),
-        (ClusterConfig(spec="slurm.yaml"), "worker '2' on host 'h' are where slurm.yaml has the cluster write them"),
+        (
+            ClusterConfig(address="tcp://h:1"),
+            "worker '2' on host 'h' are the output of its `dask worker`",
+        ),
+        (
+            ClusterConfig(spec="slurm.yaml"),
+            "worker '2' on host 'h' are where slurm.yaml has the cluster write them",
+        ),
     ],
 )
 def test_the_end_says_where_the_run_goes_on_and_whose_logs_are_where(tmp_path, cluster, logs):

@@ -47,7 +47,11 @@ def plan_of(source, hosts, placement, rows):
 )
 @pytest.mark.parametrize(
     "rows",
-    [(Rows.BALANCED, Rows.REPLICATED), (Rows.GROUPED, Rows.ANYWHERE), (Rows.REPLICATED, Rows.BALANCED)],
+    [
+        (Rows.BALANCED, Rows.REPLICATED),
+        (Rows.GROUPED, Rows.ANYWHERE),
+        (Rows.REPLICATED, Rows.BALANCED),
+    ],
     ids=lambda rows: "-".join(rows),
 )
 def test_what_crosses_the_links_is_what_the_plan_says(source, hosts, sampler, learner, rows):
@@ -63,11 +67,15 @@ def test_what_crosses_the_links_is_what_the_plan_says(source, hosts, sampler, le
                 by_link[link] = by_link.get(link, 0) + nbytes
     assert moved == pytest.approx(sum(planned.values()), rel=0.01)
     crossed = {link: nbytes for link, nbytes in by_link.items() if link[0] != link[1]}
-    assert {link: nbytes for link, nbytes in planned.items() if nbytes} == pytest.approx(crossed, rel=0.01)
+    assert {link: nbytes for link, nbytes in planned.items() if nbytes} == pytest.approx(
+        crossed, rel=0.01
+    )
 
 
 def test_between_roles_that_share_hosts_no_row_crosses(source):
-    plan = plan_of(source, "aabb", {"sampler": [0, 2], "learner": [1, 3]}, (Rows.BALANCED, Rows.GROUPED))
+    plan = plan_of(
+        source, "aabb", {"sampler": [0, 2], "learner": [1, 3]}, (Rows.BALANCED, Rows.GROUPED)
+    )
     sizes = TableSizes(prompts=PROMPTS, prompt_tokens=1, response_tokens=TOKENS)
     assert sum(total_of(links_of(plan, sizes)).values()) == 0
 

@@ -1,4 +1,6 @@
-"""One sample of each prompt and an advantage that compares them: nothing would be learned, and nobody would notice."""
+"""One sample of each prompt and an advantage that compares them: nothing would be learned, and
+nobody would notice.
+"""
 
 import json
 import re
@@ -65,7 +67,9 @@ def with_baseline_of_the_batch(outcomes):
 
 
 def first_dag(config, *overrides):
-    return next(dag for dag in dags(load_config_file(shipped(config), overrides)) if dag is not None)
+    return next(
+        dag for dag in dags(load_config_file(shipped(config), overrides)) if dag is not None
+    )
 
 
 @pytest.mark.parametrize("advantage", COMPARING)
@@ -89,7 +93,10 @@ def test_an_advantage_with_another_baseline_does_not(advantage):
     ],
 )
 def test_advantages_of_tokens_are_asked_alike(advantage, whiten, learns):
-    assert contract_of(estimate_token_advantages).learns_alone(advantage=advantage, whiten=whiten) is learns
+    assert (
+        contract_of(estimate_token_advantages).learns_alone(advantage=advantage, whiten=whiten)
+        is learns
+    )
 
 
 OF_TURNS = [
@@ -117,13 +124,19 @@ def test_advantages_of_turns_that_compare_episodes_need_several(advantage, white
 @pytest.mark.parametrize("proposal", [None, "proposal"])
 @pytest.mark.parametrize("advantage", [dr_mas, partial(dr_mas, divide_by_std=False)])
 def test_advantages_of_agents_that_compare_episodes_need_several(advantage, proposal):
-    assert contract_of(estimate_agent_advantages).learns_alone(advantage=advantage, proposal=proposal) is False
+    assert (
+        contract_of(estimate_agent_advantages).learns_alone(advantage=advantage, proposal=proposal)
+        is False
+    )
 
 
 @pytest.mark.parametrize("mean_of_answers", [False, True])
 def test_proposers_are_compared_with_other_proposers(mean_of_answers):
     advantage = partial(hierarchical_grpo, proposer="writer", mean_of_answers=mean_of_answers)
-    assert contract_of(estimate_agent_advantages).learns_alone(advantage=advantage, proposal="number") is False
+    assert (
+        contract_of(estimate_agent_advantages).learns_alone(advantage=advantage, proposal="number")
+        is False
+    )
 
 
 def rewards_of_agents(outcomes):
@@ -143,24 +156,41 @@ def test_turns_of_one_episode_of_each_prompt_are_refused_where_episodes_are_comp
         given = [f"rollout.n={n}", f"algorithm.advantage=siirl_dask.algorithms:{name}"]
         return next(iter(dags(load_config_file(file, given))))
 
-    with pytest.raises(ConfigError, match=r"rollout\.n=1: node 'advantage' compares .*algorithms:gigpo"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.n=1: node 'advantage' compares .*algorithms:gigpo"
+    ):
         _check_lone_samples(dag("gigpo", 1))
     _check_lone_samples(dag("turn_returns", 1))
     _check_lone_samples(dag("gigpo", 2))
 
 
 def test_likeness_to_successes_of_the_same_prompt_needs_several_samples(tmp_path):
-    likeness = {"run": "siirl_dask.nodes:score_by_similarity", "role": "reward", "after": "reward", "rows": "grouped"}
+    likeness = {
+        "run": "siirl_dask.nodes:score_by_similarity",
+        "role": "reward",
+        "after": "reward",
+        "rows": "grouped",
+    }
     file = tmp_path / "own.yaml"
     file.write_text(
-        json.dumps({"base": str(shipped("quickstart_reinforce_plus_plus.yaml")), "nodes": {"likeness": likeness}})
+        json.dumps(
+            {
+                "base": str(shipped("quickstart_reinforce_plus_plus.yaml")),
+                "nodes": {"likeness": likeness},
+            }
+        )
     )
     dag = next(iter(dags(load_config_file(file, ["rollout.n=1"]))))
-    with pytest.raises(ConfigError, match=r"node 'likeness' .*score_by_similarity.* it does nothing; .*without this"):
+    with pytest.raises(
+        ConfigError,
+        match=r"node 'likeness' .*score_by_similarity.* it does nothing; .*without this",
+    ):
         _check_lone_samples(dag)
 
 
-@pytest.mark.parametrize("config", ["quickstart.yaml", "quickstart_rloo.yaml", "quickstart_dr_grpo.yaml"])
+@pytest.mark.parametrize(
+    "config", ["quickstart.yaml", "quickstart_rloo.yaml", "quickstart_dr_grpo.yaml"]
+)
 def test_one_sample_of_each_prompt_is_refused(config):
     said = "rollout.n=1: node 'advantage' compares the samples of a prompt"
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -170,7 +200,9 @@ def test_one_sample_of_each_prompt_is_refused(config):
 
 def test_dynamic_sampling_of_one_sample_is_refused():
     dag = first_dag("quickstart_dapo.yaml", "rollout.n=1")
-    with pytest.raises(PlanError, match=re.escape("rollout.n=1: no prompt has samples whose rewards differ")):
+    with pytest.raises(
+        PlanError, match=re.escape("rollout.n=1: no prompt has samples whose rewards differ")
+    ):
         dag.node("rollout").try_options()
 
 

@@ -61,10 +61,14 @@ def test_no_model_of_a_shipped_workflow_keeps_an_open_type_and_nothing_else_chan
     file = load_config_file(path, ["model.path=models/mine"])
     for graph in filter(None, dags(file)):
         decided = with_dtype_in_dag(graph, Dtype.bfloat16)
-        assert all(model["dtype"] in ("float32", "bfloat16") for model in models_in(dag_to_spec(decided)))
+        assert all(
+            model["dtype"] in ("float32", "bfloat16") for model in models_in(dag_to_spec(decided))
+        )
         before = [leaf for leaf in leaves(dag_to_spec(graph)) if leaf not in NAMES]
         assert [leaf for leaf in leaves(dag_to_spec(decided)) if leaf not in NAMES] == before
-        assert with_dtype_in_dag(decided, Dtype.float32) is decided, "a decided type is decided again"
+        assert with_dtype_in_dag(decided, Dtype.float32) is decided, (
+            "a decided type is decided again"
+        )
     assert not is_open(with_dtype(file.config, Dtype.bfloat16))
 
 
@@ -77,12 +81,19 @@ def test_deciding_leaves_the_users_own_configuration_as_it_was():
 
 def test_a_recorded_type_stays_whatever_the_workers_are_now():
     cluster = ClusterConfig(device_memory="80GB")
-    assert expected_dtype(cluster, Dtype.float32) == NumberType(Dtype.float32, "the run began with it")
+    assert expected_dtype(cluster, Dtype.float32) == NumberType(
+        Dtype.float32, "the run began with it"
+    )
 
 
 def test_what_is_expected_without_workers_is_certain_only_where_the_configuration_or_this_machine_says_so():
     cases = [
-        (ClusterConfig(device=DevicePreference.cpu, device_memory="80GB"), None, Dtype.float32, True),
+        (
+            ClusterConfig(device=DevicePreference.cpu, device_memory="80GB"),
+            None,
+            Dtype.float32,
+            True,
+        ),
         (ClusterConfig(device_memory="80GB"), None, Dtype.bfloat16, False),
         (ClusterConfig(), "h100", Dtype.bfloat16, True),
         (ClusterConfig(device_memory="80GB"), "cpu", Dtype.float32, True),
@@ -142,7 +153,11 @@ def test_a_builder_without_a_run_goes_by_its_device(monkeypatch):
 
 
 def test_torch_has_the_type_of_the_device_where_it_is_open():
-    for dtype, expected in (("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    for dtype, expected in (
+        ("auto", torch.float32),
+        ("float32", torch.float32),
+        ("bfloat16", torch.bfloat16),
+    ):
         assert torch_dtype(Dtype(dtype), torch.device("cpu")) is expected
 
 

@@ -1,4 +1,6 @@
-"""SIGTERM ends the iterations with a checkpoint; a second one, or the end of the grace, ends them at once."""
+"""SIGTERM ends the iterations with a checkpoint; a second one, or the end of the grace, ends
+them at once.
+"""
 
 import signal
 import threading
@@ -19,7 +21,9 @@ def plan(steps, every):
     sequence = 0
     for step in range(1, steps + 1):
         for phase in (TRAIN, SAVE) if step % every == 0 else (TRAIN,):
-            yield Iteration(phase, step, sequence, phase is TRAIN and (step % every == 0 or step == steps))
+            yield Iteration(
+                phase, step, sequence, phase is TRAIN and (step % every == 0 or step == steps)
+            )
             sequence += 1
 
 
@@ -84,7 +88,10 @@ def lose_a_worker(*, after_sigterm):
 
 
 def test_a_failure_after_sigterm_ends_the_run_and_is_no_reason_to_try_again():
-    with pytest.raises(Preempted, match="what was under way failed: worker '3' was lost"), Preemption(60.0, print):
+    with (
+        pytest.raises(Preempted, match="what was under way failed: worker '3' was lost"),
+        Preemption(60.0, print),
+    ):
         lose_a_worker(after_sigterm=True)
     with pytest.raises(RunError), Preemption(60.0, print):
         lose_a_worker(after_sigterm=False)

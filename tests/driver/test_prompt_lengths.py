@@ -10,7 +10,12 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import load_config_file, shipped
 from siirl_dask.coordinator.source import Source
 from siirl_dask.datasets.importing import ImportRequest, PromptLengths, import_data
-from siirl_dask.driver.estimates.prompt_lengths import TooLong, counted_lengths, notes_on_long_prompts, sample_lengths
+from siirl_dask.driver.estimates.prompt_lengths import (
+    TooLong,
+    counted_lengths,
+    notes_on_long_prompts,
+    sample_lengths,
+)
 from siirl_dask.driver.phases import dags, plan_phases, worker_names
 from siirl_dask.errors import ConfigError
 from siirl_dask.planner import Phase
@@ -23,7 +28,11 @@ def source(path):
 
 
 def write(path, lengths, group):
-    pq.write_table(pa.table({"q": ["x" * n for n in lengths], "a": [""] * len(lengths)}), path, row_group_size=group)
+    pq.write_table(
+        pa.table({"q": ["x" * n for n in lengths], "a": [""] * len(lengths)}),
+        path,
+        row_group_size=group,
+    )
     return source(path)
 
 
@@ -43,9 +52,9 @@ def test_an_estimate_is_within_its_error_also_where_long_prompts_lie_together(tm
 
 
 def test_the_error_is_that_of_row_groups_where_they_differ():
-    assert TooLong(10**6, ((32, 32), (32, 0)) * 8)._error(0.5) > 5 * TooLong(10**6, ((32, 16), (32, 16)) * 8)._error(
-        0.5
-    )
+    assert TooLong(10**6, ((32, 32), (32, 0)) * 8)._error(0.5) > 5 * TooLong(
+        10**6, ((32, 16), (32, 16)) * 8
+    )._error(0.5)
 
 
 def test_no_long_prompt_among_some_says_how_few_there_can_be(tmp_path):
@@ -54,22 +63,31 @@ def test_no_long_prompt_among_some_says_how_few_there_can_be(tmp_path):
 
 
 def test_long_texts_end_a_sample_early(tmp_path):
-    sample = sample_lengths(write(tmp_path / "q.parquet", [1000] * 400, 20), str.encode, 8, characters=5000)
+    sample = sample_lengths(
+        write(tmp_path / "q.parquet", [1000] * 400, 20), str.encode, 8, characters=5000
+    )
     assert (sample.looked_at, sample.found) == (5, 5)
 
 
 @pytest.fixture
 def imported(tmp_path):
-    """Import rows of these lengths into a table, with the column that counts them by a tokenizer of one name."""
+    """Import rows of these lengths into a table, with the column that counts them by a tokenizer
+    of one name.
+    """
 
     def add(lengths, tokenizer="mine", to="table", **given):
         lines = "".join(f'{{"prompt": "{"x" * n}", "answer": ""}}\n' for n in lengths)
         (tmp_path / "rows.jsonl").write_text(lines)
         counts = PromptLengths(
-            prompt="prompt", measure=lambda texts: list(map(len, texts)), column="n", tokenizer=tokenizer
+            prompt="prompt",
+            measure=lambda texts: list(map(len, texts)),
+            column="n",
+            tokenizer=tokenizer,
         )
         sources = [str(tmp_path / "rows.jsonl")]
-        return import_data(ImportRequest(sources=sources, to=str(tmp_path / to), prompts=counts, **given))
+        return import_data(
+            ImportRequest(sources=sources, to=str(tmp_path / to), prompts=counts, **given)
+        )
 
     return add
 
@@ -79,7 +97,9 @@ def counted(table, tokenizer="mine", prompt="prompt"):
     return None if found is None else (found.found, found.looked_at, found.rows)
 
 
-def test_lengths_of_an_import_are_counted_if_they_are_of_all_prompts_by_the_same_tokenizer(imported):
+def test_lengths_of_an_import_are_counted_if_they_are_of_all_prompts_by_the_same_tokenizer(
+    imported,
+):
     table = imported([3, 9, 12], row_group_bytes=16)
     assert len(table.row_groups()) > 1
     assert counted(table) == (2, 3, 3)
@@ -87,7 +107,9 @@ def test_lengths_of_an_import_are_counted_if_they_are_of_all_prompts_by_the_same
     assert counted(table, prompt="answer") is None
     assert counted(imported([10, 1], append=True)) == (3, 5, 5)
     append(table.url, [open_table(table.url).to_table()])
-    assert counted(open_table(table.url)) is None, "rows of others count as if this tokenizer had counted them"
+    assert counted(open_table(table.url)) is None, (
+        "rows of others count as if this tokenizer had counted them"
+    )
     assert counted(imported([10], append=True)) is None
     assert counted(imported([10], tokenizer=None, to="other")) is None
 
@@ -101,21 +123,33 @@ def test_one_column_does_not_get_the_lengths_of_two_tokenizers(imported):
 @pytest.mark.parametrize("record", ["", "[]", '{"column": "n"}', '{"column": 1}', "[" * 100_000])
 def test_a_record_of_lengths_that_is_none_is_not_believed(imported, record):
     table = imported([3])
-    append(table.url, [open_table(table.url).to_table().slice(0, 0)], properties={"token_lengths": record})
+    append(
+        table.url,
+        [open_table(table.url).to_table().slice(0, 0)],
+        properties={"token_lengths": record},
+    )
     assert counted(open_table(table.url)) is None
 
 
 def test_a_run_that_knows_the_lengths_encodes_no_prompt(tmp_path, monkeypatch):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{"x" * n}", "answer": "y"}}\n' for n in (9, 1, 12)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{"x" * n}", "answer": "y"}}\n' for n in (9, 1, 12))
+    )
     paths = [str(tmp_path / "rows.jsonl"), str(tmp_path / "table")]
     main(["data", "import", *paths, "--tokenizer", str(tmp_path / "model"), "--length-column", "n"])
-    settings = [f"model.path={tmp_path}/model", f"data.url={tmp_path}/table", "data.max_prompt_length=8"]
+    settings = [
+        f"model.path={tmp_path}/model",
+        f"data.url={tmp_path}/table",
+        "data.max_prompt_length=8",
+    ]
     settings += ["validation.url=null", "validation.test_url=null", "data.prepare=null"]
     file = load_config_file(shipped("quickstart"), settings)
     plan, dataset = plan_phases(file.config, *dags(file), worker_names(file.config))[Phase.TRAIN]
     monkeypatch.setattr(HuggingFaceTokenizer, "encode", None)  # a call of it fails
-    told = "2 of 3 prompts are longer than data.max_prompt_length=8; they are dropped from their steps"
+    told = (
+        "2 of 3 prompts are longer than data.max_prompt_length=8; they are dropped from their steps"
+    )
     assert notes_on_long_prompts(file.config, plan, dataset) == [told]
 
 
@@ -134,8 +168,15 @@ def test_a_run_tells_of_the_prompts_of_each_source_that_are_too_long(tmp_path):
         rows = {"prompt": ["x" * n for n in lengths], "answer": ["y"] * len(lengths)}
         pq.write_table(pa.table(rows), tmp_path / f"{name}.parquet")
     sources = [f"data.sources.{name}.url={tmp_path}/{name}.parquet" for name in ("short", "long")]
-    settings = [f"model.path={tmp_path}/model", "data.max_prompt_length=8", "data.url=null", "validation.url=null"]
-    file = load_config_file(shipped("quickstart"), [*settings, *sources, "validation.test_url=null"])
+    settings = [
+        f"model.path={tmp_path}/model",
+        "data.max_prompt_length=8",
+        "data.url=null",
+        "validation.url=null",
+    ]
+    file = load_config_file(
+        shipped("quickstart"), [*settings, *sources, "validation.test_url=null"]
+    )
     plan, dataset = plan_phases(file.config, *dags(file), worker_names(file.config))[Phase.TRAIN]
     told = "prompts are longer than data.max_prompt_length=8"
     dropped = "; they are dropped from their steps"

@@ -1,4 +1,6 @@
-"""A run says of its prompts before it starts: nulls by their rows, and the first one as the model sees it."""
+"""A run says of its prompts before it starts: nulls by their rows, and the first one as the
+model sees it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TEXTS = ["a", "b", None, "d", None]
 
 
 def written(folder, prompts, answers, groups=2, name="data.parquet"):
-    pq.write_table(pa.table({"prompt": prompts, "answer": answers}), folder / name, row_group_size=groups)
+    pq.write_table(
+        pa.table({"prompt": prompts, "answer": answers}), folder / name, row_group_size=groups
+    )
     return Source(url=str(folder / name), prompt="prompt", answer="answer")
 
 
@@ -41,7 +45,9 @@ def settings(model, url):
 
 def planned(model, url, *overrides):
     file = load_config_file(shipped("quickstart"), [*settings(model, url), *overrides])
-    return file.config, *plan_phases(file.config, *dags(file), worker_names(file.config))[Phase.TRAIN]
+    return file.config, *plan_phases(file.config, *dags(file), worker_names(file.config))[
+        Phase.TRAIN
+    ]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,9 @@ CHATS = pa.array(
 
 def test_a_prompt_in_a_large_list_that_ends_with_its_answer_is_refused_by_its_row(tmp_path):
     chats = CHATS.cast(pa.large_list(CHATS.type.value_type))
-    with pytest.raises(DataError, match=r"row 3 of data.parquet: its last message is the assistant's"):
+    with pytest.raises(
+        DataError, match=r"row 3 of data.parquet: its last message is the assistant's"
+    ):
         check_rows(written(tmp_path, chats, ["y"] * 4, groups=9), answered=False)
 
 
@@ -102,26 +110,51 @@ def test_null_answers_are_counted_and_the_first_is_named(tmp_path):
 
 
 def test_plan_refuses_a_null_prompt_and_tells_of_null_answers(tmp_path, model, capsys):
-    main(["plan", str(shipped("quickstart")), *settings(model, written(tmp_path, ["a"] * 5, TEXTS).url)])
+    main(
+        [
+            "plan",
+            str(shipped("quickstart")),
+            *settings(model, written(tmp_path, ["a"] * 5, TEXTS).url),
+        ]
+    )
     assert "2 of 5 answers that were looked at are null" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["plan", str(shipped("quickstart")), *settings(model, written(tmp_path, TEXTS, ["y"] * 5).url)])
+        main(
+            [
+                "plan",
+                str(shipped("quickstart")),
+                *settings(model, written(tmp_path, TEXTS, ["y"] * 5).url),
+            ]
+        )
     assert "row 0 of row group 1 of data.parquet is null" in capsys.readouterr().err
 
 
-def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(tmp_path, model, capsys):
+def test_the_first_prompt_is_what_the_template_makes_of_it_with_its_arguments(
+    tmp_path, model, capsys
+):
     url = written(tmp_path, [[USER]] * 2, ["4"] * 2).url
     arguments = [*settings(model, url), "model.template={enable_thinking: false}"]
     main(["plan", str(shipped("quickstart")), *arguments])
     text = "off:<|user|>2+2?<|stop|><|assistant|><think></think>"
-    assert f"== first prompt ==\n\n{len(text)} tokens, as the model sees them\n{text}" in capsys.readouterr().out
+    assert (
+        f"== first prompt ==\n\n{len(text)} tokens, as the model sees them\n{text}"
+        in capsys.readouterr().out
+    )
     main(["plan", str(shipped("quickstart")), "--format", "json", *arguments])
-    assert json.loads(capsys.readouterr().out)["first_prompt"] == {"text": text, "tokens": len(text)}
+    assert json.loads(capsys.readouterr().out)["first_prompt"] == {
+        "text": text,
+        "tokens": len(text),
+    }
 
 
 def test_a_plan_says_one_of_what_there_is_one_of(tmp_path, model, capsys):
     url = written(tmp_path, ["a"] * 2, ["4"] * 2).url
-    one = ["cluster.workers=1", "cluster.placement={}", "data.batch_size=1", "algorithm.minibatches=1"]
+    one = [
+        "cluster.workers=1",
+        "cluster.placement={}",
+        "data.batch_size=1",
+        "algorithm.minibatches=1",
+    ]
     main(["plan", str(shipped("quickstart")), *settings(model, url), *one])
     said = capsys.readouterr().out
     assert "1 token, as the model sees it\na" in said
@@ -136,13 +169,17 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_at_the_start_or_continued(
             look(*given)
     continued = planned(model, url, "data.continue_answers=true")
     assert first_prompt(*continued).text.endswith("<|assistant|>The sum")
-    assert notes_on_long_prompts(*continued) == ["0 of 1 prompts are longer than data.max_prompt_length=99"]
+    assert notes_on_long_prompts(*continued) == [
+        "0 of 1 prompts are longer than data.max_prompt_length=99"
+    ]
 
 
 def test_a_template_that_fails_is_named_with_its_dataset(tmp_path):
     broken = tiny_model(tmp_path / "model", chat_template="{{ raise_exception('no system') }}")
     given = planned(broken, written(tmp_path, [[USER]], ["4"]).url)
-    with pytest.raises(DataError, match=r"data\.parquet'.* the chat template fails on it: .*no system"):
+    with pytest.raises(
+        DataError, match=r"data\.parquet'.* the chat template fails on it: .*no system"
+    ):
         first_prompt(*given)
     with pytest.raises(DataError, match=r"data\.parquet'.* the chat template fails on it"):
         notes_on_long_prompts(*given)
@@ -153,14 +190,18 @@ def test_special_tokens_around_texts_are_said_once_where_prompts_are_texts(tmp_p
     tiny_model(folder)
     with_bos().save_pretrained(folder)
     texts = planned(folder, written(tmp_path, ["ab"], ["4"]).url)
-    assert notes_on_long_prompts(*texts)[0].startswith("model.add_special_tokens=auto: prompts that are texts get")
+    assert notes_on_long_prompts(*texts)[0].startswith(
+        "model.add_special_tokens=auto: prompts that are texts get"
+    )
     assert first_prompt(*texts).text == "<s>ab"
     chats = planned(folder, written(tmp_path, [[USER]], ["4"], name="chats.parquet").url)
     assert len(notes_on_long_prompts(*chats)) == 1
 
 
 def test_arguments_that_the_template_does_not_read_are_refused_by_plan(tmp_path, model):
-    given = planned(model, written(tmp_path, [[USER]], ["4"]).url, "model.template={thinking: true}")
+    given = planned(
+        model, written(tmp_path, [[USER]], ["4"]).url, "model.template={thinking: true}"
+    )
     with pytest.raises(ConfigError, match=r"does not read .thinking."):
         first_prompt(*given)
 
@@ -172,7 +213,9 @@ def test_where_there_is_no_tokenizer_there_is_no_first_prompt(tmp_path):
 def test_a_key_that_no_node_reads_is_refused(tmp_path, model):
     url = written(tmp_path, [[USER]], ["4"]).url
     dag = tmp_path / "own.yaml"
-    dag.write_text("base: siirl_dask:quickstart.yaml\nnodes:\n  prompts: {with: {continue_answers: null}}\n")
+    dag.write_text(
+        "base: siirl_dask:quickstart.yaml\nnodes:\n  prompts: {with: {continue_answers: null}}\n"
+    )
     file = load_config_file(dag, [*settings(model, url), "data.continue_answers=true"])
     with pytest.raises(ConfigError, match=r"data\.continue_answers=true and no node reads it"):
         plan_phases(file.config, *dags(file), worker_names(file.config))
@@ -181,9 +224,14 @@ def test_a_key_that_no_node_reads_is_refused(tmp_path, model):
 def test_data_show_prints_the_first_prompt_as_the_model_sees_it(tmp_path, model, capsys):
     main(["data", "show", written(tmp_path, [[USER]], ["4"]).url, "--model", str(model)])
     text = "off:<|user|>2+2?<|stop|><|assistant|>"
-    assert f"First prompt as the model sees it, {len(text)} tokens\n{text}" in capsys.readouterr().out
+    assert (
+        f"First prompt as the model sees it, {len(text)} tokens\n{text}" in capsys.readouterr().out
+    )
     main(["data", "show", written(tmp_path, [[USER, BEGUN]], ["4"]).url, "--model", str(model)])
-    assert "First prompt: it is refused: its last message is the assistant's" in capsys.readouterr().out
+    assert (
+        "First prompt: it is refused: its last message is the assistant's"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_long_prompt_shows_its_end_and_no_command_of_a_terminal():

@@ -29,7 +29,9 @@ def test_dropped_prompts_are_one_warning_and_a_step_without_any_is_silent(caplog
     assert "longer than data.max_prompt_length=20 tokens" in record.message
 
 
-@pytest.mark.parametrize(("phase", "step"), [(Phase.TRAIN, 2), (Phase.VALIDATION, 10), (Phase.TEST, 10)])
+@pytest.mark.parametrize(
+    ("phase", "step"), [(Phase.TRAIN, 2), (Phase.VALIDATION, 10), (Phase.TEST, 10)]
+)
 def test_a_later_iteration_without_prompts_is_one_warning(phase, step, caplog):
     check_prompts(done(phase, step, 0, 4, 30), 20)
     (record,) = caplog.records
@@ -38,10 +40,13 @@ def test_a_later_iteration_without_prompts_is_one_warning(phase, step, caplog):
 
 
 @pytest.mark.parametrize(
-    ("phase", "step"), [(Phase.TRAIN, 1), (Phase.VALIDATION, 0), (Phase.EVALUATION, 0), (Phase.EVALUATION, 7)]
+    ("phase", "step"),
+    [(Phase.TRAIN, 1), (Phase.VALIDATION, 0), (Phase.EVALUATION, 0), (Phase.EVALUATION, 7)],
 )
 def test_a_first_iteration_without_prompts_is_a_data_error(phase, step):
-    with pytest.raises(DataError, match=r"all 4 are .* the shortest has 30; raise data\.max_prompt_length"):
+    with pytest.raises(
+        DataError, match=r"all 4 are .* the shortest has 30; raise data\.max_prompt_length"
+    ):
         check_prompts(done(phase, step, 0, 4, 30), 20)
     with pytest.raises(DataError, match=rf"{phase} step {step} has no prompts; raise"):
         check_prompts(done(phase, step, 0, 0), 20)

@@ -23,12 +23,24 @@ def test_relative_paths_are_those_of_the_driver_for_workers_in_another_folder(
     model, train = (os.path.relpath(path, here) for path in (digits_task.model, digits_task.train))
     overrides = [
         *digits_overrides(digits_task, "run"),
-        *(f"model.path={model}", f"data.url={train}", f"validation.url={train}", f"validation.test_url={train}"),
-        *("run.steps=1", "cluster.workers=1", "cluster.placement={}", f"cluster.address={client.scheduler.address}"),
+        *(
+            f"model.path={model}",
+            f"data.url={train}",
+            f"validation.url={train}",
+            f"validation.test_url={train}",
+        ),
+        *(
+            "run.steps=1",
+            "cluster.workers=1",
+            "cluster.placement={}",
+            f"cluster.address={client.scheduler.address}",
+        ),
     ]
     file = load_config_file(shipped("quickstart.yaml"), overrides)
     finished = Finished(here / "run", run(file.config, *dags(file)))
     assert finished.summary.status == "complete"
     assert finished.table("rollouts", 1).num_rows > 0
     assert not [*elsewhere.iterdir()]
-    assert "torch" not in client.run_on_scheduler(lambda: [*sys.modules]), "a scheduler that imports it stands still"
+    assert "torch" not in client.run_on_scheduler(lambda: [*sys.modules]), (
+        "a scheduler that imports it stands still"
+    )

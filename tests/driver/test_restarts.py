@@ -32,7 +32,17 @@ def test_a_lost_worker_or_peer_may_pass(failure):
 
 @pytest.mark.parametrize(
     "kind",
-    [ConfigError, RewardError, NodeError, TrainingError, Fenced, Interrupted, CheckpointError, RunError, OSError],
+    [
+        ConfigError,
+        RewardError,
+        NodeError,
+        TrainingError,
+        Fenced,
+        Interrupted,
+        CheckpointError,
+        RunError,
+        OSError,
+    ],
 )
 def test_what_would_fail_again_or_is_nobodys_to_try_again_is_not_tried_again(restarts, kind):
     assert not may_pass(kind("x"))

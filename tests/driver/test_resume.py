@@ -1,4 +1,6 @@
-"""Resuming: the step at which a run begins, and the files of an earlier start that are kept or removed."""
+"""Resuming: the step at which a run begins, and the files of an earlier start that are kept or
+removed.
+"""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -31,7 +33,12 @@ from siirl_dask.runs.attempt import take
 from siirl_dask.runs.checkpoint_state import CheckpointState
 from siirl_dask.runs.checkpoints import Checkpoints
 from siirl_dask.runs.folder import RunIdentity, remove_run, write_identity
-from siirl_dask.runs.identity_file import DataVersion, note_retention, read_identity_file, read_retention
+from siirl_dask.runs.identity_file import (
+    DataVersion,
+    note_retention,
+    read_identity_file,
+    read_retention,
+)
 from siirl_dask.runs.stages import Stage
 from siirl_dask.runs.tables import remove_steps, tables_of
 from siirl_dask.schema import PARAMETER_DATA, fields
@@ -52,7 +59,9 @@ def url(request, tmp_path):
 def commit(url, step, config, dag):
     with take(url, 30.0, print) as attempt:
         kept = Checkpoints(attempt=attempt, keep=9, done=step)
-        state = CheckpointState(step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest())
+        state = CheckpointState(
+            step=step, roles=["policy"], digest=RunIdentity.of(config, dag).digest()
+        )
         kept.commit(kept.folder(step), state, {})
 
 
@@ -61,7 +70,9 @@ def begin(url, *overrides, fresh=False, force=False):
 
 
 def ended(status, steps):
-    return Summary(run_id="run", status=status, steps=steps, workers=1, seconds=1.0, samples_per_second=None)
+    return Summary(
+        run_id="run", status=status, steps=steps, workers=1, seconds=1.0, samples_per_second=None
+    )
 
 
 def test_an_unfinished_run_resumes_from_its_newest_checkpoint(url):
@@ -76,7 +87,10 @@ def test_an_unfinished_run_resumes_from_its_newest_checkpoint(url):
     for step in (5, 10):
         commit(url, step, config, dag)
     write_summary(url, ended(Status.FAILED, 12))
-    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").resume_from.roles) == (10, ("policy",))
+    assert (begin(url, "run.steps=20").done, begin(url, "run.steps=20").resume_from.roles) == (
+        10,
+        ("policy",),
+    )
     with pytest.raises(ConfigError, match=r"of 10 steps: raise run\.steps=8"):
         begin(url, "run.steps=8")
     commit(url, 20, config, dag)
@@ -111,9 +125,19 @@ EVERY = st.integers(0, 12)
 STEPS = st.integers(0, 40)
 
 
-@given(every=EVERY, logged=STEPS, summary=STEPS, replayed=STEPS, begun=st.sets(st.integers(1, 40), max_size=2))
-def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(every, logged, summary, replayed, begun):
-    """Whatever is left of a run without a checkpoint: it is refused, or what it loses could not have been saved."""
+@given(
+    every=EVERY,
+    logged=STEPS,
+    summary=STEPS,
+    replayed=STEPS,
+    begun=st.sets(st.integers(1, 40), max_size=2),
+)
+def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(
+    every, logged, summary, replayed, begun
+):
+    """Whatever is left of a run without a checkpoint: it is refused, or what it loses could not
+    have been saved.
+    """
     url = f"memory://{uuid4().hex}/run"
     config, dag = config_and_dag(url, f"checkpoint.every={every}")
     write_identity(config, dag, replace=False)
@@ -123,7 +147,9 @@ def test_steps_are_done_anew_only_where_no_checkpoint_ought_to_be_there(every, l
     write_summary(url, ended(Status.FAILED, summary))
     for step in begun:
         write_atomic(*open_fs(f"{url}/checkpoints/step={step:06d}-0001/BEGUN"), b"")
-    stages = tuple(Stage(step=step, table="rollouts", url=url, parts=()) for step in range(1, replayed + 1))
+    stages = tuple(
+        Stage(step=step, table="rollouts", url=url, parts=()) for step in range(1, replayed + 1)
+    )
     done = max(logged, summary)
     said = ""
     try:
@@ -142,7 +168,10 @@ OBSERVES = ["run.steps=99", "run.name=other", "run.lookahead=1", "validation.eve
             "data.transport=dask", "data.prefetch=false", "data.memory_limit=1GiB", "data.spill_directory=/tmp",
             "rollout.weight_bucket=1MiB", "rollout.weight_sync=rows", "trainer.fsdp.gather_size=1MiB"]  # fmt: skip
 DECIDES = [
-    ("trainer.lr=1", ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"]),
+    (
+        "trainer.lr=1",
+        ["trainer.lr: 0.0001 -> 1.0", "DAG: roles.policy.with.trainer.lr: 0.0001 -> 1.0"],
+    ),
     ("trainer.backend=mine:SPEC", ['trainer.backend: "torch" -> "mine:SPEC"']),
     ("rollout.n=2", ["rollout.n: 8 -> 2", "DAG: nodes.rollout.with.rollout.n: 8 -> 2"]),
     ("data.batch_size=16", ["data.batch_size: 32 -> 16"]),
@@ -157,7 +186,9 @@ def test_what_observes_or_extends_a_run_may_change(url):
     assert begin(url, *OBSERVES).exists
 
 
-@pytest.mark.parametrize("change", ["tensor_parallel=2", "pipeline_parallel=2", "distributed_optimizer=true"])
+@pytest.mark.parametrize(
+    "change", ["tensor_parallel=2", "pipeline_parallel=2", "distributed_optimizer=true"]
+)
 def test_how_a_model_is_divided_among_workers_may_change(tmp_path, change):
     url = str(tmp_path)
     write_identity(*config_and_dag(url, "trainer.backend=megatron"), replace=False)
@@ -228,14 +259,22 @@ def test_only_steps_after_the_checkpoint_are_removed(url):
     fs, path = open_fs(url)
     remove_steps(url, ["rollouts", "validation", "test"], 2)
     left = sorted(str(file)[len(path) + 1 :].rpartition("/")[0] for file in fs.find(path))
-    assert left == [f"{table}/step=00000{step}" for table in ("rollouts", "validation") for step in (0, 1, 2)]
+    assert left == [
+        f"{table}/step=00000{step}" for table in ("rollouts", "validation") for step in (0, 1, 2)
+    ]
     remove_steps(url, ["rollouts", "validation", "test"], 0)
     assert fs.find(path) == []
 
 
 def test_records_of_steps_that_are_done_again_are_dropped(url):
     log = MetricsLog(url)
-    for step, phase in [(0, "validation"), (1, "train"), (2, "train"), (2, "validation"), (3, "train")]:
+    for step, phase in [
+        (0, "validation"),
+        (1, "train"),
+        (2, "train"),
+        (2, "validation"),
+        (3, "train"),
+    ]:
         log.write({"step": step, "phase": phase, "seconds": 1.0, "metrics": {"before": 1.0}})
     again = MetricsLog(url, until=2)
     again.write({"step": 3, "phase": "train", "seconds": 1.0, "metrics": {"after": 1.0}})
@@ -267,20 +306,33 @@ def publish_by_reward(ctx, table):
 
 def test_weights_that_need_rows_cannot_be_loaded_on_resume():
     _, dag = config_and_dag("x")
-    nodes = [replace(node, fn=publish_by_reward, options={}) if node.name == "weights" else node for node in dag.nodes]
-    with pytest.raises(PlanError, match=r"'weights' publishes or loads weights and needs \['reward'\]"):
+    nodes = [
+        replace(node, fn=publish_by_reward, options={}) if node.name == "weights" else node
+        for node in dag.nodes
+    ]
+    with pytest.raises(
+        PlanError, match=r"'weights' publishes or loads weights and needs \['reward'\]"
+    ):
         weights_dag(DAG(dag.roles, tuple(nodes)))
-    assert weights_dag(DAG(dag.roles, tuple(node for node in dag.nodes if "weights" not in node.name))) is None
+    assert (
+        weights_dag(DAG(dag.roles, tuple(node for node in dag.nodes if "weights" not in node.name)))
+        is None
+    )
 
 
 @pytest.mark.parametrize("done", [0, 3, 4, 10])
 def test_the_turns_that_are_left_are_those_of_a_run_without_a_stop(done):
     config, _ = config_and_dag("x", "run.steps=10", "validation.every=3", "checkpoint.every=4")
-    every = [(iteration.phase, iteration.step) for iteration in iterations(config, ["train", "validation", "test"])]
-    left = list(iterations(config, ["train", "validation", "test", *(["weights"] if done else [])], done))
-    assert [(iteration.phase, iteration.step) for iteration in left if iteration.phase != "weights"] == [
-        (phase, step) for phase, step in every if step > done or phase == "test" or not done
+    every = [
+        (iteration.phase, iteration.step)
+        for iteration in iterations(config, ["train", "validation", "test"])
     ]
+    left = list(
+        iterations(config, ["train", "validation", "test", *(["weights"] if done else [])], done)
+    )
+    assert [
+        (iteration.phase, iteration.step) for iteration in left if iteration.phase != "weights"
+    ] == [(phase, step) for phase, step in every if step > done or phase == "test" or not done]
     assert all(first.sequence < second.sequence for first, second in pairwise(left))
     assert ("checkpoint", 10) in every
     assert ("weights", done) == (left[0].phase, left[0].step) or not done
@@ -290,12 +342,16 @@ def test_the_turns_that_are_left_are_those_of_a_run_without_a_stop(done):
 
 @pytest.mark.parametrize("best", ["reward/mean", "validation", "validation/", "test/reward/mean"])
 def test_a_metric_without_its_phase_cannot_choose_the_best(best):
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=.*expected train/ or validation/"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.keep_best=.*expected train/ or validation/"
+    ):
         CheckpointConfig(keep_best=best)
 
 
 @pytest.mark.parametrize("flag", ["--fresh", "--force"])
-@pytest.mark.parametrize("start", [lambda given: main(["run", *given]), lambda given: script.main(None, None, given)])
+@pytest.mark.parametrize(
+    "start", [lambda given: main(["run", *given]), lambda given: script.main(None, None, given)]
+)
 def test_the_command_line_takes_the_flags_anywhere(capsys, start, flag):
     with pytest.raises(SystemExit) as ended:
         start([str(shipped("quickstart")), "run.steps=3", flag, "run.stps=3"])
@@ -303,7 +359,9 @@ def test_the_command_line_takes_the_flags_anywhere(capsys, start, flag):
     assert "did you mean 'steps'?" in capsys.readouterr().err
 
 
-ROWS = pa.table({"prompt": [f"{at} + 1 =" for at in range(20)], "answer": [str(at + 1) for at in range(20)]})
+ROWS = pa.table(
+    {"prompt": [f"{at} + 1 =" for at in range(20)], "answer": [str(at + 1) for at in range(20)]}
+)
 CHANGES = {
     "fewer rows": lambda rows: rows.slice(1),
     "other values": lambda rows: rows.set_column(1, "answer", pa.array(["7"] * 20)),
@@ -338,30 +396,48 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
     resume = a_run_on(tmp_path / "data", url)
     assert check_same_data(url, resume, versions(tmp_path / "data"), force=False) == ()
     make(tmp_path / "other", CHANGES[change](ROWS))
-    if kind == "arrow" and change == "other values":  # what an Arrow file says of itself has no statistics
+    if (
+        kind == "arrow" and change == "other values"
+    ):  # what an Arrow file says of itself has no statistics
         changed = pa.concat_tables([ROWS, ROWS])
         make(tmp_path / "longer", changed)
         other = versions(tmp_path / "longer")
     else:
         other = versions(tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"the table of data\.url was replaced.*20 rows.*--force to go on"):
+    with pytest.raises(
+        ConfigError, match=r"the table of data\.url was replaced.*20 rows.*--force to go on"
+    ):
         check_same_data(url, resume, other, force=False)
     (said,) = check_same_data(url, resume, other, force=True)
     assert "data.url" in said
-    assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()  # all steps are done anew
+    assert (
+        check_same_data(url, ResumePoint(exists=True), other, force=False) == ()
+    )  # all steps are done anew
 
 
 def with_validation(folder, **more):
-    """Return a configuration that trains, validates and tests on tables in ``folder``, and the data of a run of it."""
+    """Return a configuration that trains, validates and tests on tables in ``folder``, and the
+    data of a run of it.
+    """
     names = {"data.url": "train", "validation.url": "validation", "validation.test_url": "test"}
     given = {key: f"{folder}/{name}" for key, name in names.items()} | more
     settings = [f"model.path={folder}/model", "data.prepare=null", f"run.url={folder}/run"]
-    file = load_config_file(shipped("quickstart"), [*settings, *(f"{key}={url}" for key, url in given.items())])
-    return file.config, dags(file)[0], data_versions(plan_phases(file.config, *dags(file), worker_names(file.config)))
+    file = load_config_file(
+        shipped("quickstart"), [*settings, *(f"{key}={url}" for key, url in given.items())]
+    )
+    return (
+        file.config,
+        dags(file)[0],
+        data_versions(plan_phases(file.config, *dags(file), worker_names(file.config))),
+    )
 
 
-@pytest.mark.parametrize(("replaced", "key"), [("validation", "validation.url"), ("test", "validation.test_url")])
-def test_a_resume_whose_table_to_validate_on_was_replaced_is_refused_by_name(replaced, key, tmp_path):
+@pytest.mark.parametrize(
+    ("replaced", "key"), [("validation", "validation.url"), ("test", "validation.test_url")]
+)
+def test_a_resume_whose_table_to_validate_on_was_replaced_is_refused_by_name(
+    replaced, key, tmp_path
+):
     for name in ("train", "validation", "test"):
         write_part(str(tmp_path / name), 0, 1, ROWS)
     config, dag, data = with_validation(tmp_path)
@@ -371,7 +447,9 @@ def test_a_resume_whose_table_to_validate_on_was_replaced_is_refused_by_name(rep
     assert check_same_data(config.run.url, resume, data, force=False) == ()
     write_part(str(tmp_path / replaced), 0, 1, ROWS.slice(5))
     _, _, now = with_validation(tmp_path)
-    with pytest.raises(ConfigError, match=rf"table of {key}=\S+/{replaced} was replaced.*20 rows.*15 rows.*--force"):
+    with pytest.raises(
+        ConfigError, match=rf"table of {key}=\S+/{replaced} was replaced.*20 rows.*15 rows.*--force"
+    ):
         check_same_data(config.run.url, resume, now, force=False)
     (said,) = check_same_data(config.run.url, resume, now, force=True)
     assert key in said
@@ -385,7 +463,10 @@ def test_a_resume_may_validate_on_a_table_at_another_url_or_on_none(tmp_path):
     commit(config.run.url, 2, config, dag)
     resume = find_resume_point(config, dag, fresh=False, force=False)
     write_part(str(tmp_path / "other"), 0, 1, ROWS.slice(5))
-    for more in ({"validation.url": f"{tmp_path}/other"}, {"validation.url": "null", "validation.test_url": "null"}):
+    for more in (
+        {"validation.url": f"{tmp_path}/other"},
+        {"validation.url": "null", "validation.test_url": "null"},
+    ):
         _, _, now = with_validation(tmp_path, **more)
         assert check_same_data(config.run.url, resume, now, force=False) == ()
 
@@ -415,7 +496,10 @@ def test_a_run_of_an_earlier_version_resumes_on_any_data(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["identity.json", "retention.json"])
-@given(text=st.binary(max_size=60) | st.sampled_from([b"{}", b"[]", b'{"version": 1, "files": 1, "data": 2}']))
+@given(
+    text=st.binary(max_size=60)
+    | st.sampled_from([b"{}", b"[]", b'{"version": 1, "files": 1, "data": 2}'])
+)
 def test_whatever_stands_in_the_small_files_is_read_or_refused(name, text):
     url = f"memory://{uuid4().hex}/run"
     fs, path = open_fs(url)

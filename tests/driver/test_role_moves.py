@@ -1,4 +1,6 @@
-"""Estimated seconds for which roles' memory moves in a step: what sleeps, wakes, parks and is reloaded, and where."""
+"""Estimated seconds for which roles' memory moves in a step: what sleeps, wakes, parks and is
+reloaded, and where.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def moves(model):
     @cache
     def found(*overrides, speed=TABLE["h100"]):
         file = load_config_file(shipped("dags/grpo.yaml"), arguments(model, *overrides))
-        phases = plan_phases(file.config, *dags(file), worker_names(file.config), assume_columns=True)
+        phases = plan_phases(
+            file.config, *dags(file), worker_names(file.config), assume_columns=True
+        )
         return step_time(file.config, phases[Phase.TRAIN][0], speed, StepTokens(512, 1024, 1024))
 
     return found
@@ -57,18 +61,29 @@ def test_a_step_of_7b_on_eight_cards_counts_park_sleep_wake_and_reload(moves):
     kinds = by_kind(step)
     assert 0.5 < kinds["policy parks"] + kinds["policy returns"] < 1
     assert 0.5 < kinds["rollout sleeps"] + kinds["rollout wakes"] < 1
-    weights = kinds["policy gathers"] + kinds["rollout reloads"] + step.nodes["weights"] + step.nodes["load_weights"]
+    weights = (
+        kinds["policy gathers"]
+        + kinds["rollout reloads"]
+        + step.nodes["weights"]
+        + step.nodes["load_weights"]
+    )
     assert 1 < weights < 2.5
     assert step.seconds > sum(step.nodes.values()) + sum(kinds.values())
 
 
 def test_weights_move_after_an_update_and_moments_around_it(moves):
-    """4 bytes a parameter of weights and 8 of moments, an eighth of them on each card, out and back."""
+    """4 bytes a parameter of weights and 8 of moments, an eighth of them on each card, out and
+    back.
+    """
     own = moves("trainer.park=true").moves
     weights = 4 * PARAMETERS / 8 / RATE
     assert own["rollout"]["policy parks"] == pytest.approx(weights)
     assert own["old_logprobs"]["policy returns"] == pytest.approx(weights)
-    assert own["update"]["policy returns"] == own["update"]["policy parks"] == pytest.approx(2 * weights)
+    assert (
+        own["update"]["policy returns"]
+        == own["update"]["policy parks"]
+        == pytest.approx(2 * weights)
+    )
     averages = moves("trainer.park=true", "trainer.ema_decay=0.9").moves
     assert averages["update"]["policy parks"] == pytest.approx(3 * weights)
 
@@ -97,7 +112,9 @@ def test_nothing_sleeps_where_roles_have_workers_of_their_own(moves):
 def test_cards_share_the_memory_of_their_host(moves):
     narrow = speed_of("h100", ["host_memory=64e9"])
     shared = moves("trainer.park=true", speed=narrow).moves["update"]["policy parks"]
-    alone = moves("trainer.park=true", "cluster.workers=2", speed=narrow).moves["update"]["policy parks"]
+    alone = moves("trainer.park=true", "cluster.workers=2", speed=narrow).moves["update"][
+        "policy parks"
+    ]
     assert shared == pytest.approx(8 * PARAMETERS / 8 / (0.6 * 64e9 / 8))
     assert alone == pytest.approx(8 * PARAMETERS / 2 / (0.6 * 64e9 / 2))
 

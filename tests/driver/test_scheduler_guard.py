@@ -1,5 +1,5 @@
-"""While a run is prepared, the end of the scheduler is told as what it is, whatever fails because of it; and so is that
-of a worker.
+"""While a run is prepared, the end of the scheduler is told as what it is, whatever fails because
+of it; and so is that of a worker.
 """
 
 import os
@@ -71,7 +71,10 @@ def refuse(client):
 def test_the_end_of_the_scheduler_is_told_whatever_it_makes_fail(lone, call):
     scheduler, client = lone
     cluster = ClusterConfig(address=client.scheduler.address)
-    told = rf"while the run was prepared: the scheduler at {cluster.address} has ended: its port refuses connections"
+    told = (
+        rf"while the run was prepared: the scheduler at {cluster.address} has ended: its port "
+        r"refuses connections"
+    )
     with pytest.raises(SchedulerLost, match=told) as raised:
         guarded(client, cluster, scheduler.kill, scheduler.join, lambda: call(client))
     assert raised.value.may_return
@@ -82,13 +85,18 @@ def test_a_scheduler_that_stands_still_keeps_nobody_waiting(lone):
     scheduler, client = lone
     cluster = ClusterConfig(scheduler_timeout=0, address=client.scheduler.address)
     stop = partial(os.kill, scheduler.pid, signal.SIGSTOP)
-    with pytest.raises(SchedulerLost, match=r"no sign of life of the scheduler at \S+ within 8 s") as raised:
+    with pytest.raises(
+        SchedulerLost, match=r"no sign of life of the scheduler at \S+ within 8 s"
+    ) as raised:
         guarded(client, cluster, stop, lambda: client.run_on_scheduler(os.getpid))
     assert not raised.value.may_return
 
 
 def test_an_error_beside_a_scheduler_that_answers_is_the_error(client):
-    with pytest.raises(ConfigError, match="it did not answer"), scheduler_guard(client, ClusterConfig()):
+    with (
+        pytest.raises(ConfigError, match="it did not answer"),
+        scheduler_guard(client, ClusterConfig()),
+    ):
         refuse(client)
     with pytest.raises(SchedulerLost, match="x"), scheduler_guard(client, ClusterConfig()):
         raise SchedulerLost("x")
@@ -98,7 +106,9 @@ def test_an_error_beside_a_scheduler_that_answers_is_the_error(client):
 
 def test_a_worker_that_has_left_is_named_whatever_fails_because_of_that(client):
     with (
-        pytest.raises(WorkerLost, match=f"worker 'a' at {GONE} left the cluster while the run was prepared"),
+        pytest.raises(
+            WorkerLost, match=f"worker 'a' at {GONE} left the cluster while the run was prepared"
+        ),
         workers_needed(client, {"a": GONE}),
     ):
         refuse(client)
@@ -108,7 +118,10 @@ def test_a_worker_that_has_left_is_named_whatever_fails_because_of_that(client):
 
 def test_files_that_a_worker_was_to_read_which_has_left_are_not_waited_for(client, tmp_path):
     files = [WrittenFile(str(tmp_path), "weights", FileDigest(1, "0" * 64))]
-    with pytest.raises(WorkerLost, match=f"worker 'a' at {GONE} left the cluster while files of the run were verified"):
+    with pytest.raises(
+        WorkerLost,
+        match=f"worker 'a' at {GONE} left the cluster while files of the run were verified",
+    ):
         damages_of(client, {"a": GONE}, files, timeout=600)
 
 

@@ -1,4 +1,6 @@
-"""A run begins with the policy of another run's checkpoint, and needs that run no more once it has begun."""
+"""A run begins with the policy of another run's checkpoint, and needs that run no more once it
+has begun.
+"""
 
 import json
 import re
@@ -40,15 +42,23 @@ def finished_run(url, base, task, *options, steps=(1, 2), role="policy"):
     file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(task, url), *more])
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
-    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    trainer = build_trainer(
+        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
+    )
     attempt = take(str(url), 30.0, print)
     checkpoints = Checkpoints(attempt=attempt, keep=9)
     logprobs = {}
     for step in steps:
         for number, weight in enumerate(trainer.state()["model"].values()):
-            weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight += 0.02 * torch.randn(
+                weight.shape, generator=torch.Generator().manual_seed(number)
+            )
         folder = checkpoints.folder(step)
-        written = DistributedCheckpoint(asynchronous=False).save(f"{folder}/{role}", trainer.state(), None).result()
+        written = (
+            DistributedCheckpoint(asynchronous=False)
+            .save(f"{folder}/{role}", trainer.state(), None)
+            .result()
+        )
         files = {f"{role}/{name}": digest for name, digest in written.items()}
         checkpoints.commit(folder, CheckpointState(step=step, roles=[role]), files)
         logprobs[step] = trainer.logprobs(ROWS).logprobs
@@ -62,7 +72,8 @@ def base(tmp_path):
 
 def started(task, tmp_path, path, *more):
     file = load_config_file(
-        shipped("quickstart.yaml"), [*digits_overrides(task, tmp_path / "new"), f"model.path={path}", *more]
+        shipped("quickstart.yaml"),
+        [*digits_overrides(task, tmp_path / "new"), f"model.path={path}", *more],
     )
     return file.config, dags(file)[0]
 
@@ -82,7 +93,9 @@ def test_the_policy_begins_with_the_log_probs_that_the_other_run_ended_with(
     built = {role.name: role.build for role in dag.roles}
     policy = built["policy"](Device("w"), Rank())
     assert (policy.logprobs(ROWS).logprobs - logprobs[step]).abs().max() < 1e-5
-    assert config.model.path == built["rollout"].keywords["model"].path, "the engine has the same model"
+    assert config.model.path == built["rollout"].keywords["model"].path, (
+        "the engine has the same model"
+    )
     assert f"step{step:06d}" in config.model.path
 
 
@@ -99,12 +112,17 @@ def test_a_run_at_a_url_is_started_from_and_written_to_a_url(digits_task, base, 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
 
 
-def test_a_half_written_folder_is_written_anew_and_fresh_removes_others(digits_task, base, tmp_path):
+def test_a_half_written_folder_is_written_anew_and_fresh_removes_others(
+    digits_task, base, tmp_path
+):
     finished_run(tmp_path / "old", base, digits_task)
     config, dag = started(digits_task, tmp_path, tmp_path / "old")
     starts = find_starts(config, [dag])
     (start,) = starts.starts
-    folder, other = tmp_path / "new" / "start", tmp_path / "new" / "start" / "0123456789ab-step000001"
+    folder, other = (
+        tmp_path / "new" / "start",
+        tmp_path / "new" / "start" / "0123456789ab-step000001",
+    )
     other.mkdir(parents=True)
     half = folder / start.folder.rpartition("/")[2]
     half.mkdir()
@@ -129,16 +147,22 @@ def test_a_run_that_goes_on_stays_with_the_step_that_it_began_with(digits_task, 
     assert find_starts(config, [dag]).starts[0].folder == starts.starts[0].folder
     assert find_starts(config, [dag], fresh=True).starts[0].step == 2
     again, _ = started(digits_task, tmp_path, f"{old}@2")
-    assert find_starts(again, [dag]).starts[0].step == 2, "a step that is asked for is not another one"
+    assert find_starts(again, [dag]).starts[0].step == 2, (
+        "a step that is asked for is not another one"
+    )
     shutil.rmtree(old)
-    assert find_starts(config, [dag]).starts[0].folder == starts.starts[0].folder, "the run is there no more"
+    assert find_starts(config, [dag]).starts[0].folder == starts.starts[0].folder, (
+        "the run is there no more"
+    )
 
 
 LORA = ["trainer.lora.rank=4", "trainer.lora.targets=[q_proj, v_proj]"]
 
 
 def begun_with(task, tmp_path, base, path, *options):
-    """Return the configuration and the DAG of a run that begins with adapters, as they are when roles are built."""
+    """Return the configuration and the DAG of a run that begins with adapters, as they are when
+    roles are built.
+    """
     config, dag = started(task, tmp_path, base, *(options or LORA), f"trainer.lora.path={path}")
     starts = find_starts(config, [dag])
     config, dag, _ = starts.with_folders(config, dag, None)
@@ -148,7 +172,9 @@ def begun_with(task, tmp_path, base, path, *options):
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 @pytest.mark.parametrize("source", ["run", "step", "exported", "peft"])
-def test_adapters_begin_with_the_log_probs_that_they_were_saved_with(digits_task, base, tmp_path, source, backend):
+def test_adapters_begin_with_the_log_probs_that_they_were_saved_with(
+    digits_task, base, tmp_path, source, backend
+):
     old, folder = tmp_path / "old", tmp_path / "adapters"
     logprobs = finished_run(old, base, digits_task, *LORA)
     path = {"run": old, "step": f"{old}@1"}.get(source, folder)
@@ -156,7 +182,9 @@ def test_adapters_begin_with_the_log_probs_that_they_were_saved_with(digits_task
         main(["export", str(old), str(folder), "--adapter"])
     elif source == "peft":
         main(["export", str(old), str(tmp_path / "first"), "--adapter"])
-        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "first")
+        model = peft.PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), tmp_path / "first"
+        )
         model.save_pretrained(folder)
     config, dag = begun_with(digits_task, tmp_path, base, path, *LORA, f"trainer.backend={backend}")
     policy = next(role.build for role in dag.roles if role.name == "policy")(Device("w"), Rank())
@@ -192,7 +220,9 @@ def changed_adapters(folder, change):
         config = "{"
     else:
         config |= change
-    (folder / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (folder / "adapter_config.json").write_text(
+        config if isinstance(config, str) else json.dumps(config)
+    )
     if change != "pickled":
         save_file(tensors, folder / "adapter_model.safetensors")
 
@@ -207,7 +237,11 @@ def changed_adapters(folder, change):
         ({"peft_type": "VERA"}, "are VERA; expected LORA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"base_model_name_or_path": "OTHER"}, "were trained on another model, .* hidden_size"),
-        ("missing", r"lacks 1 of the policy's adapters, such as model.layers.0.self_attn.q_proj.lora_A.weight"),
+        (
+            "missing",
+            r"lacks 1 of the policy's adapters, such as "
+            r"model.layers.0.self_attn.q_proj.lora_A.weight",
+        ),
         ("extra", "has 1 tensors that the policy has not, such as lm_head"),
         ("shape", r"q_proj.lora_A.weight has shape .*; expected"),
         ("pickled", "are pickled"),
@@ -216,14 +250,21 @@ def changed_adapters(folder, change):
     ],
     ids=str,
 )
-def test_plan_refuses_adapters_that_are_not_the_policys_by_name(digits_task, base, tmp_path, change, text, capsys):
+def test_plan_refuses_adapters_that_are_not_the_policys_by_name(
+    digits_task, base, tmp_path, change, text, capsys
+):
     finished_run(tmp_path / "old", base, digits_task, *LORA)
     folder = tmp_path / "adapters"
     main(["export", str(tmp_path / "old"), str(folder), "--adapter"])
     if isinstance(change, dict) and "base_model_name_or_path" in change:
         change = {"base_model_name_or_path": str(tiny_model(tmp_path / "other", hidden=96))}
     changed_adapters(folder, change)
-    command = ["plan", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new"), *LORA]
+    command = [
+        "plan",
+        str(shipped("quickstart")),
+        *digits_overrides(digits_task, tmp_path / "new"),
+        *LORA,
+    ]
     with pytest.raises(SystemExit):
         main([*command, f"model.path={base}", f"trainer.lora.path={folder}"])
     said = capsys.readouterr().err
@@ -235,15 +276,23 @@ def test_plan_refuses_adapters_that_are_not_the_policys_by_name(digits_task, bas
     ("options", "text"),
     [
         (["trainer.lora.rank=8"], r"trainer.lora.rank=4, and this one 8"),
-        (["trainer.lora.rank=4", "trainer.lora.alpha=8"], r"trainer.lora.alpha=16.0, and this one 8.0"),
-        (["trainer.lora.rank=4"], r"trainer.lora.targets=\['q_proj', 'v_proj'\], and this one \[\]"),
+        (
+            ["trainer.lora.rank=4", "trainer.lora.alpha=8"],
+            r"trainer.lora.alpha=16.0, and this one 8.0",
+        ),
+        (
+            ["trainer.lora.rank=4"],
+            r"trainer.lora.targets=\['q_proj', 'v_proj'\], and this one \[\]",
+        ),
     ],
 )
 def test_adapters_of_a_run_with_other_options_are_refused_before_they_are_written(
     digits_task, base, tmp_path, options, text
 ):
     finished_run(tmp_path / "old", base, digits_task, *LORA)
-    config, dag = started(digits_task, tmp_path, base, *options, f"trainer.lora.path={tmp_path / 'old'}")
+    config, dag = started(
+        digits_task, tmp_path, base, *options, f"trainer.lora.path={tmp_path / 'old'}"
+    )
     with pytest.raises(ConfigError, match=text):
         find_starts(config, [dag])
 
@@ -252,24 +301,39 @@ def test_adapters_of_another_base_or_of_a_run_without_any_are_refused(digits_tas
     finished_run(tmp_path / "old", base, digits_task, *LORA)
     finished_run(tmp_path / "whole", base, digits_task)
     other = tiny_model(tmp_path / "other", hidden=96)
-    config, dag = started(digits_task, tmp_path, other, *LORA, f"trainer.lora.path={tmp_path / 'old'}")
+    config, dag = started(
+        digits_task, tmp_path, other, *LORA, f"trainer.lora.path={tmp_path / 'old'}"
+    )
     with pytest.raises(ConfigError, match="were trained on another model"):
         find_starts(config, [dag])
-    config, dag = started(digits_task, tmp_path, base, *LORA, f"trainer.lora.path={tmp_path / 'whole'}")
+    config, dag = started(
+        digits_task, tmp_path, base, *LORA, f"trainer.lora.path={tmp_path / 'whole'}"
+    )
     with pytest.raises(ConfigError, match="that run has no adapters"):
         find_starts(config, [dag])
     with pytest.raises(ConfigError, match=r"trainer.lora.rank=0; give the rank"):
         LoraConfig(path="adapters")
 
 
-def test_the_engine_samples_with_the_first_adapters_before_the_first_step(digits_task, base, tmp_path, capsys):
-    """Where the engine had the base alone, its log-probs would differ from the policy's by much in the first step."""
+def test_the_engine_samples_with_the_first_adapters_before_the_first_step(
+    digits_task, base, tmp_path, capsys
+):
+    """Where the engine had the base alone, its log-probs would differ from the policy's by much
+    in the first step.
+    """
     finished_run(tmp_path / "old", base, digits_task, *LORA)
-    command = ["run", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new"), *LORA]
+    command = [
+        "run",
+        str(shipped("quickstart")),
+        *digits_overrides(digits_task, tmp_path / "new"),
+        *LORA,
+    ]
     command += [f"model.path={base}", f"trainer.lora.path={tmp_path / 'old'}", "checkpoint.every=1"]
     command += ["cluster.workers=1", "cluster.placement={}"]
     main([*command, "run.steps=1"])
-    records = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()
+    ]
     first = next(each["metrics"] for each in records if each["phase"] == "train")
     assert 0 <= first["mismatch/kl"] < 1e-6
     shutil.rmtree(tmp_path / "old")
@@ -302,7 +366,9 @@ def test_a_base_that_is_gone_is_refused_before_anything_starts(digits_task, base
     finished_run(tmp_path / "old", base, digits_task)
     shutil.rmtree(base)
     config, dag = started(digits_task, tmp_path, tmp_path / "old")
-    with pytest.raises(ConfigError, match="which is not there, and has the config and the tokenizer"):
+    with pytest.raises(
+        ConfigError, match="which is not there, and has the config and the tokenizer"
+    ):
         find_starts(config, [dag])
 
 
@@ -320,17 +386,33 @@ def test_plan_says_what_the_run_begins_with_and_writes_nothing(digits_task, base
     finished_run(tmp_path / "old", base, digits_task)
     command = ["plan", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new")]
     main([*command, f"model.path={tmp_path / 'old'}"])
-    assert f"is the policy of step 2 of the run at {tmp_path / 'old'}" in " ".join(capsys.readouterr().out.split())
+    assert f"is the policy of step 2 of the run at {tmp_path / 'old'}" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert not (tmp_path / "new").exists()
     with pytest.raises(SystemExit):
-        main([*command, f"model.path={tmp_path / 'old'}@2", "trainer.lora.rank=4", "trainer.lora.targets=[nothing]"])
+        main(
+            [
+                *command,
+                f"model.path={tmp_path / 'old'}@2",
+                "trainer.lora.rank=4",
+                "trainer.lora.targets=[nothing]",
+            ]
+        )
     assert "has no linear layer 'nothing'" in capsys.readouterr().err
 
 
-def test_a_started_run_goes_on_from_its_own_checkpoint_when_the_other_is_gone(digits_task, base, tmp_path, capsys):
+def test_a_started_run_goes_on_from_its_own_checkpoint_when_the_other_is_gone(
+    digits_task, base, tmp_path, capsys
+):
     finished_run(tmp_path / "old", base, digits_task)
     command = ["run", str(shipped("quickstart")), *digits_overrides(digits_task, tmp_path / "new")]
-    command += [f"model.path={tmp_path / 'old'}", "checkpoint.every=1", "cluster.workers=1", "cluster.placement={}"]
+    command += [
+        f"model.path={tmp_path / 'old'}",
+        "checkpoint.every=1",
+        "cluster.workers=1",
+        "cluster.placement={}",
+    ]
     main([*command, "run.steps=1"])
     folder = Run(str(tmp_path / "new")).config.model.path
     assert json.loads((tmp_path / "new" / "start").joinpath(folder, "config.json").read_text())

@@ -1,4 +1,6 @@
-"""A key that is set and read by nothing is refused: it would change nothing, and nobody would notice."""
+"""A key that is set and read by nothing is refused: it would change nothing, and nobody would
+notice.
+"""
 
 import pytest
 
@@ -19,8 +21,16 @@ def read(config, *overrides):
     [
         ("quickstart.yaml", "agents={a: {}, b: {}}", "agents.a: no node of the DAG has agent: a"),
         ("quickstart_agents.yaml", "agents.c={}", "agents.c: no node of the DAG has agent: c"),
-        ("quickstart.yaml", "environments.turns=3", "environments.turns=3: no node of the DAG reads environments"),
-        ("quickstart_turns.yaml", "endpoint.timeout=5", "endpoint.timeout=5.0: no node of the DAG reads endpoint"),
+        (
+            "quickstart.yaml",
+            "environments.turns=3",
+            "environments.turns=3: no node of the DAG reads environments",
+        ),
+        (
+            "quickstart_turns.yaml",
+            "endpoint.timeout=5",
+            "endpoint.timeout=5.0: no node of the DAG reads endpoint",
+        ),
     ],
 )
 def test_a_group_that_nothing_reads_is_refused(config, override, said):

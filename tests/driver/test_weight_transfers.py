@@ -1,4 +1,6 @@
-"""``rollout.weight_sync``: a plan says how new weights travel, and impossible ways are refused before the start."""
+"""``rollout.weight_sync``: a plan says how new weights travel, and impossible ways are refused
+before the start.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ from tests.conftest import digits_overrides
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 OVER = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [1, 2, 3]}"
-SHARED = "cluster.placement={rollout: [0, 1], policy: [2, 3]}"  # the role of the reward is on all workers
+# the role of the reward is on all workers
+SHARED = "cluster.placement={rollout: [0, 1], policy: [2, 3]}"
 BROADCAST = "rollout.weight_sync=broadcast"
 
 
-@columns(writes={field.name: field.type for field in contract_of(publish_weights).writes}, new_rows=True, passes=False)
+@columns(
+    writes={field.name: field.type for field in contract_of(publish_weights).writes},
+    new_rows=True,
+    passes=False,
+)
 def publish_rows(ctx, table):
     """A source of weights of one's own, which has no tensors."""
     return publish_weights(ctx, table)
@@ -33,7 +40,8 @@ def publish_rows(ctx, table):
 def files(digits_task, tmp_path):
     def read(*overrides):
         return load_config_file(
-            shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), APART, *overrides]
+            shipped("quickstart.yaml"),
+            [*digits_overrides(digits_task, tmp_path / "run"), APART, *overrides],
         )
 
     return read
@@ -46,17 +54,23 @@ def notes(file):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((), "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else as rows"),
+        (
+            (),
+            "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else "
+            "as rows",
+        ),
         ((BROADCAST,), "by broadcast from worker 2 to 0, 1"),
         (("rollout.weight_sync=rows",), "as rows: rollout.weight_sync=rows"),
         ((OVER,), "as rows: worker '1' has both roles, 'policy' and 'rollout' (cluster.placement)"),
         (
             ("rollout.max_staleness=1",),
-            "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else as rows",
+            "by broadcast from worker 2 to 0, 1 if workers 0..3 (4) have an accelerator each, else "
+            "as rows",
         ),
         (
             ("rollout.max_staleness=1", SHARED),
-            "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness), and its workers also wait for "
+            "as rows: node 'load_weights' is 1 step behind (rollout.max_staleness), and its "
+            "workers also wait for "
             "those of role 'policy' elsewhere: give them no role in common (cluster.placement)",
         ),
     ],
@@ -71,7 +85,8 @@ def test_weights_that_stay_on_their_worker_are_not_spoken_of(files):
 
 def test_weights_that_stay_on_each_of_several_workers_are_said_to(files):
     assert notes(files("cluster.placement={}")) == [
-        "new weights (weights -> load_weights) stay on their workers: each engine loads what its trainer has gathered"
+        "new weights (weights -> load_weights) stay on their workers: each engine loads what its "
+        "trainer has gathered"
     ]
 
 
@@ -92,8 +107,14 @@ def test_weights_that_stay_on_each_of_several_workers_are_said_to(files):
 def test_a_broadcast_that_cannot_be_is_refused_by_plan_and_run(files, overrides, changed, said):
     file = files(BROADCAST, *overrides)
     dag, validation = dags(file)
-    dag = DAG(dag.roles, tuple(replace(node, **changed) if node.name == "weights" else node for node in dag.nodes))
-    expected = f"rollout.weight_sync=broadcast, .*node 'weights' to node 'load_weights': .*{said}.*weight_sync=auto"
+    dag = DAG(
+        dag.roles,
+        tuple(replace(node, **changed) if node.name == "weights" else node for node in dag.nodes),
+    )
+    expected = (
+        "rollout.weight_sync=broadcast, .*node 'weights' to node 'load_weights': "
+        f".*{said}.*weight_sync=auto"
+    )
     with pytest.raises(PlanError, match=expected):
         describe_run(file.config, dag, validation)
     with pytest.raises(PlanError, match=expected):

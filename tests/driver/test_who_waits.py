@@ -17,18 +17,25 @@ AT = "node 'update', train step 3"
 def test_who_waits_for_whom_on_which_edge_is_told_beside_the_stacks_of_who_hangs():
     answers = {
         "0": WorkerAnswer(
-            True, "node 'reward', train step 3", stacks=["thread Worker-0", "  mine.py:3 in reward: get(url)"]
+            True,
+            "node 'reward', train step 3",
+            stacks=["thread Worker-0", "  mine.py:3 in reward: get(url)"],
         ),
         "1": WorkerAnswer(
-            True, AT, True, [("0", "train/reward->update (fetch)", 61.0), ("0", "train/x->y (early)", 2.0)]
+            True,
+            AT,
+            True,
+            [("0", "train/reward->update (fetch)", 61.0), ("0", "train/x->y (early)", 2.0)],
         ),
         "2": WorkerAnswer(True, AT, True),
         "3": WorkerAnswer(False, process="stopped", pid=77),
         "4": WorkerAnswer(False),
     }
     assert WaitGraph(MEMBERS, answers, ["0", "3"]).text().splitlines() == [
-        "worker '3' at tcp://10.0.0.3:1 answers nothing: its process was stopped (SIGSTOP); kill -CONT 77 wakes it",
-        "worker '4' at tcp://10.0.0.4:1 answers nothing: its process was stopped, holds Python's lock, or is cut off",
+        "worker '3' at tcp://10.0.0.3:1 answers nothing: its process was stopped (SIGSTOP); kill "
+        "-CONT 77 wakes it",
+        "worker '4' at tcp://10.0.0.4:1 answers nothing: its process was stopped, holds Python's "
+        "lock, or is cut off",
         "worker '0' at tcp://10.0.0.0:1 is in node 'reward', train step 3:",
         "  thread Worker-0",
         "    mine.py:3 in reward: get(url)",
@@ -39,11 +46,16 @@ def test_who_waits_for_whom_on_which_edge_is_told_beside_the_stacks_of_who_hangs
 
 TEXT = st.text(max_size=5)
 ONE = st.none() | st.booleans() | st.floats() | TEXT
-LIST = st.lists(st.one_of(ONE, st.lists(ONE, max_size=3), st.tuples(TEXT, TEXT, st.floats()).map(list)), max_size=3)
+LIST = st.lists(
+    st.one_of(ONE, st.lists(ONE, max_size=3), st.tuples(TEXT, TEXT, st.floats()).map(list)),
+    max_size=3,
+)
 
 
 @settings(max_examples=50)
-@given(st.fixed_dictionaries({"place": ONE, "waits": ONE, "owed": LIST, "stacks": LIST}) | LIST | ONE)
+@given(
+    st.fixed_dictionaries({"place": ONE, "waits": ONE, "owed": LIST, "stacks": LIST}) | LIST | ONE
+)
 def test_an_answer_of_any_form_becomes_lines_that_a_terminal_takes(told):
     answers = {"0": read_answer(told)}
     assert all(line.isprintable() for line in WaitGraph(MEMBERS, answers, ["0"]).text().split("\n"))

@@ -41,7 +41,9 @@ def topology_of(cells, root, near=None):
         (links(1, quads), "npu:0 is alone"),
         (links(2, lambda one, two: "NA"), "not known between each two of npu:0,1"),
         (
-            links(3, lambda one, two: "PIX" if one + two == 1 else "PHB" if one + two == 2 else "SYS"),
+            links(
+                3, lambda one, two: "PIX" if one + two == 1 else "PHB" if one + two == 2 else "SYS"
+            ),
             "PIX within npu:0,1 and within npu:2; PHB, SYS between these",
         ),
     ],
@@ -58,13 +60,16 @@ def test_the_doctor_tells_nodes_and_leaves_workers_on_cpus_alone(monkeypatch):
 
 
 def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("siirl_dask.worker.hardware.affinity.given_cpus", lambda: frozenset(range(12)))
+    monkeypatch.setattr(
+        "siirl_dask.worker.hardware.affinity.given_cpus", lambda: frozenset(range(12))
+    )
     make_nodes(tmp_path, range(8), range(8, 16))
     found = topology_of(links(8, quads), tmp_path, ["0-7", "8-15"] * 4)
     for_run = judge_topology(VISIBLE, found, ClusterConfig(workers=5))
     assert [each.text for each in for_run] == [
         "HCCS within npu:0,2,4,6 and within npu:1,3,5,7; SYS between these",
-        "workers of a run here: 0 on npu:0 CPUs 0-7, 1 on npu:2 CPUs 0-7, 2 on npu:4 CPUs 0-7, 3 on npu:6 CPUs 0-7, "
+        "workers of a run here: 0 on npu:0 CPUs 0-7, 1 on npu:2 CPUs 0-7, 2 on npu:4 CPUs 0-7, 3 "
+        "on npu:6 CPUs 0-7, "
         "4 on npu:1 CPUs 8-11",
     ]
     off = judge_topology(VISIBLE, found, ClusterConfig(affinity=Affinity.none))
@@ -72,7 +77,10 @@ def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path,
     broken = read_topology([CardPlace("", 0)], traits_of(NPU), tmp_path, lambda command: "what?")
     findings = judge_topology(VisibleDevices(NPU, ("npu0",)), broken, ClusterConfig(workers=1))
     assert [each.state for each in findings] == [DoctorState.OK, DoctorState.NOTE, DoctorState.OK]
-    assert "`npu-smi info -t topo` is left out: no line begins with the name of a card" in findings[1].text
+    assert (
+        "`npu-smi info -t topo` is left out: no line begins with the name of a card"
+        in findings[1].text
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,13 @@ def test_the_doctor_tells_each_workers_cpus_and_what_it_could_not_read(tmp_path,
         ClusterConfig(device=DevicePreference.cpu),
         ClusterConfig(affinity=Affinity.none),
     ],
-    ids=["a machine without accelerators", "elsewhere", "a cluster to be started", "on CPUs", "not asked for"],
+    ids=[
+        "a machine without accelerators",
+        "elsewhere",
+        "a cluster to be started",
+        "on CPUs",
+        "not asked for",
+    ],
 )
 def test_places_are_told_only_where_workers_start_here_on_accelerators(cluster, monkeypatch):
     there = cluster == ClusterConfig()
@@ -103,7 +117,11 @@ def on_npus(tmp_path, *command):
     environment = {**os.environ, "PYTHONPATH": path, "FAKE_NPU_COUNT": "4"}
     environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-m", "siirl_dask.cli", *command], env=environment, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "siirl_dask.cli", *command],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -111,11 +129,20 @@ def on_npus(tmp_path, *command):
 
 @pytest.mark.slow
 def test_a_plan_shows_devices_cpus_and_the_links_of_groups(digits_task, tmp_path):
-    given = [*digits_overrides(digits_task, tmp_path / "run"), "cluster.workers=4", "trainer.backend=fsdp"]
+    given = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        "cluster.workers=4",
+        "trainer.backend=fsdp",
+    ]
     placed = ["cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"]
     command = ["plan", "configs/quickstart.yaml", *given, *placed]
     told = json.loads(on_npus(tmp_path, *command, "--format=json"))["topology"]
-    assert [one["device"] for one in told["workers"].values()] == ["npu:0", "npu:2", "npu:1", "npu:3"]
+    assert [one["device"] for one in told["workers"].values()] == [
+        "npu:0",
+        "npu:2",
+        "npu:1",
+        "npu:3",
+    ]
     assert told["links"][0] == ["X", "SYS", "HCCS", "SYS"]
     (group,) = told["groups"]
     assert (group["role"], group["size"], group["slowest"]) == ("policy", 2, "HCCS")

@@ -1,6 +1,8 @@
-"""A DAG of one's own with images: prompts have them, samples are made of prompts, two nodes of the samples read them.
+"""A DAG of one's own with images: prompts have them, samples are made of prompts, two nodes of the
+samples read them.
 
-Each image tells its step and group, so a wrong one shows, and each reader logs the memory that its images lie in.
+Each image tells its step and group, so a wrong one shows, and each reader logs the memory that its
+images lie in.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def paint(ctx, table, *, notes: str = ""):
         with Path(notes).open("a") as file:
             file.write(f"{ctx.step}\n")
     table = rows_where(table, table["group_id"].to_numpy() % 7 != 3)
-    images = [[{"bytes": painted(ctx.step, group), "path": None}] for group in table["group_id"].to_pylist()]
+    images = [
+        [{"bytes": painted(ctx.step, group), "path": None}]
+        for group in table["group_id"].to_pylist()
+    ]
     return table.append_column("images", pa.array(images, IMAGES))
 
 
@@ -96,7 +101,9 @@ def look(ctx, table):
     ctx.log("look/groups", len(set(table["painted_as"].to_pylist())), Reduce.SUM)
     ctx.log("look/bytes", sum(_buffers(table).values()), Reduce.MAX)
     table = table.append_column("wrong", pa.array(wrong, pa.int64()))
-    return table.append_column("minibatch", pa.array(table["painted_as"].to_numpy() % 2, pa.int32()))
+    return table.append_column(
+        "minibatch", pa.array(table["painted_as"].to_numpy() % 2, pa.int32())
+    )
 
 
 @columns(reads=["images", "painted_as", "minibatch"])
@@ -105,7 +112,9 @@ def learn(ctx, table):
     for minibatch in range(2):
         part = rows_where(table, table["minibatch"].to_numpy() == minibatch)
         assert _buffers(part).keys() <= held.keys()
-        for images, group in zip(part["images"].to_pylist(), part["painted_as"].to_pylist(), strict=True):
+        for images, group in zip(
+            part["images"].to_pylist(), part["painted_as"].to_pylist(), strict=True
+        ):
             assert images[0]["bytes"] == painted(ctx.step, group)
     ctx.log("learn/bytes", sum(held.values()), Reduce.MAX)
     ctx.log("learn/groups", len(set(table["painted_as"].to_pylist())), Reduce.SUM)

@@ -18,12 +18,16 @@ from tests.conftest import digits_overrides
 from tests.forked_programs import ForkedProgram
 from tests.slowdown import Slowdown
 
-MARK = "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
+MARK = (
+    "SIIRL_TESTED_RUN"  # in the environment of all processes of a run, whenever they were started
+)
 
 
 @dataclass
 class Started:
-    """``siirl-dask run`` as a user starts it: a process group of its own, as a terminal gives one."""
+    """``siirl-dask run`` as a user starts it: a process group of its own, as a terminal gives
+    one.
+    """
 
     process: subprocess.Popen | ForkedProgram
     url: Path
@@ -40,7 +44,9 @@ class Started:
         self.wait_until(lambda: self.steps() >= count)
 
     def wait_until(self, reached, timeout=90):
-        """Return when ``reached()`` is true; fail when the run ends or ``timeout`` seconds pass before."""
+        """Return when ``reached()`` is true; fail when the run ends or ``timeout`` seconds pass
+        before.
+        """
         deadline = time.monotonic() + timeout
         while not reached():
             assert self.process.poll() is None, self.process.communicate()
@@ -51,10 +57,14 @@ class Started:
         for process in self.family:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self.shared_memory |= {name for name in re.findall(r"/dev/shm/.*", maps) if "(deleted)" not in name}
+                self.shared_memory |= {
+                    name for name in re.findall(r"/dev/shm/.*", maps) if "(deleted)" not in name
+                }
 
     def processes(self):
-        """All processes of the run that are there, also those that left its group and its session."""
+        """All processes of the run that are there, also those that left its group and its
+        session.
+        """
         found = []
         if self.mark is None:
             return found
@@ -65,12 +75,24 @@ class Started:
         return found
 
     def workers(self):
-        """Forked from one child, which names them as it is named; or by Dask, where setproctitle is installed."""
-        commands = {child: " ".join(child.cmdline()) for child in self.family if child.ppid() != self.process.pid}
-        return [child for child, text in commands.items() if "forkserver" in text or "dask worker" in text]
+        """Forked from one child, which names them as it is named; or by Dask, where setproctitle
+        is installed.
+        """
+        commands = {
+            child: " ".join(child.cmdline())
+            for child in self.family
+            if child.ppid() != self.process.pid
+        }
+        return [
+            child
+            for child, text in commands.items()
+            if "forkserver" in text or "dask worker" in text
+        ]
 
     def end(self, timeout):
-        """Seconds until it ended, and what it printed; whatever of it is still there fails the test."""
+        """Seconds until it ended, and what it printed; whatever of it is still there fails the
+        test.
+        """
         began = time.monotonic()
         try:
             with Slowdown() as measured:
@@ -90,15 +112,21 @@ class Started:
 
 
 def _hear_interrupts():
-    """Shells start background jobs, and so perhaps these tests, with SIGINT ignored; a terminal does not."""
+    """Shells start background jobs, and so perhaps these tests, with SIGINT ignored; a terminal
+    does not.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
 def start(digits_task, tmp_path, request):
-    """Start a run on a cluster of its own: by an interpreter of its own in tests that hold times, else forked."""
+    """Start a run on a cluster of its own: by an interpreter of its own in tests that hold
+    times, else forked.
+    """
     started = []
-    interpreter = START_METHOD != "forkserver" or request.node.get_closest_marker("alone") is not None
+    interpreter = (
+        START_METHOD != "forkserver" or request.node.get_closest_marker("alone") is not None
+    )
 
     def begin(*overrides, config=None):
         url = tmp_path / "run"

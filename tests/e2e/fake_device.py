@@ -1,4 +1,6 @@
-"""An accelerator that workers see and that computes nothing: each thread has a current one, as with CUDA."""
+"""An accelerator that workers see and that computes nothing: each thread has a current one, as
+with CUDA.
+"""
 
 import threading
 from functools import wraps
@@ -46,7 +48,9 @@ class FakeModule:
 
 
 def install():
-    """Make this worker see one accelerator, the same as every other worker, and note where models are called."""
+    """Make this worker see one accelerator, the same as every other worker, and note where
+    models are called.
+    """
     devices.visible_devices = lambda: devices.VisibleDevices(DeviceKind.CUDA, ("the only one",))
     torch.get_device_module = lambda kind: FakeModule
     Device.torch_name = property(lambda self: "cpu")

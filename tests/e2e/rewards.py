@@ -1,4 +1,6 @@
-"""Rewards that go wrong, one of several parts, and one of which there is always something to learn."""
+"""Rewards that go wrong, one of several parts, and one of which there is always something to
+learn.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,6 @@
-"""A run with a role that takes long to build: PIECES of two seconds, of which it tells the first four."""
+"""A run with a role that takes long to build: PIECES of two seconds, of which it tells the first
+four.
+"""
 
 import os
 import time

@@ -1,4 +1,6 @@
-"""Workers of an existing cluster that a run has left, however it ended, take the next run: its engines are closed."""
+"""Workers of an existing cluster that a run has left, however it ended, take the next run: its
+engines are closed.
+"""
 
 import os
 import signal
@@ -11,7 +13,12 @@ from siirl_dask.errors import NodeError, PeerError, SiirlError
 from tests.clusters import local_cluster
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-VLLM = ["cluster.workers=2", "cluster.placement={}", "rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB"]
+VLLM = [
+    "cluster.workers=2",
+    "cluster.placement={}",
+    "rollout.engine=vllm",
+    "rollout.vllm.kv_cache_memory=16MiB",
+]
 VLLM += ["run.max_restarts=0"]
 
 
@@ -48,8 +55,13 @@ def with_node(function):
 
 
 @pytest.mark.slow
-def test_the_next_run_begins_after_a_failed_node_a_lost_peer_ctrl_c_and_a_killed_driver(start, train, vllm):
-    for function, kind in ((fails_on_one_worker, NodeError), (loses_a_peer_on_one_worker, PeerError)):
+def test_the_next_run_begins_after_a_failed_node_a_lost_peer_ctrl_c_and_a_killed_driver(
+    start, train, vllm
+):
+    for function, kind in (
+        (fails_on_one_worker, NodeError),
+        (loses_a_peer_on_one_worker, PeerError),
+    ):
         with pytest.raises(SiirlError) as raised:
             train(kind.__name__, *vllm, change=with_node(function))
         assert type(raised.value) is kind

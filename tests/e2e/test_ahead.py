@@ -1,4 +1,6 @@
-"""Generation ahead of training: what sampled which rows, the same in any placement, and that it is ahead indeed."""
+"""Generation ahead of training: what sampled which rows, the same in any placement, and that it
+is ahead indeed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from siirl_dask.planner import DAG, Node, columns
 from tests.e2e.test_invariance import EXACT
 
 ONE_EACH = ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}")
-TWO_EACH = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}")
+TWO_EACH = (
+    "cluster.workers=4",
+    "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}",
+)
 
 
 @columns()
@@ -29,7 +34,9 @@ def wait_for_next(ctx, table, *, folder: str, last: int):
     deadline = time.monotonic() + 20
     while ctx.step < last and not Path(folder, str(ctx.step + 1)).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"step {ctx.step + 1} was not generated while step {ctx.step} trained")
+            raise TimeoutError(
+                f"step {ctx.step + 1} was not generated while step {ctx.step} trained"
+            )
         time.sleep(0.02)
     return table
 
@@ -41,19 +48,29 @@ def versions(run, steps):
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_ahead_are_sampled_by_earlier_weights_in_any_placement(steps, train):
     given = ("run.steps=6", f"rollout.max_staleness={steps}")
-    one, other = (train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items())
+    one, other = (
+        train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items()
+    )
     assert versions(one, range(1, 7)) == [{max(0, step - 1 - steps)} for step in range(1, 7)]
     for step in range(1, 7):
-        assert other.table("rollouts", step).select(EXACT).equals(one.table("rollouts", step).select(EXACT)), step
+        assert (
+            other.table("rollouts", step)
+            .select(EXACT)
+            .equals(one.table("rollouts", step).select(EXACT))
+        ), step
     for expected, got in zip(one.records(), other.records(), strict=True):
-        assert got["metrics"]["policy/loss"] == pytest.approx(expected["metrics"]["policy/loss"], abs=1e-5)
+        assert got["metrics"]["policy/loss"] == pytest.approx(
+            expected["metrics"]["policy/loss"], abs=1e-5
+        )
         assert got["metrics"]["staleness/max"] == min(steps, got["step"] - 1)
         assert got["metrics"]["seconds/weights->load_weights"] > 0  # in parts, as without a lag
 
 
 @pytest.mark.parametrize("way", ["rollout.weight_bucket=20KiB", "rollout.weight_sync=broadcast"])
 def test_validation_is_of_the_newest_weights(digits_task, train, way):
-    """Weights of step 1 and 3, which nobody loads before newer ones come, are taken from the policy that waits."""
+    """Weights of step 1 and 3, which nobody loads before newer ones come, are taken from the
+    policy that waits.
+    """
     run = train(
         "validated",
         way,
@@ -63,7 +80,9 @@ def test_validation_is_of_the_newest_weights(digits_task, train, way):
         "validation.every=2",
         *ONE_EACH,
     )
-    assert [set(run.table("validation", step)["weights_version"].to_pylist()) for step in (0, 2, 4)] == [{0}, {2}, {4}]
+    assert [
+        set(run.table("validation", step)["weights_version"].to_pylist()) for step in (0, 2, 4)
+    ] == [{0}, {2}, {4}]
     assert versions(run, range(1, 5)) == [{0}, {0}, {2}, {2}]
 
 
@@ -73,7 +92,12 @@ def test_the_next_step_is_generated_while_one_is_trained(tmp_path, train):
 
     def waiting(dag: DAG) -> DAG:
         signs = Node("notice", partial(notice, folder=str(folder)), role="rollout", after="rollout")
-        wait = Node("wait", partial(wait_for_next, folder=str(folder), last=4), role="policy", after="update")
+        wait = Node(
+            "wait",
+            partial(wait_for_next, folder=str(folder), last=4),
+            role="policy",
+            after="update",
+        )
         return DAG(dag.roles, (*dag.nodes[:2], signs, *dag.nodes[2:], wait))
 
     train("ahead", "run.steps=4", "rollout.max_staleness=1", *ONE_EACH, change=waiting)
@@ -81,7 +105,9 @@ def test_the_next_step_is_generated_while_one_is_trained(tmp_path, train):
 
 
 def test_rows_of_weights_that_are_too_old_are_refused(train):
-    with pytest.raises(TrainingError, match=r"sampled by weights 1 step behind: expected at most 0 .*max_staleness"):
+    with pytest.raises(
+        TrainingError, match=r"sampled by weights 1 step behind: expected at most 0 .*max_staleness"
+    ):
         train("stale", "nodes.load_weights=null", *ONE_EACH)
 
 
@@ -101,7 +127,9 @@ def test_long_responses_continue_in_the_next_step_and_none_is_lost(train):
         "data.batch_size=6",
         "rollout.max_rows=2",
     )
-    one, other = (train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items())
+    one, other = (
+        train(name, *given, *where) for name, where in {"one": ONE_EACH, "two": TWO_EACH}.items()
+    )
     found = []
     for step in range(1, 6):
         rows, same = one.table("rollouts", step), other.table("rollouts", step)
@@ -111,4 +139,6 @@ def test_long_responses_continue_in_the_next_step_and_none_is_lost(train):
     assert {len(set(row["token_versions"])) for row in found} >= {1, 2, 3}
     for row in found:
         assert row["old_logprobs"] is not None
-        assert len(row["token_versions"]) == len(row["rollout_logprobs"]) == len(row["response_ids"])
+        assert (
+            len(row["token_versions"]) == len(row["rollout_logprobs"]) == len(row["response_ids"])
+        )

@@ -1,4 +1,6 @@
-"""Every algorithm that is named learns: reward rises on a small task, through planner, workers and data plane."""
+"""Every algorithm that is named learns: reward rises on a small task, through planner, workers
+and data plane.
+"""
 
 import pytest
 import yaml
@@ -59,7 +61,9 @@ _COLUMNS = {"after": "covariant", "with": {"columns": ["covariant"]}}
 
 GRAPHS = {
     "remax": {
-        "rollout": {"temperature": 0.3},  # samples of a policy that is still random are all worse than its best
+        "rollout": {
+            "temperature": 0.3
+        },  # samples of a policy that is still random are all worse than its best
         "algorithm": {"advantage": f"{ALGORITHMS}:remax"},
         "nodes": {
             "rollout": {"run": f"{NODES}:generate_with_greedy"},
@@ -76,7 +80,10 @@ GRAPHS = {
     "kl_in_the_reward": {
         "roles": {
             "reference": _REFERENCE,
-            "kl": {"build": f"{ALGORITHMS}:build_kl_controller", "with": {"coefficient": 1e-3, "target": 0.1}},
+            "kl": {
+                "build": f"{ALGORITHMS}:build_kl_controller",
+                "with": {"coefficient": 1e-3, "target": 0.1},
+            },
         },
         "nodes": {
             "reference_logprobs": {
@@ -85,7 +92,11 @@ GRAPHS = {
                 "after": "rollout",
                 "rows": "balanced",
             },
-            "kl": {"run": f"{NODES}:penalise_kl", "role": "kl", "after": ["old_logprobs", "reference_logprobs"]},
+            "kl": {
+                "run": f"{NODES}:penalise_kl",
+                "role": "kl",
+                "after": ["old_logprobs", "reference_logprobs"],
+            },
             "advantage": {"after": ["reward", "kl"]},
         },
     },
@@ -102,7 +113,9 @@ GRAPHS = {
         },
     },
     "role_baselines": {
-        "roles": {"baselines": {"build": f"{ALGORITHMS}:build_role_baselines", "with": {"decay": 0.95}}},
+        "roles": {
+            "baselines": {"build": f"{ALGORITHMS}:build_role_baselines", "with": {"decay": 0.95}}
+        },
         "nodes": {
             "advantage": {
                 "run": f"{NODES}:estimate_role_advantages",
@@ -114,7 +127,8 @@ GRAPHS = {
     "kl_cov": {
         "algorithm": {"loss": f"{ALGORITHMS}:kl_cov"},
         "nodes": {
-            "covariant": _COVARIANT | {"with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.01}},
+            "covariant": _COVARIANT
+            | {"with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.01}},
             "update": _COLUMNS,
         },
     },
@@ -155,7 +169,14 @@ GRAPHS = {
         "algorithm": {"loss": f"{ALGORITHMS}:clip_cov"},
         "nodes": {
             "covariant": _COVARIANT
-            | {"with": {"minibatches": "${algorithm.minibatches}", "fraction": 0.01, "low": 1.0, "high": 5.0}},
+            | {
+                "with": {
+                    "minibatches": "${algorithm.minibatches}",
+                    "fraction": 0.01,
+                    "low": 1.0,
+                    "high": 5.0,
+                }
+            },
             "update": _COLUMNS,
         },
     },
@@ -187,37 +208,53 @@ SLOW = {
     "quickstart_cispo",
     "quickstart_cpgd",
 }
-"""Algorithms that `make test` leaves to `make test-slow`; it has their formulas (tests/algorithms)."""
+"""Algorithms that `make test` leaves to `make test-slow`; it has their formulas
+(tests/algorithms)."""
 SWEEP = {*VALUES} - SLOW - {"reject_sequences"}
-"""Algorithms that are left to `make sweep`: others differ from the quickstart in the same places."""
+"""Algorithms that are left to `make sweep`: others differ from the quickstart in the same
+places."""
 
 
 def marks_of(name):
     return [pytest.mark.slow] * (name in SLOW) + [pytest.mark.sweep] * (name in SWEEP)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in [*SHIPPED, *VALUES, *GRAPHS]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks_of(name)) for name in [*SHIPPED, *VALUES, *GRAPHS]]
+)
 def test_reward_rises(name, config_file, train):
     placement = "{rollout: [0, 1], reward: [0, 1], policy: [0, 1]}"
     sizes = ["run.steps=8", "cluster.workers=2", "data.batch_size=16", "rollout.n=8"]
     fast = ["trainer.warmup_steps=0", "trainer.lr=4e-3"]
     own = REWARDS.get(name, [])
-    finished = train(name, f"cluster.placement={placement}", *sizes, *fast, *own, config_file=config_file(name))
+    finished = train(
+        name, f"cluster.placement={placement}", *sizes, *fast, *own, config_file=config_file(name)
+    )
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(record["metrics"]["policy/grad_norm"] > 0 for record in finished.records())
 
 
 def test_the_transformers_engines_log_probs_train_the_same_policy_without_a_pass_of_it(train):
-    # the last bit of a log-prob depends on the rows generated with it, and so on rows that an idle worker takes over
-    sizes = ["run.steps=3", "cluster.workers=2", "cluster.placement={}", "rollout.work_stealing=false"]
+    # the last bit of a log-prob depends on the rows generated with it, and so on rows that an idle
+    # worker takes over
+    sizes = [
+        "run.steps=3",
+        "cluster.workers=2",
+        "cluster.placement={}",
+        "rollout.work_stealing=false",
+    ]
     passes = train("passes", *sizes)
     told = train("told", *sizes, f"algorithm.old_logprobs={NODES}:rollout_logprobs")
     first, same = passes.table("rollouts", 1), told.table("rollouts", 1)
-    assert same.select(["response_ids", "rollout_logprobs"]).equals(first.select(["response_ids", "rollout_logprobs"]))
+    assert same.select(["response_ids", "rollout_logprobs"]).equals(
+        first.select(["response_ids", "rollout_logprobs"])
+    )
     assert same["old_logprobs"].equals(same["rollout_logprobs"])
     for expected, got in zip(passes.records(), told.records(), strict=True):
         for metric in ("reward/mean", "policy/loss", "policy/entropy", "policy/grad_norm"):
-            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-3, abs=1e-4), metric
+            assert got["metrics"][metric] == pytest.approx(
+                expected["metrics"][metric], rel=1e-3, abs=1e-4
+            ), metric
         assert "mismatch/kl" in expected["metrics"]
         assert "mismatch/kl" not in got["metrics"]

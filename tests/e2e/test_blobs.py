@@ -1,4 +1,6 @@
-"""Images of prompts over processes: each worker gets those of its rows' groups once, and a replay has them again."""
+"""Images of prompts over processes: each worker gets those of its rows' groups once, and a
+replay has them again.
+"""
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +22,10 @@ PAINTED = 14
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sample, sample_unseen])
 def test_on_any_workers_rows_see_their_groups_image_and_it_moves_once_a_worker(train, make):
-    runs = {name: train(name, *GIVEN, *where, dag=lambda config: blob_dag(make)) for name, where in PLACES.items()}
+    runs = {
+        name: train(name, *GIVEN, *where, dag=lambda config: blob_dag(make))
+        for name, where in PLACES.items()
+    }
     for step in (1, 2):
         tables = [run.table("rollouts", step) for run in runs.values()]
         assert all(table == tables[0] for table in tables)
@@ -48,13 +53,23 @@ def fail_in_step_2(ctx, table, *, marker):
 
 
 @pytest.mark.slow
-def test_a_step_that_was_cut_short_goes_on_from_a_stage_with_its_images_on_other_workers(train, tmp_path):
-    plug = Node("plug", fail_in_step_2, role="policy", after="sample", options={"marker": str(tmp_path / "failed")})
+def test_a_step_that_was_cut_short_goes_on_from_a_stage_with_its_images_on_other_workers(
+    train, tmp_path
+):
+    plug = Node(
+        "plug",
+        fail_in_step_2,
+        role="policy",
+        after="sample",
+        options={"marker": str(tmp_path / "failed")},
+    )
 
     notes = tmp_path / "painted"
 
     def dag(config):
-        return blob_dag(sample, stage=True, between=[plug]).replace("paint", options={"notes": str(notes)})
+        return blob_dag(sample, stage=True, between=[plug]).replace(
+            "paint", options={"notes": str(notes)}
+        )
 
     sync = ("storage.durability=sync", "run.max_restarts=0")
     with pytest.raises(RunError, match="the plug was pulled"):
@@ -66,7 +81,10 @@ def test_a_step_that_was_cut_short_goes_on_from_a_stage_with_its_images_on_other
     assert not notes.exists()
     whole = train("whole", *GIVEN, *PLACES["apart"], dag=dag)
     for step in (1, 2):
-        again, expected = (open_table(f"{run.url}/rollouts/step={step:06d}").to_table() for run in (replayed, whole))
+        again, expected = (
+            open_table(f"{run.url}/rollouts/step={step:06d}").to_table()
+            for run in (replayed, whole)
+        )
         again, expected = again.sort_by("row_id"), expected.sort_by("row_id")
         assert again.select(expected.column_names) == expected
         assert set(again["wrong"].to_pylist()) == {0}

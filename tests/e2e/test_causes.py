@@ -1,4 +1,6 @@
-"""A failure on a worker is told once, by its cause: the error's own type and text, the worker and its host."""
+"""A failure on a worker is told once, by its cause: the error's own type and text, the worker
+and its host.
+"""
 
 import socket
 
@@ -55,15 +57,27 @@ def with_node(function):
 @pytest.mark.parametrize(
     ("function", "kind", "said"),
     [
-        (fails_after_many_retries, NodeError, "node 'trouble', train step 1, worker '[01]': ConnectionError: attempt"),
-        (raises_what_does_not_unpickle, NodeError, "worker '[01]': JudgeError: judge-7: the judge does not answer"),
+        (
+            fails_after_many_retries,
+            NodeError,
+            "node 'trouble', train step 1, worker '[01]': ConnectionError: attempt",
+        ),
+        (
+            raises_what_does_not_unpickle,
+            NodeError,
+            "worker '[01]': JudgeError: judge-7: the judge does not answer",
+        ),
         (loses_a_peer_on_one_worker, PeerError, "worker '0' gave no sign of life"),
     ],
 )
-def test_an_error_that_dask_cannot_send_arrives_by_its_own_type_and_text(train, function, kind, said):
+def test_an_error_that_dask_cannot_send_arrives_by_its_own_type_and_text(
+    train, function, kind, said
+):
     with pytest.raises(RunError, match=said) as raised:
         train("run", *TWO, change=with_node(function))
     assert type(raised.value) is kind
     assert "Aborted" not in str(raised.value)
     assert f"on host {HOST!r}" in "\n".join(raised.value.__notes__)
-    assert train("next", *TWO, "run.steps=1").summary.steps == 1  # a group that the frames keep would hold its peer up
+    assert (
+        train("next", *TWO, "run.steps=1").summary.steps == 1
+    )  # a group that the frames keep would hold its peer up

@@ -1,4 +1,6 @@
-"""kill -9 of a whole run while it writes checkpoints: what is read afterwards is always a whole one."""
+"""kill -9 of a whole run while it writes checkpoints: what is read afterwards is always a whole
+one.
+"""
 
 import os
 import random
@@ -11,7 +13,8 @@ import pytest
 from siirl_dask.runs.checkpoints import checkpoint_url, committed, read_state
 from siirl_dask.training.files.checkpoint import read_model
 
-KILLS = 2  # ten were survived by hand; each is a start of a process of its own, which CI has little time for
+# ten were survived by hand; each is a start of a process of its own, which CI has little time for
+KILLS = 2
 ONE = ["cluster.workers=1", "cluster.placement={}", "checkpoint.every=1"]
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 
@@ -22,7 +25,9 @@ def pause():
 
 
 def kill_while_it_writes(run, chance, after):
-    """At some moment of the few steps after step ``after``; every one of them ends in a checkpoint."""
+    """At some moment of the few steps after step ``after``; every one of them ends in a
+    checkpoint.
+    """
     deadline = time.monotonic() + 90
     while not [step for step in committed(str(run.url)) if step > after]:
         assert run.process.poll() is None, run.process.communicate()
@@ -48,10 +53,15 @@ def test_after_kill_9_at_any_moment_it_goes_on_from_a_whole_checkpoint(start, tr
     resumed = train("run", *ONE, f"run.steps={done + 1}")
     straight = train("straight", *ONE, f"run.steps={done + 1}")
     for step in range(1, done + 2):
-        assert resumed.table("rollouts", step).select(EXACT).equals(straight.table("rollouts", step).select(EXACT)), (
-            step
-        )
+        assert (
+            resumed.table("rollouts", step)
+            .select(EXACT)
+            .equals(straight.table("rollouts", step).select(EXACT))
+        ), step
     assert [record["step"] for record in resumed.records()] == list(range(1, done + 2))
-    models = [read_model(f"{checkpoint_url(str(run.url), done + 1)}/policy") for run in (resumed, straight)]
+    models = [
+        read_model(f"{checkpoint_url(str(run.url), done + 1)}/policy")
+        for run in (resumed, straight)
+    ]
     assert all(models[0][name].equal(models[1][name]) for name in models[1])
     assert committed(url) == [done, done + 1]

@@ -1,4 +1,5 @@
-"""An elastic run goes on with the workers that there are, and gives what a run gives whose workers stay.
+"""An elastic run goes on with the workers that there are, and gives what a run gives whose workers
+stay.
 
 With ``-s`` it prints what each change cost.
 """
@@ -57,15 +58,21 @@ generate_at_gates.__contract__ = replace(generate.__contract__, depends_on_optio
 
 
 def with_gates(dag, seen):
-    return dag.replace("rollout", fn=partial(generate_at_gates, seen=seen, **dag.node("rollout").options))
+    return dag.replace(
+        "rollout", fn=partial(generate_at_gates, seen=seen, **dag.node("rollout").options)
+    )
 
 
 def with_notes(dag, seen):
-    """Return the DAG with builders that note that they are called. What the others declare about themselves is lost."""
+    """Return the DAG with builders that note that they are called. What the others declare about
+    themselves is lost.
+    """
 
     def noted(role):
         inner, options = role.build.func, role.build.keywords
-        return replace(role, build=partial(build, role=role.name, inner=inner, options=options, seen=seen))
+        return replace(
+            role, build=partial(build, role=role.name, inner=inner, options=options, seen=seen)
+        )
 
     return replace(dag, roles=tuple(map(noted, dag.roles)))
 
@@ -119,11 +126,17 @@ def seen(tmp_path):
 @pytest.fixture
 def begin(digits_task, tmp_path, seen):
     def begin(name, address, *overrides, config_file=None, change=with_notes):
-        given = [*digits_overrides(digits_task, tmp_path / name), *ALONE, f"cluster.address={address}", *overrides]
+        given = [
+            *digits_overrides(digits_task, tmp_path / name),
+            *ALONE,
+            f"cluster.address={address}",
+            *overrides,
+        ]
         file = load_config_file(config_file or shipped("quickstart.yaml"), given)
         dag, validation = dags(file)
         return Finished(
-            tmp_path / name, run_module.run(file.config, change(with_gates(dag, str(seen)), str(seen)), validation)
+            tmp_path / name,
+            run_module.run(file.config, change(with_gates(dag, str(seen)), str(seen)), validation),
         )
 
     return begin
@@ -151,13 +164,17 @@ def joined(monkeypatch):
 
 @pytest.fixture
 def bare(begin, seen):
-    """A cluster of workers without nannies, and the run there that nobody disturbs: ``bare("key=value", ...)``."""
+    """A cluster of workers without nannies, and the run there that nobody disturbs:
+    ``bare("key=value", ...)``.
+    """
     with ExitStack() as stack:
 
         def start(*overrides, workers=2, **how):
             cluster = stack.enter_context(local_cluster(0))
             client = stack.enter_context(Client(cluster))
-            started = Bare(client, cluster.scheduler_address, start_workers(cluster.scheduler_address, workers))
+            started = Bare(
+                client, cluster.scheduler_address, start_workers(cluster.scheduler_address, workers)
+            )
             stack.callback(started.end)
             client.wait_for_workers(workers, timeout=60)
             straight = begin("straight", started.address, *overrides, **how)
@@ -179,7 +196,9 @@ class Bare:
 
     def retire(self, name):
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        self.client.retire_workers([address for address, info in workers.items() if info["name"] == name])
+        self.client.retire_workers(
+            [address for address, info in workers.items() if info["name"] == name]
+        )
 
     def end(self):
         for process in self.processes:
@@ -192,7 +211,9 @@ CASES = [
     pytest.param(None, VLLM, ["policy"], 1, id="vllm", marks=[NO_VLLM, SWEEP]),
     pytest.param(PPO, [], ["policy", "critic"], 1, id="ppo", marks=SWEEP),
     pytest.param(PPO, SHARDS, ["policy", "critic"], 4, id="ppo-fsdp"),
-    pytest.param(PPO, [*SHARDS, *VLLM], ["policy", "critic"], 4, id="ppo-fsdp-vllm", marks=[NO_VLLM, SWEEP]),
+    pytest.param(
+        PPO, [*SHARDS, *VLLM], ["policy", "critic"], 4, id="ppo-fsdp-vllm", marks=[NO_VLLM, SWEEP]
+    ),
 ]
 """Configuration, overrides, roles that learn, and how often each worker that stays builds those."""
 
@@ -201,7 +222,11 @@ CASES = [
 def test_workers_join_die_and_are_retired_and_nothing_else_changes(
     begin, bare, seen, joined, capsys, config_file, overrides, learners, built
 ):
-    steps, gates, how = ["run.steps=9", "cluster.workers=2", *overrides], Gates(seen), {"config_file": config_file}
+    steps, gates, how = (
+        ["run.steps=9", "cluster.workers=2", *overrides],
+        Gates(seen),
+        {"config_file": config_file},
+    )
     cluster, straight = bare(*steps, **how)
     gates.at(2, lambda: (cluster.join(), joined()))
     gates.at(6, lambda: cluster.processes[1].kill())
@@ -209,7 +234,13 @@ def test_workers_join_die_and_are_retired_and_nothing_else_changes(
     changed = begin("changed", cluster.address, *steps, *ELASTIC, "observe.progress=true", **how)
     gates.check()
     restarts = changed.summary.restarts
-    print(*(f"{one.cause[:90]} | {one.seconds:.1f} s, {one.steps_again} steps again" for one in restarts), sep="\n")
+    print(
+        *(
+            f"{one.cause[:90]} | {one.seconds:.1f} s, {one.steps_again} steps again"
+            for one in restarts
+        ),
+        sep="\n",
+    )
     check_same(straight, changed, roles=learners, tolerance=1e-5, steps=9)
     assert [restart.workers for restart in restarts] == [3, 2, 1]
     assert restarts[0].steps_again == 0
@@ -221,14 +252,20 @@ def test_workers_join_die_and_are_retired_and_nothing_else_changes(
     assert {step: generated.count(str(step)) for step in once} == once, "generated again"
     stayed = cluster.processes[0].pid
     for role, times in {"rollout": 1, "reward": 1, **dict.fromkeys(learners, built)}.items():
-        assert len((seen / f"{role}-{stayed}").read_text().splitlines()) == times, f"{role} was built again"
+        assert len((seen / f"{role}-{stayed}").read_text().splitlines()) == times, (
+            f"{role} was built again"
+        )
     out = capsys.readouterr().out
     assert "taking in 1 more worker after step 4: '2'" in out
     assert "going on with 2 workers instead of 3: no other came within 0.5 s" in out
 
 
-def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, bare, seen, joined, tmp_path):
-    """One generates and one learns; a third comes to generate, and learns when the second one is gone."""
+def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(
+    begin, bare, seen, joined, tmp_path
+):
+    """One generates and one learns; a third comes to generate, and learns when the second one is
+    gone.
+    """
 
     def kill():  # and let nobody generate before that is known
         cluster.processes[1].kill()
@@ -245,7 +282,11 @@ def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, ba
     assert [restart.workers for restart in changed.summary.restarts] == [3, 2]
     by = [{*changed.table("rollouts", step)["worker"].to_pylist()} for step in range(1, 8)]
     assert by == [{"0"}] * 4 + [{"0", "2"}] + [{"0"}] * 2
-    of = {path.name: path.read_text().splitlines() for path in seen.glob("*-*") if path.name[0] in "rp"}
+    of = {
+        path.name: path.read_text().splitlines()
+        for path in seen.glob("*-*")
+        if path.name[0] in "rp"
+    }
     pids = [process.pid for process in cluster.processes]
     assert of == {
         f"rollout-{pids[0]}": ["0 of 1"],
@@ -258,7 +299,9 @@ def test_roles_of_a_placement_move_where_one_would_be_without_a_worker(begin, ba
 
 
 @pytest.mark.sweep
-def test_workers_move_where_the_shards_of_a_critic_and_a_policy_need_two_each(begin, bare, seen, joined, tmp_path):
+def test_workers_move_where_the_shards_of_a_critic_and_a_policy_need_two_each(
+    begin, bare, seen, joined, tmp_path
+):
     """Two of three workers learn, in shards of two: neither three nor one could."""
 
     def kill():
@@ -268,7 +311,10 @@ def test_workers_move_where_the_shards_of_a_critic_and_a_policy_need_two_each(be
     steps, gates = ["run.steps=7", "cluster.workers=3", *SHARDS], Gates(seen)
     placed = ["cluster.placement={rollout: [0], reward: [0], policy: [1, 2], critic: [1, 2]}"]
     placed += ["trainer.fsdp.shard_size=2", "critic.fsdp.shard_size=2"]
-    as_it_is = {"config_file": PPO, "change": lambda dag, seen: dag}  # builders say that shards divide their workers
+    as_it_is = {
+        "config_file": PPO,
+        "change": lambda dag, seen: dag,
+    }  # builders say that shards divide their workers
     cluster, straight = bare(*steps, *placed, workers=3, **as_it_is)
     gates.at(2, lambda: (cluster.join(), joined()))
     gates.at(6, kill)

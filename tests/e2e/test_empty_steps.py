@@ -30,7 +30,9 @@ def test_a_step_without_rows_is_counted_and_trains_nothing(train, overrides, tmp
     assert (first["samples"], second["samples"], third["samples"]) == (32, 0, 32)
     assert second["data/dropped_prompts"] == 8
     assert second["policy/empty_minibatches"] == 2
-    assert third["policy/lr"] == pytest.approx(2 * first["policy/lr"])  # the schedule counts steps that were taken
+    assert third["policy/lr"] == pytest.approx(
+        2 * first["policy/lr"]
+    )  # the schedule counts steps that were taken
     assert run.summary.status == "complete"
     assert run.summary.steps == 3
     assert open_table(f"{tmp_path}/run/rollouts/step=000002").num_rows == 0
@@ -47,12 +49,17 @@ def test_a_worker_without_rows_learns_with_the_other(train, overrides, backend):
 def test_a_first_step_without_rows_ends_the_run_with_what_to_do(train, overrides, workers):
     with pytest.raises(
         DataError,
-        match=rf"all 8 are longer than data.max_prompt_length={LIMIT} tokens.*; raise data\.max_prompt_length",
+        match=(
+            rf"all 8 are longer than data.max_prompt_length={LIMIT} tokens.*; raise "
+            r"data\.max_prompt_length"
+        ),
     ):
         train("run", *overrides((1, 0, 1), workers=workers))
 
 
-def test_the_command_line_shows_the_error_without_a_traceback(digits_task, overrides, tmp_path, capsys):
+def test_the_command_line_shows_the_error_without_a_traceback(
+    digits_task, overrides, tmp_path, capsys
+):
     given = [*digits_overrides(digits_task, tmp_path / "run"), *overrides((1, 0, 1), workers=1)]
     with pytest.raises(SystemExit) as ended:
         main(["run", str(shipped("quickstart.yaml")), *given])

@@ -1,4 +1,6 @@
-"""An engine that cannot be built ends the run with one error that says what and where, and leaves no process behind."""
+"""An engine that cannot be built ends the run with one error that says what and where, and
+leaves no process behind.
+"""
 
 import contextlib
 import os
@@ -37,7 +39,9 @@ def weights_that_are_missing(folder):
     ("wrong", "said"),
     [
         pytest.param(
-            a_cache_that_is_too_small, "rollout.vllm.kv_cache_memory=1MiB", marks=[NEEDS_VLLM, pytest.mark.sweep]
+            a_cache_that_is_too_small,
+            "rollout.vllm.kv_cache_memory=1MiB",
+            marks=[NEEDS_VLLM, pytest.mark.sweep],
         ),
         pytest.param(weights_that_are_missing, "model.path=", marks=pytest.mark.slow),
     ],

@@ -1,7 +1,8 @@
-"""Whole runs whose environments, tools or agents hang, raise, say too much or die, and Ctrl-C while all of them wait.
+"""Whole runs whose environments, tools or agents hang, raise, say too much or die, and Ctrl-C while
+all of them wait.
 
-Each is bounded and named, and nothing is left over: ``end`` fails for any process of the run, and for what it had in
-/dev/shm. With ``-s`` each case prints a line of docs/benchmarks/faults.md.
+Each is bounded and named, and nothing is left over: ``end`` fails for any process of the run, and
+for what it had in /dev/shm. With ``-s`` each case prints a line of docs/benchmarks/faults.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ TURNS = shipped("quickstart_turns.yaml")
 PROCESSES = ("environments.processes=4", "environments.max_open=4", "environments.timeout=1")
 SMALL = ("rollout.max_response_length=24", "environments.turn_tokens=4", "environments.turns=4", "run.steps=2",
          "cluster.workers=2", "cluster.placement={}", "rollout.work_stealing=false")  # fmt: skip
-MANY = ("data.batch_size=64", "rollout.n=8", "environments.max_open=600", "cluster.workers=2", "cluster.placement={}")
+MANY = (
+    "data.batch_size=64",
+    "rollout.n=8",
+    "environments.max_open=600",
+    "cluster.workers=2",
+    "cluster.placement={}",
+)
 CALL = '<tool_call>{{"name": "act",{} "arguments": {{"what": "{}"}}}}</tool_call>'
 
 
@@ -63,8 +70,16 @@ def sampled(cases, *kept):
 FAULTS = {
     "hangs": ("Hangs", PROCESSES, "took more than 1 s"),
     "hangs, async": ("AsyncHangs", ("environments.timeout=1",), "took more than 1 s"),
-    "raises": ("Raises", PROCESSES, "raised ValueError: no <tests.environments.worlds.Raises object at 0x...>"),
-    "raises, in the worker": ("Raises", (), "raised ValueError: no <tests.environments.worlds.Raises object at 0x...>"),
+    "raises": (
+        "Raises",
+        PROCESSES,
+        "raised ValueError: no <tests.environments.worlds.Raises object at 0x...>",
+    ),
+    "raises, in the worker": (
+        "Raises",
+        (),
+        "raised ValueError: no <tests.environments.worlds.Raises object at 0x...>",
+    ),
     "dies": ("Dies", PROCESSES, "the process died (exit code -9)"),
 }
 
@@ -83,7 +98,13 @@ def test_episodes_whose_environment_fails_have_no_reward_and_the_run_goes_on(sta
         if "processes" not in " ".join(places) or what == "raises":
             assert failed.combine_chunks().equals(sick(rows))
         assert rows["reward"].is_null().equals(failed)
-    line(what, "environment", "may fail", seconds, f"{pc.sum(failed)} of {rows.num_rows} episodes `failed`")
+    line(
+        what,
+        "environment",
+        "may fail",
+        seconds,
+        f"{pc.sum(failed)} of {rows.num_rows} episodes `failed`",
+    )
 
 
 @pytest.mark.sweep
@@ -94,7 +115,10 @@ def test_a_failed_environment_ends_a_run_that_allows_none_by_the_name_of_the_epi
     seconds, _, err = run.end(timeout=300)
     assert run.process.returncode == 2, err
     error = said_of(err)
-    found = r"episode \d+ of step 1, after \d turns, prompt 'Digits \d+:'.*\(environments\.max_failures=0\)"
+    found = (
+        r"episode \d+ of step 1, after \d turns, prompt 'Digits "
+        r"\d+:'.*\(environments\.max_failures=0\)"
+    )
     assert f"the environment {reason}" in error
     assert re.search(found, error)
     line(what, "environment", "may not fail", seconds, f"`{error[7:]}`")
@@ -113,7 +137,9 @@ def test_10_mb_of_an_environment_are_cut_and_end_the_episode_for_want_of_room(st
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory):
-    """``calling(what)``: a random model for which calls of ``act``, with ``what``, are single tokens, and chats."""
+    """``calling(what)``: a random model for which calls of ``act``, with ``what``, are single
+    tokens, and chats.
+    """
     from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_model
 
     def make(what):
@@ -121,8 +147,16 @@ def calling(tmp_path_factory):
         pieces = [CALL.format(" " * spaces, what) for spaces in range(6)]
         tiny_model(folder / "model", seed=0, chat_template=CHAT_TEMPLATE, pieces=pieces)
         prompts = [[{"role": "user", "content": f"Digits {number}:"}] for number in range(64)]
-        pq.write_table(pa.table({"prompt": prompts, "answer": [""] * 64}), folder / "train.parquet", row_group_size=8)
-        return (f"model.path={folder / 'model'}", f"data.url={folder / 'train.parquet'}", "rollout.n=8")
+        pq.write_table(
+            pa.table({"prompt": prompts, "answer": [""] * 64}),
+            folder / "train.parquet",
+            row_group_size=8,
+        )
+        return (
+            f"model.path={folder / 'model'}",
+            f"data.url={folder / 'train.parquet'}",
+            "rollout.n=8",
+        )
 
     return make
 
@@ -174,17 +208,27 @@ def noted(tmp_path, monkeypatch):
 
 
 def test_an_environments_process_that_is_killed_costs_the_episodes_that_it_held(start, noted):
-    run = start(*of("Lasts", "environments.processes=2", "environments.max_failures=1000"), config=TURNS)
+    run = start(
+        *of("Lasts", "environments.processes=2", "environments.max_failures=1000"), config=TURNS
+    )
     run.wait_until(lambda: len(noted()) >= 4)
     own, child = noted()[0]
     os.kill(own, signal.SIGKILL)
     seconds, _, err = run.end(timeout=300)
     assert run.process.returncode == 0, err
-    failed = [pc.sum(pc.equal(rows_of(run, step)["finish_reason"], "failed")).as_py() for step in (1, 2)]
+    failed = [
+        pc.sum(pc.equal(rows_of(run, step)["finish_reason"], "failed")).as_py() for step in (1, 2)
+    ]
     assert 0 < failed[0] < 32
     assert failed[1] == 0
     assert not psutil.pid_exists(child)
-    line("process killed", "environment", "may fail", seconds, f"{failed[0]} of 32 episodes of the step `failed`")
+    line(
+        "process killed",
+        "environment",
+        "may fail",
+        seconds,
+        f"{failed[0]} of 32 episodes of the step `failed`",
+    )
 
 
 @pytest.mark.sweep
@@ -202,14 +246,23 @@ def test_a_worker_that_is_killed_takes_its_environments_with_it_and_the_run_goes
     assert run.process.returncode == 0, err
     assert Run(str(run.url)).steps == [1, 2]
     line(
-        "worker killed", "environment", "restarts", seconds, f"its environments are gone after {gone:.1f} s; all steps"
+        "worker killed",
+        "environment",
+        "restarts",
+        seconds,
+        f"its environments are gone after {gone:.1f} s; all steps",
     )
 
 
 def until_gone(pids):
     deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-        assert time.monotonic() < deadline, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    while any(
+        psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        for pid in pids
+    ):
+        assert time.monotonic() < deadline, [
+            psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)
+        ]
         time.sleep(0.05)
     return time.monotonic()
 
@@ -220,15 +273,24 @@ def test_an_environment_that_hangs_in_the_worker_ends_the_run_when_it_stalls(sta
     seconds, _, err = run.end(timeout=300)
     assert run.process.returncode == 1
     error = said_of(err)
-    assert re.search(r"nothing got done (within|for) \d+ s \((cluster\.stall_timeout|run\.node_timeout)\)", error)
+    assert re.search(
+        r"nothing got done (within|for) \d+ s \((cluster\.stall_timeout|run\.node_timeout)\)", error
+    )
     assert "node 'rollout'" in err
-    line("hangs, in the worker", "environment", "`cluster.stall_timeout=5`", seconds, f"`{error[7:150]}`")
+    line(
+        "hangs, in the worker",
+        "environment",
+        "`cluster.stall_timeout=5`",
+        seconds,
+        f"`{error[7:150]}`",
+    )
 
 
 @pytest.mark.parametrize(
     "places",
     sampled(
-        [("environments.processes=2",), ("environments.processes=2", "run.grace=5")], ("environments.processes=2",)
+        [("environments.processes=2",), ("environments.processes=2", "run.grace=5")],
+        ("environments.processes=2",),
     ),
 )
 def test_ctrl_c_ends_a_run_whose_512_environments_wait_in_processes(start, noted, places):
@@ -247,7 +309,9 @@ def test_ctrl_c_ends_a_run_whose_512_environments_wait_in_processes(start, noted
 LIVING = "agent: {living}:notes_and_hangs"
 
 
-@pytest.mark.parametrize("agent", sampled([LIVING, "command: [sh, -c, 'touch $NOTED; sleep 1000']"], LIVING))
+@pytest.mark.parametrize(
+    "agent", sampled([LIVING, "command: [sh, -c, 'touch $NOTED; sleep 1000']"], LIVING)
+)
 def test_ctrl_c_ends_a_run_whose_512_agents_wait(start, tmp_path, monkeypatch, agent):
     """As many coroutines as are open at once, or programs, of which 32 run on each worker."""
     config = tmp_path / "hangs.yaml"

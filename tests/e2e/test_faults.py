@@ -1,7 +1,9 @@
-"""A driver, a scheduler, a worker or all of them killed or stopped at each boundary of two links of a step.
+"""A driver, a scheduler, a worker or all of them killed or stopped at each boundary of two links of
+a step.
 
-What is left must be told within seconds and by name, and leave nothing: no process, no role in a worker that goes on,
-no file in /dev/shm. With ``-s`` each case prints a line of docs/benchmarks/faults.md.
+What is left must be told within seconds and by name, and leave nothing: no process, no role in a
+worker that goes on, no file in /dev/shm. With ``-s`` each case prints a line of
+docs/benchmarks/faults.md.
 """
 
 import os
@@ -25,7 +27,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 VICTIMS = ("driver", "scheduler", "this worker", "other worker")
 SAMPLE = ("driver", signal.SIGSTOP, "update")  # in make test
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
-EVERY = 17  # case of the sweep that is in the slow tests: it divides neither the number of signals nor of places
+# case of the sweep that is in the slow tests: it divides neither the number of signals nor of
+# places
+EVERY = 17
 ALL = [(victim, sign, place) for victim in VICTIMS for sign in SIGNALS for place in PLACES]
 CASES = [
     pytest.param(*case, marks=() if case == SAMPLE else SWEEP if number % EVERY else SLOW)
@@ -33,12 +37,23 @@ CASES = [
 ]
 SCHEDULER = "from distributed.cli.dask_scheduler import main; main()"
 QUIET = ["--no-dashboard", "--host", "127.0.0.1", "--port", "0"]
-START_TIMEOUT = 20  # seconds; a worker that stands still while it builds a role is noticed by nothing else
+START_TIMEOUT = (
+    20  # seconds; a worker that stands still while it builds a role is noticed by nothing else
+)
 SAID = {
-    ("scheduler", signal.SIGKILL): r"the scheduler at tcp://\S+ has ended: its port refuses connections",
+    (
+        "scheduler",
+        signal.SIGKILL,
+    ): r"the scheduler at tcp://\S+ has ended: its port refuses connections",
     ("scheduler", signal.SIGSTOP): r"no sign of life of the scheduler at tcp://\S+ within 8 s",
-    ("worker", signal.SIGKILL): r"worker '[01]' at tcp://\S+ left the cluster during|the peer is gone",
-    ("worker", signal.SIGSTOP): r"worker '[01]'.*no sign of life within 5 s|nothing got done within 20 s",
+    (
+        "worker",
+        signal.SIGKILL,
+    ): r"worker '[01]' at tcp://\S+ left the cluster during|the peer is gone",
+    (
+        "worker",
+        signal.SIGSTOP,
+    ): r"worker '[01]'.*no sign of life within 5 s|nothing got done within 20 s",
 }
 
 
@@ -52,7 +67,12 @@ class Run:
         address = announced_address(self._file, self.scheduler)
         self.workers = start_workers(address, 2)
         given = [*digits_overrides(task, folder / "run"), *overrides, f"cluster.address={address}"]
-        given += ["cluster.workers=2", "cluster.placement={}", "rewards.processes=1", "checkpoint.every=1"]
+        given += [
+            "cluster.workers=2",
+            "cluster.placement={}",
+            "rewards.processes=1",
+            "checkpoint.every=1",
+        ]
         given += ["run.max_restarts=0", "run.grace=0"]
         self.driver = ForkedProgram(
             ["-m", "tests.e2e.traps", shipped("quickstart.yaml"), *given],
@@ -89,7 +109,9 @@ class Run:
         return float(at.read_text())
 
     def _note(self):
-        """Note the processes below the workers and the driver, and the files in memory that all of them have open."""
+        """Note the processes below the workers and the driver, and the files in memory that all
+        of them have open.
+        """
         self.family, self.files = [], set()
         for pid in (self.driver.pid, self.scheduler.pid, *(worker.pid for worker in self.workers)):
             with suppress(psutil.NoSuchProcess, OSError):
@@ -97,14 +119,18 @@ class Run:
                 self.family += children
                 for process in (pid, *(child.pid for child in children)):
                     maps = Path(f"/proc/{process}/maps").read_text()
-                    self.files |= {line for line in re.findall(r"/dev/shm/.*", maps) if "(deleted)" not in line}
+                    self.files |= {
+                        line for line in re.findall(r"/dev/shm/.*", maps) if "(deleted)" not in line
+                    }
 
     def closed(self):
         """Ranks of the workers whose roles were closed."""
         return {int(path.name[-1]) for path in self.order.parent.glob("order.closed-*")}
 
     def end(self):
-        processes = [psutil.Process(p.pid) for p in (self.driver, self.scheduler) if p.poll() is None]
+        processes = [
+            psutil.Process(p.pid) for p in (self.driver, self.scheduler) if p.poll() is None
+        ]
         for process in (*processes, *self.workers):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -149,7 +175,9 @@ def seconds_until_freed(run, survivors, sprung):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("victim", "sign", "place"), CASES)
-def test_one_that_is_killed_or_stopped_is_named_and_all_others_free_what_they_hold(trapped, victim, sign, place):
+def test_one_that_is_killed_or_stopped_is_named_and_all_others_free_what_they_hold(
+    trapped, victim, sign, place
+):
     steps = 3 if place == FINISH else 100000
     run = trapped(f"run.steps={steps}", f"cluster.start_timeout={START_TIMEOUT}")
     sprung = run.spring(victim, sign, place)
@@ -164,13 +192,18 @@ def test_one_that_is_killed_or_stopped_is_named_and_all_others_free_what_they_ho
             assert errors, run.said
             told, message = errors[0][0] - sprung, errors[0][1]
             assert re.search(SAID[victim.split()[-1], sign], message), message
-            assert told < (START_TIMEOUT + 5 if place == START and "worker" in victim else 10), message
+            assert told < (START_TIMEOUT + 5 if place == START and "worker" in victim else 10), (
+                message
+            )
             assert ended < told + 30
         assert not any("Traceback" in line for _, line in run.said), run.said
     freed = seconds_until_freed(run, survivors, sprung)
     if victim == "driver":
         assert freed < 15
-    print(f"| {victim} | {sign.name} | {place} | {told:.1f} | {ended:.1f} | {freed:.1f} | `{message[7:110]}` |")
+    print(
+        f"| {victim} | {sign.name} | {place} | {told:.1f} | {ended:.1f} | {freed:.1f} | "
+        f"`{message[7:110]}` |"
+    )
 
 
 @pytest.mark.slow
@@ -186,7 +219,9 @@ def test_a_driver_that_stood_still_and_goes_on_says_that_it_was_given_up(trapped
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", [pytest.param(p, marks=() if p == "update" else SLOW) for p in ("update", SAVE)])
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=() if p == "update" else SLOW) for p in ("update", SAVE)]
+)
 def test_of_a_whole_group_that_is_killed_at_once_nothing_is_left(trapped, place):
     run = trapped("run.steps=100000")
     run.spring("all", signal.SIGKILL, place)
@@ -201,7 +236,11 @@ def test_a_run_on_a_cluster_of_its_own_leaves_no_semaphore_after_kill_9(start):
     run = start("run.steps=100000")
     run.wait_for_steps(1)
     pids = [run.process.pid, *(child.pid for child in run.family)]
-    names = {name for pid in pids for name in re.findall(r"/dev/shm/.*", Path(f"/proc/{pid}/maps").read_text())}
+    names = {
+        name
+        for pid in pids
+        for name in re.findall(r"/dev/shm/.*", Path(f"/proc/{pid}/maps").read_text())
+    }
     os.killpg(run.process.pid, signal.SIGKILL)
     run.process.wait()
     assert names

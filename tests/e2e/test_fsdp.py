@@ -6,7 +6,8 @@ from siirl_dask.config.file import shipped
 
 APART = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3], critic: [0, 1, 2, 3]}"
 HSDP = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [0, 1, 2, 3], critic: [2, 3]}"
-"""Workers are in different numbers of roles, and so of process groups: none may wait for a group of others."""
+"""Workers are in different numbers of roles, and so of process groups: none may wait for a group
+of others."""
 
 
 def test_policy_and_critic_in_shards_learn_as_whole_ones_do(train):
@@ -16,4 +17,6 @@ def test_policy_and_critic_in_shards_learn_as_whole_ones_do(train):
     shards = train("shards", HSDP, *sharded, config_file=ppo)
     for expected, got in zip(whole.records(), shards.records(), strict=True):
         for metric in ("policy/loss", "critic/loss", "policy/entropy", "reward/mean"):
-            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), metric
+            assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), (
+                metric
+            )

@@ -1,4 +1,6 @@
-"""Whole commands on runs whose names are patterns of each other: each finds its own run, and leaves the other alone."""
+"""Whole commands on runs whose names are patterns of each other: each finds its own run, and
+leaves the other alone.
+"""
 
 import io
 import json
@@ -19,7 +21,8 @@ from tests.names import NEIGHBOURS
 
 SMALL = ("cluster.workers=1", "cluster.placement={}", "checkpoint.every=1", "run.steps=2")
 MEANS = (
-    "SELECT step, count(*) AS rows, avg(reward) AS reward, min(response) AS first FROM rollouts GROUP BY 1 ORDER BY 1"
+    "SELECT step, count(*) AS rows, avg(reward) AS reward, min(response) AS first FROM rollouts "
+    "GROUP BY 1 ORDER BY 1"
 )
 QUESTIONS = ([MEANS], ["--worst", "2"], ["--mismatch"], ["--zero-variance"])
 EXAMPLES = {"local": 3, "memory": 2, "s3": 1}
@@ -65,7 +68,9 @@ def read(url, out):
 
 
 @pytest.mark.slow
-def test_commands_read_their_own_run_whatever_it_and_its_neighbour_are_called(train, tmp_path, s3, monkeypatch):
+def test_commands_read_their_own_run_whatever_it_and_its_neighbour_are_called(
+    train, tmp_path, s3, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "300")  # or a name's length would move the ends of lines
     runs = [contents(str(train(f"plain{seed}", *SMALL, f"run.seed={seed}").url)) for seed in (1, 2)]
     expected = [read(str(tmp_path / f"plain{seed}"), tmp_path / f"out{seed}") for seed in (1, 2)]
@@ -102,10 +107,19 @@ def test_commands_read_their_own_run_whatever_it_and_its_neighbour_are_called(tr
 def test_a_run_that_goes_on_begins_anew_or_is_evaluated_leaves_its_neighbour_alone(
     store, train, request, digits_task, cluster_address, tmp_path
 ):
-    root = str(tmp_path / "runs") if store == "local" else f"{request.getfixturevalue('s3')}/{uuid4().hex}"
+    root = (
+        str(tmp_path / "runs")
+        if store == "local"
+        else f"{request.getfixturevalue('s3')}/{uuid4().hex}"
+    )
     url, other = (f"{root}/{name}" for name in ("reward=7/e[x]*p? #é", "reward=7/exp1 #é"))
-    with Client(cluster_address) as client:  # its processes may be older than the store, whose address they need
-        client.run(set_environment, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+    with Client(
+        cluster_address
+    ) as client:  # its processes may be older than the store, whose address they need
+        client.run(
+            set_environment,
+            {name: value for name, value in os.environ.items() if name.startswith("AWS_")},
+        )
     for place, seed in ((url, 1), (other, 2)):
         train("", *SMALL, f"run.url={place}", f"run.seed={seed}")
     before = contents(other)

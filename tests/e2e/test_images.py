@@ -1,4 +1,6 @@
-"""Whole runs on images: the same rows on any number of workers, and a policy that learns to look."""
+"""Whole runs on images: the same rows on any number of workers, and a policy that learns to
+look.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def untaught(tmp_path_factory):
         patch.setattr(cells, "_HELD_OUT", 8)
         families = ("qwen2_5_vl", "qwen3_vl")
         folder = tmp_path_factory.mktemp("cells")
-        return {family: write_cells_task(folder / family, family=family, accuracy=0.0) for family in families}
+        return {
+            family: write_cells_task(folder / family, family=family, accuracy=0.0)
+            for family in families
+        }
 
 
 def of(task, *more):
@@ -44,9 +49,15 @@ def of(task, *more):
 
 PLACED = {
     "two": ("cluster.workers=2",),
-    "two-apart": ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"),
+    "two-apart": (
+        "cluster.workers=2",
+        "cluster.placement={rollout: [0], reward: [0], policy: [1]}",
+    ),
     "four": ("cluster.workers=4", "cluster.placement={}"),
-    "four-apart": ("cluster.workers=4", "cluster.placement={rollout: [0, 1], reward: [1, 2], policy: [2, 3]}"),
+    "four-apart": (
+        "cluster.workers=4",
+        "cluster.placement={rollout: [0, 1], reward: [1, 2], policy: [2, 3]}",
+    ),
 }
 SAMPLE = {"qwen2_5_vl": ("two", "four-apart"), "qwen3_vl": ("two-apart", "four")}
 """Two placements for each family: which images a worker sees does not depend on it."""
@@ -56,9 +67,14 @@ SAMPLE = {"qwen2_5_vl": ("two", "four-apart"), "qwen3_vl": ("two-apart", "four")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "places"),
-    [*SAMPLE.items(), *(pytest.param(family, (*PLACED,), marks=pytest.mark.sweep) for family in SAMPLE)],
+    [
+        *SAMPLE.items(),
+        *(pytest.param(family, (*PLACED,), marks=pytest.mark.sweep) for family in SAMPLE),
+    ],
 )
-def test_rows_are_the_same_on_any_workers_and_logprobs_are_the_trainers(train, untaught, family, places):
+def test_rows_are_the_same_on_any_workers_and_logprobs_are_the_trainers(
+    train, untaught, family, places
+):
     given = of(untaught[family], "run.steps=2", "trainer.lr=1e-3")
     one = train("one", *given, "cluster.workers=1", config_file=IMAGES)
     for step in (1, 2):
@@ -75,14 +91,22 @@ def test_rows_are_the_same_on_any_workers_and_logprobs_are_the_trainers(train, u
             check_equal(one, other, step)
         for expected, got in zip(one.records(), other.records(), strict=True):
             for metric in ("policy/loss", "policy/grad_norm", "reward/mean", "data/images"):
-                assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), (name, metric)
+                assert got["metrics"][metric] == pytest.approx(
+                    expected["metrics"][metric], abs=1e-5
+                ), (name, metric)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_a_policy_learns_to_count_by_looking(train, tmp_path):
     task = write_cells_task(tmp_path / "cells", family="qwen3_vl")
-    given = ("data.batch_size=32", "rollout.n=8", "algorithm.minibatches=4", "trainer.lr=4e-4", "run.steps=60")
+    given = (
+        "data.batch_size=32",
+        "rollout.n=8",
+        "algorithm.minibatches=4",
+        "trainer.lr=4e-4",
+        "run.steps=60",
+    )
 
     def gain(name, *more):
         run = train(name, *of(task), *given, "cluster.workers=2", *more, config_file=IMAGES)
@@ -95,15 +119,26 @@ def test_a_policy_learns_to_count_by_looking(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_broken_image_ends_the_run_by_its_row_before_anything_is_generated(train, untaught, tmp_path):
+def test_a_broken_image_ends_the_run_by_its_row_before_anything_is_generated(
+    train, untaught, tmp_path
+):
     rows = pq.read_table(untaught["qwen2_5_vl"].train).slice(0, 8)
     broken = rows["images"].to_pylist()
     broken[3][0]["bytes"] = png(24, 24)[:300]
     images = pa.array(broken, rows.schema.field("images").type)
-    pq.write_table(rows.set_column(rows.column_names.index("images"), "images", images), tmp_path / "broken.parquet")
-    given = of(untaught["qwen2_5_vl"], f"data.url={tmp_path / 'broken.parquet'}", "run.steps=1", "cluster.workers=2")
+    pq.write_table(
+        rows.set_column(rows.column_names.index("images"), "images", images),
+        tmp_path / "broken.parquet",
+    )
+    given = of(
+        untaught["qwen2_5_vl"],
+        f"data.url={tmp_path / 'broken.parquet'}",
+        "run.steps=1",
+        "cluster.workers=2",
+    )
     with pytest.raises(
-        ImageError, match=r"row \d of step 1 \(row 3 of part 0 of the dataset\): image 1 of 1: it is dam"
+        ImageError,
+        match=r"row \d of step 1 \(row 3 of part 0 of the dataset\): image 1 of 1: it is dam",
     ):
         train("broken", *given, config_file=IMAGES)
     assert not (tmp_path / "broken" / "rollouts").exists()
@@ -128,8 +163,12 @@ def test_a_reward_that_asks_for_images_gets_their_files(train, untaught, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.sweep)])
-def test_episodes_that_show_images_are_the_same_on_any_workers_and_with_vllm(train, untaught, family):
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.sweep)]
+)
+def test_episodes_that_show_images_are_the_same_on_any_workers_and_with_vllm(
+    train, untaught, family
+):
     """Images of the dataset and of environments, over turns."""
     given = of(
         untaught[family],
@@ -144,7 +183,9 @@ def test_episodes_that_show_images_are_the_same_on_any_workers_and_with_vllm(tra
     )
     one = train("one", *given, "cluster.workers=1", config_file=TURNS)
     apart = "cluster.placement={rollout: [0], environments: [0], policy: [1, 2]}"
-    two = train("two", *given, "cluster.workers=3", apart, "environments.max_open=3", config_file=TURNS)
+    two = train(
+        "two", *given, "cluster.workers=3", apart, "environments.max_open=3", config_file=TURNS
+    )
     others = [two]
     if importlib.util.find_spec("vllm"):
         vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=64MiB", "cluster.workers=2")

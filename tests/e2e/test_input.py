@@ -1,4 +1,6 @@
-"""Wrong input by the user or in the data meets a clear error before anything starts, or a defined behaviour."""
+"""Wrong input by the user or in the data meets a clear error before anything starts, or a
+defined behaviour.
+"""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +37,9 @@ def overrides(digits_task, tmp_path):
         ("rollout.n=0", "at least 1"),
     ],
 )
-def test_a_mistake_is_refused_by_name_before_anything_starts(capsys, tmp_path, overrides, override, said):
+def test_a_mistake_is_refused_by_name_before_anything_starts(
+    capsys, tmp_path, overrides, override, said
+):
     from siirl_dask.config.file import shipped
 
     code, err = command(capsys, "run", str(shipped("quickstart.yaml")), *overrides, override)
@@ -69,7 +73,10 @@ def test_a_corrupt_part_stops_the_run_and_is_named(train, tmp_path):
 
 
 def test_a_reward_that_raises_stops_the_run_with_the_row_that_broke_it(train):
-    with pytest.raises(RewardError, match=r"fails_on_the_fifth raised ZeroDivisionError.*row \d+ of step 1.*'Digits"):
+    with pytest.raises(
+        RewardError,
+        match=r"fails_on_the_fifth raised ZeroDivisionError.*row \d+ of step 1.*'Digits",
+    ):
         train("run", "rewards.function=tests.e2e.rewards:fails_on_the_fifth")
 
 
@@ -80,7 +87,11 @@ def test_a_reward_that_is_no_number_never_trains(train):
 
 def test_too_long_prompts_are_dropped_alike_on_any_number_of_workers(train, tmp_path):
     prompts = [f"Digits {'9' * 40 if i % 3 == 0 else i}:" for i in range(64)]
-    pq.write_table(pa.table({"prompt": prompts, "answer": [""] * 64}), tmp_path / "mixed.parquet", row_group_size=8)
+    pq.write_table(
+        pa.table({"prompt": prompts, "answer": [""] * 64}),
+        tmp_path / "mixed.parquet",
+        row_group_size=8,
+    )
     settings = (f"data.url={tmp_path}/mixed.parquet", "data.max_prompt_length=20", "run.steps=2")
     one = train("one", *settings, "cluster.workers=1", "cluster.placement={}")
     four = train("four", *settings, "cluster.workers=4")
@@ -96,12 +107,17 @@ def test_too_long_prompts_are_dropped_alike_on_any_number_of_workers(train, tmp_
 
 
 def test_fewer_prompts_than_workers_trains_with_empty_partitions(train):
-    run = train("run", "cluster.workers=4", "cluster.placement={}", "data.batch_size=2", "run.steps=2")
+    run = train(
+        "run", "cluster.workers=4", "cluster.placement={}", "data.batch_size=2", "run.steps=2"
+    )
     assert run.table("rollouts", 2).num_rows == 8
     assert run.summary.status == "complete"
 
 
 def test_a_dataset_smaller_than_a_batch_gives_a_smaller_step(train, tmp_path):
-    pq.write_table(pa.table({"prompt": ["Digits 1:", "Digits 2:"], "answer": ["", ""]}), tmp_path / "two.parquet")
+    pq.write_table(
+        pa.table({"prompt": ["Digits 1:", "Digits 2:"], "answer": ["", ""]}),
+        tmp_path / "two.parquet",
+    )
     run = train("run", "cluster.workers=4", f"data.url={tmp_path}/two.parquet", "run.steps=2")
     assert run.table("rollouts", 1)["group_id"].to_pylist() == [0] * 4 + [1] * 4

@@ -53,14 +53,24 @@ def test_reward_and_validation_rise(finished):
     assert finished.summary.validation.test > 0.4
 
 
-def test_a_quickstart_without_validation_ends_as_any_other(digits_task, cluster_address, tmp_path, capsys):
+def test_a_quickstart_without_validation_ends_as_any_other(
+    digits_task, cluster_address, tmp_path, capsys
+):
     url = tmp_path / "run"
-    overrides = [*digits_overrides(digits_task, url), f"cluster.address={cluster_address}", "run.steps=1"]
+    overrides = [
+        *digits_overrides(digits_task, url),
+        f"cluster.address={cluster_address}",
+        "run.steps=1",
+    ]
     quickstart(shipped("quickstart.yaml"), overrides)
     words = capsys.readouterr().out.split()
     assert "complete" in words
     assert "Validation" not in words
-    found = [name for name in ("rollouts", "validation") if any(word.endswith(f"run/{name}") for word in words)]
+    found = [
+        name
+        for name in ("rollouts", "validation")
+        if any(word.endswith(f"run/{name}") for word in words)
+    ]
     assert found == ["rollouts"]
 
 
@@ -77,9 +87,12 @@ def test_the_summary_file_has_what_is_documented(finished):
 def test_every_sample_is_kept_for_anyone_who_reads_parquet(finished):
     glob = f"{finished.url}/rollouts/step=*/*.parquet"
     steps = duckdb.sql(
-        f"SELECT step::INT, count(*), min(weights_version), max(weights_version) FROM '{glob}' GROUP BY 1"
+        f"SELECT step::INT, count(*), min(weights_version), max(weights_version) FROM '{glob}' "
+        "GROUP BY 1"
     )
-    assert sorted(steps.fetchall()) == [(step, 128, step - 1, step - 1) for step in range(1, STEPS + 1)]
+    assert sorted(steps.fetchall()) == [
+        (step, 128, step - 1, step - 1) for step in range(1, STEPS + 1)
+    ]
     table = finished.table("rollouts", STEPS)
     assert set(table.column_names) >= PROMISED
     for row in table.to_pylist():
@@ -97,7 +110,10 @@ def test_metrics_are_logged_each_step_with_what_is_promised(finished):
         assert promised <= set(record["metrics"])
         assert record["metrics"]["samples"] == 128
     assert list((finished.url / "tensorboard").glob("events*"))
-    rewards = f"SELECT value FROM '{finished.url}/metrics.parquet' WHERE phase = 'train' AND name = 'reward/mean'"
+    rewards = (
+        f"SELECT value FROM '{finished.url}/metrics.parquet' WHERE phase = 'train' AND name = "
+        "'reward/mean'"
+    )
     assert [value for (value,) in duckdb.sql(f"{rewards} ORDER BY step").fetchall()] == [
         record["metrics"]["reward/mean"] for record in finished.records()
     ]

@@ -1,4 +1,6 @@
-"""Workers that are done early take over what others have not begun: the same rows, computed elsewhere."""
+"""Workers that are done early take over what others have not begun: the same rows, computed
+elsewhere.
+"""
 
 import re
 from pathlib import Path
@@ -19,11 +21,18 @@ FOUR = ("cluster.workers=4", "cluster.placement={}", "data.batch_size=5", "algor
 
 def test_rows_are_the_same_whoever_samples_them(train):
     given = (*FOUR, "rollout.max_rows=1")
-    taking, keeping = (train(f"{on}", *given, f"rollout.work_stealing={on}") for on in ("true", "false"))
+    taking, keeping = (
+        train(f"{on}", *given, f"rollout.work_stealing={on}") for on in ("true", "false")
+    )
     for step in (1, 2, 3):
-        assert taking.table("rollouts", step).select(EXACT).equals(keeping.table("rollouts", step).select(EXACT)), step
+        assert (
+            taking.table("rollouts", step)
+            .select(EXACT)
+            .equals(keeping.table("rollouts", step).select(EXACT))
+        ), step
     moved, stayed = [
-        sum(record["metrics"].get("rollout/taken_over", 0) for record in run.records()) for run in (taking, keeping)
+        sum(record["metrics"].get("rollout/taken_over", 0) for record in run.records())
+        for run in (taking, keeping)
     ]
     assert moved > 0
     assert stayed == 0
@@ -47,7 +56,11 @@ def task(digits_task, tmp_path):
 def with_expected_lengths(task, run):
     """The dataset that the docs' snippet makes."""
     (snippet,) = re.findall(r"```python\n(import duckdb\n.*?)```", DOCS, re.DOTALL)
-    places = {"train.parquet": task, "runs/first": run.url, "train_expected.parquet": task.with_stem("expected")}
+    places = {
+        "train.parquet": task,
+        "runs/first": run.url,
+        "train_expected.parquet": task.with_stem("expected"),
+    }
     for name, place in places.items():
         assert f"'{name}" in snippet
         snippet = snippet.replace(f"'{name}", f"'{place}")
@@ -63,22 +76,39 @@ def test_rows_are_the_same_wherever_their_expected_length_takes_them(train, task
     url = with_expected_lengths(task, first)
     before, now = pq.read_table(task), pq.read_table(url)
     assert now.drop_columns("expected").to_pydict() == before.to_pydict()
-    sampled = {prompt for step in (1, 2) for prompt in first.table("rollouts", step)["prompt"].to_pylist()}
+    sampled = {
+        prompt for step in (1, 2) for prompt in first.table("rollouts", step)["prompt"].to_pylist()
+    }
     expected = dict(zip(now["prompt"].to_pylist(), now["expected"].to_pylist(), strict=True))
-    assert {prompt for prompt, length in expected.items() if length == 256} == expected.keys() - sampled
+    assert {
+        prompt for prompt, length in expected.items() if length == 256
+    } == expected.keys() - sampled
     for workers in (1, 2, 4):
-        given = (*given, f"data.url={url}", "rollout.expected_length_column=expected", f"cluster.workers={workers}")
+        given = (
+            *given,
+            f"data.url={url}",
+            "rollout.expected_length_column=expected",
+            f"cluster.workers={workers}",
+        )
         shared = train(f"on-{workers}", *given)
         for step in (1, 2):
             rows = shared.table("rollouts", step)
-            assert rows.select(EXACT).equals(first.table("rollouts", step).select(EXACT)), (workers, step)
+            assert rows.select(EXACT).equals(first.table("rollouts", step).select(EXACT)), (
+                workers,
+                step,
+            )
             lengths = [expected[prompt] for prompt in rows["prompt"].to_pylist()]
-            assert fullest(rows["worker"].to_pylist(), lengths) <= 2 * most_of(lengths[::2], workers), (workers, step)
+            assert fullest(rows["worker"].to_pylist(), lengths) <= 2 * most_of(
+                lengths[::2], workers
+            ), (workers, step)
 
 
 def fullest(owners, lengths):
     """Return the tokens of the worker that has most to do."""
-    return max(sum(length for worker, length in zip(owners, lengths, strict=True) if worker == w) for w in set(owners))
+    return max(
+        sum(length for worker, length in zip(owners, lengths, strict=True) if worker == w)
+        for w in set(owners)
+    )
 
 
 def most_of(lengths, workers):

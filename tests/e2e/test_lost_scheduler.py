@@ -90,7 +90,13 @@ def dying(monkeypatch):
     return at_search
 
 
-def test_one_that_dies_while_a_restart_is_prepared_is_waited_for(begin, seen, clusters, dying, tmp_path):  # noqa: F811
+def test_one_that_dies_while_a_restart_is_prepared_is_waited_for(
+    begin,  # noqa: F811
+    seen,  # noqa: F811
+    clusters,
+    dying,
+    tmp_path,
+):
     first, gates = clusters(), Gates(seen)
     straight = begin("straight", first.address, *STEPS)
 
@@ -108,11 +114,19 @@ def test_one_that_dies_while_a_restart_is_prepared_is_waited_for(begin, seen, cl
     assert restart.cause.startswith("worker '1'")
 
 
-def test_where_none_comes_after_that_the_run_ends_with_what_happened(begin, seen, clusters, dying, capfd):  # noqa: F811
+def test_where_none_comes_after_that_the_run_ends_with_what_happened(
+    begin,  # noqa: F811
+    seen,  # noqa: F811
+    clusters,
+    dying,
+    capfd,
+):
     first, gates = clusters(), Gates(seen)
     gates.at(2, first.workers[1].kill)
     dying(first.lose)
-    with pytest.raises(WorkerLost, match=r"worker '1' at \S+ left the cluster during train step [12]") as raised:
+    with pytest.raises(
+        WorkerLost, match=r"worker '1' at \S+ left the cluster during train step [12]"
+    ) as raised:
         begin("run", first.address, *STEPS, "cluster.scheduler_timeout=1")
     (note,) = raised.value.__notes__
     assert "the scheduler was lost, and none came to its place" in note

@@ -24,7 +24,9 @@ LOSSES, FIRST, BETWEEN = 3, 12, 8
 def footprint():
     """Anonymous and shared memory of this process in MB, its open files and threads."""
     status = Path("/proc/self/status").read_text()
-    sizes = [int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 1024 for name in ("RssAnon", "RssShmem")]
+    sizes = [
+        int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 1024 for name in ("RssAnon", "RssShmem")
+    ]
     return [*sizes, len(os.listdir("/proc/self/fd")), threading.active_count()]  # noqa: PTH208
 
 
@@ -39,7 +41,9 @@ score_and_note.__contract__ = replace(score.__contract__, depends_on_options=Non
 
 def noting(dag, seen):  # noqa: F811
     dag = with_notes(dag, seen)
-    return dag.replace("reward", fn=partial(score_and_note, seen=seen, **dag.node("reward").options))
+    return dag.replace(
+        "reward", fn=partial(score_and_note, seen=seen, **dag.node("reward").options)
+    )
 
 
 @pytest.mark.sweep
@@ -48,12 +52,17 @@ def test_memory_after_lost_workers_is_what_it_was_before(begin, seen):  # noqa: 
     with local_cluster(2) as cluster:
         stayed = cluster.workers[0].pid
         for number in range(LOSSES):
-            gates.at(FIRST + number * BETWEEN, lambda: os.kill(cluster.workers[1].pid, signal.SIGKILL))
+            gates.at(
+                FIRST + number * BETWEEN, lambda: os.kill(cluster.workers[1].pid, signal.SIGKILL)
+            )
         settings = [f"run.steps={steps}", "cluster.workers=2", "checkpoint.every=4"]
         run = begin("run", cluster.scheduler_address, *settings, change=noting)
         gates.check()
     assert len(run.summary.restarts) == LOSSES
-    lines = [[float(part) for part in line.split()] for line in (seen / f"memory-{stayed}").read_text().splitlines()]
+    lines = [
+        [float(part) for part in line.split()]
+        for line in (seen / f"memory-{stayed}").read_text().splitlines()
+    ]
     before = [line for line in lines if FIRST - 4 <= line[0] < FIRST]
     after = [line for line in lines if line[0] > steps - 4]
     for name, column in {"anonymous MB": 1, "shared MB": 2, "files": 3, "threads": 4}.items():

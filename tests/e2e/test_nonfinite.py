@@ -1,4 +1,6 @@
-"""A loss that is not finite stops a run, with its rows by name and on the disk, or is left out on every worker."""
+"""A loss that is not finite stops a run, with its rows by name and on the disk, or is left out
+on every worker.
+"""
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,13 +15,18 @@ LONG = 5
 def is_nan_in_long_rows(inputs, clip_low=0.2, clip_high=0.2):
     loss = ppo_clip(inputs, clip_low=clip_low, clip_high=clip_high)
     lengths = inputs.offsets.diff()
-    return TokenLoss(loss=loss.loss.masked_fill((lengths > LONG).repeat_interleave(lengths), float("nan")))
+    return TokenLoss(
+        loss=loss.loss.masked_fill((lengths > LONG).repeat_interleave(lengths), float("nan"))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 def test_a_loss_that_is_not_finite_is_named_by_row_or_left_out_on_all_workers(train, backend):
-    loss = ["algorithm.loss=tests.e2e.test_nonfinite:is_nan_in_long_rows", f"trainer.backend={backend}"]
+    loss = [
+        "algorithm.loss=tests.e2e.test_nonfinite:is_nan_in_long_rows",
+        f"trainer.backend={backend}",
+    ]
     with pytest.raises(
         TrainingError, match=r"mini-batch 1 of 2: loss nan.* loss not finite on worker '[01]'"
     ) as raised:

@@ -1,4 +1,6 @@
-"""A run whose model, data, rollouts and checkpoints are on S3: the one that it is on local files."""
+"""A run whose model, data, rollouts and checkpoints are on S3: the one that it is on local
+files.
+"""
 
 import json
 import os
@@ -21,15 +23,23 @@ EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advan
 
 
 def set_environment(names):
-    """Change the environment of the process that runs this; a pickled ``os.environ.update`` would change a copy."""
+    """Change the environment of the process that runs this; a pickled ``os.environ.update``
+    would change a copy.
+    """
     os.environ.update(names)
 
 
 @pytest.fixture
 def bucket(s3, digits_task, cluster_address, tmp_path, monkeypatch):
-    """A folder of a bucket with model, data, and a few rows of it to evaluate on; the cluster's workers reach it."""
+    """A folder of a bucket with model, data, and a few rows of it to evaluate on; the cluster's
+    workers reach it.
+    """
     monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
-    needed = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == FOLDER}
+    needed = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("AWS_") or name == FOLDER
+    }
     with Client(cluster_address) as client:
         client.run(set_environment, needed)
     url = f"{s3}/{uuid4().hex}"
@@ -47,12 +57,20 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(
     shared = f"cluster.address={cluster_address}"
 
     def run(url, steps, *overrides):
-        given = [*digits_overrides(digits_task, url), shared, "checkpoint.every=1", f"run.steps={steps}", *overrides]
+        given = [
+            *digits_overrides(digits_task, url),
+            shared,
+            "checkpoint.every=1",
+            f"run.steps={steps}",
+            *overrides,
+        ]
         main(["run", str(shipped("quickstart.yaml")), *given])
         return url
 
     def rollouts(url, step):
-        return open_table(f"{url}/rollouts/step={step:06d}").to_table().sort_by("row_id").select(EXACT)
+        return (
+            open_table(f"{url}/rollouts/step={step:06d}").to_table().sort_by("row_id").select(EXACT)
+        )
 
     def model(url):
         return read_model(f"{checkpoint_url(url, committed(url)[-1])}/policy")
@@ -76,11 +94,22 @@ def test_a_run_on_s3_is_the_one_on_local_files_also_when_it_goes_on(
     assert exported.keys() == trained.keys()
     assert all(exported[name].equal(trained[name]) for name in trained)
 
-    options = ["--n=2", "--max-tokens=4", "--workers=1", f"--out={bucket}/eval", shared, "observe.progress=false"]
+    options = [
+        "--n=2",
+        "--max-tokens=4",
+        "--workers=1",
+        f"--out={bucket}/eval",
+        shared,
+        "observe.progress=false",
+    ]
     main(["eval", stored, f"--data={bucket}/test.parquet", *options])
     found = json.loads(fs.cat_file(f"{path}/eval/metrics.json"))
     assert (found["prompts"]["all"], found["samples"]) == (6, 12)
-    assert found["temperature"] == 1.0, "the run validated greedily, which several samples cannot be"
-    assert not [name for name in fs.find(path) if "/.model-" in name], "the weights of the checkpoint stay in the store"
+    assert found["temperature"] == 1.0, (
+        "the run validated greedily, which several samples cannot be"
+    )
+    assert not [name for name in fs.find(path) if "/.model-" in name], (
+        "the weights of the checkpoint stay in the store"
+    )
     there = [folder for folder in (tmp_path / "cache" / "models").iterdir() if folder.is_dir()]
     assert there == [fetched], "the weights of the checkpoint stay on a host"

@@ -1,4 +1,6 @@
-"""Agents written with the openai client train: the same rows on any number of workers, exact log-probs, clean ends."""
+"""Agents written with the openai client train: the same rows on any number of workers, exact
+log-probs, clean ends.
+"""
 
 import signal
 from functools import partial
@@ -27,7 +29,11 @@ def test_rows_are_the_same_on_one_worker_and_on_two_and_train(train):
     settings = ["rollout.max_response_length=64", "data.batch_size=4", "rollout.n=2", "run.steps=2"]
     one, two = (
         train(
-            name, *settings, f"cluster.workers={workers}", "cluster.placement={}", dag=with_agent(living.counts_digits)
+            name,
+            *settings,
+            f"cluster.workers={workers}",
+            "cluster.placement={}",
+            dag=with_agent(living.counts_digits),
         )
         for name, workers in where.items()
     )
@@ -53,8 +59,15 @@ def test_agents_that_have_not_begun_are_taken_over_and_their_rows_are_the_same(t
     settings = ["rollout.max_response_length=64", "data.batch_size=4", "rollout.n=2", "run.steps=1"]
     runs = []
     for workers in (1, 2):
-        slow = partial(living.counts_digits_slowly_on_one_worker, noted=str(tmp_path / f"slow{workers}"))
-        given = [*settings, f"cluster.workers={workers}", "cluster.placement={}", "endpoint.max_open=1"]
+        slow = partial(
+            living.counts_digits_slowly_on_one_worker, noted=str(tmp_path / f"slow{workers}")
+        )
+        given = [
+            *settings,
+            f"cluster.workers={workers}",
+            "cluster.placement={}",
+            "endpoint.max_open=1",
+        ]
         runs.append(train(str(workers), *given, dag=with_agent(slow)))
     one, two = (run.table("rollouts", 1) for run in runs)
     assert two.select(EXACT).equals(one.select(EXACT))
@@ -64,8 +77,18 @@ def test_agents_that_have_not_begun_are_taken_over_and_their_rows_are_the_same(t
 
 @pytest.mark.slow
 def test_an_agent_learns(train):
-    settings = ["rollout.max_response_length=64", "run.steps=10", "data.batch_size=16", "rollout.n=8"]
-    fast = ["trainer.warmup_steps=0", "trainer.lr=4e-3", "cluster.workers=2", "cluster.placement={}"]
+    settings = [
+        "rollout.max_response_length=64",
+        "run.steps=10",
+        "data.batch_size=16",
+        "rollout.n=8",
+    ]
+    fast = [
+        "trainer.warmup_steps=0",
+        "trainer.lr=4e-3",
+        "cluster.workers=2",
+        "cluster.placement={}",
+    ]
     finished = train("learns", *settings, *fast, dag=with_agent(living.counts_digits))
     rewards = [record["metrics"]["reward/mean"] for record in finished.records()]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards

@@ -1,4 +1,6 @@
-"""Rewards that begin while responses are generated: the same rows and rewards, on any number of workers."""
+"""Rewards that begin while responses are generated: the same rows and rewards, on any number of
+workers.
+"""
 
 import pytest
 

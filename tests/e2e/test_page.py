@@ -1,4 +1,6 @@
-"""The run's page in a real browser while a tiny run goes on: it fills, a click shows a sample, nothing goes wrong."""
+"""The run's page in a real browser while a tiny run goes on: it fills, a click shows a sample,
+nothing goes wrong.
+"""
 
 import signal
 
@@ -16,20 +18,37 @@ DATA = """(name) => {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
-    """The run stands still while a sample is clicked: a browser without a GPU has no time between tiny steps."""
+    """The run stands still while a sample is clicked: a browser without a GPU has no time
+    between tiny steps.
+    """
     port, gate = lasting_port(), tmp_path / "gate"
     monkeypatch.setenv("WAITED_FOR", str(gate))
     gate.touch()
     waits = "rewards.function=tests.e2e.rewards:waits_for_a_file"
     with browser_page() as (page, errors):
-        page.set_default_timeout(90_000)  # the run and the browser share the machine with other tests
-        run = start(waits, "run.steps=100000", f"observe.dashboard_port={port}", "data.batch_size=8", "rollout.n=2")
+        page.set_default_timeout(
+            90_000
+        )  # the run and the browser share the machine with other tests
+        run = start(
+            waits,
+            "run.steps=100000",
+            f"observe.dashboard_port={port}",
+            "data.batch_size=8",
+            "rollout.n=2",
+        )
         run.wait_for_steps(4)
         gate.unlink()
         page.goto(f"http://127.0.0.1:{port}/status")
         page.click('a[href="siirl"]')
         page.wait_for_function("() => window.Bokeh && Bokeh.documents.length > 0", polling=300)
-        for name in ("curve reward", "timeline bars", "live bars", "sample rows", "worker rows", "matrix"):
+        for name in (
+            "curve reward",
+            "timeline bars",
+            "live bars",
+            "sample rows",
+            "worker rows",
+            "matrix",
+        ):
             page.wait_for_function(f"(name) => ({DATA})(name) > 0", arg=name, polling=300)
         page.click(".slick-row >> nth=1")
         page.wait_for_selector("pre.siirl-text")
@@ -40,7 +59,9 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
         gate.touch()
         run.wait_for_steps(run.steps() + 3)
         gate.unlink()
-        page.wait_for_function(f"(before) => ({DATA})('curve reward') > before", arg=before, polling=300)
+        page.wait_for_function(
+            f"(before) => ({DATA})('curve reward') > before", arg=before, polling=300
+        )
         first = page.locator(".slick-row .slick-cell").first
         for _ in range(100):
             if int(first.inner_text()) > shown:

@@ -1,4 +1,6 @@
-"""A run whose policy and critic wait in the host's memory while engines generate, also when it is resumed."""
+"""A run whose policy and critic wait in the host's memory while engines generate, also when it
+is resumed.
+"""
 
 import pytest
 from distributed import Client
@@ -7,7 +9,12 @@ from siirl_dask.config.file import shipped
 from tests.clusters import local_cluster
 from tests.e2e import fake_device
 
-SETTINGS = ("cluster.workers=2", "cluster.placement={}", "rollout.engine=transformers", "checkpoint.every=2")
+SETTINGS = (
+    "cluster.workers=2",
+    "cluster.placement={}",
+    "rollout.engine=transformers",
+    "checkpoint.every=2",
+)
 EXACT = ["row_id", "response_ids", "reward", "old_logprobs", "values", "weights_version"]
 SHARDS = ("trainer.backend=fsdp", "critic.backend=fsdp")
 

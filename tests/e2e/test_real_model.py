@@ -1,4 +1,6 @@
-"""SmolLM2-135M, with a real tokenizer, template and weights: sampled by both engines, updated, exported and loaded."""
+"""SmolLM2-135M, with a real tokenizer, template and weights: sampled by both engines, updated,
+exported and loaded.
+"""
 
 from importlib.util import find_spec
 
@@ -13,7 +15,10 @@ from siirl_dask.testing.real_model import write_smollm2
 from siirl_dask.testing.reference_model import load_model, response_logprobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-QUESTIONS = {"What is 2 + 3? Answer with the number alone.": "5", "What is the capital of France?": "Paris"}
+QUESTIONS = {
+    "What is 2 + 3? Answer with the number alone.": "5",
+    "What is the capital of France?": "Paris",
+}
 RUN = (
     "run.steps=2",
     "cluster.workers=2",
@@ -40,15 +45,22 @@ def smollm2(tmp_path_factory):
 @pytest.fixture
 def questions(tmp_path):
     prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    pq.write_table(pa.table({"prompt": prompts, "answer": list(QUESTIONS.values())}), tmp_path / "questions.parquet")
+    pq.write_table(
+        pa.table({"prompt": prompts, "answer": list(QUESTIONS.values())}),
+        tmp_path / "questions.parquet",
+    )
     return tmp_path / "questions.parquet"
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_real_model_is_sampled_updated_and_exported_as_it_is(engine, smollm2, questions, train, tmp_path):
+def test_a_real_model_is_sampled_updated_and_exported_as_it_is(
+    engine, smollm2, questions, train, tmp_path
+):
     if engine == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    run = train("run", f"model.path={smollm2}", f"data.url={questions}", f"rollout.engine={engine}", *RUN)
+    run = train(
+        "run", f"model.path={smollm2}", f"data.url={questions}", f"rollout.engine={engine}", *RUN
+    )
     model = load_model(smollm2)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     for row in run.table("rollouts", 1).to_pylist():
@@ -67,7 +79,12 @@ def test_a_real_model_is_sampled_updated_and_exported_as_it_is(engine, smollm2, 
     main(["export", str(run.url), str(tmp_path / "exported"), "--verify"])
     exported = load_model(tmp_path / "exported")
     changed = [
-        name for name, tensor in exported.state_dict().items() if not torch.equal(tensor, model.state_dict()[name])
+        name
+        for name, tensor in exported.state_dict().items()
+        if not torch.equal(tensor, model.state_dict()[name])
     ]
     assert len(changed) > 200
-    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == tokenizer.chat_template
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
+        == tokenizer.chat_template
+    )

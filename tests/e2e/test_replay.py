@@ -1,5 +1,5 @@
-"""A run that was cut short replays the steps whose rows are stored: nothing of them is generated, and it ends as a
-straight run does.
+"""A run that was cut short replays the steps whose rows are stored: nothing of them is generated,
+and it ends as a straight run does.
 """
 
 import shutil
@@ -22,7 +22,14 @@ from tests.clusters import local_cluster
 from tests.conftest import Finished
 from tests.e2e.test_resume import EXACT, ONE, STEPS, WHOLE, check_same, weights, with_kl  # noqa: F401
 
-TIMES = ("seconds", "bytes/", "samples_per_second", "tokens_per_second", "rollout/busy", "rollout/longest")
+TIMES = (
+    "seconds",
+    "bytes/",
+    "samples_per_second",
+    "tokens_per_second",
+    "rollout/busy",
+    "rollout/longest",
+)
 FOUR = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
 
 
@@ -83,17 +90,23 @@ def fail_once_stored(ctx, table, *, run):
 
 def failing(dag, run):
     """Return the DAG with a node between generation and all that uses its rows."""
-    plug = Node("plug", fail_once_stored, role="rollout", after="rollout", options={"run": str(run)})
+    plug = Node(
+        "plug", fail_once_stored, role="rollout", after="rollout", options={"run": str(run)}
+    )
     late = [node for node in dag.nodes if "rollout" in node.after]
     dag = dag.add(plug)
     for node in late:
-        dag = dag.replace(node.name, after=tuple("plug" if name == "rollout" else name for name in node.after))
+        dag = dag.replace(
+            node.name, after=tuple("plug" if name == "rollout" else name for name in node.after)
+        )
     return dag
 
 
 @pytest.fixture
 def noting(tmp_path):
-    """A change of a DAG whose rollouts are noted, and the steps that were generated so far, in order."""
+    """A change of a DAG whose rollouts are noted, and the steps that were generated so far, in
+    order.
+    """
     notes = tmp_path / "generated"
 
     def change(dag):
@@ -108,21 +121,27 @@ def noting(tmp_path):
 
 
 def copied(run):
-    """The run as it has ended, to compare with what becomes of it once it is cut short: two runs of one config are
-    equal to the bit (test_resume.py).
+    """The run as it has ended, to compare with what becomes of it once it is cut short: two runs of
+    one config are equal to the bit (test_resume.py).
     """
     url = run.url.with_name(f"{run.url.name}-straight")
     return Finished(shutil.copytree(run.url, url), run.summary)
 
 
 def cut_short(run, logged=STEPS, kept=1):
-    """Make a finished run one that was killed when it had stored the rows of its last step, and logged ``logged``."""
+    """Make a finished run one that was killed when it had stored the rows of its last step, and
+    logged ``logged``.
+    """
     for step in committed(str(run.url))[kept:]:
         shutil.rmtree(checkpoint_url(str(run.url), step))
     (run.url / "summary.json").unlink()
     log = run.url / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(line for line in lines if any(f'"step": {step},' in line for step in range(logged + 1))))
+    log.write_text(
+        "".join(
+            line for line in lines if any(f'"step": {step},' in line for step in range(logged + 1))
+        )
+    )
 
 
 def results(run, phase="train"):
@@ -179,18 +198,24 @@ def test_nothing_stored_is_generated_again_and_the_next_step_is(train, noting):
 
 
 @pytest.mark.slow
-def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_not_repeated(train, noting, digits_task):
+def test_without_any_checkpoint_all_stored_steps_are_replayed_and_validations_not_repeated(
+    train, noting, digits_task
+):
     change, steps, forget = noting
     validated = [*ONE, *WHOLE, f"validation.url={digits_task.validation}", "validation.every=2"]
     killed = train("run", *validated, change=change)
     straight = copied(killed)
     cut_short(killed, kept=0)
-    answers = {path: path.stat().st_mtime_ns for path in (killed.url / "validation").rglob("part-*")}
+    answers = {
+        path: path.stat().st_mtime_ns for path in (killed.url / "validation").rglob("part-*")
+    }
     forget()
     resumed = train("run", *validated, change=change)
     assert steps() == []
     check_same(straight, resumed)
-    assert {path: path.stat().st_mtime_ns for path in (resumed.url / "validation").rglob("part-*")} == answers
+    assert {
+        path: path.stat().st_mtime_ns for path in (resumed.url / "validation").rglob("part-*")
+    } == answers
     assert results(resumed, "validation") == results(straight, "validation")
 
 
@@ -201,8 +226,17 @@ def test_what_four_workers_stored_others_replay(train, noting, workers):
     killed = train("run", *WHOLE, FOUR, change=change)
     cut_short(killed)
     forget()
-    fewer = {2: "{rollout: [0], reward: [0], policy: [1]}", 3: "{rollout: [0], reward: [0], policy: [0, 1, 2]}"}
-    resumed = train("run", *WHOLE, f"cluster.workers={workers}", f"cluster.placement={fewer[workers]}", change=change)
+    fewer = {
+        2: "{rollout: [0], reward: [0], policy: [1]}",
+        3: "{rollout: [0], reward: [0], policy: [0, 1, 2]}",
+    }
+    resumed = train(
+        "run",
+        *WHOLE,
+        f"cluster.workers={workers}",
+        f"cluster.placement={fewer[workers]}",
+        change=change,
+    )
     assert steps() == []
     check_same(straight, resumed, tolerance=1e-5)
 
@@ -215,7 +249,11 @@ def test_what_four_workers_stored_eight_replay(train, noting):
     cut_short(killed)
     forget()
     with local_cluster(8) as cluster:
-        more = [f"cluster.address={cluster.scheduler_address}", "cluster.workers=8", "cluster.placement={}"]
+        more = [
+            f"cluster.address={cluster.scheduler_address}",
+            "cluster.workers=8",
+            "cluster.placement={}",
+        ]
         resumed = train("run", *WHOLE, *more, change=change)
     assert steps() == []
     assert resumed.summary.workers == 8
@@ -223,7 +261,9 @@ def test_what_four_workers_stored_eight_replay(train, noting):
 
 
 @pytest.mark.slow
-def test_rows_ahead_of_training_are_replayed_with_the_weights_that_a_straight_run_has(train, noting):
+def test_rows_ahead_of_training_are_replayed_with_the_weights_that_a_straight_run_has(
+    train, noting
+):
     change, steps, forget = noting
     ahead = [*WHOLE, "run.steps=6", "checkpoint.every=4", "rollout.max_staleness=1"]
     ahead += ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
@@ -249,7 +289,10 @@ def damage(run, table, step):
 def check_goes_on_from_generated_rows(train, noting, tmp_path, roles, config_file):
     """A step fails when its rows are generated, and neither rewarded nor anything else."""
     change, steps, forget = noting
-    config = {"config_file": config_file, "change": lambda dag: failing(change(dag), tmp_path / "run")}
+    config = {
+        "config_file": config_file,
+        "change": lambda dag: failing(change(dag), tmp_path / "run"),
+    }
     (tmp_path / "run-failed").touch()
     straight = train("straight", *ONE, *WHOLE, **config)
     (tmp_path / "run-failed").unlink()
@@ -276,7 +319,9 @@ def test_a_step_that_failed_before_the_advantage_generates_nothing_again(train, 
 @pytest.mark.parametrize(
     ("config", "roles"), [("quickstart_ppo", ["policy", "critic"]), ("quickstart_dapo", ["policy"])]
 )
-def test_so_it_is_with_a_critic_and_with_prompts_that_were_drawn_anew(train, noting, tmp_path, config, roles):
+def test_so_it_is_with_a_critic_and_with_prompts_that_were_drawn_anew(
+    train, noting, tmp_path, config, roles
+):
     check_goes_on_from_generated_rows(train, noting, tmp_path, roles, shipped(config))
 
 
@@ -294,7 +339,10 @@ def test_of_several_tables_the_furthest_is_taken_and_a_flipped_bit_falls_back_to
     capsys.readouterr()
     resumed = train("run", *several, change=change)
     assert f"the rows of step 4 are taken from rewarded: {part} has the SHA-256" in caplog.text
-    assert "steps 3 to 4 are replayed from stored rows (step 4 from rewarded): no row" in capsys.readouterr().out
+    assert (
+        "steps 3 to 4 are replayed from stored rows (step 4 from rewarded): no row"
+        in capsys.readouterr().out
+    )
     train("whole", *several, change=change)
     assert "steps 3 to 4 are replayed from stored rows: no row" in capsys.readouterr().out
     assert steps() == []
@@ -326,10 +374,18 @@ def test_rows_of_another_configuration_are_not_replayed(train, noting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, noting, tmp_path, caplog, workers):
+def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(
+    train, noting, tmp_path, caplog, workers
+):
     """Responses take two steps, and the first step that drains comes after the one that fails."""
     change, steps, forget = noting
-    given = [*ONE, "run.steps=5", "checkpoint.every=5", "rollout.partial=true", "rollout.max_tokens_per_step=4"]
+    given = [
+        *ONE,
+        "run.steps=5",
+        "checkpoint.every=5",
+        "rollout.partial=true",
+        "rollout.max_tokens_per_step=4",
+    ]
     given += ["rollout.max_staleness=1", "rollout.steps_ahead=0"]
     how = {"change": lambda dag: failing(change(dag), tmp_path / "run")}
     (tmp_path / "run-failed").touch()
@@ -346,16 +402,24 @@ def test_samples_that_were_kept_for_the_next_step_are_part_of_the_stage(train, n
     resumed = train("run", *given, f"cluster.workers={workers}", **how)
     assert steps() == [5]
     for step in range(1, 6):
-        tables = [run.table("rollouts", step).select([*EXACT, "token_versions"]) for run in (straight, resumed)]
+        tables = [
+            run.table("rollouts", step).select([*EXACT, "token_versions"])
+            for run in (straight, resumed)
+        ]
         assert tables[0].equals(tables[1]), step
     if workers == 1:
         assert results(resumed) == results(straight)
-        assert all(tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items())
+        assert all(
+            tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items()
+        )
     else:
         forget()
         again = train("lost", *given, **how)
         assert steps() == [1, 2, 3, 4, 5]
-        assert "the rows of steps 1 to 4 are generated again: what node 'rollout' keeps for later" in caplog.text
+        assert (
+            "the rows of steps 1 to 4 are generated again: what node 'rollout' keeps for later"
+            in caplog.text
+        )
         assert results(again) == results(straight)
 
 
@@ -372,8 +436,12 @@ def test_without_durability_no_rows_are_stored_and_the_steps_are_generated_again
 
 
 @pytest.mark.parametrize("durability", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_rows_that_cannot_be_stored_end_the_run_by_name_also_those_of_its_last_step(train, tmp_path, durability):
+def test_rows_that_cannot_be_stored_end_the_run_by_name_also_those_of_its_last_step(
+    train, tmp_path, durability
+):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rollouts").write_text("in the way")
-    with pytest.raises(RunError, match=r"train step 1: its rows could not be stored in .*rollouts/step=000001"):
+    with pytest.raises(
+        RunError, match=r"train step 1: its rows could not be stored in .*rollouts/step=000001"
+    ):
         train("run", *ONE, "run.steps=1", f"storage.durability={durability}")

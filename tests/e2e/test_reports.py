@@ -1,4 +1,6 @@
-"""A real run is reported, watched and analyzed from what it left: nothing that the three need is missing."""
+"""A real run is reported, watched and analyzed from what it left: nothing that the three need is
+missing.
+"""
 
 import json
 
@@ -14,7 +16,12 @@ def test_a_run_of_two_workers_is_reported_watched_and_analyzed(train, tmp_path, 
     main(["report", url, "-o", str(tmp_path / "report.html")])
     assert "without the" not in capsys.readouterr().out, "every part of it can be told"
     page = (tmp_path / "report.html").read_text()
-    for told in ("Slowest is node", "timeline of a step", "rollout-&gt;old_logprobs", "best: step 4"):
+    for told in (
+        "Slowest is node",
+        "timeline of a step",
+        "rollout-&gt;old_logprobs",
+        "best: step 4",
+    ):
         assert told in page, told
 
     with pytest.raises(SystemExit) as ended:
@@ -26,7 +33,10 @@ def test_a_run_of_two_workers_is_reported_watched_and_analyzed(train, tmp_path, 
 
     main(["plan", "--analyze", url, "--format", "json"])
     data = json.loads(capsys.readouterr().out)
-    nodes, edges = ({one[key]: one for one in data[name]} for name, key in (("nodes", "name"), ("edges", "target")))
+    nodes, edges = (
+        {one[key]: one for one in data[name]}
+        for name, key in (("nodes", "name"), ("edges", "target"))
+    )
     assert data["steps"] == [2, 3, 4]
     for name in ("rollout", "reward", "old_logprobs", "advantage", "update"):
         assert nodes[name]["seconds"]["measured"] > 0, name

@@ -1,6 +1,8 @@
-"""A run that loses a worker goes on by itself: the others keep their processes and what they have built in them.
+"""A run that loses a worker goes on by itself: the others keep their processes and what they have
+built in them.
 
-With ``-s`` each case prints its seconds to notice, those until all are at work again, and the steps done again.
+With ``-s`` each case prints its seconds to notice, those until all are at work again, and the steps
+done again.
 """
 
 import os
@@ -27,7 +29,12 @@ from tests.e2e.traps import start_workers
 
 TWO = ["cluster.workers=2", "cluster.placement={}", "run.steps=4", "checkpoint.every=2"]
 PLACES = {
-    "generate": ("siirl_dask.rollout.transformers_engine", "TransformersEngine", "_generate_batch", 4),
+    "generate": (
+        "siirl_dask.rollout.transformers_engine",
+        "TransformersEngine",
+        "_generate_batch",
+        4,
+    ),
     "pull": ("siirl_dask.coordinator.databuffer.databuffer", "Databuffer", "pull", 12),
     "all-reduce": ("siirl_dask.training.learner", "Learner", "_norm", 7),
     "weights": ("siirl_dask.training.policy", "Policy", "weights", 4),
@@ -58,7 +65,8 @@ def killing(place, sign, marker):
 
 
 def hanging(marker):
-    """Patch a function of this process: its update never returns in the step in which a peer dies, and only once.
+    """Patch a function of this process: its update never returns in the step in which a peer dies,
+    and only once.
 
     So does a task that waits for its device behind a kernel of nccl that has lost its peer.
     """
@@ -78,7 +86,9 @@ def hanging(marker):
 
 
 def wait_until_stored(marker, place):
-    """Before log-probs: until the rows of the step are stored, so that nobody has to generate them again."""
+    """Before log-probs: until the rows of the step are stored, so that nobody has to generate
+    them again.
+    """
     run, deadline = Path(str(marker.parent).removesuffix("-seen")), time.monotonic() + 60
     while place == "logprobs" and not [*run.glob("stages/rollout/step=000004/_parts-*.json")]:
         assert time.monotonic() < deadline, "the rows were never stored"
@@ -86,7 +96,9 @@ def wait_until_stored(marker, place):
 
 
 def build(device, rank, *, role, inner, seen, place, sign, again, hangs, options):
-    """Build a role, and tell where; the second worker dies once, at its place, and the first one may hang there."""
+    """Build a role, and tell where; the second worker dies once, at its place, and the first one
+    may hang there.
+    """
     marker = Path(seen, "dead")
     if role == "reward" and rank.rank == 0 and hangs:
         hanging(Path(seen, "hung"))
@@ -100,10 +112,19 @@ def build(device, rank, *, role, inner, seen, place, sign, again, hangs, options
 
 def watched(dag, **about):
     roles = (
-        replace(role, build=partial(build, role=role.name, inner=role.build.func, options=role.build.keywords, **about))
+        replace(
+            role,
+            build=partial(
+                build, role=role.name, inner=role.build.func, options=role.build.keywords, **about
+            ),
+        )
         for role in dag.roles
     )
-    noting = partial(generate_and_note, notes=str(Path(about["seen"], "generated")), **dag.node("rollout").options)
+    noting = partial(
+        generate_and_note,
+        notes=str(Path(about["seen"], "generated")),
+        **dag.node("rollout").options,
+    )
     return replace(dag, roles=tuple(roles)).replace("rollout", fn=noting)
 
 
@@ -125,7 +146,9 @@ def config_of(task, url, address, *overrides):
 
 @pytest.fixture(scope="module")
 def straight(cluster, digits_task, tmp_path_factory):
-    """Runs of which nobody is lost, one for each set of overrides: ``straight("key=value", ...)``."""
+    """Runs of which nobody is lost, one for each set of overrides: ``straight("key=value",
+    ...)``.
+    """
     folder, runs = tmp_path_factory.mktemp("straight"), {}
 
     def start(*overrides):
@@ -148,7 +171,13 @@ def lose(cluster, digits_task, tmp_path):
         folder.mkdir()
         file = config_of(digits_task, url, address or cluster.scheduler_address, *overrides)
         dag, validation = dags(file)
-        about = {"seen": str(folder), "place": place, "sign": int(sign), "again": again, "hangs": hangs}
+        about = {
+            "seen": str(folder),
+            "place": place,
+            "sign": int(sign),
+            "again": again,
+            "hangs": hangs,
+        }
         return Finished(url, run(file.config, watched(dag, **about), validation)), folder
 
     return start
@@ -158,21 +187,27 @@ SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 STOP = ["cluster.peer_timeout=2"]
 CASES = [
     pytest.param("update", signal.SIGKILL, [], id="update"),
-    pytest.param("generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"),
+    pytest.param(
+        "generate", signal.SIGKILL, ["checkpoint.every=0"], id="generate-without-checkpoint"
+    ),
     *(
         pytest.param(at, signal.SIGKILL, [], marks=SWEEP if at == "generate" else SLOW, id=at)
         for at in PLACES
         if at != "update"
     ),
     *(
-        pytest.param(at, signal.SIGSTOP, STOP, marks=SLOW if at == "all-reduce" else SWEEP, id=f"{at}-stop")
+        pytest.param(
+            at, signal.SIGSTOP, STOP, marks=SLOW if at == "all-reduce" else SWEEP, id=f"{at}-stop"
+        )
         for at in PLACES
     ),
 ]
 
 
 @pytest.mark.parametrize(("place", "sign", "overrides"), CASES)
-def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(straight, lose, place, sign, overrides):
+def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
+    straight, lose, place, sign, overrides
+):
     tried, folder = lose(place, *overrides, sign=sign)
     dead = int((folder / "dead").read_text())
     (restart,) = tried.summary.restarts
@@ -181,18 +216,27 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_gives_what_it_would_have_given(
     assert "worker '1'" in restart.cause
     resumed_at = restart.steps - restart.steps_again
     expected = straight(*(each for each in overrides if each not in STOP))
-    check_same(expected, tried, roles=() if "checkpoint.every=0" in overrides else ("policy",), tolerance=1e-5)
+    check_same(
+        expected,
+        tried,
+        roles=() if "checkpoint.every=0" in overrides else ("policy",),
+        tolerance=1e-5,
+    )
     generated = (folder / "generated").read_text().split()
     stored = restart.steps + (place == "logprobs")
     assert [generated.count(str(step)) for step in range(1, stored + 1)] == [2] * stored, "again"
     for role in ("rollout", "reward"):
-        assert len(builds(folder, role, 0)) == 1, f"{role} was built again on the worker that was left"
+        assert len(builds(folder, role, 0)) == 1, (
+            f"{role} was built again on the worker that was left"
+        )
         assert len(set(builds(folder, role, 1)) - {dead}) == 1
     assert len(builds(folder, "policy", 0)) == (1 if resumed_at else 2)
     assert len(set(builds(folder, "policy", 0))) == 1
 
 
-def test_a_worker_that_never_leaves_its_task_is_killed_and_the_run_goes_on_with_another(straight, lose, monkeypatch):
+def test_a_worker_that_never_leaves_its_task_is_killed_and_the_run_goes_on_with_another(
+    straight, lose, monkeypatch
+):
     monkeypatch.setattr(replacement, "LEAVE_TIMEOUT", 3.0)
     tried, folder = lose("update", "run.max_restarts=1", hangs=True)
     hung = int((folder / "hung").read_text())
@@ -218,7 +262,8 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
         lose("update", "run.max_restarts=2", "checkpoint.every=0", again=True)
     (note,) = raised.value.__notes__
     assert note.startswith(
-        "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker '1'"
+        "it was tried 2 times more without a new step (run.max_restarts=2); the last time: worker "
+        "'1'"
     )
 
 
@@ -230,8 +275,12 @@ def test_a_worker_that_dies_each_time_ends_the_run_with_the_first_cause(lose):
         pytest.param("all-reduce", signal.SIGSTOP, marks=SLOW),
     ],
 )
-def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(straight, lose, place, sign):
-    """The frozen one has no nanny that kills it: in an all-reduce the other waits for it in gloo, and for an hour."""
+def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(
+    straight, lose, place, sign
+):
+    """The frozen one has no nanny that kills it: in an all-reduce the other waits for it in
+    gloo, and for an hour.
+    """
     with local_cluster(0) as bare:
         workers = start_workers(bare.scheduler_address, 3)
         with Client(bare) as client:
@@ -244,7 +293,10 @@ def test_where_nobody_starts_workers_another_one_that_is_there_takes_the_place(s
                 worker.kill()
     check_same(straight(), tried, tolerance=1e-5)
     (restart,) = tried.summary.restarts
-    print(f"| {place} | {sign.name} | {restart.silence or 0:.1f} | {restart.seconds:.1f} | {restart.steps_again}")
+    print(
+        f"| {place} | {sign.name} | {restart.silence or 0:.1f} | {restart.seconds:.1f} | "
+        f"{restart.steps_again}"
+    )
     if place == "generate":  # before an all-reduce the rows of the step are stored, and stay
         assert {*tried.table("rollouts", 4)["worker"].to_pylist()} == {"0", "2"}
     assert len(builds(folder, "rollout", 0)) == 1

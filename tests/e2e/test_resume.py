@@ -35,7 +35,9 @@ def check_same(straight, resumed, roles=("policy",), tolerance=0.0, steps=STEPS)
     assert [record["step"] for record in records[1]] == list(range(1, steps + 1))
     for expected, got in zip(*records, strict=True):
         for name in set(LOSSES) & set(expected["metrics"]):
-            assert got["metrics"][name] == pytest.approx(expected["metrics"][name], abs=tolerance, rel=0), name
+            assert got["metrics"][name] == pytest.approx(
+                expected["metrics"][name], abs=tolerance, rel=0
+            ), name
     for role in roles:
         expected, got = weights(straight, role), weights(resumed, role)
         assert expected.keys() == got.keys()
@@ -45,7 +47,9 @@ def check_same(straight, resumed, roles=("policy",), tolerance=0.0, steps=STEPS)
 
 @pytest.fixture
 def with_kl(tmp_path):
-    """The quickstart with a KL to a reference in the reward, whose coefficient follows a target quickly."""
+    """The quickstart with a KL to a reference in the reward, whose coefficient follows a target
+    quickly.
+    """
     reference = {
         "build": "siirl_dask.training:build_reference",
         "with": {"model": "${model}", "trainer": "${trainer}", "rollout": "${rollout}"},
@@ -54,12 +58,23 @@ def with_kl(tmp_path):
         "build": "siirl_dask.algorithms:build_kl_controller",
         "with": {"coefficient": 0.1, "target": 0.01, "horizon": 64.0},
     }
-    node = {"run": "siirl_dask.nodes:reference_logprobs", "role": "reference", "after": "rollout", "rows": "balanced"}
-    kl = {"run": "siirl_dask.nodes:penalise_kl", "role": "kl", "after": ["old_logprobs", "reference_logprobs"]}
+    node = {
+        "run": "siirl_dask.nodes:reference_logprobs",
+        "role": "reference",
+        "after": "rollout",
+        "rows": "balanced",
+    }
+    kl = {
+        "run": "siirl_dask.nodes:penalise_kl",
+        "role": "kl",
+        "after": ["old_logprobs", "reference_logprobs"],
+    }
     nodes = {"reference_logprobs": node, "kl": kl, "advantage": {"after": ["reward", "kl"]}}
     file = tmp_path / "kl.yaml"
     roles = {"reference": reference, "kl": controller}
-    file.write_text(yaml.safe_dump({"base": str(shipped("quickstart")), "roles": roles, "nodes": nodes}))
+    file.write_text(
+        yaml.safe_dump({"base": str(shipped("quickstart")), "roles": roles, "nodes": nodes})
+    )
     return file
 
 
@@ -112,7 +127,9 @@ def test_the_baselines_of_roles_are_restored(train, with_baselines):
 
 
 def test_half_the_workers_go_on_after_a_crash_and_no_step_is_of_two_layouts(train, tmp_path):
-    """The first step after the checkpoint is damaged, so both are done anew: one part replaces two."""
+    """The first step after the checkpoint is damaged, so both are done anew: one part replaces
+    two.
+    """
     straight = train("straight", *WHOLE)
     shutil.copytree(straight.url, tmp_path / "resumed")
     shutil.rmtree(checkpoint_url(str(tmp_path / "resumed"), STEPS))
@@ -129,11 +146,15 @@ def test_a_changed_config_needs_force_and_fresh_begins_anew(train, capsys):
     first = train("run", *ONE, "run.steps=1")
     note = first.url / "notes.txt"
     note.write_text("mine")
-    with pytest.raises(ConfigError, match=r"differs.*: rollout\.temperature: 1\.0 -> 0\.9; .*--force"):
+    with pytest.raises(
+        ConfigError, match=r"differs.*: rollout\.temperature: 1\.0 -> 0\.9; .*--force"
+    ):
         train("run", *ONE, "run.steps=2", "rollout.temperature=0.9")
     with pytest.raises(ConfigError, match=r"finished after 1 step: raise run\.steps=1"):
         train("run", "run.steps=1")
-    forced = train("run", *ONE, "run.steps=2", "rollout.temperature=0.9", "observe.progress=true", force=True)
+    forced = train(
+        "run", *ONE, "run.steps=2", "rollout.temperature=0.9", "observe.progress=true", force=True
+    )
     assert "going on after step 1" in capsys.readouterr().out
     assert committed(str(first.url)) == [1, 2]
     assert (forced.summary.steps, len(forced.records())) == (2, 2)
@@ -143,7 +164,9 @@ def test_a_changed_config_needs_force_and_fresh_begins_anew(train, capsys):
     assert note.read_text() == "mine"
 
 
-def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew(train, digits_task):
+def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew(
+    train, digits_task
+):
     validated = [f"validation.url={digits_task.validation}", "validation.every=1"]
     killed = train("run", "cluster.workers=4", "run.steps=2", *validated)
     shutil.rmtree(killed.url / "checkpoints")
@@ -154,9 +177,15 @@ def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew
     part = "part-0002-00000.parquet"
     assert parts == {
         f"rollouts/step=000001/{part}",
-        *(f"{table}/step=00000{step}/{part}" for table in ("validation", "trace") for step in (0, 1)),
+        *(
+            f"{table}/step=00000{step}/{part}"
+            for table in ("validation", "trace")
+            for step in (0, 1)
+        ),
     }
-    steps = [[record["step"] for record in anew.records(phase)] for phase in ("train", "validation")]
+    steps = [
+        [record["step"] for record in anew.records(phase)] for phase in ("train", "validation")
+    ]
     assert steps == [[1], [0, 1]]
     more = train("run", *ONE, "run.steps=2", *validated)
     assert [record["step"] for record in more.records("validation")] == [0, 1, 2]
@@ -166,9 +195,13 @@ def test_a_run_killed_before_its_first_checkpoint_and_its_first_rows_begins_anew
 LOST = [*ONE, "checkpoint.every=2", "storage.durability=none"]
 
 
-@pytest.mark.parametrize("also", [(), ("metrics.jsonl",), ("attempts",), ("summary.json", "attempts")], ids=str)
+@pytest.mark.parametrize(
+    "also", [(), ("metrics.jsonl",), ("attempts",), ("summary.json", "attempts")], ids=str
+)
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(train, also):
-    """As after a sync without them: rows and metrics stay as they are, until --fresh says otherwise."""
+    """As after a sync without them: rows and metrics stay as they are, until --fresh says
+    otherwise.
+    """
     run = train("run", *LOST, "run.steps=4")
     for name in ("checkpoints", *also):
         path = run.url / name
@@ -179,7 +212,8 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(train, a
     if lines is None:
         write_summary(str(run.url), replace(run.summary, status=Status.FAILED))
     with pytest.raises(
-        CheckpointError, match=r"a run of 4 steps with checkpoint\.every=2, .*checkpoints is gone.*--fre"
+        CheckpointError,
+        match=r"a run of 4 steps with checkpoint\.every=2, .*checkpoints is gone.*--fre",
     ):
         train("run", *LOST, "run.steps=6")
     assert sorted(path for path in run.url.rglob("*.parquet")) == before
@@ -223,11 +257,18 @@ def test_the_best_checkpoint_is_kept_and_an_unknown_metric_refused(train, digits
     best = "checkpoint.keep_best=validation/reward/mean"
     with pytest.raises(ConfigError, match="there is no validation"):
         train("none", best)
-    validated = [*ONE, f"validation.url={digits_task.validation}", "validation.every=2", "checkpoint.every=1"]
+    validated = [
+        *ONE,
+        f"validation.url={digits_task.validation}",
+        "validation.every=2",
+        "checkpoint.every=1",
+    ]
     with pytest.raises(ConfigError, match="did you mean 'validation/reward/mean'"):
         train("typo", *validated, f"{best}s")
     run = train("best", *validated, best, "checkpoint.keep=1", "run.steps=5", "trainer.lr=5e-2")
-    means = {record["step"]: record["metrics"]["reward/mean"] for record in run.records("validation")}
+    means = {
+        record["step"]: record["metrics"]["reward/mean"] for record in run.records("validation")
+    }
     chosen = max((step for step in means if step), key=lambda step: (means[step], -step))
     assert committed(str(run.url)) == sorted({chosen, 5})
 
@@ -235,6 +276,8 @@ def test_the_best_checkpoint_is_kept_and_an_unknown_metric_refused(train, digits
 def test_a_folder_that_cannot_be_written_fails_the_run_by_name(train, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step=000001-0001").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step=000001-0001" / "policy").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"checkpoint step 1: .*step=000001-0001/policy could not be written"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint step 1: .*step=000001-0001/policy could not be written"
+    ):
         train("run", "run.steps=3", "checkpoint.every=1")
     assert committed(str(tmp_path / "run")) == []

@@ -1,4 +1,6 @@
-"""Dask's scheduler is no part of a step: workers have their next tasks before they need them, in order."""
+"""Dask's scheduler is no part of a step: workers have their next tasks before they need them, in
+order.
+"""
 
 import threading
 
@@ -21,8 +23,12 @@ def test_workers_run_the_steps_they_were_given_while_the_scheduler_does_nothing(
             "run.lookahead=3",
             "run.steps=4",
         )
-        run.wait_until(lambda: sum(ts.state == "processing" for ts in list(scheduler.tasks.values())) == 2 * 4)
-        cluster.loop.add_callback(awake.wait)  # nothing else happens on the scheduler's loop until then
+        run.wait_until(
+            lambda: sum(ts.state == "processing" for ts in list(scheduler.tasks.values())) == 2 * 4
+        )
+        cluster.loop.add_callback(
+            awake.wait
+        )  # nothing else happens on the scheduler's loop until then
         try:
             go.touch()
             last = run.url / "rollouts" / "step=000004"
@@ -43,18 +49,37 @@ def test_workers_of_many_threads_run_one_step_after_the_other(train):
         four = train("four threads", *settings, f"cluster.address={cluster.scheduler_address}")
     decided = ["row_id", "response_ids", "reward", "weights_version"]
     for step in range(1, 7):
-        assert four.table("rollouts", step).select(decided).equals(one.table("rollouts", step).select(decided)), step
+        assert (
+            four.table("rollouts", step)
+            .select(decided)
+            .equals(one.table("rollouts", step).select(decided))
+        ), step
 
 
 def test_every_thread_that_a_run_comes_to_has_the_workers_own_device_as_its_current_one(train):
-    """torch keeps one for each thread, and a task runs in any of a worker's four; closing comes from a fifth."""
-    settings = ("cluster.workers=2", "cluster.placement={}", "run.lookahead=3", "run.steps=4", "checkpoint.every=2")
+    """torch keeps one for each thread, and a task runs in any of a worker's four; closing comes
+    from a fifth.
+    """
+    settings = (
+        "cluster.workers=2",
+        "cluster.placement={}",
+        "run.lookahead=3",
+        "run.steps=4",
+        "checkpoint.every=2",
+    )
     with local_cluster(2, threads_per_worker=4) as cluster, Client(cluster) as client:
         client.run(fake_device.install)
-        train("devices", *settings, "rollout.engine=transformers", f"cluster.address={cluster.scheduler_address}")
+        train(
+            "devices",
+            *settings,
+            "rollout.engine=transformers",
+            f"cluster.address={cluster.scheduler_address}",
+        )
         for calls in client.run(fake_device.seen).values():
             assert {name for name, _, _ in calls} == {
-                f"{kind.__name__}.{method}" for kind, methods in fake_device.CALLS.items() for method in methods
+                f"{kind.__name__}.{method}"
+                for kind, methods in fake_device.CALLS.items()
+                for method in methods
             }
             assert {device for _, device, _ in calls} == {0}
             assert len({thread for _, _, thread in calls}) > 1

@@ -14,7 +14,9 @@ SELF_PLAY = shipped("quickstart_selfplay.yaml")
 
 
 @pytest.mark.slow
-def test_rewards_of_both_sides_sum_to_zero_and_rows_are_the_same_on_one_worker_and_two(train, tmp_path):
+def test_rewards_of_both_sides_sum_to_zero_and_rows_are_the_same_on_one_worker_and_two(
+    train, tmp_path
+):
     task = write_nim_task(tmp_path / "nim")
     given = (
         f"data.url={task.train}",
@@ -32,22 +34,31 @@ def test_rewards_of_both_sides_sum_to_zero_and_rows_are_the_same_on_one_worker_a
     baselines = {"first": 0.0, "second": 0.0}
     for step in (1, 2, 3):
         rows = check_equal(one, two, step)
-        both = rows.group_by("episode_id").aggregate([("reward", "sum"), ("agent", "count_distinct")])
+        both = rows.group_by("episode_id").aggregate(
+            [("reward", "sum"), ("agent", "count_distinct")]
+        )
         whole = pc.equal(both["agent_count_distinct"], 2)
-        assert pc.mean(pc.cast(whole, "float64")).as_py() > 0.9  # a first move against the rules ends the others
+        assert (
+            pc.mean(pc.cast(whole, "float64")).as_py() > 0.9
+        )  # a first move against the rules ends the others
         assert not both.filter(whole)["reward_sum"].to_numpy().any()
         side = {name: rows.filter(pc.equal(rows["agent"], name)) for name in baselines}
         together = pc.is_in(rows["episode_id"], value_set=both.filter(whole)["episode_id"])
         means = [
-            pc.mean(rows.filter(pc.and_(together, pc.equal(rows["agent"], name)))["reward"]).as_py() for name in side
+            pc.mean(rows.filter(pc.and_(together, pc.equal(rows["agent"], name)))["reward"]).as_py()
+            for name in side
         ]
         assert sum(means) == pytest.approx(0.0)
         for name, part in side.items():  # RAE: the reward minus what the side had before this step
-            assert part["advantage"].to_numpy() == pytest.approx(part["reward"].to_numpy() - baselines[name], abs=1e-6)
+            assert part["advantage"].to_numpy() == pytest.approx(
+                part["reward"].to_numpy() - baselines[name], abs=1e-6
+            )
             for reward in part.sort_by("row_id")["reward"].to_pylist():
                 baselines[name] = 0.95 * baselines[name] + 0.05 * reward
         logged = two.records()[step - 1]["metrics"]
-        assert [logged[f"baseline/{name}"] for name in baselines] == pytest.approx([*baselines.values()])
+        assert [logged[f"baseline/{name}"] for name in baselines] == pytest.approx(
+            [*baselines.values()]
+        )
     played = [run.table("validation", 3) for run in (one, two)]
     assert played[0]["reward"].equals(played[1]["reward"])
     assert played[0]["agent"].equals(played[0]["answer"])  # one row a game: the policy's side

@@ -1,4 +1,6 @@
-"""Two starts of one run: the one that is cut off and wakes up later damages nothing. What is damaged is not used."""
+"""Two starts of one run: the one that is cut off and wakes up later damages nothing. What is
+damaged is not used.
+"""
 
 import shutil
 import signal
@@ -11,7 +13,13 @@ from siirl_dask.cli import main
 from siirl_dask.config.file import shipped
 from siirl_dask.errors import CheckpointError
 from siirl_dask.observe import read_metrics
-from siirl_dask.runs.checkpoints import checkpoint_url, committed, find_checkpoint, find_checkpoints, read_state
+from siirl_dask.runs.checkpoints import (
+    checkpoint_url,
+    committed,
+    find_checkpoint,
+    find_checkpoints,
+    read_state,
+)
 from siirl_dask.training.files.checkpoint import read_model
 from tests.conftest import digits_overrides
 
@@ -19,9 +27,18 @@ ONE = ["cluster.workers=1", "cluster.placement={}", "checkpoint.every=1", "check
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 
 
-@pytest.fixture(params=[pytest.param("local", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.sweep)])
+@pytest.fixture(
+    params=[
+        pytest.param("local", marks=pytest.mark.slow),
+        pytest.param("s3", marks=pytest.mark.sweep),
+    ]
+)
 def url(request, tmp_path):
-    return str(tmp_path / "run") if request.param == "local" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    return (
+        str(tmp_path / "run")
+        if request.param == "local"
+        else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
+    )
 
 
 def being_written(url):
@@ -40,12 +57,23 @@ def files(url):
 
 
 def test_a_driver_that_is_stopped_and_wakes_up_is_fenced_and_deletes_nothing(start, train, url):
-    """It is stopped while it writes a checkpoint; its successor commits two and is still at work when it goes on."""
+    """It is stopped while it writes a checkpoint; its successor commits two and is still at work
+    when it goes on.
+    """
     first = start(*ONE, f"run.url={url}", "run.lease=2", "run.steps=100000")
     first.wait_until(lambda: len(committed(url)) > 1 and being_written(url))
     first.process.send_signal(signal.SIGSTOP)
-    before, (half, *_) = committed(url), [*being_written(url), "none: it was committed at the last moment"]
-    second = start(*ONE, f"run.url={url}", "run.lease=2", f"run.steps={before[-1] + 8}", "observe.progress=true")
+    before, (half, *_) = (
+        committed(url),
+        [*being_written(url), "none: it was committed at the last moment"],
+    )
+    second = start(
+        *ONE,
+        f"run.url={url}",
+        "run.lease=2",
+        f"run.steps={before[-1] + 8}",
+        "observe.progress=true",
+    )
     second.wait_until(lambda: len(committed(url)) >= len(before) + 2)
     there = files(url)
     first.process.send_signal(signal.SIGCONT)
@@ -55,26 +83,43 @@ def test_a_driver_that_is_stopped_and_wakes_up_is_fenced_and_deletes_nothing(sta
     _, said, complaints = second.end(90)
     assert second.process.returncode == 0, complaints
     assert f"waiting for up to 2 s for a sign of life of process {first.process.pid}" in said
-    gone = {name for name in there - files(url) if "/stages/" not in name}  # the successor's own go when they are spent
+    gone = {
+        name for name in there - files(url) if "/stages/" not in name
+    }  # the successor's own go when they are spent
     assert not {name for name in gone if half not in name and not name.endswith(".tmp")}
     last = before[-1] + 8
     straight = train("straight", *ONE, f"run.steps={last}")
     assert committed(url) == list(range(1, last + 1))
     for step in committed(url):
         find_checkpoint(url, step).verify()
-        ours, theirs = (read_model(f"{checkpoint_url(place, step)}/policy") for place in (url, str(straight.url)))
+        ours, theirs = (
+            read_model(f"{checkpoint_url(place, step)}/policy")
+            for place in (url, str(straight.url))
+        )
         assert all(ours[name].equal(theirs[name]) for name in theirs), step
-        rows = open_table(f"{url}/rollouts/step={step:06d}").to_table().sort_by("row_id").select(EXACT)
+        rows = (
+            open_table(f"{url}/rollouts/step={step:06d}").to_table().sort_by("row_id").select(EXACT)
+        )
         assert rows.equals(straight.table("rollouts", step).select(EXACT)), step
 
 
 @pytest.mark.slow
-def test_a_second_start_is_refused_while_the_first_is_alive_and_changes_nothing(start, digits_task, tmp_path, capsys):
+def test_a_second_start_is_refused_while_the_first_is_alive_and_changes_nothing(
+    start, digits_task, tmp_path, capsys
+):
     first = start(*ONE, "run.steps=100000", "run.lease=6")
     first.wait_for_steps(1)
     began = time.monotonic()
     with pytest.raises(SystemExit, match="2"):
-        main(["run", str(shipped("quickstart.yaml")), *digits_overrides(digits_task, first.url), *ONE, "--fresh"])
+        main(
+            [
+                "run",
+                str(shipped("quickstart.yaml")),
+                *digits_overrides(digits_task, first.url),
+                *ONE,
+                "--fresh",
+            ]
+        )
     assert time.monotonic() - began < 6
     assert f"is being trained, by process {first.process.pid} of " in capsys.readouterr().err
     assert first.steps() >= 1
@@ -90,7 +135,9 @@ def flip(fs, path, bit):
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_damaged_newest_checkpoint_is_passed_over_and_said_so(train, caplog, name):
-    """One bit in the middle of a file: the run goes on from the checkpoint before, and ends as if nothing had been."""
+    """One bit in the middle of a file: the run goes on from the checkpoint before, and ends as
+    if nothing had been.
+    """
     run = train("run", *ONE, "run.steps=3")
     url = str(run.url)
     straight = read_model(f"{checkpoint_url(url, 3)}/policy")
@@ -108,14 +155,19 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(train):
     run = train("run", *ONE, "run.steps=1")
     fs, path = open_fs(f"{checkpoint_url(str(run.url), 1)}/policy/__0_0.distcp")
     flip(fs, path, 8 * 100)
-    with pytest.raises(CheckpointError, match=r"no checkpoint that can be used: the checkpoint of step 1 is .*--fresh"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint that can be used: the checkpoint of step 1 is .*--fresh",
+    ):
         train("run", *ONE, "run.steps=2")
     assert run.table("rollouts", 1).num_rows
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["moved", "removed"])
 def test_a_run_whose_folder_goes_away_ends_and_says_where_its_weights_are(start, tmp_path, moved):
-    """It says so at its next step, and never that it is complete; a second run there is not disturbed."""
+    """It says so at its next step, and never that it is complete; a second run there is not
+    disturbed.
+    """
     run = start(*ONE, "run.steps=100000")
     run.wait_until(lambda: len(committed(str(run.url))) > 1)
     run.url.rename(tmp_path / "elsewhere")
@@ -147,5 +199,9 @@ def test_a_forgotten_start_does_not_train_in_the_folder_of_a_new_one(start):
     assert "FolderGone" in told or "under this start" in told
     _, _, complaints = new.end(90)
     assert new.process.returncode == 0, complaints
-    rates = {record["metrics"]["policy/lr"] for record in read_metrics(str(new.url)) if record["phase"] == "train"}
+    rates = {
+        record["metrics"]["policy/lr"]
+        for record in read_metrics(str(new.url))
+        if record["phase"] == "train"
+    }
     assert max(rates) <= 1e-5

@@ -1,4 +1,6 @@
-"""A run that is ended from outside, by a killed worker, Ctrl-C or SIGTERM, ends cleanly and says so."""
+"""A run that is ended from outside, by a killed worker, Ctrl-C or SIGTERM, ends cleanly and says
+so.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def test_a_frozen_worker_ends_the_run_by_name_wherever_others_wait(start):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
     """Ctrl-C at once, SIGTERM with a last checkpoint."""
     run = start(ENDLESS)
@@ -66,7 +70,9 @@ def test_ctrl_c_and_sigterm_stop_soon_and_say_how_far_it_came(start, sign):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.sweep)]
+)
 def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, monkeypatch, sign):
     entered = tmp_path / "entered"
     monkeypatch.setenv("NEVER_RETURNS", str(entered))
@@ -76,7 +82,10 @@ def test_a_run_whose_reward_never_returns_stops_with_a_message(start, tmp_path, 
     _, out, err = run.end(timeout=120)
     assert (run.process.returncode, out) == (130, "")
     assert "Traceback" not in err
-    assert err.splitlines()[-1] == "error: stopped by the user after 0 of 3 steps; what was written is whole"
+    assert (
+        err.splitlines()[-1]
+        == "error: stopped by the user after 0 of 3 steps; what was written is whole"
+    )
     assert json.loads((run.url / "summary.json").read_text())["status"] == "interrupted"
 
 

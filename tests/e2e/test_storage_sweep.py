@@ -1,4 +1,5 @@
-"""A run of three steps whose store fails at one operation: before it is done, after it, or with the process killed.
+"""A run of three steps whose store fails at one operation: before it is done, after it, or with the
+process killed.
 
 Its rows, metrics and checkpoints equal those of a run on a store that never fails.
 """
@@ -22,7 +23,8 @@ from tests.conftest import digits_overrides
 
 EXACT = ["row_id", "prompt", "response_ids", "reward", "weights_version", "advantage"]
 LEARNED = ["policy/loss", "policy/grad_norm", "reward/mean", "data/drawn_prompts"]
-BEAT = ".beat"  # a thread writes a sign of life every few seconds, at no place of its own among the operations
+# a thread writes a sign of life every few seconds, at no place of its own among the operations
+BEAT = ".beat"
 READS = ("info", "ls", "find", "glob", "cat_file")
 FAILURES, DEATHS = (How.BEFORE, How.AFTER), (How.KILL_BEFORE, How.KILL_AFTER)
 
@@ -72,18 +74,34 @@ class Sweep:
         return f"faulty://{self.folder}/run-{self.count}"
 
     def arguments(self, url, *overrides):
-        given = ["checkpoint.every=1", "checkpoint.keep=1", "cluster.workers=1", "cluster.placement={}"]
+        given = [
+            "checkpoint.every=1",
+            "checkpoint.keep=1",
+            "cluster.workers=1",
+            "cluster.placement={}",
+        ]
         given.append("observe.plot=true")
-        given.append("observe.trace=false")  # a thread writes it, at no place of its own among the operations
+        given.append(
+            "observe.trace=false"
+        )  # a thread writes it, at no place of its own among the operations
         address = f"cluster.address={self.address}"
-        return ["run", str(shipped("quickstart.yaml")), *digits_overrides(self.task, url), *given, address, *overrides]
+        return [
+            "run",
+            str(shipped("quickstart.yaml")),
+            *digits_overrides(self.task, url),
+            *given,
+            address,
+            *overrides,
+        ]
 
     def run(self, url, *overrides):
         """Start the command in this process; it must succeed."""
         main(self.arguments(url, *overrides))
 
     def run_elsewhere(self, url):
-        """Start the command in a process of its own, which may be killed, and return its exit code."""
+        """Start the command in a process of its own, which may be killed, and return its exit
+        code.
+        """
         arguments = (self.plan.file, self.arguments(url))
         process = multiprocessing.get_context(START_METHOD).Process(target=command, args=arguments)
         process.start()  # forked from one that has imported all: a tenth of the seconds
@@ -93,9 +111,14 @@ class Sweep:
 
 
 def outcome(url):
-    """Return what a run leaves that must not depend on the store: rows, metrics, the checkpoint's weights."""
+    """Return what a run leaves that must not depend on the store: rows, metrics, the
+    checkpoint's weights.
+    """
     fs, path = open_fs(url)
-    rows = [pq.read_table(f"{path}/rollouts/step={step:06d}").select(EXACT).sort_by("row_id") for step in (1, 2, 3)]
+    rows = [
+        pq.read_table(f"{path}/rollouts/step={step:06d}").select(EXACT).sort_by("row_id")
+        for step in (1, 2, 3)
+    ]
     records = [json.loads(line) for line in fs.cat_file(f"{path}/metrics.jsonl").splitlines()]
     metrics = [
         (record["step"], [record["metrics"].get(name) for name in LEARNED])
@@ -127,7 +150,9 @@ def straight(sweep):
     url = sweep.place()
     sweep.run(url)
     operations = [(name, path.rpartition("/")[2]) for name, path, _ in sweep.plan.operations()]
-    chance = operations.count(("cat_file", "COMMITTED"))  # another run may be spared to read so many records
+    chance = operations.count(
+        ("cat_file", "COMMITTED")
+    )  # another run may be spared to read so many records
     return outcome(url), operations[: len(operations) - chance]
 
 
@@ -141,7 +166,9 @@ def fail_at(sweep, at, how):
 
 
 def die_at(sweep, at, how):
-    """Run with a process killed at operation ``at``, and start the command again; return the URL."""
+    """Run with a process killed at operation ``at``, and start the command again; return the
+    URL.
+    """
     url = sweep.place()
     sweep.plan.set(at, how, but=BEAT)
     code = sweep.run_elsewhere(url)
@@ -159,18 +186,24 @@ def restarted(url):
 
 
 def has_ended(url):
-    """Tell whether a run has completed its steps; one that failed, since a worker died, says so in the same file."""
+    """Tell whether a run has completed its steps; one that failed, since a worker died, says so
+    in the same file.
+    """
     fs, path = open_fs(f"{url}/summary.json")
     return fs.exists(path) and json.loads(fs.cat_file(path))["status"] == "complete"
 
 
 def problems_of(sweep, straight, how, attempt, every, leave=()):
-    """Return what went wrong at which operation: the first, the last and of ``every`` so many one, but for those named
-    in ``leave``.
+    """Return what went wrong at which operation: the first, the last and of ``every`` so many one,
+    but for those named in ``leave``.
     """
     expected, operations = straight
     problems = {}
-    places = [(at, operation) for at, operation in enumerate(operations, start=1) if operation[0] not in leave]
+    places = [
+        (at, operation)
+        for at, operation in enumerate(operations, start=1)
+        if operation[0] not in leave
+    ]
     sample = {*places[every // 2 :: every], places[0], places[-1]}
     for at, operation in sorted(sample):
         try:
@@ -183,7 +216,9 @@ def problems_of(sweep, straight, how, attempt, every, leave=()):
 
 def test_a_run_killed_while_it_writes_is_the_same_when_it_is_started_again(sweep, straight):
     expected, operations = straight
-    at = max(index for index, (name, _) in enumerate(operations, start=1) if name == "create")  # the last commit
+    at = max(
+        index for index, (name, _) in enumerate(operations, start=1) if name == "create"
+    )  # the last commit
     check_equal(die_at(sweep, at, How.KILL_AFTER), expected)
 
 
@@ -217,6 +252,8 @@ def test_a_failure_that_passes_changes_nothing_at_any_operation(sweep, straight,
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("how", DEATHS)
-def test_a_run_killed_at_any_change_is_the_same_when_it_is_started_again(sweep, straight, how, every):
+def test_a_run_killed_at_any_change_is_the_same_when_it_is_started_again(
+    sweep, straight, how, every
+):
     """A death at an operation that only reads is one after the change before it."""
     assert problems_of(sweep, straight, how, die_at, every, READS) == {}

@@ -1,4 +1,6 @@
-"""A run whose two workers are one vLLM engine: the rows of one worker, and an end by name when one is killed."""
+"""A run whose two workers are one vLLM engine: the rows of one worker, and an end by name when
+one is killed.
+"""
 
 import os
 import signal
@@ -10,7 +12,10 @@ import pytest
 
 from tests.e2e.test_invariance import EXACT
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -22,7 +27,11 @@ def left_in_memory():
 
 def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train):
     before = left_in_memory()
-    shared = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", "rollout.vllm.kv_cache_memory=64MiB"]
+    shared = [
+        "rollout.engine=vllm",
+        "rollout.tensor_parallel_size=2",
+        "rollout.vllm.kv_cache_memory=64MiB",
+    ]
     run = start(
         "run.steps=100000",
         "cluster.workers=2",
@@ -41,7 +50,8 @@ def test_two_workers_sample_like_one_and_a_killed_one_ends_the_run(start, train)
     one = train("one", "cluster.workers=1", "cluster.placement={}")
     for step in (1, 2, 3):
         expected, got = (
-            pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id") for url in (one.url, run.url)
+            pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id")
+            for url in (one.url, run.url)
         )
         assert got.select(EXACT).equals(expected.select(EXACT)), step
         assert set(got["worker"].to_pylist()) == {"0", "1"}

@@ -1,4 +1,6 @@
-"""A cluster that speaks tls: rows go from worker to worker over it, and are those of any other cluster."""
+"""A cluster that speaks tls: rows go from worker to worker over it, and are those of any other
+cluster.
+"""
 
 from contextlib import contextmanager
 
@@ -12,7 +14,12 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.observe import Progress
 from tests.clusters import local_cluster
 
-APART = ["cluster.workers=2", "cluster.placement={rollout: [0], policy: [1]}", "data.transport=dask", "run.steps=2"]
+APART = [
+    "cluster.workers=2",
+    "cluster.placement={rollout: [0], policy: [1]}",
+    "data.transport=dask",
+    "run.steps=2",
+]
 SAMPLED = ["row_id", "prompt", "response_ids", "rollout_logprobs", "reward", "advantage"]
 
 
@@ -38,7 +45,9 @@ def certificates(security, folder):
     files = {name: folder / f"{name}.pem" for name in given}
     for name, text in given.items():
         files[name].write_text(text)
-    with dask.config.set({f"distributed.comm.tls.{name}": str(file) for name, file in files.items()}):
+    with dask.config.set(
+        {f"distributed.comm.tls.{name}": str(file) for name, file in files.items()}
+    ):
         yield
 
 
@@ -51,20 +60,33 @@ def test_rollouts_over_tls_are_those_over_tcp(train, tls_cluster, security, tmp_
     over_tcp = train("tcp", *APART)
     assert over_tls.summary.bytes_per_step.peers == over_tcp.summary.bytes_per_step.peers > 0
     for step in (1, 2):
-        assert over_tls.table("rollouts", step).select(SAMPLED).equals(over_tcp.table("rollouts", step).select(SAMPLED))
+        assert (
+            over_tls.table("rollouts", step)
+            .select(SAMPLED)
+            .equals(over_tcp.table("rollouts", step).select(SAMPLED))
+        )
 
 
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("tls://127.0.0.1:9", r"certificates are named in Dask's configuration, under distributed\.comm\.tls"),
+        (
+            "tls://127.0.0.1:9",
+            r"certificates are named in Dask's configuration, under distributed\.comm\.tls",
+        ),
         ("tlss://127.0.0.1:9", "unknown address scheme"),
         ("127.0.0.1", "missing port number"),
     ],
 )
 def test_an_address_that_cannot_be_reached_so_is_refused_by_name(address, said):
     with (
-        pytest.raises(ConfigError, match=rf"no Dask scheduler answers at cluster\.address='{address}': .*{said}"),
-        connect(Config(cluster=ClusterConfig(address=address, start_timeout=5.0)), Progress(1, enabled=False)),
+        pytest.raises(
+            ConfigError,
+            match=rf"no Dask scheduler answers at cluster\.address='{address}': .*{said}",
+        ),
+        connect(
+            Config(cluster=ClusterConfig(address=address, start_timeout=5.0)),
+            Progress(1, enabled=False),
+        ),
     ):
         pass

@@ -1,4 +1,6 @@
-"""A run's trace explains where the time of its workers went, costs no message, and is not there when it is off."""
+"""A run's trace explains where the time of its workers went, costs no message, and is not there
+when it is off.
+"""
 
 import json
 
@@ -20,7 +22,8 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
         "cluster.placement={rollout: [0], policy: [1]}",
         "run.steps=4",
         "checkpoint.every=2",
-        "data.batch_size=192",  # between its links a chain takes some milliseconds a step, more beside other tests
+        # between its links a chain takes some milliseconds a step, more beside other tests
+        "data.batch_size=192",
         "observe.trace=true",
     )
     url = str(done.url)
@@ -33,15 +36,36 @@ def test_the_lanes_explain_each_worker_s_time_and_name_what_is_slowest(train, tm
     assert done.summary.slowest.node in {"rollout", "update", "old_logprobs"}
     assert 0 < done.summary.slowest.share < 1
     kinds = {(span.worker, span.lane, span.what) for span in trace.spans}
-    assert {("0", Lane.TRANSFER, "publish"), ("1", Lane.TRANSFER, "receive"), ("1", Lane.WAIT, "rows")} <= kinds
+    assert {
+        ("0", Lane.TRANSFER, "publish"),
+        ("1", Lane.TRANSFER, "receive"),
+        ("1", Lane.WAIT, "rows"),
+    } <= kinds
     assert {("0", Lane.TRANSFER, "send"), ("0", Lane.TRANSFER, "send early")} & kinds
     assert {(worker, Lane.TRANSFER, "weights") for worker in "01"} <= kinds
-    assert {("1", Lane.STORAGE, "write"), ("0", Lane.ENGINE, "count"), ("0", Lane.STORAGE, "read")} <= kinds
-    assert {span.name for span in trace.spans if span.lane is Lane.STORAGE} >= {"rollouts", "checkpoint"}
-    assert {span.name for span in trace.spans if span.phase == START} >= {"role policy", "role rollout"}
-    progress = [span for span in trace.spans if span.name == "progress" and span.worker == "0" and span.step == 2]
+    assert {
+        ("1", Lane.STORAGE, "write"),
+        ("0", Lane.ENGINE, "count"),
+        ("0", Lane.STORAGE, "read"),
+    } <= kinds
+    assert {span.name for span in trace.spans if span.lane is Lane.STORAGE} >= {
+        "rollouts",
+        "checkpoint",
+    }
+    assert {span.name for span in trace.spans if span.phase == START} >= {
+        "role policy",
+        "role rollout",
+    }
+    progress = [
+        span
+        for span in trace.spans
+        if span.name == "progress" and span.worker == "0" and span.step == 2
+    ]
     assert len(progress) >= 2, "an engine tells of each token"
-    assert all(finding.state is PartState.WHOLE for finding in check_run(url, lambda total: None, lambda read: None))
+    assert all(
+        finding.state is PartState.WHOLE
+        for finding in check_run(url, lambda total: None, lambda read: None)
+    )
 
     main(["trace", url, "--steps", "2:3", "-o", str(tmp_path / "trace.json")])
     assert "slowest   node" in capsys.readouterr().out

@@ -7,7 +7,11 @@ import pytest
 from siirl_dask.planner import DAG, Node, Role, Rows
 from siirl_dask.testing.rows import build_nothing, fill, take
 
-FOUR = ("cluster.workers=4", "cluster.placement={rollout: [0, 1], policy: [2, 3]}", "data.batch_size=64")
+FOUR = (
+    "cluster.workers=4",
+    "cluster.placement={rollout: [0, 1], policy: [2, 3]}",
+    "data.batch_size=64",
+)
 
 
 def moving(tokens):
@@ -15,7 +19,10 @@ def moving(tokens):
         roles = (Role("rollout", build_nothing), Role("policy", build_nothing))
         there = Node("there", partial(fill, tokens=tokens), role="rollout")
         back = Node("back", take, role="policy", after="there", rows=Rows.BALANCED)
-        return DAG(roles, (there, back, Node("again", take, role="rollout", after="back", rows=Rows.GROUPED)))
+        return DAG(
+            roles,
+            (there, back, Node("again", take, role="rollout", after="back", rows=Rows.GROUPED)),
+        )
 
     return dag
 

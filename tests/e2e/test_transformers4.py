@@ -1,5 +1,5 @@
-"""Base folders as transformers 4.57 writes them are trained and exported, and it reads the trainer's log-probs out of
-the exports, of rows with images as well.
+"""Base folders as transformers 4.57 writes them are trained and exported, and it reads the
+trainer's log-probs out of the exports, of rows with images as well.
 """
 
 import json
@@ -40,13 +40,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 LLAMA3_TIED = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True}
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}  # as Qwen2.5's page says
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # as Qwen2.5's page says
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 GEMMA3 = {
     "num_hidden_layers": 4, "head_dim": 8, "query_pre_attn_scalar": 8, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     "sliding_window": 8, "layer_types": [*["sliding_attention"] * 3, "full_attention"], "tie_word_embeddings": True,
 }  # fmt: skip
-GEMMA3_OLDER = {"layer_types": None, "dtype": None, "sliding_window_pattern": 4, "torch_dtype": "bfloat16"}
+GEMMA3_OLDER = {
+    "layer_types": None,
+    "dtype": None,
+    "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16",
+}
 GLM4_MOE = {
     "num_hidden_layers": 3, "head_dim": 8, "rope_theta": 1e6, "partial_rotary_factor": 0.5, "attention_bias": True,
     "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -95,24 +104,37 @@ class Base:
     shard: str = "5GB"
     """The most bytes of a file of weights."""
     later_layer: int | None = None
-    """The number of a layer whose weights lie beside those of the model, and that it does not have."""
+    """The number of a layer whose weights lie beside those of the model, and that it does not
+    have."""
     options: tuple[str, ...] = ()
     """Settings of the run."""
     older: dict = field(default_factory=dict)
-    """Settings of its config.json as transformers 4.50 wrote it; None for those that it did not write."""
+    """Settings of its config.json as transformers 4.50 wrote it; None for those that it did not
+    write."""
 
 
 BASES = {
     "qwen2.5": Base("qwen2", {"rope_theta": 1e6, "tie_word_embeddings": True}),
-    "qwen2.5, untied, yarn": Base("qwen2", {"rope_theta": 1e6, "rope_scaling": YARN}, "bfloat16", shard="20KB"),
+    "qwen2.5, untied, yarn": Base(
+        "qwen2", {"rope_theta": 1e6, "rope_scaling": YARN}, "bfloat16", shard="20KB"
+    ),
     "llama-3": Base("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA3}),
-    "llama-3, tied, adapters": Base("llama", LLAMA3_TIED, "bfloat16", options=("trainer.lora.rank=4",)),
+    "llama-3, tied, adapters": Base(
+        "llama", LLAMA3_TIED, "bfloat16", options=("trainer.lora.rank=4",)
+    ),
     # with values that transformers does not take by default, as the hub's are
     "gemma-3": Base("gemma3_text", {**GEMMA3, "rope_theta": 5e5, "rope_local_base_freq": 5e3}),
-    "gemma-3, scaled": Base("gemma3_text", {**GEMMA3, "rope_scaling": LINEAR}, "bfloat16", older=GEMMA3_OLDER),
+    "gemma-3, scaled": Base(
+        "gemma3_text", {**GEMMA3, "rope_scaling": LINEAR}, "bfloat16", older=GEMMA3_OLDER
+    ),
     "glm-4.5": Base("glm4_moe", GLM4_MOE, later_layer=3, shard="40KB"),
     "glm-4.5, fsdp": Base(
-        "glm4_moe", GLM4_MOE, "bfloat16", later_layer=3, shard="20KB", options=("trainer.backend=fsdp",)
+        "glm4_moe",
+        GLM4_MOE,
+        "bfloat16",
+        later_layer=3,
+        shard="20KB",
+        options=("trainer.backend=fsdp",),
     ),
 }
 
@@ -121,8 +143,12 @@ class Transformers4:
     """The program of the other environment, until the ``with`` block ends."""
 
     def __init__(self):
-        assert PYTHON.exists(), f"{PYTHON} is not there; make build/transformers4/installed makes it"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        assert PYTHON.exists(), (
+            f"{PYTHON} is not there; make build/transformers4/installed makes it"
+        )
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+        }
         command = [str(PYTHON), str(Path(__file__).with_name("transformers4.py"))]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -173,7 +199,9 @@ def base(request, transformers4, tmp_path):
     if given.older:
         file = folder / "config.json"
         settings = {**json.loads(file.read_text()), **given.older}
-        written = {name: value for name, value in settings.items() if given.older.get(name, "") is not None}
+        written = {
+            name: value for name, value in settings.items() if given.older.get(name, "") is not None
+        }
         file.write_text(json.dumps(written, indent=2) + "\n")
     return folder, given
 
@@ -205,12 +233,16 @@ def flat(rows):
 
 
 @pytest.mark.parametrize("base", BASES, indirect=True)
-def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(base, transformers4, train, tmp_path):
+def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(
+    base, transformers4, train, tmp_path
+):
     folder, given = base
     run = train("run", f"model.path={folder}", *RUN, *given.options)
     scored = run.table("rollouts", 2).to_pylist()  # with the weights of step 1
     rows = [[row["prompt_ids"], row["response_ids"]] for row in scored]
-    assert max(len(prompt) + len(response) for prompt, response in rows) > 40  # beyond windows and original contexts
+    assert (
+        max(len(prompt) + len(response) for prompt, response in rows) > 40
+    )  # beyond windows and original contexts
     expected = [row["old_logprobs"] for row in scored]
 
     def read(path):
@@ -228,11 +260,17 @@ def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(base, tran
     config = (folder / "config.json").read_text()
     assert (export / "config.json").read_text() == config.replace('"bfloat16"', '"float32"')
     assert others(export) == others(folder)
-    assert tensors_of(export) == {name: (shape, "F32") for name, (shape, _) in tensors_of(folder).items()}
+    assert tensors_of(export) == {
+        name: (shape, "F32") for name, (shape, _) in tensors_of(folder).items()
+    }
     texts = [row["prompt"] for row in scored]
-    assert transformers4.ask("encode", folder=str(export), texts=texts)["ids"] == [prompt for prompt, _ in rows]
+    assert transformers4.ask("encode", folder=str(export), texts=texts)["ids"] == [
+        prompt for prompt, _ in rows
+    ]
     if given.dtype == "bfloat16":
-        main(["export", str(run.url), str(tmp_path / "short"), "--step", "1", "--dtype", "bfloat16"])
+        main(
+            ["export", str(run.url), str(tmp_path / "short"), "--step", "1", "--dtype", "bfloat16"]
+        )
         assert (tmp_path / "short" / "config.json").read_text() == config
         assert tensors_of(tmp_path / "short") == tensors_of(folder)
 
@@ -242,10 +280,16 @@ def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(base, tran
 
 
 def image_text_base(transformers4, family, folder):
-    """Write a tiny image-text model whose config and weights are transformers 4.57's, with tokenizer and processors."""
+    """Write a tiny image-text model whose config and weights are transformers 4.57's, with
+    tokenizer and processors.
+    """
     tiny_vlm(folder, family=family)
     config = json.loads((folder / "config.json").read_text())
-    tokens = {key: value for key, value in config.items() if key.endswith("_token_id") and isinstance(value, int)}
+    tokens = {
+        key: value
+        for key, value in config.items()
+        if key.endswith("_token_id") and isinstance(value, int)
+    }
     written = folder.with_name("written")
     written.mkdir()
     settings = {**IMAGE_TEXT[family], **tokens, "tie_word_embeddings": True}
@@ -259,7 +303,9 @@ def image_text_base(transformers4, family, folder):
 
 
 def rows_of_images(folder, tokens):
-    """Rows that show no image, one, and two, each behind the token by which transformers 4.57 finds images."""
+    """Rows that show no image, one, and two, each behind the token by which transformers 4.57
+    finds images.
+    """
     processor = processor_of(folder)
     images = (noise(24, 16, 0), noise(16, 40, 1))
     shown = {}
@@ -283,7 +329,12 @@ def test_transformers_4_reads_the_trainers_log_probs_of_rows_with_images_out_of_
     rows = rows_of_images(folder, image_text_base(transformers4, family, folder))
     model = ModelConfig(path=str(folder))
     trainer = build_trainer(
-        Device("w"), Rank(), model=model, trainer=trainer_config(), rollout=RolloutConfig(), images=READ
+        Device("w"),
+        Rank(),
+        model=model,
+        trainer=trainer_config(),
+        rollout=RolloutConfig(),
+        images=READ,
     )
     for number, weight in enumerate(trainer.state()["model"].values()):
         weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
@@ -298,12 +349,18 @@ def test_transformers_4_reads_the_trainers_log_probs_of_rows_with_images_out_of_
     for number, (prompt, response, images) in enumerate(rows):
         pixels = [processor.pixels(image) for image in images]
         seen = plain_arguments(torch.tensor([prompt + response]), pixels, processor.image_token)
-        tensors |= {f"{number}.{name}": seen[name] for name in seen if name in ("pixel_values", "image_grid_thw")}
+        tensors |= {
+            f"{number}.{name}": seen[name]
+            for name in seen
+            if name in ("pixel_values", "image_grid_thw")
+        }
     save_file(tensors, tmp_path / "images.safetensors")
 
     def read(path):
         texts = [[prompt, response] for prompt, response, _ in rows]
-        return transformers4.ask("read", folder=str(path), rows=texts, images=str(tmp_path / "images.safetensors"))
+        return transformers4.ask(
+            "read", folder=str(path), rows=texts, images=str(tmp_path / "images.safetensors")
+        )
 
     found = read(export)
     untrained = read(folder)

@@ -1,4 +1,6 @@
-"""Runs over episodes of several turns: their rows are the same on any workers, whenever environments answer."""
+"""Runs over episodes of several turns: their rows are the same on any workers, whenever
+environments answer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from tests.e2e.test_replay import failing
 TURNS = shipped("quickstart_turns.yaml")
 LOGPROBS = ("rollout_logprobs", "old_logprobs")
 PER_RUN = {"worker", "old_logprobs", "rollout_logprobs"}
-SMALL = ("rollout.max_response_length=24", "environments.turn_tokens=4", "environments.turns=4", "trainer.lr=1e-3")
+SMALL = (
+    "rollout.max_response_length=24",
+    "environments.turn_tokens=4",
+    "environments.turns=4",
+    "trainer.lr=1e-3",
+)
 
 
 def of(environment, *overrides):
@@ -32,12 +39,17 @@ def check_equal(expected, got, step):
     for name in exact:
         assert right[name].equals(left[name]), (step, name)
     for column in LOGPROBS:
-        assert np.abs(flat(left, column) - flat(right, column)).max(initial=0) < 1e-4, (step, column)
+        assert np.abs(flat(left, column) - flat(right, column)).max(initial=0) < 1e-4, (
+            step,
+            column,
+        )
     return left
 
 
 def test_rows_are_the_same_on_one_worker_and_two_and_logprobs_are_the_trainers(train):
-    """The second run has fewer rows in its engines' batches, fewer open episodes, and takes episodes over."""
+    """The second run has fewer rows in its engines' batches, fewer open episodes, and takes
+    episodes over.
+    """
     one = train("one", *of("Delayed"), "cluster.workers=1", "run.steps=2", config_file=TURNS)
     crowded = ("cluster.workers=2", "rollout.max_rows=3", "environments.max_open=5", "run.steps=2")
     two = train("two", *of("Delayed"), *crowded, config_file=TURNS)
@@ -64,7 +76,9 @@ PLACES = {"four": "{}", "apart": "{rollout: [0, 1], environments: [0, 1], policy
     ("environment", "more", "where"),
     [
         pytest.param("Delayed", (), (*PLACES,), marks=pytest.mark.sweep),
-        pytest.param("Rewritten", ("environments.rows_per_episode=3",), (*PLACES,), marks=pytest.mark.sweep),
+        pytest.param(
+            "Rewritten", ("environments.rows_per_episode=3",), (*PLACES,), marks=pytest.mark.sweep
+        ),
         ("Talking", ("environments.agents=[a, b]",), ("apart",)),
         ("Broken", ("environments.max_failures=80",), ("four",)),
     ],
@@ -83,7 +97,9 @@ def test_rows_are_the_same_on_four_workers_and_in_other_placements(train, enviro
             rows = check_equal(one, other, step)
         for expected, got in zip(one.records(), other.records(), strict=True):
             for metric in ("policy/loss", "reward/mean", "episodes/turns", "episodes/failed"):
-                assert got["metrics"][metric] == pytest.approx(expected["metrics"][metric], abs=1e-5), (name, metric)
+                assert got["metrics"][metric] == pytest.approx(
+                    expected["metrics"][metric], abs=1e-5
+                ), (name, metric)
     if environment == "Rewritten":
         assert {*rows["segment"].to_pylist()} == {0, 1}
     if environment == "Talking":
@@ -101,7 +117,9 @@ APART = "cluster.placement={rollout: [0], environments: [0], policy: [1]}"
 
 
 def versions_of(rows):
-    return [{version for version in row if version >= 0} for row in rows["token_versions"].to_pylist()]
+    return [
+        {version for version in row if version >= 0} for row in rows["token_versions"].to_pylist()
+    ]
 
 
 @pytest.mark.slow
@@ -124,7 +142,12 @@ def test_after_a_failure_kept_episodes_begin_again_and_none_is_lost(train, tmp_p
     def change(dag):
         return failing(dag, tmp_path / "run")
 
-    given = (*of("Delayed", *PARTS), "rollout.steps_ahead=0", "cluster.workers=1", "cluster.placement={}")
+    given = (
+        *of("Delayed", *PARTS),
+        "rollout.steps_ahead=0",
+        "cluster.workers=1",
+        "cluster.placement={}",
+    )
     (tmp_path / "run-failed").touch()
     straight = train("straight", *given, config_file=TURNS, change=change)
     (tmp_path / "run-failed").unlink()
@@ -155,7 +178,10 @@ def test_vllm_and_transformers_play_the_same_episodes(train):
             more,
             config_file=TURNS,
         )
-        for engine, more in (("transformers", "rollout.max_rows=64"), ("vllm", "rollout.max_rows=5"))
+        for engine, more in (
+            ("transformers", "rollout.max_rows=64"),
+            ("vllm", "rollout.max_rows=5"),
+        )
     ]
     for step in (1, 2):
         check_equal(*runs, step)
@@ -169,8 +195,15 @@ VLLM = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "run.steps=
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_with_vllm_rows_are_the_same_on_several_workers(train, workers):
     pytest.importorskip("vllm")
-    one = train("one", *of("Delayed", *VLLM), "cluster.workers=1", "rollout.max_rows=5", config_file=TURNS)
-    crowded = (f"cluster.workers={workers}", "cluster.placement={}", "rollout.max_rows=3", "environments.max_open=5")
+    one = train(
+        "one", *of("Delayed", *VLLM), "cluster.workers=1", "rollout.max_rows=5", config_file=TURNS
+    )
+    crowded = (
+        f"cluster.workers={workers}",
+        "cluster.placement={}",
+        "rollout.max_rows=3",
+        "environments.max_open=5",
+    )
     more = train("more", *of("Delayed", *VLLM, *crowded), config_file=TURNS)
     for step in (1, 2):
         check_equal(one, more, step)
@@ -182,8 +215,15 @@ def test_vllm_goes_on_with_episodes_in_later_steps_as_transformers_does(train):
     """On two workers in one run, on one in the other."""
     pytest.importorskip("vllm")
     places = "cluster.placement={rollout: [0, 1], environments: [0, 1], policy: [2]}"
-    vllm = ("rollout.engine=vllm", "rollout.vllm.kv_cache_memory=16MiB", "cluster.workers=3", places)
-    one = train("transformers", *of("Delayed", *PARTS), "cluster.workers=2", APART, config_file=TURNS)
+    vllm = (
+        "rollout.engine=vllm",
+        "rollout.vllm.kv_cache_memory=16MiB",
+        "cluster.workers=3",
+        places,
+    )
+    one = train(
+        "transformers", *of("Delayed", *PARTS), "cluster.workers=2", APART, config_file=TURNS
+    )
     two = train("vllm", *of("Delayed", *PARTS, *vllm), config_file=TURNS)
     spans = []
     for step in range(1, 6):
@@ -195,8 +235,15 @@ def test_vllm_goes_on_with_episodes_in_later_steps_as_transformers_does(train):
 
 
 def test_more_failed_episodes_than_allowed_end_the_run_with_their_reason(train):
-    with pytest.raises(EpisodeError, match=r"raised ValueError: no luck.*environments\.max_failures=1"):
-        train("broken", *of("Broken", "environments.max_failures=1"), "cluster.workers=2", config_file=TURNS)
+    with pytest.raises(
+        EpisodeError, match=r"raised ValueError: no luck.*environments\.max_failures=1"
+    ):
+        train(
+            "broken",
+            *of("Broken", "environments.max_failures=1"),
+            "cluster.workers=2",
+            config_file=TURNS,
+        )
 
 
 @pytest.mark.slow

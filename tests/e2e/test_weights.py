@@ -1,4 +1,6 @@
-"""New weights in parts, on a cluster of processes: the same run as with whole tables, and how it ends in the middle."""
+"""New weights in parts, on a cluster of processes: the same run as with whole tables, and how it
+ends in the middle.
+"""
 
 import os
 import re
@@ -69,7 +71,10 @@ def publish_and_stop(ctx, table, *, sign):
 
 def with_fn(name, fn):
     def change(dag: DAG) -> DAG:
-        return DAG(dag.roles, tuple(replace(n, fn=fn, options={}) if n.name == name else n for n in dag.nodes))
+        return DAG(
+            dag.roles,
+            tuple(replace(n, fn=fn, options={}) if n.name == name else n for n in dag.nodes),
+        )
 
     return change
 
@@ -82,23 +87,38 @@ def test_whole_and_partial_weights_give_the_same_run_in_any_placement(train):
         train("shards", "run.steps=2", SMALL, OVER, "trainer.backend=fsdp"),
         train("together", "run.steps=2", SMALL, "cluster.placement={}", "trainer.backend=fsdp"),
     ]
-    same_to_the_last_bit(others[0], train("broadcast", "run.steps=2", SMALL, OWN, "rollout.weight_sync=broadcast"))
+    same_to_the_last_bit(
+        others[0], train("broadcast", "run.steps=2", SMALL, OWN, "rollout.weight_sync=broadcast")
+    )
     for run in others:
         for step in (1, 2):
-            assert run.table("rollouts", step).select(EXACT).equals(whole.table("rollouts", step).select(EXACT)), step
+            assert (
+                run.table("rollouts", step)
+                .select(EXACT)
+                .equals(whole.table("rollouts", step).select(EXACT))
+            ), step
         for expected, got in zip(whole.records(), run.records(), strict=True):
-            assert got["metrics"]["policy/loss"] == pytest.approx(expected["metrics"]["policy/loss"], abs=1e-5)
+            assert got["metrics"]["policy/loss"] == pytest.approx(
+                expected["metrics"]["policy/loss"], abs=1e-5
+            )
             assert got["metrics"].get("seconds/weights->load_weights", 0.0) > 0 or run is others[2]
-    together, apart = (run.records()[-1]["metrics"]["bytes/peers"] for run in (others[2], others[0]))
+    together, apart = (
+        run.records()[-1]["metrics"]["bytes/peers"] for run in (others[2], others[0])
+    )
     assert together < apart / 4  # no weights
     parts, rows = (run.records()[-1]["metrics"]["bytes/peers"] for run in (others[0], whole))
     assert parts == pytest.approx(rows, rel=0.05)
 
 
 def same_to_the_last_bit(rows, broadcast):
-    """Assert that both runs trained the same, and that the broadcast weights did not travel as rows."""
+    """Assert that both runs trained the same, and that the broadcast weights did not travel as
+    rows.
+    """
     for step in (1, 2):
-        expected, got = (run.table("rollouts", step).select([*EXACT, "rollout_logprobs"]) for run in (rows, broadcast))
+        expected, got = (
+            run.table("rollouts", step).select([*EXACT, "rollout_logprobs"])
+            for run in (rows, broadcast)
+        )
         assert got.equals(expected), step
     for expected, got in zip(rows.records(), broadcast.records(), strict=True):
         expected, got = expected["metrics"], got["metrics"]
@@ -110,11 +130,15 @@ def same_to_the_last_bit(rows, broadcast):
 
 def test_shards_that_go_by_broadcast_are_loaded_as_those_that_go_by_rows(train):
     fsdp = ("run.steps=2", SMALL, OWN, "trainer.backend=fsdp")
-    same_to_the_last_bit(train("rows", *fsdp), train("broadcast", *fsdp, "rollout.weight_sync=broadcast"))
+    same_to_the_last_bit(
+        train("rows", *fsdp), train("broadcast", *fsdp, "rollout.weight_sync=broadcast")
+    )
 
 
 def load_the_trainers_own(ctx, parts):
-    """Load as load_weights does, if the tensors are the memory of the trainer beside this engine."""
+    """Load as load_weights does, if the tensors are the memory of the trainer beside this
+    engine.
+    """
     live = dict(ctx.resources["policy"].weights())
     tensors = list(parts.tables)
     for name, tensor in zip(parts.index["parameter"].to_pylist(), tensors, strict=True):
@@ -130,11 +154,16 @@ def load_own(ctx, table):
 def test_an_engine_beside_its_trainer_gets_the_tensors_themselves(train):
     for workers in ("1", "2"):
         where = (f"cluster.workers={workers}", "cluster.placement={}", "run.steps=2")
-        assert train(f"own {workers}", *where, change=with_fn("load_weights", load_own)).summary.steps == 2
+        assert (
+            train(f"own {workers}", *where, change=with_fn("load_weights", load_own)).summary.steps
+            == 2
+        )
 
 
 def ends(train, *overrides, change):
-    """Return the error of a run on an existing cluster that ``change`` ends while the first weights arrive."""
+    """Return the error of a run on an existing cluster that ``change`` ends while the first
+    weights arrive.
+    """
     one_each = ("cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}")
     with local_cluster(2) as cluster:
         settings = [
@@ -158,7 +187,11 @@ def test_a_worker_that_dies_while_weights_come_ends_the_run(train):
     ("sign", "expected"),
     [
         (signal.SIGKILL, "worker '1'.* left the cluster during train step 1"),
-        pytest.param(signal.SIGSTOP, "train step 1: worker '1'.* no sign of life within 2 s", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGSTOP,
+            "train step 1: worker '1'.* no sign of life within 2 s",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_trainer_that_dies_or_stands_still_in_a_broadcast_ends_the_run(train, sign, expected):

@@ -1,5 +1,6 @@
-"""Writes base folders and reads exported ones with the transformers of the environment that runs it, and with nothing
-of siirl_dask. It takes requests from standard input, and gives answers on standard output, each a line of JSON.
+"""Writes base folders and reads exported ones with the transformers of the environment that runs
+it, and with nothing of siirl_dask. It takes requests from standard input, and gives answers on
+standard output, each a line of JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ SEEN = ("pixel_values", "image_grid_thw")
 
 
 def write(folder, kind, settings, dtype, shard, later_layer):
-    """Write a model with random weights as large as trained ones, and its tokenizer. ``later_layer`` is the number of a
-    layer for several tokens, whose weights are in the files, and which transformers does not build.
+    """Write a model with random weights as large as trained ones, and its tokenizer.
+    ``later_layer`` is the number of a layer for several tokens, whose weights are in the files, and
+    which transformers does not build.
     """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**settings)
-    class_of_model = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    class_of_model = (
+        AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    )
     model = class_of_model.from_config(config)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -49,7 +53,9 @@ def write(folder, kind, settings, dtype, shard, later_layer):
     model.to(getattr(torch, dtype))
     for name, buffer in list(model.named_buffers()):
         module, _, last = name.rpartition(".")
-        if last == "e_score_correction_bias":  # the hub has them in float32, in models of bfloat16 too
+        if (
+            last == "e_score_correction_bias"
+        ):  # the hub has them in float32, in models of bfloat16 too
             bias = torch.randn(buffer.shape, generator=draw) * 0.1
             model.get_submodule(module).register_buffer(last, bias)
     model.save_pretrained(folder, max_shard_size=shard)
@@ -67,7 +73,10 @@ def tokenizer(kind, folder):
     if kind == "qwen2":
         (folder / "vocab.json").write_text(json.dumps(vocabulary))
         (folder / "merges.txt").write_text("#version: 0.2\n")
-        files = {"vocab_file": str(folder / "vocab.json"), "merges_file": str(folder / "merges.txt")}
+        files = {
+            "vocab_file": str(folder / "vocab.json"),
+            "merges_file": str(folder / "merges.txt"),
+        }
         return Qwen2TokenizerFast(**files, **special, unk_token=None)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -80,7 +89,10 @@ def add_layer(folder, number):
     last = sorted(folder.glob(WEIGHTS))[-1]
     tensors = load_file(last)
     kind = next(iter(tensors.values())).dtype
-    new = {f"model.layers.{number}.{part}.weight": torch.ones(4, dtype=kind) for part in ("eh_proj", "enorm")}
+    new = {
+        f"model.layers.{number}.{part}.weight": torch.ones(4, dtype=kind)
+        for part in ("eh_proj", "enorm")
+    }
     save_file({**tensors, **new}, last, {"format": "pt"})
     index = folder / "model.safetensors.index.json"
     listed = json.loads(index.read_text())
@@ -90,12 +102,17 @@ def add_layer(folder, number):
 
 
 def read(folder, rows, images=None):
-    """Return what transformers finds in a folder, and the log-probs of each row: prompts and responses of token ids.
-    ``images`` is a file of what the model sees in each row; there is none for a model of text.
+    """Return what transformers finds in a folder, and the log-probs of each row: prompts and
+    responses of token ids. ``images`` is a file of what the model sees in each row; there is none
+    for a model of text.
     """
     class_of_model = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
     model, info = class_of_model.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        output_loading_info=True,
     )
     model.eval()
     tensors = {} if images is None else load_file(images)
@@ -104,7 +121,8 @@ def read(folder, rows, images=None):
         seen = {name: tensors[f"{number}.{name}"] for name in SEEN if f"{number}.{name}" in tensors}
         ids = torch.tensor([prompt + response])
         if images is not None:
-            # as processors give it: without one Qwen3-VL takes equal positions of an image for rows that are packed
+            # as processors give it: without one Qwen3-VL takes equal positions of an image for rows
+            # that are packed
             seen["attention_mask"] = torch.ones_like(ids)
         with torch.no_grad():
             logits = model(ids, use_cache=False, **seen).logits[0, len(prompt) - 1 : -1]
@@ -125,7 +143,10 @@ def encode(folder, texts):
 
 def where():
     """Return the versions that answer, and whether siirl_dask can be imported beside them."""
-    return {"transformers": transformers.__version__, "siirl_dask": find_spec("siirl_dask") is not None}
+    return {
+        "transformers": transformers.__version__,
+        "siirl_dask": find_spec("siirl_dask") is not None,
+    }
 
 
 REQUESTS = {"write": write, "read": read, "encode": encode, "where": where}

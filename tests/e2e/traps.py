@@ -1,10 +1,12 @@
-"""A run with a trap at each boundary between two links, and a cluster whose every process can be killed or stopped.
+"""A run with a trap at each boundary between two links, and a cluster whose every process can be
+killed or stopped.
 
     python -m tests.e2e.traps CONFIG key=value ...
 
-is ``siirl-dask run`` with one more role, whose object is asked at each boundary: when its role is built and closed,
-when its state is saved, and by a node after each node of the DAG. It sends the signal that a file orders, and notes
-when that place is reached again. What engines are asked to sample is noted as well, outside of the processes.
+is ``siirl-dask run`` with one more role, whose object is asked at each boundary: when its role is
+built and closed, when its state is saved, and by a node after each node of the DAG. It sends the
+signal that a file orders, and notes when that place is reached again. What engines are asked to
+sample is noted as well, outside of the processes.
 """
 
 import json
@@ -21,7 +23,8 @@ from siirl_dask import DAG, Node, Role, columns, grpo
 
 START, FINISH, SAVE = "start", "finish", "save"
 NODES = ("prompts", "rollout", "reward", "old_logprobs", "advantage", "minibatches", "update")
-"""Nodes with a trap after them. Weights go from node to node as a stream, which a node between would end."""
+"""Nodes with a trap after them. Weights go from node to node as a stream, which a node between
+would end."""
 PLACES = (START, *NODES, SAVE, FINISH)
 FILE = "TRAP"  # environment variable of the driver: where orders are found
 
@@ -93,7 +96,9 @@ def asked(ctx, table, *, place):
 
 
 class Counted:
-    """A RequestQueue that notes, in a file, when an engine takes a request, and its seed: each row has its own."""
+    """A RequestQueue that notes, in a file, when an engine takes a request, and its seed: each
+    row has its own.
+    """
 
     def __init__(self, queue, file):
         self._queue, self._file = queue, file
@@ -120,7 +125,9 @@ def counted(dag: DAG, file: str) -> DAG:
     """Return the DAG with an engine that notes its requests."""
 
     def noted(role):
-        build = partial(build_counted, inner=role.build.func, file=file, options=role.build.keywords)
+        build = partial(
+            build_counted, inner=role.build.func, file=file, options=role.build.keywords
+        )
         return replace(role, build=build) if role.name == "rollout" else role
 
     return replace(dag, roles=tuple(map(noted, dag.roles)))
@@ -130,12 +137,17 @@ def with_traps(dag: DAG, file: str) -> DAG:
     """Return the DAG with a node of the role ``trap`` after each of NODES."""
     children = {name: [node.name for node in dag.nodes if name in node.after] for name in NODES}
     dag = dag.add(
-        *(Node(f"after_{name}", asked, role="trap", after=name, options={"place": name}) for name in NODES),
+        *(
+            Node(f"after_{name}", asked, role="trap", after=name, options={"place": name})
+            for name in NODES
+        ),
         roles=(Role("trap", partial(build_trap, file=file)),),
     )
     for name, after in children.items():
         for child in after:
-            dag = dag.replace(child, after=tuple(f"after_{p}" if p == name else p for p in dag.node(child).after))
+            dag = dag.replace(
+                child, after=tuple(f"after_{p}" if p == name else p for p in dag.node(child).after)
+            )
     return dag
 
 
@@ -143,7 +155,9 @@ def _work(address, name):
     from distributed import Worker
 
     async def serve():
-        async with Worker(address, name=name, nthreads=1, memory_limit=0, dashboard=False, host="127.0.0.1") as worker:
+        async with Worker(
+            address, name=name, nthreads=1, memory_limit=0, dashboard=False, host="127.0.0.1"
+        ) as worker:
             await worker.finished()
 
     _be_alone(serve)
@@ -174,7 +188,9 @@ def start_scheduler(port):
 
 
 def start_workers(address, count, first=0):
-    """Processes forked from one that has imported everything, each a worker; the names are numbers from ``first``."""
+    """Processes forked from one that has imported everything, each a worker; the names are
+    numbers from ``first``.
+    """
     return [_start(_work, address, str(name)) for name in range(first, first + count)]
 
 
@@ -197,7 +213,9 @@ def _drive(file, said, arguments):
 
 
 def start_driver(file, said, arguments):
-    """Start a process, forked as workers are, that is the command of this module and appends what it says to a file."""
+    """Start a process, forked as workers are, that is the command of this module and appends
+    what it says to a file.
+    """
     return _start(_drive, file, said, arguments)
 
 
@@ -205,7 +223,9 @@ def run(file, arguments=None):
     """Train as the command line says, with the traps and the count of ``file``."""
     from siirl_dask import main
 
-    main(lambda config: counted(with_traps(grpo(config), file), f"{file}.calls"), arguments=arguments)
+    main(
+        lambda config: counted(with_traps(grpo(config), file), f"{file}.calls"), arguments=arguments
+    )
 
 
 if __name__ == "__main__":

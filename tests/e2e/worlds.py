@@ -1,4 +1,6 @@
-"""Environments of whole runs: they answer after random delays, and their words depend on what was said alone."""
+"""Environments of whole runs: they answer after random delays, and their words depend on what
+was said alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.images.pictures import png
 
 
 class Delayed:
-    """Two to four turns by what is said; a reward for digits; every third answer begins a new history."""
+    """Two to four turns by what is said; a reward for digits; every third answer begins a new
+    history.
+    """
 
     rewrites = False
 
@@ -28,7 +32,12 @@ class Delayed:
             return Step(reward=reward, done=True, state=self.turns)
         if self.rewrites and self.turns == 1:
             return Step(history=f"After {len(text)}:", reward=reward)
-        return Step(observation=f" {len(text)}!", reward=reward, state=self.turns, parts={"said": float(len(text))})
+        return Step(
+            observation=f" {len(text)}!",
+            reward=reward,
+            state=self.turns,
+            parts={"said": float(len(text))},
+        )
 
 
 class Rewritten(Delayed):
@@ -70,19 +79,27 @@ class Broken(Delayed):
 
 
 class Looking(Delayed):
-    """Shows a picture after each turn, whose size and content depend on what was said, and one at some beginnings."""
+    """Shows a picture after each turn, whose size and content depend on what was said, and one
+    at some beginnings.
+    """
 
     async def reset(self, row, seed):
         await super().reset(row, seed)
         if len(row["prompt"][-1]["content"]) % 2:
-            return [*row["prompt"], {"role": "user", "content": [{"type": "image", "image": png(16, 24, 1)}]}]
+            return [
+                *row["prompt"],
+                {"role": "user", "content": [{"type": "image", "image": png(16, 24, 1)}]},
+            ]
         return None
 
     async def step(self, text):
         answer = await super().step(text)
         if answer.done:
             return answer
-        shown = {"type": "image", "image": png(16 + 8 * (len(text) % 2), 16, sum(map(ord, text)) % 7)}
+        shown = {
+            "type": "image",
+            "image": png(16 + 8 * (len(text) % 2), 16, sum(map(ord, text)) % 7),
+        }
         return replace(answer, observation=[shown, {"type": "text", "text": "?"}])
 
 

@@ -1,4 +1,6 @@
-"""Fixtures of the tests of environments: what runs them, built and closed, and one episode of theirs."""
+"""Fixtures of the tests of environments: what runs them, built and closed, and one episode of
+theirs.
+"""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,6 @@
-"""A server of tools that speaks MCP over its standard input and output, or over HTTP on a port that it is given."""
+"""A server of tools that speaks MCP over its standard input and output, or over HTTP on a port
+that it is given.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""Whatever an environment does, the others go on, and the failure is bounded and says what it was."""
+"""Whatever an environment does, the others go on, and the failure is bounded and says what it
+was.
+"""
 
 import gc
 import os
@@ -40,7 +42,9 @@ def eventually(condition, seconds=20):
 @pytest.fixture(params=WAYS)
 def way(request):
     """The options of a place, and the class for it."""
-    return WAYS[request.param] | {"environment": worlds.AsyncTells if request.param == "loop" else worlds.Tells}
+    return WAYS[request.param] | {
+        "environment": worlds.AsyncTells if request.param == "loop" else worlds.Tells
+    }
 
 
 @pytest.fixture
@@ -91,7 +95,10 @@ def test_what_an_environment_says_is_the_same_everywhere(tells):
     assert tells.step("surrogate").observation == "a?b"
     assert tells.step("messages").observation == [{"role": "user", "content": "hi"}]
     answer = tells.step("history")
-    assert (answer.history, answer.state) == ("all new", '{"\\"a\\"": ["\\"x\\""], "\\"b\\"": [1, 2]}')
+    assert (answer.history, answer.state) == (
+        "all new",
+        '{"\\"a\\"": ["\\"x\\""], "\\"b\\"": [1, 2]}',
+    )
     assert tells.step("rewards") == Step(reward={"a": 1.0, "b": -1.0}, agent="b", done=True)
 
 
@@ -101,7 +108,9 @@ def test_a_coroutine_that_hangs_takes_only_its_own_episode(play):
     tells.reset(1)
     assert tells.step("hang") == Failure("took more than 0.3 s")
     tells.reset(2)
-    assert tells.step("hang on", episode=2) == Failure("took more than 0.3 s"), "it goes on when it is cancelled"
+    assert tells.step("hang on", episode=2) == Failure("took more than 0.3 s"), (
+        "it goes on when it is cancelled"
+    )
     assert tells.step("x", episode=1) == Step(observation="did x")
 
 
@@ -125,7 +134,9 @@ def test_a_process_that_hangs_is_killed_with_what_it_started_and_costs_what_it_h
     assert tells.step("hang", 0) == Failure("took more than 0.5 s")
     assert ended(pid)
     assert eventually(lambda: ended(started))
-    lost = "was lost with the process that held it, in a call of another episode: took more than 0.5 s"
+    lost = (
+        "was lost with the process that held it, in a call of another episode: took more than 0.5 s"
+    )
     assert tells.step("x", 2) == Failure(lost)
     assert tells.step("x", 1) == tells.step("x", 3) == Step(observation="did x")
     tells.reset(5)
@@ -218,7 +229,9 @@ with built(worlds.Tells, processes=1) as environments:
 
 
 def test_what_an_environment_has_started_ends_where_the_worker_is_killed():
-    with subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True
+    ) as worker:
         started = int(worker.stdout.readline())
         assert not ended(started)
         worker.kill()
@@ -239,4 +252,7 @@ def test_leaving_does_not_wait_for_calls_that_hang(monkeypatch):
 
 def test_functions_in_the_worker_that_could_not_be_stopped_are_refused_with_a_timeout(play):
     made = play(worlds.made_by_a_function, timeout=3)
-    assert "Guess.reset is not async: environments.timeout needs environments.processes" in made.reset(0).reason
+    assert (
+        "Guess.reset is not async: environments.timeout needs environments.processes"
+        in made.reset(0).reason
+    )

@@ -62,11 +62,17 @@ def test_no_more_are_open_than_may_be(moves, most):
                 waiting.discard(closed)
                 ready = [other for other in ready if other != closed]
             elif move == "wait" and waiting and len(ready) < most:  # else none need come
-                while (said := answers.take(1)).keys().isdisjoint(waiting):  # of one that was closed meanwhile
+                while (
+                    (said := answers.take(1)).keys().isdisjoint(waiting)
+                ):  # of one that was closed meanwhile
                     pass
                 ((answered, answer),) = said.items()
                 waiting.discard(answered)
-                ready += [answered] if isinstance(answer, Opening | Step) and not getattr(answer, "done", False) else []
+                ready += (
+                    [answered]
+                    if isinstance(answer, Opening | Step) and not getattr(answer, "done", False)
+                    else []
+                )
             elif move in ("step", "end") and episode is not None:
                 session.step(episode, action(move))
                 ready.remove(episode)
@@ -99,12 +105,18 @@ def test_no_more_calls_are_under_way_than_may_be(concurrency):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_failed_calls": 1.5}, "environments.max_failed_calls=1.5: expected a share from 0 to 1"),
+        (
+            {"max_failed_calls": 1.5},
+            "environments.max_failed_calls=1.5: expected a share from 0 to 1",
+        ),
         ({"turns": 0}, "environments.turns=0: expected at least 1"),
         ({"max_open": 0}, "environments.max_open=0: expected at least 1"),
         ({"timeout": 0}, "environments.timeout=0: expected more than 0"),
         ({"processes": -1}, "environments.processes=-1"),
-        ({"max_observation": "1B"}, "environments.max_observation='1B': expected at least 64 bytes"),
+        (
+            {"max_observation": "1B"},
+            "environments.max_observation='1B': expected at least 64 bytes",
+        ),
         ({"environment": "a:b", "by_name": {"x": "c:d"}}, "expected one of them"),
     ],
 )
@@ -115,4 +127,8 @@ def test_limits_that_make_no_sense_are_refused(options, message):
 
 def test_the_name_of_an_environment_is_one_of_the_columns_that_are_read():
     assert EnvironmentsConfig().row_columns == ["prompt", "answer"]
-    assert EnvironmentsConfig(by_name={"x": "a:b"}, name_column="kind").row_columns == ["prompt", "answer", "kind"]
+    assert EnvironmentsConfig(by_name={"x": "a:b"}, name_column="kind").row_columns == [
+        "prompt",
+        "answer",
+        "kind",
+    ]

@@ -30,8 +30,19 @@ def call(name, **arguments):
 def test_tools_of_a_server_are_called_beside_functions_and_their_failures_are_texts(play):
     player = play(tools=[worlds.slow], mcp_servers={"numbers": SERVER}, timeout=2)
     opening = player.reset(prompt=CHAT)
-    assert [tool["function"]["name"] for tool in opening.tools] == ["slow", "double", "wait", "end", "hang"]
-    turn = call("double", number=4) + call("double", number=-1) + call("double", number="a") + call("slow", seconds=0)
+    assert [tool["function"]["name"] for tool in opening.tools] == [
+        "slow",
+        "double",
+        "wait",
+        "end",
+        "hang",
+    ]
+    turn = (
+        call("double", number=4)
+        + call("double", number=-1)
+        + call("double", number="a")
+        + call("slow", seconds=0)
+    )
     good, failed, wrong, own = (message["content"] for message in player.step(turn).observation)
     assert (good, own) == ("8", "done")
     assert failed.startswith("error: double failed:")
@@ -54,9 +65,15 @@ def test_a_server_that_does_not_start_is_named(server):
         built(mcp_servers={"numbers": server}).__enter__()
 
 
-@pytest.mark.parametrize(("way", "on_tool_error"), [("end", "text"), ("end", "failure"), ("hang", "text")])
-def test_a_server_that_is_lost_fails_its_episode_and_is_started_once_more_for_the_next(way, on_tool_error, play):
-    """Its calls were texts for the model, for ever: the policy learnt that the tool does not work."""
+@pytest.mark.parametrize(
+    ("way", "on_tool_error"), [("end", "text"), ("end", "failure"), ("hang", "text")]
+)
+def test_a_server_that_is_lost_fails_its_episode_and_is_started_once_more_for_the_next(
+    way, on_tool_error, play
+):
+    """Its calls were texts for the model, for ever: the policy learnt that the tool does not
+    work.
+    """
     options = {"timeout": 1.0} if way == "hang" else {}
     player = play(mcp_servers={"numbers": SERVER}, on_tool_error=on_tool_error, **options)
     player.reset(prompt=CHAT)
@@ -122,7 +139,11 @@ def test_well_formed_calls_are_counted_with_those_that_failed():
         player = Player(environments)
         with player.session:
             player.reset(prompt=CHAT)
-            good, wrong, no_call = call("double", number=1), call("double", number=-1), call("double", number="a")
+            good, wrong, no_call = (
+                call("double", number=1),
+                call("double", number=-1),
+                call("double", number="a"),
+            )
             player.step(good + wrong + no_call + call("slow", seconds=0))
         made = environments.take_tool_calls()
         assert (made.calls, made.failed) == (3, 1)

@@ -1,4 +1,6 @@
-"""The role of environments, as YAML and Python describe it, with what a user has in a file of their own."""
+"""The role of environments, as YAML and Python describe it, with what a user has in a file of
+their own.
+"""
 
 import sys
 
@@ -40,7 +42,9 @@ def shout(text: str) -> str:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_processes(tmp_path, processes):
+def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_processes(
+    tmp_path, processes
+):
     (tmp_path / "mine.py").write_text(MINE)
     file = f"{tmp_path}/mine.py"
     options = {
@@ -50,7 +54,9 @@ def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_proces
     }
     build = bind(build_environments, options, "role 'environments'")
     module = sys.modules[build.keywords["environment"].__module__]
-    cloudpickle.register_pickle_by_value(module)  # as the driver sends what is the user's own to the workers
+    cloudpickle.register_pickle_by_value(
+        module
+    )  # as the driver sends what is the user's own to the workers
     sent = cloudpickle.dumps(build)
     cloudpickle.unregister_pickle_by_value(module)
     del sys.modules[module.__name__]  # which do not have the file
@@ -59,7 +65,9 @@ def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_proces
         player = Player(environments)
         with player.session:
             assert player.reset(answer="you").prompt == "hello, you"
-            shouted = player.step('<tool_call>{"name": "shout", "arguments": {"text": "a"}}</tool_call>')
+            shouted = player.step(
+                '<tool_call>{"name": "shout", "arguments": {"text": "a"}}</tool_call>'
+            )
             assert "A" in shouted.observation
             assert player.step("x") == Step(reward=1.0, done=True)
     finally:
@@ -68,7 +76,10 @@ def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_proces
 
 def test_a_role_names_several_environments_and_their_options():
     named = {"run": "tests.environments.worlds:made_by_a_function", "with": {"secret": 3}}
-    options = {"by_name": {"shop": "tests.environments.worlds:Shop", "made": named}, "environments": {"turns": 3}}
+    options = {
+        "by_name": {"shop": "tests.environments.worlds:Shop", "made": named},
+        "environments": {"turns": 3},
+    }
     bound = bind(build_environments, options, "role").keywords
     assert bound["by_name"]["shop"] is worlds.Shop
     assert bound["by_name"]["made"].keywords == {"secret": 3}
@@ -80,4 +91,8 @@ def test_an_environment_that_is_not_there_is_named_before_anything_starts(tmp_pa
     with pytest.raises(PlanError, match=r"has no function 'Gues'; did you mean 'Guess'"):
         resolve("tests.environments.worlds:Gues")
     with pytest.raises(PlanError, match=r"there is no file"):
-        bind(build_environments, {"environments": {}, "environment": f"{tmp_path}/other.py:Mine"}, "role")
+        bind(
+            build_environments,
+            {"environments": {}, "environment": f"{tmp_path}/other.py:Mine"},
+            "role",
+        )

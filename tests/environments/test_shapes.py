@@ -1,4 +1,6 @@
-"""Environments of others' libraries, taken by their shape; with the libraries themselves where they are installed."""
+"""Environments of others' libraries, taken by their shape; with the libraries themselves where
+they are installed.
+"""
 
 from functools import partial
 
@@ -48,7 +50,9 @@ def test_several_environments_are_chosen_by_a_column(play, way):
     player = play(by_name={"guess": worlds.Guess, "shop": worlds.Shop}, name_column="which", **way)
     assert player.reset(0, which="guess", answer="5").prompt == "guess, p"
     assert player.reset(1, which="shop").prompt == "p There are 0."
-    assert player.reset(2, which="chess") == Failure("its column 'which' is 'chess': expected one of ['guess', 'shop']")
+    assert player.reset(2, which="chess") == Failure(
+        "its column 'which' is 'chess': expected one of ['guess', 'shop']"
+    )
     assert player.step("5", 0).reward == 1.0
 
 

@@ -1,4 +1,6 @@
-"""Tools: their schemas, the calls that a model writes, what they give back, and state per episode."""
+"""Tools: their schemas, the calls that a model writes, what they give back, and state per
+episode.
+"""
 
 import json
 from functools import partial
@@ -44,7 +46,9 @@ def test_functions_are_tools_and_a_turn_without_a_call_ends_the_episode(play, wa
 def test_in_a_prompt_that_is_a_text_results_are_a_text(play):
     player = play(tools=[worlds.add])
     player.reset(prompt="2 + 3 = ?")
-    assert player.step(call("add", a=2, b=3)).observation == "\n<tool_response>\n5\n</tool_response>\n"
+    assert (
+        player.step(call("add", a=2, b=3)).observation == "\n<tool_response>\n5\n</tool_response>\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,10 @@ def test_in_a_prompt_that_is_a_text_results_are_a_text(play):
         ("<tool_call>{'name'}</tool_call>", "error: the call is not JSON"),
         ("<tool_call>[1]</tool_call>", 'error: expected {"name": "...", "arguments": {...}}'),
         ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', 'error: expected {"name"'),
-        ('<tool_call>{"name": "add", "arguments"', "error: the call is not closed: expected </tool_call>"),
+        (
+            '<tool_call>{"name": "add", "arguments"',
+            "error: the call is not closed: expected </tool_call>",
+        ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is not JSON"),
         (call("ad", a=1), "error: there is no tool 'ad'; tools: add"),
         (call("add", a=1), "error: add needs b"),
@@ -77,7 +84,9 @@ def test_what_a_tool_raises_is_a_text_or_a_failure_without_addresses(play, way):
     assert said(player.step(call("act", what="x"))) == ["did x"]
     player = play(tools=[worlds.act], on_tool_error="failure", **way)
     player.reset(prompt=CHAT)
-    assert player.step(call("act", what="raise")) == Failure("its tool act raised ValueError: no None")
+    assert player.step(call("act", what="raise")) == Failure(
+        "its tool act raised ValueError: no None"
+    )
 
 
 def test_a_tool_that_hangs_or_kills_its_process_is_a_text_and_the_episode_goes_on(play):
@@ -93,7 +102,9 @@ def test_a_tool_that_hangs_or_kills_its_process_is_a_text_and_the_episode_goes_o
 def test_a_tool_that_takes_the_state_with_its_process_fails_the_episode(play):
     player = play(worlds.Safe, processes=1, timeout=0.5)
     player.reset(prompt=CHAT)
-    assert said(player.step(call("touch", what="raise"))) == ["error: touch raised ValueError: no None"]
+    assert said(player.step(call("touch", what="raise"))) == [
+        "error: touch raised ValueError: no None"
+    ]
     turn = call("touch", what="hang") + call("touch", what="x")
     assert player.step(turn) == Failure("its tool touch took more than 0.5 s")
 
@@ -125,7 +136,8 @@ def test_a_class_of_trl_s_shape_is_tools_with_state_per_episode(play, way):
     first = player.step(call("sell", count=2) + call("sell") + call("stock"), 0)
     assert said(first) == ["3 left", "2 left", '{"left": 2, "sold": 3}']
     assert said(player.step(call("sell", count=2), 1)) == [
-        "error: sell raised ValueError: only 1 are left in <tests.environments.worlds.Shop object at 0x...>"
+        "error: sell raised ValueError: only 1 are left in <tests.environments.worlds.Shop object "
+        "at 0x...>"
     ]
     assert first.reward == pytest.approx(0.3), "a turn's reward is what get_reward has risen by"
     last = player.step("done", 0)
@@ -151,8 +163,14 @@ def options(**given):
         (options(tools=[worlds.untyped]), "tool 'untyped' has no schema: .*expected types"),
         (options(tools=[worlds.add, worlds.add]), "two tools have the same name"),
         (options(tools=[worlds.add], config={"timeout": 3}), "tool 'add' is not async"),
-        (options(environment=worlds.Guess, config={"timeout": 3}), r"Guess.reset is not async: environments.timeout"),
-        (options(environment=worlds.NoWorld), r"NoWorld.reset takes \(prompt, answer\): expected reset\(row, seed\)"),
+        (
+            options(environment=worlds.Guess, config={"timeout": 3}),
+            r"Guess.reset is not async: environments.timeout",
+        ),
+        (
+            options(environment=worlds.NoWorld),
+            r"NoWorld.reset takes \(prompt, answer\): expected reset\(row, seed\)",
+        ),
         (options(environment=dict), "dict has no reset"),
         (options(by_name={"a": worlds.Guess, "b": dict}), "dict has no reset"),
     ],
@@ -169,7 +187,9 @@ def test_what_can_work_is_not_refused():
         options(environment=worlds.Chat),
         options(environment=worlds.AsyncGuess, config={"timeout": 3}),
         options(environment=worlds.made_by_a_function),
-        options(environment=partial(worlds.made_by_a_function, 3), config={"timeout": 3, "processes": 1}),
+        options(
+            environment=partial(worlds.made_by_a_function, 3), config={"timeout": 3, "processes": 1}
+        ),
     ):
         assert check_environments(given, ["w"], None).memory == 0
 
@@ -197,7 +217,9 @@ TEMPLATE = {
 
 
 def test_calls_are_read_by_the_tokenizer_where_it_knows_their_form(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model", seed=0, chat_template=CHAT_TEMPLATE))
+    tokenizer = AutoTokenizer.from_pretrained(
+        tiny_model(tmp_path / "model", seed=0, chat_template=CHAT_TEMPLATE)
+    )
     tools = {"add": schema_of(worlds.add)}
 
     def calls(text):

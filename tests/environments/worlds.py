@@ -1,4 +1,6 @@
-"""Environments and tools for child processes. In a module of tests, each child would import all that the tests do."""
+"""Environments and tools for child processes. In a module of tests, each child would import all
+that the tests do.
+"""
 
 import asyncio
 import os
@@ -21,7 +23,9 @@ class Guess:
     def step(self, text):
         self.turns += 1
         if text == str(self.secret):
-            return Step(reward=1.0, done=True, state=(self.secret, self.turns), parts={"turns": self.turns})
+            return Step(
+                reward=1.0, done=True, state=(self.secret, self.turns), parts={"turns": self.turns}
+            )
         return ">" if self.secret > int(text) else "<"
 
 
@@ -162,7 +166,9 @@ class AsyncHangs(Sick):
 
 
 class Lasts(Sick):
-    """Notes its process, and one that it has started, in the folder ``NOTED``; each turn takes a moment."""
+    """Notes its process, and one that it has started, in the folder ``NOTED``; each turn takes a
+    moment.
+    """
 
     child = None
 
@@ -307,7 +313,9 @@ class Cart:
         pass
 
     def __init__(self, space="Discrete"):
-        self.action_space = type("Discrete", (self._Discrete,), {})() if space == "Discrete" else self.Box()
+        self.action_space = (
+            type("Discrete", (self._Discrete,), {})() if space == "Discrete" else self.Box()
+        )
 
     def reset(self, *, seed=None, options=None):
         self._at, self._goal = seed % 3, int(options["answer"])
@@ -315,7 +323,13 @@ class Cart:
 
     def step(self, action):
         self._at += 1 if action else -1
-        return self._at, float(self._at == self._goal), self._at == self._goal, abs(self._at) > 9, {}
+        return (
+            self._at,
+            float(self._at == self._goal),
+            self._at == self._goal,
+            abs(self._at) > 9,
+            {},
+        )
 
     def close(self):
         pass
@@ -335,7 +349,12 @@ class Chat:
         self.turns += 1
         right = action == self._answer
         observations = [] if right else [{"role": "user", "content": "again"}]
-        return {"observations": observations, "reward": float(right), "done": right or self.turns > 2, "metadata": {}}
+        return {
+            "observations": observations,
+            "reward": float(right),
+            "done": right or self.turns > 2,
+            "metadata": {},
+        }
 
     def close(self):
         pass
@@ -361,6 +380,8 @@ def skyrl_environment():
 
         def step(self, action):
             right = action.endswith(f"#### {self._answer}")
-            return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata={})
+            return BaseTextEnvStepOutput(
+                observations=[], reward=float(right), done=True, metadata={}
+            )
 
     return Last

@@ -1,4 +1,6 @@
-"""Checks on NPUs that are stood in for: ``tests/devices/test_fake_npu.py`` runs them, with the plug-in."""
+"""Checks on NPUs that are stood in for: ``tests/devices/test_fake_npu.py`` runs them, with the
+plug-in.
+"""
 
 from functools import partial
 
@@ -41,7 +43,10 @@ def counted():
 def test_workers_see_npus_take_one_each_and_bind_it(monkeypatch, counted):
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "6,7")
     visible = accelerator.visible_devices()
-    assert (visible.kind, [card.rpartition("/")[2] for card in visible.cards]) == ("npu", ["npu6", "npu7"])
+    assert (visible.kind, [card.rpartition("/")[2] for card in visible.cards]) == (
+        "npu",
+        ["npu6", "npu7"],
+    )
     assert set(visible.memory) == {64 * 2**30}
     first, second = assign({"a": visible, "b": visible}).values()
     assert (first.torch_name, second.torch_name) == ("npu:0", "npu:1")
@@ -91,16 +96,29 @@ def test_what_an_npu_refuses_is_refused():
 
 
 def learned(device, folder, dtype="float32"):
-    """Scores before and after two updates, what they told, and the scores of a reference and a critic."""
+    """Scores before and after two updates, what they told, and the scores of a reference and a
+    critic.
+    """
     rows = random_rows(LENGTHS, range(len(LENGTHS)))
     model, trainer = ModelConfig(path=str(folder), dtype=dtype), trainer_config(lr=1e-4)
     policy = build_trainer(device, Rank(), model=model, trainer=trainer, rollout=rollout_config())
     before = policy.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=before, advantages=signs(rows), rollout_logprobs=before)
-    told = [policy.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2)) for _ in range(2)]
-    reference = build_reference(device, Rank(), model=model, trainer=trainer, rollout=rollout_config())
+    batch = TrainBatch(
+        rows=rows, old_logprobs=before, advantages=signs(rows), rollout_logprobs=before
+    )
+    told = [
+        policy.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2)) for _ in range(2)
+    ]
+    reference = build_reference(
+        device, Rank(), model=model, trainer=trainer, rollout=rollout_config()
+    )
     critic = build_critic(device, Rank(), model=model, trainer=trainer)
-    scores = [before, policy.logprobs(rows).logprobs, reference.logprobs(rows).logprobs, critic.values(rows)]
+    scores = [
+        before,
+        policy.logprobs(rows).logprobs,
+        reference.logprobs(rows).logprobs,
+        critic.values(rows),
+    ]
     return [each.cpu() for each in scores], [[each["loss"], each["grad_norm"]] for each in told]
 
 
@@ -110,7 +128,13 @@ def test_policies_references_and_critics_compute_as_on_a_cpu(folder, counted, dt
     for one, other in zip(on_cpu, on_npu, strict=True):
         torch.testing.assert_close(one, other, atol=bound, rtol=bound)
     torch.testing.assert_close(torch.tensor(told), torch.tensor(also), atol=bound, rtol=bound)
-    fused = ("npu_rotary_mul", "npu_rms_norm", "npu_swiglu", "npu_fusion_attention", "npu_apply_adam_w")
+    fused = (
+        "npu_rotary_mul",
+        "npu_rms_norm",
+        "npu_swiglu",
+        "npu_fusion_attention",
+        "npu_apply_adam_w",
+    )
     assert all(counted[name] for name in fused), f"each is what an NPU takes: {counted}"
 
 
@@ -125,7 +149,9 @@ def test_its_own_profiler_writes_a_trace(tmp_path, counted):
 
 
 def held(fused, reference, *shapes, dtype=torch.float32):
-    """Compare an operator on the NPU with its reference on the CPU: what it computes, and its gradients."""
+    """Compare an operator on the NPU with its reference on the CPU: what it computes, and its
+    gradients.
+    """
     numbers = torch.Generator().manual_seed(3)
     given = [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
     results = []
@@ -151,10 +177,20 @@ def test_rotary_norm_and_swiglu_are_held_to_their_references(dtype, counted):
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_over_rows_of_several_lengths_is_held_to_its_reference(window, counted):
     def attend(library, query, key, value):
-        given = {"packing": Packing(((2, 3), (1, 7)), library=library), "scaling": 0.3, "sliding_window": window}
+        given = {
+            "packing": Packing(((2, 3), (1, 7)), library=library),
+            "scaling": 0.3,
+            "sliding_window": window,
+        }
         return packed_attention(torch.nn.Identity(), query, key, value, None, **given)[0]
 
-    held(partial(attend, "torch_npu"), partial(attend, "torch"), (1, 4, 13, 8), (1, 2, 13, 8), (1, 2, 13, 8))
+    held(
+        partial(attend, "torch_npu"),
+        partial(attend, "torch"),
+        (1, 4, 13, 8),
+        (1, 2, 13, 8),
+        (1, 2, 13, 8),
+    )
     assert counted["npu_fusion_attention"] == 1
 
 
@@ -162,7 +198,9 @@ def test_adamw_is_held_to_torchs_step_by_step(counted):
     results = []
     for device in ("npu:0", "cpu"):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4).to(device))
-        optimizer = Optimizer({"weight": weight}, trainer_config(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)))
+        optimizer = Optimizer(
+            {"weight": weight}, trainer_config(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95))
+        )
         for step in range(4):
             optimizer.gradients.flat.copy_(torch.linspace(1, -2, 12) * (step + 1))
             optimizer.step()
@@ -173,13 +211,21 @@ def test_adamw_is_held_to_torchs_step_by_step(counted):
     assert counted["npu_apply_adam_w"] == 4
 
 
-def test_operators_are_said_once_and_given_ones_take_the_place_of_the_devices(folder, counted, caplog):
+def test_operators_are_said_once_and_given_ones_take_the_place_of_the_devices(
+    folder, counted, caplog
+):
     everything = dict.fromkeys(OPERATORS, "torch")
     operators._say.cache_clear()
     with caplog.at_level("INFO", "siirl_dask.training"):
         for given in ({}, {}, everything):
             trainer = trainer_config(operators=given)
-            build_reference(NPU, Rank(), model=ModelConfig(path=str(folder)), trainer=trainer, rollout=rollout_config())
+            build_reference(
+                NPU,
+                Rank(),
+                model=ModelConfig(path=str(folder)),
+                trainer=trainer,
+                rollout=rollout_config(),
+            )
             taken = counted.pop("npu_rms_norm", 0)
             assert bool(taken) == (given == {})
     said = [record.message for record in caplog.records if record.message.startswith("operators: ")]

@@ -1,9 +1,10 @@
 """Tests for a machine with GPUs or NPUs: ``make test-gpu``, or ``pytest -m gpu tests/gpu``.
 
-They need torch, transformers, pytest, pyarrow, fsspec, cloudpickle and psutil, and no installation of this package.
-Whole runs and broadcasts need Dask, OmegaConf and Bokeh as well, and are skipped where these are not there.
-``@pytest.mark.gpu(devices=2, packages=["vllm"])`` says what a test needs: where that is not there it is skipped, with a
-word. ``SIIRL_TEST_DEVICE=cpu`` runs them on CPUs, over gloo in place of nccl.
+They need torch, transformers, pytest, pyarrow, fsspec, cloudpickle and psutil, and no installation
+of this package. Whole runs and broadcasts need Dask, OmegaConf and Bokeh as well, and are skipped
+where these are not there. ``@pytest.mark.gpu(devices=2, packages=["vllm"])`` says what a test
+needs: where that is not there it is skipped, with a word. ``SIIRL_TEST_DEVICE=cpu`` runs them on
+CPUs, over gloo in place of nccl.
 """
 
 import os
@@ -14,10 +15,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GIVEN = [str(Path(place).absolute()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+GIVEN = [
+    str(Path(place).absolute())
+    for place in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if place
+]
 PLACES = list(dict.fromkeys([str(ROOT), str(ROOT / "storage"), *GIVEN]))
 sys.path[:0] = [place for place in PLACES if place not in sys.path]
-os.environ["PYTHONPATH"] = os.pathsep.join(PLACES)  # of the processes that tests start, in any folder
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    PLACES
+)  # of the processes that tests start, in any folder
 if os.environ.get("SIIRL_TEST_DEVICE") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ""
 
@@ -34,7 +41,10 @@ def pytest_report_header(config):
     except ImportError as error:
         return [f"the doctor cannot come: {error}"]
     findings = [*check_packages(), *check_devices()]
-    return [f"{each.state:<5} {each.part}: {each.text}{each.cure and '; '}{each.cure}" for each in findings]
+    return [
+        f"{each.state:<5} {each.part}: {each.text}{each.cure and '; '}{each.cure}"
+        for each in findings
+    ]
 
 
 def pytest_runtest_setup(item):
@@ -42,7 +52,10 @@ def pytest_runtest_setup(item):
     marks = [mark.kwargs for mark in item.iter_markers("gpu")]
     packages = sorted({name for given in marks for name in given.get("packages", ())})
     if missing := [name for name in packages if find_spec(name) is None]:
-        pytest.skip(f"it needs {', '.join(missing)}, which this Python does not have (make test-gpu WHEELS=folder)")
+        pytest.skip(
+            f"it needs {', '.join(missing)}, which this Python does not have (make test-gpu "
+            "WHEELS=folder)"
+        )
     from tests.gpu.devices import count
 
     needed = max([1, *(given.get("devices", 1) for given in marks)])
@@ -51,13 +64,16 @@ def pytest_runtest_setup(item):
     if (there := count()) < needed:
         wanted = "a GPU or an NPU" if needed == 1 else f"{needed} GPUs or NPUs"
         pytest.skip(
-            f"it needs {wanted} that torch can use, and there {'is' if there == 1 else 'are'} {there or 'none'}"
+            f"it needs {wanted} that torch can use, and there {'is' if there == 1 else 'are'} "
+            f"{there or 'none'}"
         )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def leave_groups():
-    """Destroy the process group that FSDP makes even for one rank, since the next module may need its own."""
+    """Destroy the process group that FSDP makes even for one rank, since the next module may
+    need its own.
+    """
     import torch.distributed as dist
 
     yield

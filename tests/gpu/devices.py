@@ -1,4 +1,6 @@
-"""The devices that these tests run on: GPUs or NPUs, or with ``SIIRL_TEST_DEVICE=cpu`` as many CPUs as a test wants."""
+"""The devices that these tests run on: GPUs or NPUs, or with ``SIIRL_TEST_DEVICE=cpu`` as many
+CPUs as a test wants.
+"""
 
 import os
 from functools import cache
@@ -28,14 +30,18 @@ def count() -> int:
 
 
 def device(rank=None) -> Device:
-    """The device of a worker that is alone in this process, or that of a rank in the process of the rank."""
+    """The device of a worker that is alone in this process, or that of a rank in the process of
+    the rank.
+    """
     if rank is None or rank.size == 1:
         return devices_of(1, kind())["w0"]
     return devices_of(rank.size, kind())[f"w{rank.rank}"]
 
 
 def memory() -> tuple[int, int]:
-    """Bytes that are in use on the device by any process, and this process's peak; zeros on a CPU."""
+    """Bytes that are in use on the device by any process, and this process's peak; zeros on a
+    CPU.
+    """
     if kind() is DeviceKind.CPU:
         return 0, 0
     module = torch.get_device_module(str(kind()))

@@ -1,4 +1,6 @@
-"""Engines on a device: conformance, log-probs against the trainer's, weights from device to device, sleep and wake."""
+"""Engines on a device: conformance, log-probs against the trainer's, weights from device to
+device, sleep and wake.
+"""
 
 import gc
 from contextlib import contextmanager
@@ -23,8 +25,12 @@ TOLERANCE = {Dtype.float32: 1e-3, Dtype.bfloat16: 7e-2}
 
 
 def build(folder, engine, dtype=Dtype.float32, **settings):
-    rollout = rollout_config(engine=engine, max_rows=50, **{"kv_cache_memory": "256MiB", **settings})
-    return build_engine(devices.device(), Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout)
+    rollout = rollout_config(
+        engine=engine, max_rows=50, **{"kv_cache_memory": "256MiB", **settings}
+    )
+    return build_engine(
+        devices.device(), Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout
+    )
 
 
 @contextmanager
@@ -39,7 +45,9 @@ def running(folder, engine, dtype=Dtype.float32, **settings):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("engine") / "model", seed=1, hidden=128, heads=4, kv_heads=2)
+    return tiny_model(
+        tmp_path_factory.mktemp("engine") / "model", seed=1, hidden=128, heads=4, kv_heads=2
+    )
 
 
 class TestTransformers(EngineTests):
@@ -61,9 +69,13 @@ class TestVllm(EngineTests):
 
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_agrees_with_a_trainer_whose_weights_it_takes_on_the_device(folder, engine, dtype):
+def test_an_engine_agrees_with_a_trainer_whose_weights_it_takes_on_the_device(
+    folder, engine, dtype
+):
     with running(folder, engine, dtype) as built:
-        assert_agrees_with_trainer(built, folder, (0, 1, 5), devices.device(), dtype, TOLERANCE[dtype])
+        assert_agrees_with_trainer(
+            built, folder, (0, 1, 5), devices.device(), dtype, TOLERANCE[dtype]
+        )
 
 
 def test_samples_by_graphs_are_those_of_the_loop_without(folder, tell):
@@ -101,7 +113,10 @@ def test_a_sleeping_engine_frees_the_device_and_wakes_as_it_was(folder, tell, le
             assert engine.generate(PROMPTS, range(len(PROMPTS)), sampling) == before
         grown = devices.memory()[0] - awake
     shown = ", then ".join(f"{each / 2**20:.0f} MiB" for each in freed)
-    tell(f"sleep at level {level} freed {shown} of the device, which has {grown / 2**20:+.0f} MiB after the last wake")
+    tell(
+        f"sleep at level {level} freed {shown} of the device, which has {grown / 2**20:+.0f} MiB "
+        "after the last wake"
+    )
     if devices.kind() is not DeviceKind.CPU:  # there all memory is the host's, and nothing sleeps
         assert min(freed) > 0.8 * cache
         assert grown < 0.2 * cache

@@ -1,4 +1,6 @@
-"""Kernels of a device: attention over packed rows in one call, and Liger's norms and feed-forward layers."""
+"""Kernels of a device: attention over packed rows in one call, and Liger's norms and
+feed-forward layers.
+"""
 
 from functools import partial
 
@@ -25,13 +27,25 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("dtype", "width", "value_width"),
-    [(torch.bfloat16, 64, 64), (torch.float32, 64, 64), (torch.bfloat16, 80, 80), (torch.bfloat16, 192, 128)],
+    [
+        (torch.bfloat16, 64, 64),
+        (torch.float32, 64, 64),
+        (torch.bfloat16, 80, 80),
+        (torch.bfloat16, 192, 128),
+    ],
 )
-def test_attention_over_packed_rows_equals_a_call_for_each_length(tell, dtype, width, value_width, window):
-    device, tokens = torch.device(devices.device().torch_name), sum(count * length for count, length in RUNS)
+def test_attention_over_packed_rows_equals_a_call_for_each_length(
+    tell, dtype, width, value_width, window
+):
+    device, tokens = (
+        torch.device(devices.device().torch_name),
+        sum(count * length for count, length in RUNS),
+    )
     torch.manual_seed(0)
     shapes = ((4, width), (2, width), (2, value_width))
-    heads = [torch.randn(1, count, tokens, each, dtype=dtype, device=device) for count, each in shapes]
+    heads = [
+        torch.randn(1, count, tokens, each, dtype=dtype, device=device) for count, each in shapes
+    ]
     weights = torch.randn(tokens, 4, value_width, device=device)
 
     def learned(attend):
@@ -40,22 +54,32 @@ def test_attention_over_packed_rows_equals_a_call_for_each_length(tell, dtype, w
         return [output, *torch.autograd.grad((output.float() * weights).sum(), given)]
 
     def packed(*given):
-        return packed_attention(torch.nn.Identity(), *given, None, packing=Packing(RUNS), sliding_window=window)[0][0]
+        return packed_attention(
+            torch.nn.Identity(), *given, None, packing=Packing(RUNS), sliding_window=window
+        )[0][0]
 
     expected = learned(lambda *given: _attend_runs(*given, RUNS, Scores(window=window)))
     for one, other in zip(learned(packed), expected, strict=True):
         scale = max(1.0, float(other.abs().max()))
         assert_close(one.float() / scale, other.float() / scale, atol=TOLERANCE[dtype], rtol=0)
     kernel = kernel_of(device, dtype, width, value_width)
-    tell(f"{dtype}, heads of {width} and {value_width}: {kernel.name if kernel else 'a call for each length'}")
+    tell(
+        f"{dtype}, heads of {width} and {value_width}: "
+        f"{kernel.name if kernel else 'a call for each length'}"
+    )
 
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_soft_caps_and_sinks_over_packed_rows_are_those_of_a_matrix_of_scores(tell, dtype, softcap, window):
+def test_soft_caps_and_sinks_over_packed_rows_are_those_of_a_matrix_of_scores(
+    tell, dtype, softcap, window
+):
     """A sink is a score of each head without a value."""
-    device, tokens = torch.device(devices.device().torch_name), sum(count * length for count, length in RUNS)
+    device, tokens = (
+        torch.device(devices.device().torch_name),
+        sum(count * length for count, length in RUNS),
+    )
     torch.manual_seed(0)
     heads = [torch.randn(1, count, tokens, 64, dtype=dtype, device=device) for count in (4, 2, 2)]
     heads.append(torch.randn(4, dtype=dtype, device=device))
@@ -74,7 +98,9 @@ def test_soft_caps_and_sinks_over_packed_rows_are_those_of_a_matrix_of_scores(te
         return output[0]
 
     def by_scores(query, key, value, sinks):
-        return _attend_runs(query, key, value, RUNS, Scores(window=window, softcap=softcap, sinks=sinks))
+        return _attend_runs(
+            query, key, value, RUNS, Scores(window=window, softcap=softcap, sinks=sinks)
+        )
 
     for one, other in zip(learned(packed), learned(by_scores), strict=True):
         scale = max(1.0, float(other.abs().max()))
@@ -101,7 +127,9 @@ def test_a_policy_with_ligers_kernels_learns_as_one_without(tmp_path, dtype, bac
         )
         rows = random_rows([(30, 98), (1, 60), (20, 110)])
         scored = trainer.logprobs(rows).logprobs
-        batch = TrainBatch(rows=rows, old_logprobs=scored, rollout_logprobs=scored, advantages=signs(rows))
+        batch = TrainBatch(
+            rows=rows, old_logprobs=scored, rollout_logprobs=scored, advantages=signs(rows)
+        )
         metrics = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
         return trainer.logprobs(rows).logprobs, metrics["grad_norm"]
 

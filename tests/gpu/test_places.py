@@ -1,4 +1,6 @@
-"""A device's links, NUMA node and CPUs, as the driver, the system and the maker's program tell them on a real host."""
+"""A device's links, NUMA node and CPUs, as the driver, the system and the maker's program tell
+them on a real host.
+"""
 
 import pytest
 
@@ -24,7 +26,10 @@ def test_a_process_is_bound_near_its_device_and_let_go(tell):
         assert bound == before
         return
     topology = topology_of(devices.kind())
-    tell(f"{describe_nodes()}; {describe_links(topology, devices.kind())}; bound to {show_cpus(bound)}")
+    tell(
+        f"{describe_nodes()}; {describe_links(topology, devices.kind())}; bound to "
+        f"{show_cpus(bound)}"
+    )
     assert not topology.faults
     assert sorted(topology.order) == list(range(devices.count()))
     assert bound == (device.cpus or before)

@@ -1,4 +1,6 @@
-"""Whole runs, as a user starts them: the quickstart, and a task that learns in few steps in each placement."""
+"""Whole runs, as a user starts them: the quickstart, and a task that learns in few steps in each
+placement.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,10 @@ pytestmark = pytest.mark.gpu(packages=["dask", "distributed", "omegaconf", "boke
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.gpu(packages=["vllm"]))]
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
 ALONE = ["cluster.workers=1", "cluster.placement={}"]
-START = ["rollout.vllm.kv_cache_memory=256MiB", "cluster.start_timeout=600"]  # a first start compiles kernels
+START = [
+    "rollout.vllm.kv_cache_memory=256MiB",
+    "cluster.start_timeout=600",
+]  # a first start compiles kernels
 ON_CPU = devices.ON_CPU
 LARGEST_KL = 1e-3
 """Between engine and trainer, which have the same weights: log-probs in float32 differ by 1e-5."""
@@ -29,7 +34,9 @@ def task(tmp_path_factory):
 
 @pytest.fixture
 def train(task, tmp_path):
-    """Run the digits task on a cluster of its own; gives the records of its steps, and the rows of the last one."""
+    """Run the digits task on a cluster of its own; gives the records of its steps, and the rows
+    of the last one.
+    """
 
     def start(name, *overrides):
         from siirl_dask.config.file import load_config_file, shipped
@@ -51,7 +58,9 @@ def train(task, tmp_path):
 
 
 def agree(metrics, largest=LARGEST_KL):
-    assert all(step["mismatch/kl"] < largest for step in metrics), [step["mismatch/kl"] for step in metrics]
+    assert all(step["mismatch/kl"] < largest for step in metrics), [
+        step["mismatch/kl"] for step in metrics
+    ]
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
@@ -76,7 +85,9 @@ def test_two_workers_share_a_device(train):
 def test_weights_by_broadcast_give_the_run_that_rows_give(train, engine, backend):
     apart = [*APART, f"rollout.engine={engine}", f"trainer.backend={backend}", "run.steps=2"]
     rows, expected = train("rows", *apart, "rollout.weight_sync=rows")
-    broadcast, got = train("broadcast", *apart, f"rollout.weight_sync={'broadcast' if ON_CPU else 'auto'}")
+    broadcast, got = train(
+        "broadcast", *apart, f"rollout.weight_sync={'broadcast' if ON_CPU else 'auto'}"
+    )
     assert got["response_ids"].equals(expected["response_ids"])
     agree([*rows, *broadcast])
     for one, other in zip(rows, broadcast, strict=True):
@@ -88,7 +99,9 @@ def test_weights_by_broadcast_give_the_run_that_rows_give(train, engine, backend
 @pytest.mark.gpu(devices=4)
 def test_two_devices_generate_while_two_learn_in_shards(train):
     placed = "cluster.placement={rollout: [0, 1], reward: [0, 1], policy: [2, 3]}"
-    metrics, _ = train("four", "cluster.workers=4", placed, "trainer.backend=fsdp", "rollout.max_staleness=1")
+    metrics, _ = train(
+        "four", "cluster.workers=4", placed, "trainer.backend=fsdp", "rollout.max_staleness=1"
+    )
     assert len(metrics) == 3
 
 
@@ -112,7 +125,9 @@ def test_the_quickstart_learns_on_the_device(tmp_path, tell, engine):
         "quickstart",
         *(f"{key}={value}" for key, value in options.items()),
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     tell("\n".join(done.stdout.splitlines()[:12]))
     accuracy = json.loads((url / "summary.json").read_text())["validation"]

@@ -1,4 +1,6 @@
-"""Policies on a device, whole and in shards (FSDP2), against a CPU; their checkpoints; and weights between devices."""
+"""Policies on a device, whole and in shards (FSDP2), against a CPU; their checkpoints; and
+weights between devices.
+"""
 
 import time
 from contextlib import nullcontext
@@ -32,7 +34,16 @@ TOLERANCE = {Dtype.float32: 1e-3, Dtype.bfloat16: 7e-2}
 """Difference of log-probs from those of a CPU in float32; TF32 is off in torch by default."""
 
 
-def policy(folder, *, backend="torch", dtype=Dtype.float32, rank=None, device=None, config=None, temperature=0.7):
+def policy(
+    folder,
+    *,
+    backend="torch",
+    dtype=Dtype.float32,
+    rank=None,
+    device=None,
+    config=None,
+    temperature=0.7,
+):
     return build_trainer(
         device or devices.device(rank),
         rank or Rank(),
@@ -45,7 +56,9 @@ def policy(folder, *, backend="torch", dtype=Dtype.float32, rank=None, device=No
 def learn(trainer, lengths=LONG, only=None):
     rows = random_rows(lengths, only)
     logprobs = trainer.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    batch = TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
     return trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
 
 
@@ -66,7 +79,9 @@ class OnDevice(TrainerTests):
 
     @classmethod
     def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank):
-        return policy(folder, rank=rank, config=replace(config, backend=cls.backend), temperature=temperature)
+        return policy(
+            folder, rank=rank, config=replace(config, backend=cls.backend), temperature=temperature
+        )
 
     @classmethod
     def device_kind(cls):
@@ -81,7 +96,9 @@ class OnDevice(TrainerTests):
 
 
 class TestWholePolicy(OnDevice):
-    """The conformance suite of trainers; where there is one device, two ranks share it, over gloo."""
+    """The conformance suite of trainers; where there is one device, two ranks share it, over
+    gloo.
+    """
 
 
 class TestShardedPolicy(OnDevice):
@@ -105,10 +122,15 @@ def test_a_policy_scores_and_learns_as_on_a_cpu(folder, on_a_cpu, backend, dtype
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
-def test_a_checkpoint_of_a_device_is_what_the_policy_was_when_it_was_saved(folder, tmp_path, backend):
+def test_a_checkpoint_of_a_device_is_what_the_policy_was_when_it_was_saved(
+    folder, tmp_path, backend
+):
     trainer, url = policy(folder, backend=backend), str(tmp_path / "policy")
     learn(trainer)
-    saved, weights = DistributedCheckpoint().save(url, trainer.state(), None), copied_weights(trainer)
+    saved, weights = (
+        DistributedCheckpoint().save(url, trainer.state(), None),
+        copied_weights(trainer),
+    )
     learn(trainer)  # while it is written
     assert saved.result()
     again = policy(folder, backend=backend)
@@ -122,15 +144,25 @@ def test_a_checkpoint_of_a_device_is_what_the_policy_was_when_it_was_saved(folde
 
 
 def _shards_learn_and_save(folder, url, dtype, rank):
-    trainer, rows = policy(folder, backend="fsdp", dtype=dtype, rank=rank), range(rank.rank, len(LONG), rank.size)
+    trainer, rows = (
+        policy(folder, backend="fsdp", dtype=dtype, rank=rank),
+        range(rank.rank, len(LONG), rank.size),
+    )
     metrics = learn(trainer, only=rows)
     saved = DistributedCheckpoint().save(url, trainer.state(), rank.side_group)
-    return [metrics["loss"], metrics["grad_norm"], trainer.logprobs(random_rows(LONG)).logprobs, len(saved.result())]
+    return [
+        metrics["loss"],
+        metrics["grad_norm"],
+        trainer.logprobs(random_rows(LONG)).logprobs,
+        len(saved.result()),
+    ]
 
 
 @pytest.mark.gpu(devices=2)
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
-def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(folder, on_a_cpu, tmp_path, dtype):
+def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(
+    folder, on_a_cpu, tmp_path, dtype
+):
     url, (metrics, after), tolerance = str(tmp_path / "policy"), on_a_cpu, TOLERANCE[dtype]
     (tmp_path / "ranks").mkdir()
     work = partial(_shards_learn_and_save, folder, url, dtype)
@@ -146,7 +178,11 @@ def test_shards_on_two_devices_learn_as_one_cpu_and_save_what_one_device_loads(f
     assert_close(alone.logprobs(random_rows(LONG)).logprobs, after.logprobs, atol=tolerance, rtol=0)
 
 
-MODEL = [("small", (7,)), *((f"layer {number}", (1024, 2048)) for number in range(8)), ("odd", (33, 5))]
+MODEL = [
+    ("small", (7,)),
+    *((f"layer {number}", (1024, 2048)) for number in range(8)),
+    ("odd", (33, 5)),
+]
 
 
 def _broadcast(rank):
@@ -156,11 +192,20 @@ def _broadcast(rank):
     members = devices_of(rank.size, devices.kind())
     own = members[f"w{rank.rank}"]
     group = broadcast_group(own.worker, members, list(members), 60.0)
-    tensors = [torch.full(shape, 1.0 + number, device=own.torch_name) for number, (_, shape) in enumerate(MODEL)]
+    tensors = [
+        torch.full(shape, 1.0 + number, device=own.torch_name)
+        for number, (_, shape) in enumerate(MODEL)
+    ]
     index: pa.Table = _parameter_index(
         [_Parameter.of(name, tensor) for (name, _), tensor in zip(MODEL, tensors, strict=True)]
     )
-    way = Broadcast(members=tuple(members), group=group, device=own.torch_name, stop=StopFlag(), max_bytes=16 * 2**20)
+    way = Broadcast(
+        members=tuple(members),
+        group=group,
+        device=own.torch_name,
+        stop=StopFlag(),
+        max_bytes=16 * 2**20,
+    )
     for _ in range(2):
         began = time.perf_counter()
         if rank.rank == 0:
@@ -170,7 +215,11 @@ def _broadcast(rank):
             came = [tensor.clone() for tensor in way.receive(index, nullcontext)]
         devices.finish()
         seconds = time.perf_counter() - began
-    return [[float(tensor.min()) for tensor in came], [float(tensor.max()) for tensor in came], seconds]
+    return [
+        [float(tensor.min()) for tensor in came],
+        [float(tensor.max()) for tensor in came],
+        seconds,
+    ]
 
 
 @pytest.mark.gpu(packages=["distributed"])
@@ -181,5 +230,11 @@ def test_weights_go_by_broadcast_from_one_device_to_the_others(tmp_path, tell, s
     results = run_ranks(size, _broadcast, tmp_path, devices.kind())
     expected = [1.0 + number for number in range(len(MODEL))]
     assert all(low == high == expected for low, high, _ in results)
-    slowest, nbytes = max(seconds for *_, seconds in results), sum(4 * torch.Size(shape).numel() for _, shape in MODEL)
-    tell(f"broadcast of {nbytes / 2**20:.0f} MiB to {size - 1} over {backend}: {nbytes / slowest / 1e9:.2f} GB/s")
+    slowest, nbytes = (
+        max(seconds for *_, seconds in results),
+        sum(4 * torch.Size(shape).numel() for _, shape in MODEL),
+    )
+    tell(
+        f"broadcast of {nbytes / 2**20:.0f} MiB to {size - 1} over {backend}: "
+        f"{nbytes / slowest / 1e9:.2f} GB/s"
+    )

@@ -31,7 +31,10 @@ def forked_cluster(scheduler, workers, folder, *, environment=None, **options):
         scheduler,
         workers,
         folder,
-        environment={"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": START_METHOD, **(environment or {})},
+        environment={
+            "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": START_METHOD,
+            **(environment or {}),
+        },
         start=forked_on(folder),
         **options,
     )
@@ -77,8 +80,20 @@ def digits_on(digits_task, tmp_path):
 
     def start(cluster, host, *overrides, name="run", config_file=None):
         url = tmp_path / name
-        given = [*digits_overrides(digits_task, url), f"cluster.address={cluster.address}", "cluster.workers=3", APART]
-        command = ("-m", "siirl_dask.cli", "run", config_file or shipped("quickstart.yaml"), *given, *overrides)
+        given = [
+            *digits_overrides(digits_task, url),
+            f"cluster.address={cluster.address}",
+            "cluster.workers=3",
+            APART,
+        ]
+        command = (
+            "-m",
+            "siirl_dask.cli",
+            "run",
+            config_file or shipped("quickstart.yaml"),
+            *given,
+            *overrides,
+        )
         return Driver(cluster.run(host, *command), url, host)
 
     return start
@@ -86,13 +101,17 @@ def digits_on(digits_task, tmp_path):
 
 @pytest.fixture
 def cluster_of_three(tmp_path):
-    """Make a lab of three hosts, with a scheduler on the first and a worker on each; options are those of Lab."""
+    """Make a lab of three hosts, with a scheduler on the first and a worker on each; options are
+    those of Lab.
+    """
     labs = []
 
     def make(links=None, ipv6=False, environment=None, count=3, **options):
         lab = Lab(count, links=links or Links(), **options)
         labs.append(lab)
-        return lab, forked_cluster(lab.hosts[0], lab.hosts[:3], tmp_path, ipv6=ipv6, environment=environment)
+        return lab, forked_cluster(
+            lab.hosts[0], lab.hosts[:3], tmp_path, ipv6=ipv6, environment=environment
+        )
 
     yield make
     for lab in labs:

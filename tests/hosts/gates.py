@@ -19,7 +19,9 @@ def wait_while_there(gate):
 def generate_and_note(ctx, table, *, rollout: RolloutConfig, notes):
     """Wait at the gate of this step, if there is one, then note that it is generated."""
     wait_while_there(Path(notes, f"generate-{ctx.step}"))
-    with Path(notes, "generated").open("a") as file:  # outside of the host, which may be switched off
+    with Path(notes, "generated").open(
+        "a"
+    ) as file:  # outside of the host, which may be switched off
         file.write(f"{ctx.step}\n")
     return generate(ctx, table, rollout=rollout)
 

@@ -1,4 +1,6 @@
-"""Slurm on the hosts of a lab: Debian's packages slurm-wlm and munge, a partition ``main`` over all hosts."""
+"""Slurm on the hosts of a lab: Debian's packages slurm-wlm and munge, a partition ``main`` over
+all hosts.
+"""
 
 import os
 import shutil
@@ -49,22 +51,43 @@ def why_no_slurm() -> str | None:
 
 @contextmanager
 def slurm(lab: Lab, folder: Path) -> Iterator[dict[str, str]]:
-    """Start Slurm with its controller on the first host, and yield the environment of its users. Logs lie in
-    ``folder``.
+    """Start Slurm with its controller on the first host, and yield the environment of its users.
+    Logs lie in ``folder``.
     """
-    nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000" for host in lab.hosts)
-    (folder / "slurm.conf").write_text(CONFIG.format(controller=lab.hosts[0], folder=folder, nodes=nodes))
+    nodes = "\n".join(
+        f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000"
+        for host in lab.hosts
+    )
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(controller=lab.hosts[0], folder=folder, nodes=nodes)
+    )
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     scripts = Path(sys.executable).parent
-    env = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "PATH": f"{scripts}:{os.environ['PATH']}"}
+    env = {
+        **os.environ,
+        "SLURM_CONF": f"{folder}/slurm.conf",
+        "PATH": f"{scripts}:{os.environ['PATH']}",
+    }
     munged = start_munged(folder)
     try:
-        lab.hosts[0].start("slurmctld", "-D", env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lab.hosts[0].start(
+            "slurmctld", "-D", env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for host in lab.hosts:
-            host.start("slurmd", "-D", "-N", host.name, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            host.start(
+                "slurmd",
+                "-D",
+                "-N",
+                host.name,
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         late = time.monotonic() + 60
         while (idle := sinfo(lab, env)) != f"{len(lab.hosts)} idle":
-            assert time.monotonic() < late, f"Slurm's hosts: {idle}\n{(folder / 'slurmctld.log').read_text()}"
+            assert time.monotonic() < late, (
+                f"Slurm's hosts: {idle}\n{(folder / 'slurmctld.log').read_text()}"
+            )
             time.sleep(0.1)
         yield env
     finally:
@@ -77,10 +100,17 @@ def start_munged(folder: Path) -> subprocess.Popen[bytes]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    files = {"socket": "munge.socket", "key-file": key.name, "pid-file": "munge.pid", "seed-file": "munge.seed"}
+    files = {
+        "socket": "munge.socket",
+        "key-file": key.name,
+        "pid-file": "munge.pid",
+        "seed-file": "munge.seed",
+    }
     options = [f"--{option}={folder / name}" for option, name in files.items()]
     return subprocess.Popen(
-        ["munged", "--foreground", "--force", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ["munged", "--foreground", "--force", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
 
 

@@ -1,4 +1,6 @@
-"""``siirl-dask eval`` on several hosts: a checkpoint's weights come through the run's store, and do not stay there."""
+"""``siirl-dask eval`` on several hosts: a checkpoint's weights come through the run's store, and
+do not stay there.
+"""
 
 import json
 import sys
@@ -20,13 +22,32 @@ def test_a_checkpoint_is_evaluated_on_three_hosts_and_its_weights_do_not_stay(
     run = digits_on(cluster, lab.hosts[0], "checkpoint.every=1", "run.steps=1")
     run.succeeds()
     pq.write_table(pq.read_table(digits_task.train).slice(0, 6), tmp_path / "test.parquet")
-    command = ["eval", run.url, f"--data={tmp_path}/test.parquet", "--n=2", "--max-tokens=4", "observe.progress=false"]
-    several = ("-m", "siirl_dask.cli", *command, f"cluster.address={cluster.address}", "--workers=3")
-    python = ("env", f"TMPDIR={own}", sys.executable)  # no other host sees the driver's temporary files
+    command = [
+        "eval",
+        run.url,
+        f"--data={tmp_path}/test.parquet",
+        "--n=2",
+        "--max-tokens=4",
+        "observe.progress=false",
+    ]
+    several = (
+        "-m",
+        "siirl_dask.cli",
+        *command,
+        f"cluster.address={cluster.address}",
+        "--workers=3",
+    )
+    python = (
+        "env",
+        f"TMPDIR={own}",
+        sys.executable,
+    )  # no other host sees the driver's temporary files
     lab.hosts[0].run(*python, *several, env=cluster.environment)
     evaluations = run.url / "evaluations"
     assert [folder.name for folder in evaluations.iterdir()] == ["test-step000001"]
-    assert json.loads((evaluations / "test-step000001" / "metrics.json").read_text())["samples"] == 12
+    assert (
+        json.loads((evaluations / "test-step000001" / "metrics.json").read_text())["samples"] == 12
+    )
 
     with pytest.raises(LabError, match="exit status 2") as refused:
         lab.hosts[0].run(*python, *several, f"--out={own}/out", env=cluster.environment)

@@ -1,4 +1,6 @@
-"""The lab of hosts: each host is one as a program sees it, links behave as links, and nothing is left behind."""
+"""The lab of hosts: each host is one as a program sees it, links behave as links, and nothing is
+left behind.
+"""
 
 import os
 import signal
@@ -81,11 +83,18 @@ def test_each_host_has_its_own_name_processes_shared_memory_and_boot_id():
 
 @pytest.mark.parametrize(
     ("names", "own", "other"),
-    [(Names.ADDRESS, "198.18.0.10", "198.18.0.11"), (Names.LOOPBACK, "127.0.1.1", "198.18.0.11"), (Names.NONE, "", "")],
+    [
+        (Names.ADDRESS, "198.18.0.10", "198.18.0.11"),
+        (Names.LOOPBACK, "127.0.1.1", "198.18.0.11"),
+        (Names.NONE, "", ""),
+    ],
 )
 def test_a_name_is_at_the_address_that_the_lab_was_asked_for(names, own, other):
     with Lab(2, names=names) as lab:
-        found = [lab.hosts[0].run("sh", "-c", f"getent hosts {name} || true").split() for name in ("host0", "host1")]
+        found = [
+            lab.hosts[0].run("sh", "-c", f"getent hosts {name} || true").split()
+            for name in ("host0", "host1")
+        ]
         assert [entry[0] if entry else "" for entry in found] == [own, other]
 
 
@@ -102,7 +111,9 @@ def test_a_file_can_be_linked_from_its_full_path_to_a_relative_one(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("file").touch()
     with Lab(1) as lab:
-        lab.hosts[0].run("ln", tmp_path / "file", "link")  # refused where the working directory is of another namespace
+        lab.hosts[0].run(
+            "ln", tmp_path / "file", "link"
+        )  # refused where the working directory is of another namespace
     assert tmp_path.joinpath("link").exists()
 
 
@@ -117,7 +128,9 @@ def test_no_more_than_the_rate_of_a_link_crosses_it(delay):
 def test_a_frame_takes_the_delay_of_the_link_each_way():
     with Lab(2, links=Links(delay=0.02)) as lab:
         echo = python(lab.hosts[1], ECHO, lab.hosts[1].address)
-        assert float(lab.hosts[0].run(sys.executable, "-c", ROUND_TRIP, lab.hosts[1].address)) >= 0.04
+        assert (
+            float(lab.hosts[0].run(sys.executable, "-c", ROUND_TRIP, lab.hosts[1].address)) >= 0.04
+        )
         echo.communicate()
 
 
@@ -140,7 +153,9 @@ def test_peers_of_a_crashed_host_are_told_and_those_of_one_without_power_are_not
         with Lab(2, links=Links(bits_per_second=100e6)) as lab:
             receiver = python(lab.hosts[1], RECEIVE, lab.hosts[1].address, 1)
             lab.hosts[0].start(sys.executable, "-c", endless, lab.hosts[1].address, 0)
-            lab.hosts[0].run("sh", "-c", "until ss -tn state established | grep -q 7777; do :; done")
+            lab.hosts[0].run(
+                "sh", "-c", "until ss -tn state established | grep -q 7777; do :; done"
+            )
             lab.hosts[0].crash() if told else lab.power_off(lab.hosts[0])
             assert receiver.wait() == (0 if told else 1)  # the end of the stream, or the time-out
 
@@ -182,7 +197,9 @@ print(*[host.pid for host in lab.hosts], *[child for p in programs for child in
 sys.stdin.read()
 """
     links = set(Path("/sys/class/net").iterdir())
-    maker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    maker = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     pids = [int(pid) for pid in maker.stdout.readline().split()]
     assert len(pids) >= 2
     assert all(Path(f"/proc/{pid}").exists() for pid in pids)

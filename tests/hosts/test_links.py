@@ -20,20 +20,23 @@ PORTS = range(20000, 21000)
 
 @pytest.fixture(scope="module")
 def four_hosts(tmp_path_factory):
-    """A lab of four hosts whose kernels give out the ports of PORTS, with a scheduler on the first and a worker on each
-    of three.
+    """A lab of four hosts whose kernels give out the ports of PORTS, with a scheduler on the first
+    and a worker on each of three.
     """
     with Lab(4, names=Names.LOOPBACK) as lab:
         for host in lab.hosts:
             ports = f"{PORTS[0]} {PORTS[-1]}"
             host.run("sh", "-c", f"echo {ports} > /proc/sys/net/ipv4/ip_local_port_range")
         folder = tmp_path_factory.mktemp("dask")
-        yield lab, forked_cluster(lab.hosts[0], lab.hosts[:3], folder, arguments=("--interface", "eth0"))
+        yield (
+            lab,
+            forked_cluster(lab.hosts[0], lab.hosts[:3], folder, arguments=("--interface", "eth0")),
+        )
 
 
 def message(driver):
-    """The line with which the driver says why it ends, the seconds until then, and how much longer than on an idle
-    machine such seconds may take.
+    """The line with which the driver says why it ends, the seconds until then, and how much longer
+    than on an idle machine such seconds may take.
     """
     began, lines = time.monotonic(), []
     with Slowdown() as measured:
@@ -86,10 +89,15 @@ def check_no_sign_of_the_scheduler(driver):
     line, seconds, slowdown = message(driver)
     print(f"message after {seconds:.1f} s, end after {driver.end(60)[1]:.1f} s more: {line}")
     assert seconds < PEER_TIMEOUT + 2 * slowdown
-    assert "no sign of life of the scheduler at tcp://198.18.0.10:8786 within 15 s (cluster.peer_timeout" in line
+    assert (
+        "no sign of life of the scheduler at tcp://198.18.0.10:8786 within 15 s "
+        "(cluster.peer_timeout" in line
+    )
 
 
-def test_a_driver_that_is_cut_off_says_so_and_its_cluster_takes_the_next_run_at_once(four_hosts, digits_on):
+def test_a_driver_that_is_cut_off_says_so_and_its_cluster_takes_the_next_run_at_once(
+    four_hosts, digits_on
+):
     """To the cluster it is as if the driver's host had no power."""
     lab, cluster = four_hosts
     driver = digits_on(cluster, lab.hosts[3], "run.steps=100000", "run.max_restarts=0")
@@ -121,7 +129,9 @@ def test_a_worker_that_is_cut_off_is_named_before_the_run_is_tidied_up(request, 
     driver.wait_for_steps(2)
     getattr(lab, event)(lab.hosts[1])
     line, seconds, slowdown = message(driver)
-    print(f"{event}: message after {seconds:.1f} s, end after {driver.end(60)[1]:.1f} s more: {line}")
+    print(
+        f"{event}: message after {seconds:.1f} s, end after {driver.end(60)[1]:.1f} s more: {line}"
+    )
     assert seconds < PEER_TIMEOUT + 2 * slowdown
     assert "no sign of life within 15 s (cluster.peer_timeout)" in line
     assert "worker '1'" in line

@@ -1,4 +1,5 @@
-"""A run of several hosts goes on by itself when one of them is without power, and generates nothing again.
+"""A run of several hosts goes on by itself when one of them is without power, and generates nothing
+again.
 
 With ``-s`` each case prints a row of docs/benchmarks/faults.md.
 """
@@ -24,10 +25,19 @@ from tests.hosts.test_launchers import CLI, CLUSTERS, needs_slurm, needs_ssh, st
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 SWEEP = pytest.mark.sweep
-STEPS, AT = 6, 4  # steps of a run, and the one in which a host is lost: a step was stored since the last checkpoint
+STEPS, AT = (
+    6,
+    4,
+    # steps of a run, and the one in which a host is lost: a step was stored since the last
+    # checkpoint
+)
 SAMPLER, LEARNER = "generate", "update"
-LOST = {SAMPLER: "{rollout: [1], reward: [1], policy: [0, 2]}", LEARNER: "{rollout: [0], reward: [0], policy: [1, 2]}"}
-"""The placement in which the second of three workers generates, or learns, by the gate that it stands at."""
+LOST = {
+    SAMPLER: "{rollout: [1], reward: [1], policy: [0, 2]}",
+    LEARNER: "{rollout: [0], reward: [0], policy: [1, 2]}",
+}
+"""The placement in which the second of three workers generates, or learns, by the gate that it
+stands at."""
 GIVEN = [f"run.steps={STEPS}", "checkpoint.every=2", "cluster.workers=3"]
 
 
@@ -40,9 +50,16 @@ def notes(tmp_path):
 
 @pytest.fixture
 def config(notes, tmp_path):
-    """The quickstart, which notes each step that a worker generates, and has a gate there and one before updates."""
+    """The quickstart, which notes each step that a worker generates, and has a gate there and
+    one before updates.
+    """
     here, about = Path(__file__).with_name("gates.py"), {"notes": str(notes)}
-    gate = {"run": f"{here}:wait_before_update", "role": "policy", "after": "advantage", "with": about}
+    gate = {
+        "run": f"{here}:wait_before_update",
+        "role": "policy",
+        "after": "advantage",
+        "with": about,
+    }
     changed = {
         "rollout": {"run": f"{here}:generate_and_note", "with": about},
         "gate": gate,
@@ -58,7 +75,9 @@ def straight(digits_task, shared_cluster, tmp_path_factory):
     """The run of which nobody is lost, on one host."""
     url = tmp_path_factory.mktemp("straight") / "run"
     given = [*digits_overrides(digits_task, url), *GIVEN, f"cluster.placement={LOST[LEARNER]}"]
-    file = load_config_file(shipped("quickstart.yaml"), [*given, f"cluster.address={shared_cluster.scheduler_address}"])
+    file = load_config_file(
+        shipped("quickstart.yaml"), [*given, f"cluster.address={shared_cluster.scheduler_address}"]
+    )
     dag, validation = dags(file)
     return Finished(url, run(file.config, dag, validation))
 
@@ -72,8 +91,13 @@ class Disturbed:
         self._printed = ""
 
     def lose(self, process, *hosts):
-        """Switch hosts off once the run stands at the gate, and open that. Returns what the row of a table says."""
-        self._wait(process, lambda: self._gate.with_name(f"at-{self._gate.name}").exists() and self._stored())
+        """Switch hosts off once the run stands at the gate, and open that. Returns what the row
+        of a table says.
+        """
+        self._wait(
+            process,
+            lambda: self._gate.with_name(f"at-{self._gate.name}").exists() and self._stored(),
+        )
         for host in hosts:
             self.lab.power_off(host)
         since = time.monotonic()
@@ -96,7 +120,9 @@ class Disturbed:
         return restart["steps_again"]
 
     def _stored(self):
-        """Whether all that was generated is committed: at the gate before updates, the step under way as well."""
+        """Whether all that was generated is committed: at the gate before updates, the step
+        under way as well.
+        """
         last = AT - self._gate.name.startswith(SAMPLER)
         return any((self.url / "rollouts" / f"step={last:06d}").glob("_parts-*.json"))
 
@@ -123,9 +149,18 @@ CASES = [
     pytest.param(LEARNER, SPARE, 5, [1, 3], 3, id="learner-and-a-spare", marks=SWEEP),
     pytest.param(LEARNER, ELASTIC, 3, [1], 2, id="learner-elastic", marks=SWEEP),
     pytest.param(SAMPLER, ELASTIC, 3, [1], 2, id="sampler-elastic", marks=SWEEP),
-    pytest.param(LEARNER, [*ELASTIC, "cluster.max_workers=3"], 5, [1, 3], 3, id="elastic-and-a-spare", marks=SWEEP),
+    pytest.param(
+        LEARNER,
+        [*ELASTIC, "cluster.max_workers=3"],
+        5,
+        [1, 3],
+        3,
+        id="elastic-and-a-spare",
+        marks=SWEEP,
+    ),
 ]
-"""Where the run is, how it goes on, the hosts that there are, which are lost, and the workers with which it goes on."""
+"""Where the run is, how it goes on, the hosts that there are, which are lost, and the workers
+with which it goes on."""
 
 
 @pytest.mark.parametrize(("place", "overrides", "hosts", "lost", "workers"), CASES)
@@ -150,7 +185,12 @@ def home(tmp_path, monkeypatch):
 
 def command(spec, config, digits_task, tmp_path, *overrides):
     """Return the command line of a run on the cluster of a spec."""
-    given = [*digits_overrides(digits_task, tmp_path / "run"), *GIVEN, "observe.progress=true", *overrides]
+    given = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        *GIVEN,
+        "observe.progress=true",
+        *overrides,
+    ]
     return (*CLI, "run", config, "--cluster", spec, *given)
 
 
@@ -161,7 +201,9 @@ def test_slurm_is_asked_for_another_job_when_the_host_of_one_has_no_power(
     straight, config, notes, digits_task, home, processes
 ):
     spec, workers = home / "slurm.yaml", 2 * processes
-    spec.write_text(CLUSTERS["slurm.yaml"].read_text().replace("processes: 1", f"processes: {processes}"))
+    spec.write_text(
+        CLUSTERS["slurm.yaml"].read_text().replace("processes: 1", f"processes: {processes}")
+    )
     learners = [*range(1, workers)]
     placed = f"cluster.placement={{rollout: [0], reward: [0], policy: {learners}}}"
     with Lab(3, names=Names.LOOPBACK) as lab, slurm(lab, home / "daemons") as env:
@@ -172,16 +214,24 @@ def test_slurm_is_asked_for_another_job_when_the_host_of_one_has_no_power(
         assert jobs(lab, env) == []
     print(f"\n| Slurm, {processes} workers a job {row} {run.check(straight, workers)} |")
     logs = [path.read_text() for path in (home / "slurm-logs").glob("*.err")]
-    assert len({re.search(r"Start worker at: +tcp://([\d.]+)", log)[1] for log in logs}) == 3, "not three hosts"
+    assert len({re.search(r"Start worker at: +tcp://([\d.]+)", log)[1] for log in logs}) == 3, (
+        "not three hosts"
+    )
 
 
 @needs_ssh
 @SWEEP
 def test_over_ssh_a_host_more_than_workers_is_a_spare(straight, config, notes, digits_task, home):
     spec = home / "ssh.yaml"
-    spec.write_text(CLUSTERS["ssh.yaml"].read_text().replace("host1, host2]", "host1, host2, host3]"))
+    spec.write_text(
+        CLUSTERS["ssh.yaml"].read_text().replace("host1, host2]", "host1, host2, host3]")
+    )
     with Lab(4, names=Names.LOOPBACK) as lab, ssh(lab, home / "daemons") as env:
         run = Disturbed(lab, home / "run", notes, LEARNER)
-        process = start(lab, env, *command(spec, config, digits_task, home, f"cluster.placement={LOST[LEARNER]}"))
+        process = start(
+            lab,
+            env,
+            *command(spec, config, digits_task, home, f"cluster.placement={LOST[LEARNER]}"),
+        )
         row = run.lose(process, lab.hosts[1])
     print(f"\n| ssh, a spare host {row} {run.check(straight, 3)} |")

@@ -1,4 +1,6 @@
-"""Runs across hosts do not depend on what names the hosts have, or on which kind of address; local ones stay local."""
+"""Runs across hosts do not depend on what names the hosts have, or on which kind of address;
+local ones stay local.
+"""
 
 import pytest
 
@@ -14,7 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @SWEEP  # test_same_numbers.py has Debian's names, and almost all others the hosts' addresses
 @pytest.mark.parametrize("names", Names)
-def test_a_run_across_hosts_does_not_care_what_their_names_resolve_to(cluster_of_three, digits_on, names):
+def test_a_run_across_hosts_does_not_care_what_their_names_resolve_to(
+    cluster_of_three, digits_on, names
+):
     lab, cluster = cluster_of_three(names=names)
     assert digits_on(cluster, lab.hosts[0]).succeeds()["steps"] == 3
 
@@ -30,8 +34,16 @@ def test_a_run_across_hosts_goes_over_ipv6(cluster_of_three, digits_on):
 def test_no_process_of_a_run_on_one_machine_listens_to_its_network(digits_task, tmp_path, engine):
     """The host's name leads to its address on the network: where gloo listens by default."""
     overrides = [
-        *(*digits_overrides(digits_task, tmp_path / "run"), "cluster.workers=3", APART, "run.steps=2"),
-        *(f"rollout.engine={engine}", "rewards.function=tests.hosts.rewards:nobody_listens_to_the_network"),
+        *(
+            *digits_overrides(digits_task, tmp_path / "run"),
+            "cluster.workers=3",
+            APART,
+            "run.steps=2",
+        ),
+        *(
+            f"rollout.engine={engine}",
+            "rewards.function=tests.hosts.rewards:nobody_listens_to_the_network",
+        ),
     ]
     words = ("-m", "siirl_dask.cli", "run", shipped("quickstart.yaml"), *overrides)
     with Lab(1) as lab:

@@ -1,4 +1,6 @@
-"""Before anything starts, each worker looks for what it will read and write: what a host lacks is said by its name."""
+"""Before anything starts, each worker looks for what it will read and write: what a host lacks
+is said by its name.
+"""
 
 import pytest
 
@@ -16,7 +18,10 @@ def test_a_model_that_a_host_lacks_and_a_run_folder_that_is_not_shared_are_refus
     run = digits_on(cluster, lab.hosts[0], f"model.path={own / 'model'}")
     out, _ = run.end()
     assert run.process.returncode == 2, out
-    assert f"for worker '2' on host 'host2' the model of role 'policy' '{own / 'model'}' is not there" in out
+    assert (
+        f"for worker '2' on host 'host2' the model of role 'policy' '{own / 'model'}' is not there"
+        in out
+    )
     assert "host1" not in out
 
     run = digits_on(cluster, lab.hosts[0], f"run.url={own / 'run'}", name="second")

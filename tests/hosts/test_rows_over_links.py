@@ -30,5 +30,8 @@ def test_rows_take_as_much_of_a_link_as_one_stream_of_the_kernel():
 @pytest.mark.sweep
 def test_rows_arrive_whole_over_a_link_of_10_ms():
     record = measure("--rates", 1e9, "--delays", 0.01, "--rows", 128, "--n", 2)
-    print(f"{record['ours']['fastest']:.1f} MB/s into each target, one stream {record['raw 1']['fastest']:.1f}")
+    print(
+        f"{record['ours']['fastest']:.1f} MB/s into each target, one stream "
+        f"{record['raw 1']['fastest']:.1f}"
+    )
     assert record["ours"]["MBps"] > 0

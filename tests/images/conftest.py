@@ -12,7 +12,10 @@ def tiny_folders(tmp_path_factory):
     from siirl_dask.tasks.tiny_vlm import tiny_vlm
 
     place = tmp_path_factory.mktemp("vlm")
-    return {family: tiny_vlm(place / family, family=family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+    return {
+        family: tiny_vlm(place / family, family=family)
+        for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    }
 
 
 @pytest.fixture(scope="session")

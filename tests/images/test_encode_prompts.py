@@ -99,7 +99,9 @@ def test_the_images_go_on_under_their_own_name_and_the_datasets_column_ends(read
 
 def test_a_dataset_whose_column_has_that_name_already_keeps_one(reader):
     ids = pa.array([0])
-    table = pa.table({"row_id": ids, "group_id": ids, "tokens": ids, "prompt": ["<image>"], "images": [[SMALL]]})
+    table = pa.table(
+        {"row_id": ids, "group_id": ids, "tokens": ids, "prompt": ["<image>"], "images": [[SMALL]]}
+    )
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=reader)
     made = encode_prompts(ctx, table, max_prompt_length=99, images=ImagesConfig(column="images"))
     assert made.column_names.count(IMAGES) == 1
@@ -133,15 +135,22 @@ def test_a_worker_without_rows_encodes_none(reader):
 
 def test_dynamic_sampling_reads_images_as_well():
     images = ImagesConfig(column="pictures")
-    contract = contract_of(partial(sample_until_mixed, images=images, rollout=RolloutConfig(), scorer="r", columns=()))
+    contract = contract_of(
+        partial(sample_until_mixed, images=images, rollout=RolloutConfig(), scorer="r", columns=())
+    )
     assert "pictures" in contract.reads
     assert IMAGES in contract.writes.names
 
 
 def test_an_engine_without_images_is_refused_by_the_key_that_it_lacks(reader):
     ids = pa.array([0])
-    table = pa.table({"row_id": ids, "group_id": ids, "tokens": ids, "prompt": ["<image>"], "images": [[SMALL]]})
+    table = pa.table(
+        {"row_id": ids, "group_id": ids, "tokens": ids, "prompt": ["<image>"], "images": [[SMALL]]}
+    )
     blind = Reader(reader.tokenizer, None)
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=blind)
-    with pytest.raises(ConfigError, match=r"images.column='images', and the engine takes texts alone: give its role's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"images.column='images', and the engine takes texts alone: give its role's",
+    ):
         encode_prompts(ctx, table, max_prompt_length=99, images=ImagesConfig(column="images"))

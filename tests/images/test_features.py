@@ -23,7 +23,8 @@ TEXT = st.lists(st.integers(0, 8), min_size=1, max_size=4)
 
 
 @given(
-    parts=st.lists(st.tuples(TEXT, st.integers(1, 5)), max_size=4), sampled=st.lists(st.integers(5, PAD), max_size=6)
+    parts=st.lists(st.tuples(TEXT, st.integers(1, 5)), max_size=4),
+    sampled=st.lists(st.integers(5, PAD), max_size=6),
 )
 def test_the_first_placeholders_are_those_of_the_images_and_sampled_ones_stay(parts, sampled):
     short = [token for text, _ in parts for token in (*text, PAD)] + [0]
@@ -59,10 +60,14 @@ def test_features_of_an_image_do_not_depend_on_those_beside_it_and_have_gradient
     for each, own in zip(pixels, together, strict=True):
         (alone,) = image_features(model, [each])
         assert len(alone.levels) == len(own.levels) == (family == "qwen3_vl")
-        for one, other in zip((alone.embeddings, *alone.levels), (own.embeddings, *own.levels), strict=True):
+        for one, other in zip(
+            (alone.embeddings, *alone.levels), (own.embeddings, *own.levels), strict=True
+        ):
             assert_close(one, other, atol=1e-5, rtol=0)
     sum(each.embeddings.sum() for each in together).backward()
-    assert any(weight.grad is not None and weight.grad.any() for weight in model.model.visual.parameters())
+    assert any(
+        weight.grad is not None and weight.grad.any() for weight in model.model.visual.parameters()
+    )
     assert image_features(model, []) == []
 
 
@@ -82,4 +87,6 @@ def test_positions_of_an_image_grow_in_its_rows_and_columns(tmp_path, family):
 def test_text_counts_in_all_dimensions_and_so_do_models_without_positions_for_images(tmp_path):
     model = load_model(tiny_model(tmp_path / "model"))
     assert not has_image_positions(model)
-    assert torch.equal(positions(model, [1, PAD, 2], [range(1, 2)], [(1, 2, 2)]), torch.arange(3).expand(3, -1))
+    assert torch.equal(
+        positions(model, [1, PAD, 2], [range(1, 2)], [(1, 2, 2)]), torch.arange(3).expand(3, -1)
+    )

@@ -13,11 +13,16 @@ from siirl_dask.schema import IMAGES, TYPES
 STRUCT = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 DATA, PATH = Image(b"abc"), Image(None, "s3://b/a.png")
 LAYOUTS = {
-    "structs": pa.array([{"bytes": b"abc", "path": "a.png"}, None, {"bytes": None, "path": "s3://b/a.png"}], STRUCT),
-    "lists of structs": pa.array(
-        [[{"bytes": b"abc", "path": None}], [], [{"bytes": None, "path": "s3://b/a.png"}]], pa.list_(STRUCT)
+    "structs": pa.array(
+        [{"bytes": b"abc", "path": "a.png"}, None, {"bytes": None, "path": "s3://b/a.png"}], STRUCT
     ),
-    "large lists": pa.array([[{"bytes": b"abc"}], None, [{"path": "s3://b/a.png"}]], pa.large_list(STRUCT)),
+    "lists of structs": pa.array(
+        [[{"bytes": b"abc", "path": None}], [], [{"bytes": None, "path": "s3://b/a.png"}]],
+        pa.list_(STRUCT),
+    ),
+    "large lists": pa.array(
+        [[{"bytes": b"abc"}], None, [{"path": "s3://b/a.png"}]], pa.large_list(STRUCT)
+    ),
     "lists of bytes": pa.array([[b"abc"], [], None], pa.list_(pa.binary())),
     "bytes": pa.array([b"abc", None, None], pa.large_binary()),
     "lists of texts": pa.array([None, [], ["s3://b/a.png"]], pa.list_(pa.string())),
@@ -45,7 +50,10 @@ ENTRY = st.one_of(
 )
 
 
-@given(rows=st.lists(st.one_of(st.none(), st.lists(ENTRY, max_size=3)), max_size=8), cut=st.integers(0, 8))
+@given(
+    rows=st.lists(st.one_of(st.none(), st.lists(ENTRY, max_size=3)), max_size=8),
+    cut=st.integers(0, 8),
+)
 def test_slices_and_chunks_give_the_rows_that_they_have(rows, cut):
     array = pa.array(rows, pa.list_(STRUCT))
     column = normalised(pa.chunked_array([array[:cut], array[cut:]]))
@@ -54,11 +62,18 @@ def test_slices_and_chunks_give_the_rows_that_they_have(rows, cut):
 
 @pytest.mark.parametrize(
     "kind",
-    [pa.int64(), pa.list_(pa.float32()), pa.struct({"url": pa.string()}), pa.struct({"bytes": pa.string()})],
+    [
+        pa.int64(),
+        pa.list_(pa.float32()),
+        pa.struct({"url": pa.string()}),
+        pa.struct({"bytes": pa.string()}),
+    ],
     ids=str,
 )
 def test_a_column_that_holds_no_images_is_refused_by_name(kind):
-    with pytest.raises(DataError, match=r"column 'pictures' has type .*: expected images as bytes, a URL"):
+    with pytest.raises(
+        DataError, match=r"column 'pictures' has type .*: expected images as bytes, a URL"
+    ):
         normalised(pa.chunked_array([pa.nulls(1, kind)]), "pictures")
 
 
@@ -79,7 +94,11 @@ def test_a_cache_never_holds_more_than_it_may_and_gives_what_was_made(sizes):
     cache = BoundedCache(20)
     made = []
     for key, nbytes in sizes:
-        value = cache.get((key, nbytes), lambda pair=(key, nbytes): made.append(pair) or pair, lambda pair: pair[1])
+        value = cache.get(
+            (key, nbytes),
+            lambda pair=(key, nbytes): made.append(pair) or pair,
+            lambda pair: pair[1],
+        )
         assert value == (key, nbytes)
         assert cache.nbytes <= 20
     if sum(nbytes for _, nbytes in {*sizes}) <= 20:

@@ -26,7 +26,9 @@ def fresh(model, **settings):
     return ImageProcessor.load(str(model), ImagesConfig(column="images", **settings))
 
 
-@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' own processors need torchvision")
+@pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="transformers' own processors need torchvision"
+)
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_pixels_and_ids_are_those_of_the_models_own_processor(tiny_folders, family):
     folder = tiny_folders[family]
@@ -35,7 +37,9 @@ def test_pixels_and_ids_are_those_of_the_models_own_processor(tiny_folders, fami
     text = f"what? {ours.family.placeholder}{ours.family.placeholder} red"
     theirs = own(text=[text], images=[ours.picture(image) for image in images], return_tensors="pt")
     made = [ours.pixels(image) for image in images]
-    assert (torch.cat([pixels.values for pixels in made]) - theirs["pixel_values"]).abs().max() < 1e-6
+    assert (
+        torch.cat([pixels.values for pixels in made]) - theirs["pixel_values"]
+    ).abs().max() < 1e-6
     assert [list(pixels.grid) for pixels in made] == theirs["image_grid_thw"].tolist()
     assert ours.expand(own.tokenizer(text)["input_ids"], images) == theirs["input_ids"][0].tolist()
 
@@ -46,7 +50,9 @@ def test_two_processors_make_the_same_bits_and_names(tiny_folders):
     assert torch.equal(one.pixels(image).values, other.pixels(image).values)
     assert one.identity(image) == other.identity(image)
     smaller = fresh(tiny_folders["qwen2_5_vl"], max_pixels=CELL * CELL * 4)
-    assert smaller.identity(image) != one.identity(image), "a cache by name would give the pixels of other settings"
+    assert smaller.identity(image) != one.identity(image), (
+        "a cache by name would give the pixels of other settings"
+    )
     assert smaller.tokens(image) < one.tokens(image)
 
 
@@ -104,7 +110,11 @@ def test_what_is_wrong_with_an_image_is_told_with_its_number(processor):
 def test_a_file_at_a_url_is_the_image_of_its_bytes(tiny_folders, tmp_path):
     data = png(40, 40)
     (tmp_path / "a.png").write_bytes(data)
-    at_path, relative, inline = Image(None, str(tmp_path / "a.png")), Image(None, "a.png"), Image(data)
+    at_path, relative, inline = (
+        Image(None, str(tmp_path / "a.png")),
+        Image(None, "a.png"),
+        Image(data),
+    )
     here = fresh(tiny_folders["qwen2_5_vl"], folder=str(tmp_path))
     here.bring([at_path, relative, Image(None, "gone.png")])
     (tmp_path / "a.png").unlink()  # both were fetched before, and are in the cache
@@ -118,7 +128,9 @@ def test_files_are_not_fetched_again_for_pixels_that_take_their_room(tiny_folder
     images = [Image(None, str(tmp_path / f"{number}.png")) for number in range(8)]
     for number in range(8):
         (tmp_path / f"{number}.png").write_bytes(png(40, 40, seed=number))
-    here = fresh(tiny_folders["qwen2_5_vl"], cache="100kB")  # the files are 40 kB, what is made of them is 350 kB
+    here = fresh(
+        tiny_folders["qwen2_5_vl"], cache="100kB"
+    )  # the files are 40 kB, what is made of them is 350 kB
     here.bring(images)
     for number in range(8):
         (tmp_path / f"{number}.png").unlink()
@@ -143,16 +155,25 @@ def test_without_a_column_there_is_no_processor(tiny_folders):
     [
         ("config.json", "model_type", "qwen3", "expected one of qwen2_vl, qwen2_5_vl, qwen3_vl"),
         ("config.json", "vision_config", None, "sees no images, and images.column is set"),
-        ("preprocessor_config.json", "patch_size", 16, r"patch_size=4, and its preprocessor_config.json patch_size=16"),
+        (
+            "preprocessor_config.json",
+            "patch_size",
+            16,
+            r"patch_size=4, and its preprocessor_config.json patch_size=16",
+        ),
         ("preprocessor_config.json", "image_processor_type", "Nope", "its image processor"),
     ],
 )
-def test_a_folder_that_cannot_process_images_is_refused_by_what_it_has(tiny_folders, tmp_path, file, key, value, said):
+def test_a_folder_that_cannot_process_images_is_refused_by_what_it_has(
+    tiny_folders, tmp_path, file, key, value, said
+):
     folder = tmp_path / "model"
     shutil.copytree(tiny_folders["qwen2_5_vl"], folder)
     content = json.loads((folder / file).read_text())
     if value is None:
-        content = {name: kept for name, kept in content.items() if name != key} | {"model_type": "qwen3"}
+        content = {name: kept for name, kept in content.items() if name != key} | {
+            "model_type": "qwen3"
+        }
     else:
         content[key] = value
     (folder / file).write_text(json.dumps(content))
@@ -163,14 +184,23 @@ def test_a_folder_that_cannot_process_images_is_refused_by_what_it_has(tiny_fold
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"min_pixels": 100, "max_pixels": 10}, "images.min_pixels=100 is above images.max_pixels=10"),
+        (
+            {"min_pixels": 100, "max_pixels": 10},
+            "images.min_pixels=100 is above images.max_pixels=10",
+        ),
         ({"most": 0}, "images.most=0"),
         ({"max_bytes": "many"}, "images.max_bytes='many'"),
         ({"cache": "0"}, "images.cache"),
         ({"timeout": 0.0}, "images.timeout"),
         ({"column": " "}, "images.column"),
-        ({"max_source_pixels": 200_000_000}, "expected at most 178956970, of which Pillow opens images"),
-        ({"column": None, "max_pixels": 100}, "images.max_pixels=100 and images.column=null, so no images are read"),
+        (
+            {"max_source_pixels": 200_000_000},
+            "expected at most 178956970, of which Pillow opens images",
+        ),
+        (
+            {"column": None, "max_pixels": 100},
+            "images.max_pixels=100 and images.column=null, so no images are read",
+        ),
         ({"column": None, "folder": "here"}, "images.folder='here' and images.column=null"),
     ],
 )
@@ -194,7 +224,9 @@ def test_limits_of_settings_and_folder_that_leave_no_size_are_refused(tiny_folde
 
 
 def test_the_models_own_resize_leaves_a_picture_alone(tiny_folders):
-    """vLLM runs it on what it is given: a second resize would give it other pixels than the trainer has."""
+    """vLLM runs it on what it is given: a second resize would give it other pixels than the
+    trainer has.
+    """
     own = AutoImageProcessor.from_pretrained(tiny_folders["qwen2_5_vl"], backend="pil")
     ours = fresh(tiny_folders["qwen2_5_vl"])
     for size in [(30, 20), (300, 200), (3, 3), (7, 640), (1000, 11)]:

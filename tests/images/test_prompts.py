@@ -28,7 +28,9 @@ def test_a_mark_in_a_text_becomes_the_models_placeholder():
     ],
 )
 def test_a_messages_content_becomes_texts_and_images_in_turn(content, expected):
-    assert marked([{"role": "user", "content": content}], HERE) == [{"role": "user", "content": expected}]
+    assert marked([{"role": "user", "content": content}], HERE) == [
+        {"role": "user", "content": expected}
+    ]
 
 
 def test_arrows_nulls_make_no_image_of_a_text():

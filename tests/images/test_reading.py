@@ -29,7 +29,12 @@ def test_the_size_and_the_picture_are_those_after_the_rotation_that_a_camera_wro
 
 
 @pytest.mark.parametrize(
-    "exif", [b"Exif\0\0no such thing", exif_of(kind=2, value=b"x\0\0\0"), exif_of(kind=7, value=b"\6\0\0\0")]
+    "exif",
+    [
+        b"Exif\0\0no such thing",
+        exif_of(kind=2, value=b"x\0\0\0"),
+        exif_of(kind=7, value=b"\6\0\0\0"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_a_picture_is_taken_whatever_its_exif_data_are(kind, exif):
@@ -89,7 +94,10 @@ def test_a_jpeg_with_a_second_picture_as_cameras_write_it_is_a_jpeg():
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"not an image at all", r"it is no JPEG, PNG, WebP, GIF or BMP: it begins with b'not an image"),
+        (
+            b"not an image at all",
+            r"it is no JPEG, PNG, WebP, GIF or BMP: it begins with b'not an image",
+        ),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "it is no JPEG"),
         (encoded(noise(4, 4), "TIFF"), "it is no JPEG"),
         (encoded(noise(32, 32), "JPEG")[:-200], "damaged or cut off"),
@@ -112,7 +120,9 @@ def test_a_file_is_fetched_from_any_store_within_its_limit(store_url):
     fs.makedirs(fs._parent(path), exist_ok=True)
     fs.pipe_file(path, data)
     assert fetch(url, max_bytes=len(data), timeout=30) == data
-    with pytest.raises(ImageError, match=f"more than {len(data) - 1:,} bytes: expected at most {len(data) - 1:,}"):
+    with pytest.raises(
+        ImageError, match=f"more than {len(data) - 1:,} bytes: expected at most {len(data) - 1:,}"
+    ):
         fetch(url, max_bytes=len(data) - 1, timeout=30)
     with pytest.raises(ImageError, match="cannot be read"):
         fetch(join(store_url, "b.png"), max_bytes=99, timeout=30)
@@ -120,7 +130,9 @@ def test_a_file_is_fetched_from_any_store_within_its_limit(store_url):
 
 @pytest.fixture
 def server_without_sizes() -> Iterator[str]:
-    """URL of a server that sends a picture of noise, and neither tells its size nor takes requests for parts of it."""
+    """URL of a server that sends a picture of noise, and neither tells its size nor takes
+    requests for parts of it.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:

@@ -66,7 +66,14 @@ QWEN3_30B_A3B = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 50,
+    "n_positions": 32,
+}
 QWEN2_5_VL_3B = {  # without a text_config, as the hub has it
     "model_type": "qwen2_5_vl",
     "hidden_size": 2048,

@@ -1,4 +1,6 @@
-"""A config.json alone gives every parameter of a model: the same as transformers makes, and as the files have."""
+"""A config.json alone gives every parameter of a model: the same as transformers makes, and as
+the files have.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ from tests.models.configs import (
 
 def by_transformers(config):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+        model = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -38,7 +42,9 @@ VARIANTS = {
     "llama with biases": {**LLAMA_3_1_8B, "attention_bias": True, "mlp_bias": True},
     "tied llama with a head's width": {**LLAMA_3_1_8B, "tie_word_embeddings": True, "head_dim": 64},
     "tied qwen3": {**QWEN3_8B, "tie_word_embeddings": True, "attention_bias": True},
-    "qwen3 with its own width of a head": {key: size for key, size in QWEN3_8B.items() if key != "head_dim"},
+    "qwen3 with its own width of a head": {
+        key: size for key, size in QWEN3_8B.items() if key != "head_dim"
+    },
 }
 
 
@@ -58,7 +64,13 @@ def test_the_config_of_a_real_folder_gives_what_its_weight_files_have(tmp_path, 
 def test_qwen_7b_is_read_as_its_page_says(tmp_path):
     found = read_architecture(str(write_config(tmp_path, QWEN2_5_7B)))
     assert found == Architecture(
-        layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocabulary=152064
+        layers=28,
+        hidden=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        vocabulary=152064,
     )
     assert (found.queries, found.keys) == (3584, 512)
 
@@ -66,7 +78,12 @@ def test_qwen_7b_is_read_as_its_page_says(tmp_path):
 def test_experts_are_as_wide_as_their_config_says_or_as_an_mlp_like_mixtrals(tmp_path):
     own = read_architecture(str(write_config(tmp_path / "qwen", QWEN3_30B_A3B)))
     assert (own.chosen, own.expert, own.inner) == (8, 768, 8 * 768)
-    like_mlp = {**MISTRAL_7B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    like_mlp = {
+        **MISTRAL_7B,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     mixtral = read_architecture(str(write_config(tmp_path / "mixtral", like_mlp)))
     assert (mixtral.chosen, mixtral.inner) == (2, 2 * 14336)
     assert read_architecture(str(write_config(tmp_path / "mistral", MISTRAL_7B))).inner == 14336
@@ -76,8 +93,19 @@ def test_other_families_are_asked_of_transformers(tmp_path):
     folder = str(write_config(tmp_path / "gpt2", GPT2))
     assert shapes_by_config(folder) == by_transformers(GPT2)
     found = read_architecture(folder)
-    assert (found.layers, found.hidden, found.heads, found.kv_heads, found.intermediate) == (2, 64, 2, 2, 256)
-    encoder = {"model_type": "vit", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    assert (found.layers, found.hidden, found.heads, found.kv_heads, found.intermediate) == (
+        2,
+        64,
+        2,
+        2,
+        256,
+    )
+    encoder = {
+        "model_type": "vit",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     assert shapes_by_config(str(write_config(tmp_path / "vit", encoder))) == {}
     assert read_architecture(str(tmp_path / "vit")) is None
     unknown = str(write_config(tmp_path / "unknown", {"model_type": "never heard of"}))
@@ -85,11 +113,16 @@ def test_other_families_are_asked_of_transformers(tmp_path):
     assert (shapes_by_config(str(tmp_path)), read_architecture(str(tmp_path))) == ({}, None)
 
 
-@pytest.mark.parametrize("damage", [{"hidden_size": "wide"}, {"num_hidden_layers": -1}, {"vocab_size": [1]}])
+@pytest.mark.parametrize(
+    "damage", [{"hidden_size": "wide"}, {"num_hidden_layers": -1}, {"vocab_size": [1]}]
+)
 def test_a_config_with_impossible_sizes_is_refused_with_its_folder(tmp_path, damage):
     folder = str(write_config(tmp_path, {**QWEN2_5_7B, **damage}))
     for read in (read_architecture, count_parameters):
-        with pytest.raises(ConfigError, match=r"model\.path='.*': its config\.json cannot be read: .*expected a whole"):
+        with pytest.raises(
+            ConfigError,
+            match=r"model\.path='.*': its config\.json cannot be read: .*expected a whole",
+        ):
             read(folder)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="a list where an object was expected"):

@@ -9,9 +9,13 @@ from siirl_dask.models.broken_imports import hide_broken
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A module that fails halfway, without ImportError, like a wheel built for another torch; and one that works."""
+    """A module that fails halfway, without ImportError, like a wheel built for another torch;
+    and one that works.
+    """
     (tmp_path / "broken_one").mkdir()
-    (tmp_path / "broken_one" / "__init__.py").write_text("import broken_one.part\nraise OSError('no libcudart')")
+    (tmp_path / "broken_one" / "__init__.py").write_text(
+        "import broken_one.part\nraise OSError('no libcudart')"
+    )
     (tmp_path / "broken_one" / "part.py").write_text("")
     (tmp_path / "sound_one.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
@@ -48,5 +52,8 @@ def test_transformers_loads_beside_a_broken_torchvision(tmp_path):
 
 
 def test_importing_siirl_dask_leaves_meta_path_alone():
-    code = "import sys; before = list(sys.meta_path); import siirl_dask; assert sys.meta_path == before"
+    code = (
+        "import sys; before = list(sys.meta_path); import siirl_dask; assert sys.meta_path == "
+        "before"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

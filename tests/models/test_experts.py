@@ -12,7 +12,9 @@ from siirl_dask.testing.reference_model import load_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("experts") / "model", seed=1, family="qwen3_moe", tied=False)
+    return tiny_model(
+        tmp_path_factory.mktemp("experts") / "model", seed=1, family="qwen3_moe", tied=False
+    )
 
 
 def test_files_are_read_as_the_modules_parameters_whole_and_in_parts(folder):
@@ -31,5 +33,8 @@ def test_a_folder_that_lacks_a_part_of_an_expert_is_refused_by_its_name(tmp_path
     files = load_file(folder / "model.safetensors")
     del files["model.layers.1.mlp.experts.2.up_proj.weight"]
     save_file(files, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts of 4 experts: the files lack .*\(2, 'up_proj'\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.1\.mlp\.experts of 4 experts: the files lack .*\(2, 'up_proj'\)",
+    ):
         open_weights(str(tmp_path))

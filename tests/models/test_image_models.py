@@ -1,4 +1,6 @@
-"""Sizes of models that see images: from config.json as the hub has it, and from the files of tiny ones."""
+"""Sizes of models that see images: from config.json as the hub has it, and from the files of
+tiny ones.
+"""
 
 import json
 from math import prod
@@ -23,9 +25,17 @@ def test_a_hub_config_gives_the_parameters_that_its_files_have(tmp_path):
     folder = str(write_config(tmp_path / "model", QWEN2_5_VL_3B))
     size, family = count_parameters(folder), FAMILIES["qwen2_5_vl"]
     assert size.total == PARAMETERS
-    tower = {name: shape for name, shape in shapes_by_config(folder).items() if is_of(VisionPart.visual, name, family)}
-    encoder = [prod(shape) for name, shape in tower.items() if is_of(VisionPart.encoder, name, family)]
-    assert count_frozen(folder, TrainerConfig(freeze=[VisionPart.visual]), READ) == sum(map(prod, tower.values()))
+    tower = {
+        name: shape
+        for name, shape in shapes_by_config(folder).items()
+        if is_of(VisionPart.visual, name, family)
+    }
+    encoder = [
+        prod(shape) for name, shape in tower.items() if is_of(VisionPart.encoder, name, family)
+    ]
+    assert count_frozen(folder, TrainerConfig(freeze=[VisionPart.visual]), READ) == sum(
+        map(prod, tower.values())
+    )
     assert count_frozen(folder, TrainerConfig(freeze=[VisionPart.encoder]), READ) == sum(encoder)
     language = count_frozen(folder, TrainerConfig(freeze=[VisionPart.language_model]), READ)
     assert language + sum(map(prod, tower.values())) == PARAMETERS
@@ -38,7 +48,9 @@ def test_a_hub_config_gives_the_parameters_that_its_files_have(tmp_path):
 def test_config_and_files_of_a_real_folder_agree(tmp_path, family):
     """Files may have other names than parameters, and the same shapes."""
     folder = str(tiny_vlm(tmp_path / "model", family=family, depth=2))
-    config = str(write_config(tmp_path / "config", json.loads((tmp_path / "model/config.json").read_text())))
+    config = str(
+        write_config(tmp_path / "config", json.loads((tmp_path / "model/config.json").read_text()))
+    )
     assert sorted(weight_shapes(folder).values()) == sorted(shapes_by_config(config).values())
     for part in VisionPart:
         trainer = TrainerConfig(freeze=[part])
@@ -52,11 +64,18 @@ def test_images_take_memory_and_a_frozen_tower_less_of_it(tmp_path):
     folder = str(write_config(tmp_path / "model", QWEN2_5_VL_3B))
 
     def working(images, **settings):
-        options = {"model": ModelConfig(path=folder), "trainer": TrainerConfig(**settings), "images": images}
+        options = {
+            "model": ModelConfig(path=folder),
+            "trainer": TrainerConfig(**settings),
+            "images": images,
+        }
         return check_trainer(options, ["a"], Config(images=READ)).device.working
 
     text, seen, frozen = working(None), working(READ), working(READ, freeze=[VisionPart.visual])
-    named = [{part: size for part, size in each.items() if "tokens of images" in part} for each in (text, seen, frozen)]
+    named = [
+        {part: size for part, size in each.items() if "tokens of images" in part}
+        for each in (text, seen, frozen)
+    ]
     assert not named[0]
     assert sum(named[1].values()) > 5 * sum(named[2].values()) > 0
     assert {part: size for part, size in seen.items() if part not in named[1]} == text

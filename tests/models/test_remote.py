@@ -1,4 +1,6 @@
-"""Models at URLs come to a host once, whole or not at all; what is wrong is told by name before anything starts."""
+"""Models at URLs come to a host once, whole or not at all; what is wrong is told by name before
+anything starts.
+"""
 
 import os
 import re
@@ -74,7 +76,9 @@ def test_a_model_that_is_forgotten_leaves_nothing_and_other_models_stay(remote, 
     assert set(cache_folder().rglob("*")) == before
 
 
-def test_a_model_that_lacks_a_file_is_not_there_and_the_next_try_fetches_what_is_missing(remote, model, tmp_path):
+def test_a_model_that_lacks_a_file_is_not_there_and_the_next_try_fetches_what_is_missing(
+    remote, model, tmp_path
+):
     found, came = find_model(remote), []
     fs, path = open_fs(remote)
     fs.rm_file(f"{path}/tokenizer.json")
@@ -150,16 +154,25 @@ find_model("s3://tests/model")
 
 
 def run(script, *arguments, **environment):
-    given = {name: value for name, value in os.environ.items() if environment.get(name, "") is not None}
+    given = {
+        name: value for name, value in os.environ.items() if environment.get(name, "") is not None
+    }
     given |= {name: str(value) for name, value in environment.items() if value is not None}
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=60)
 
 
 def test_missing_credentials_are_told_by_name(s3, tmp_path):
-    nobody = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_EC2_METADATA_DISABLED": "true"}
+    nobody = {
+        "AWS_ACCESS_KEY_ID": None,
+        "AWS_SECRET_ACCESS_KEY": None,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     done = run(NO_CREDENTIALS, **nobody, HOME=tmp_path)
-    assert "ConfigError: model 's3://tests/model': its store cannot be reached: NoCredentialsError" in done.stderr
+    assert (
+        "ConfigError: model 's3://tests/model': its store cannot be reached: NoCredentialsError"
+        in done.stderr
+    )
 
 
 FROM_THE_HUB = """
@@ -177,9 +190,13 @@ for url in sys.argv[1:]:
 """
 
 
-def test_a_model_of_the_hub_goes_to_the_hubs_cache_and_is_there_when_the_hub_is_not(model, tmp_path):
+def test_a_model_of_the_hub_goes_to_the_hubs_cache_and_is_there_when_the_hub_is_not(
+    model, tmp_path
+):
     shutil.copytree(model, tmp_path / "hub" / "models" / "org" / "name" / "inner")
-    (tmp_path / "hub" / "models" / "org" / "name" / "inner" / "pytorch_model.bin").write_bytes(b"not needed")
+    (tmp_path / "hub" / "models" / "org" / "name" / "inner" / "pytorch_model.bin").write_bytes(
+        b"not needed"
+    )
     size = count_parameters(str(model)).total
     wrong = {
         "hf://org/nmae": "'hf://org/nmae': the hub has no such repository, or it is private: HF_TOKEN names",
@@ -189,7 +206,9 @@ def test_a_model_of_the_hub_goes_to_the_hubs_cache_and_is_there_when_the_hub_is_
     }
     with hub(tmp_path / "hub") as (endpoint, asked):
         place = {"HF_ENDPOINT": endpoint, "HF_HOME": tmp_path / "home", "HF_HUB_OFFLINE": "0"}
-        first, *others = run(FROM_THE_HUB, "hf://org/name@main/inner", *wrong, **place).stdout.splitlines()
+        first, *others = run(
+            FROM_THE_HUB, "hf://org/name@main/inner", *wrong, **place
+        ).stdout.splitlines()
         commit, here, parameters, folder = first.split(" ", 3)
         assert (commit, here, parameters) == (COMMIT, "False", str(size))
         assert files(folder) == files(model)
@@ -197,13 +216,17 @@ def test_a_model_of_the_hub_goes_to_the_hubs_cache_and_is_there_when_the_hub_is_
         for (url, expected), told in zip(wrong.items(), others, strict=True):
             assert expected in told, url
     inner = f"hf://org/name@{COMMIT}/inner"
-    first, second = run(FROM_THE_HUB, inner, "hf://org/other", **{**place, "HF_HUB_OFFLINE": "1"}).stdout.splitlines()
+    first, second = run(
+        FROM_THE_HUB, inner, "hf://org/other", **{**place, "HF_HUB_OFFLINE": "1"}
+    ).stdout.splitlines()
     assert first == f"{COMMIT} True {size} {folder}"
     assert "its cache on this machine has not all of it" in second
     assert "the hub cannot be reached" in run(FROM_THE_HUB, "hf://org/other", **place).stdout
 
 
 def test_a_revision_and_a_folder_may_follow_a_repository():
-    assert hub_name("hf://org/name.x-1@refs%2Fpr%2F1/a/b") == hub_name("hf://org/name.x-1@refs%2Fpr%2F1/a/b/")
+    assert hub_name("hf://org/name.x-1@refs%2Fpr%2F1/a/b") == hub_name(
+        "hf://org/name.x-1@refs%2Fpr%2F1/a/b/"
+    )
     assert hub_name("hf://org/name@v1").revision == "v1"
     assert re.fullmatch("a/b", hub_name("hf://org/name.x-1@refs%2Fpr%2F1/a/b").folder)

@@ -11,7 +11,10 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.models.shapes import Widths, read_widths, weight_shapes
 from siirl_dask.tasks.tiny_model import tiny_model
 
-GEMMA = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "intermediate_size": 96}}
+GEMMA = {
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "intermediate_size": 96},
+}
 
 
 def widths_of(folder, text):

@@ -19,7 +19,9 @@ def table(**columns):
 
 @dataclass
 class Letters:
-    """An engine whose tokens are letters. It records the prompts in the order in which they begin."""
+    """An engine whose tokens are letters. It records the prompts in the order in which they
+    begin.
+    """
 
     begun: list = field(default_factory=list)
     version = 0

@@ -18,7 +18,9 @@ RELEASED = threading.Event()
 
 def talking_to(client):
     """Return an openai client that reads no certificates, which take a tenth of a second."""
-    plain = openai.DefaultAsyncHttpxClient(verify=False)  # by its module: it cannot be pickled by name
+    plain = openai.DefaultAsyncHttpxClient(
+        verify=False
+    )  # by its module: it cannot be pickled by name
     return openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=plain)
 
 
@@ -34,7 +36,9 @@ async def talks(client, row):
         messages = [{"role": "user", "content": row["prompt"]}]
         for words in ("go on", "and then?"):
             await asyncio.sleep(random.random() / 20)
-            done = await ai.chat.completions.create(model=client.model, messages=messages, max_tokens=5)
+            done = await ai.chat.completions.create(
+                model=client.model, messages=messages, max_tokens=5
+            )
             messages += [done.choices[0].message, {"role": "user", "content": words}]
         await asyncio.sleep(random.random() / 20)
         summary = [{"role": "user", "content": f"in short: {len(messages)}"}]
@@ -90,7 +94,9 @@ async def rejects(client, row):
 
 async def blocks(client, row):
     """Not what the loop of all agents likes: a call that waits in its thread."""
-    openai.OpenAI(base_url=client.base_url, api_key=client.api_key).completions.create(model=client.model, prompt="p")
+    openai.OpenAI(base_url=client.base_url, api_key=client.api_key).completions.create(
+        model=client.model, prompt="p"
+    )
     RELEASED.wait(60)
     return 1.0
 

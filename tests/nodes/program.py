@@ -17,7 +17,10 @@ match row["prompt"]:
     case "talks too much":
         print("x" * 10_000_000)
 body = json.dumps({"model": os.environ["OPENAI_MODEL"], "prompt": row["prompt"]}).encode()
-headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+headers = {
+    "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+    "Content-Type": "application/json",
+}
 with urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)) as answer:
     text = json.load(answer)["choices"][0]["text"]
 print("a line for people")

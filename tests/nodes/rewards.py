@@ -1,4 +1,6 @@
-"""Rewards for child processes: in a module of tests, each child would import all that the tests do, four seconds."""
+"""Rewards for child processes: in a module of tests, each child would import all that the tests
+do, four seconds.
+"""
 
 import asyncio
 import os

@@ -1,4 +1,6 @@
-"""Advantages of several agents as nodes, on one worker and on several; what an update changed for the next one's."""
+"""Advantages of several agents as nodes, on one worker and on several; what an update changed
+for the next one's.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +11,11 @@ import torch
 
 from siirl_dask.algorithms import RoleBaselines, build_role_baselines, dr_mas, hierarchical_grpo
 from siirl_dask.errors import PeerError, PlanError
-from siirl_dask.nodes import estimate_agent_advantages, estimate_role_advantages, measure_policy_change
+from siirl_dask.nodes import (
+    estimate_agent_advantages,
+    estimate_role_advantages,
+    measure_policy_change,
+)
 from siirl_dask.nodes.advantages.agent_advantage import _read_parts
 from siirl_dask.planner import DAG, Node, Role, compile_chains
 from siirl_dask.schema import TYPES
@@ -39,7 +45,9 @@ def test_dr_mas_compares_each_agents_whole_parts():
 
 def test_an_episode_one_of_whose_rows_failed_is_left_out_whole():
     reward = [1.0, None, 4.0, 0.0, 30.0, 2.0, 2.0, 4.0, 8.0]
-    table = estimate_agent_advantages(context(), two_agents(reward=reward), advantage=partial(dr_mas, **CENTRED))
+    table = estimate_agent_advantages(
+        context(), two_agents(reward=reward), advantage=partial(dr_mas, **CENTRED)
+    )
     assert table["advantage"].to_pylist() == [None, None, None, 0, 30, -1, -3, 1, 3]
 
 
@@ -108,7 +116,9 @@ def test_a_resumed_run_goes_on_with_the_baselines():
     assert first.state() == second.state()
 
 
-@pytest.mark.parametrize("message", [b"\xff", b"{}", b"[[1]]", b'[["1", "a", 0.5]]', b'[[1, "a", NaN]]'])
+@pytest.mark.parametrize(
+    "message", [b"\xff", b"{}", b"[[1]]", b'[["1", "a", 0.5]]', b'[[1, "a", NaN]]']
+)
 def test_rewards_from_a_peer_are_checked(message):
     with pytest.raises(PeerError, match="rewards of roles"):
         _read_parts(message)
@@ -153,13 +163,17 @@ def test_what_an_update_changed_is_on_all_rows_of_the_episode():
 
 def test_changes_of_several_updates_add_up():
     policy = Moved([])
-    table = measure_policy_change(context(policy), turns_of_two(policy_change=[1.0, 1.0, 2.0, 2.0]), agents=("a",))
+    table = measure_policy_change(
+        context(policy), turns_of_two(policy_change=[1.0, 1.0, 2.0, 2.0]), agents=("a",)
+    )
     assert table["policy_change"].to_pylist() == [1.75, 1.75, 1.75, 1.75]
 
 
 def test_tokens_of_the_environment_are_no_change():
     mask = [[True, False], [True], [True], [True]]
-    table = measure_policy_change(context(Moved([])), turns_of_two(response_mask=mask), agents=("a",))
+    table = measure_policy_change(
+        context(Moved([])), turns_of_two(response_mask=mask), agents=("a",)
+    )
     assert table["policy_change"].to_pylist() == [0.5, 0.5, -0.25, -0.25]
 
 

@@ -1,4 +1,6 @@
-"""Turns of several agents: what one hands over, the rows that are made of all, and whose they are."""
+"""Turns of several agents: what one hands over, the rows that are made of all, and whose they
+are.
+"""
 
 import pyarrow as pa
 import pytest
@@ -19,7 +21,9 @@ def context():
 
 
 def turn(agent, row_ids, groups, **others):
-    """Rows as ``generate`` leaves them: row r of agent a said ``a r``, in as many tokens as r, on a prompt of two."""
+    """Rows as ``generate`` leaves them: row r of agent a said ``a r``, in as many tokens as r,
+    on a prompt of two.
+    """
     texts = [f"{agent}{row}" for row in row_ids]
     made = {
         "row_id": row_ids,
@@ -38,7 +42,9 @@ def turn(agent, row_ids, groups, **others):
         "worker": ["w" for _ in row_ids],
         **others,
     }
-    return pa.table({name: pa.array(values, TYPES.get(name, pa.string())) for name, values in made.items()})
+    return pa.table(
+        {name: pa.array(values, TYPES.get(name, pa.string())) for name, values in made.items()}
+    )
 
 
 def ask(prompt, response, **others):
@@ -46,9 +52,15 @@ def ask(prompt, response, **others):
 
 
 def answered(table, agent, n=1):
-    """The rows of the next agent, n of each: as encode_prompts and generate with rollout.n make them."""
+    """The rows of the next agent, n of each: as encode_prompts and generate with rollout.n make
+    them.
+    """
     index = [row for row in range(table.num_rows) for _ in range(n)]
-    ids = [table["row_id"][row].as_py() * n + sample for row in range(table.num_rows) for sample in range(n)]
+    ids = [
+        table["row_id"][row].as_py() * n + sample
+        for row in range(table.num_rows)
+        for sample in range(n)
+    ]
     kept = table.take(index).drop_columns(TURN)
     own = turn(agent, ids, kept["group_id"].to_pylist()).drop_columns(["prompt"])
     for name in own.column_names:
@@ -63,7 +75,9 @@ def call(node, table, **options):
     made = node(context(), table, **options)
     planned = Node("node", node, role="r", after="before", options=options)
     dropped = planned.contract.drops
-    return checked(planned, [name for name in made.column_names if name not in dropped], table, made)
+    return checked(
+        planned, [name for name in made.column_names if name not in dropped], table, made
+    )
 
 
 def test_the_next_agent_is_told_what_the_function_makes_of_a_turn_and_the_turn_is_put_aside():
@@ -76,7 +90,10 @@ def test_the_next_agent_is_told_what_the_function_makes_of_a_turn_and_the_turn_i
 
 
 def test_an_agent_is_told_all_that_the_one_before_saw_and_said_if_nothing_else_is_asked_for():
-    assert append_response(prompt="x", prompt_text="Sort: 2 1 =", response=" 1 2") == "Sort: 2 1 = 1 2\n"
+    assert (
+        append_response(prompt="x", prompt_text="Sort: 2 1 =", response=" 1 2")
+        == "Sort: 2 1 = 1 2\n"
+    )
 
 
 def test_a_message_of_a_chat_is_the_users_unless_it_says_otherwise():
@@ -89,7 +106,8 @@ def test_a_message_of_a_chat_is_the_users_unless_it_says_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("made", "chat"), [("", False), (None, False), ([], True), ([{"role": "user"}], True), (3, True)]
+    ("made", "chat"),
+    [("", False), (None, False), ([], True), ([{"role": "user"}], True), (3, True)],
 )
 def test_a_message_that_is_none_is_refused_with_the_functions_name(made, chat):
     def ask_badly(**row):
@@ -103,21 +121,35 @@ def test_a_message_that_is_none_is_refused_with_the_functions_name(made, chat):
 def test_each_turn_of_a_chain_is_a_row_whose_id_tells_its_episode_and_its_place(row_ids, random):
     groups = [row // 4 for row in row_ids]
     table = answered(hand_over(context(), turn("a", row_ids, groups), agent="a", message=ask), "b")
-    table = table.append_column("reward", pa.array([float(row) for row in row_ids], TYPES["reward"]))
+    table = table.append_column(
+        "reward", pa.array([float(row) for row in row_ids], TYPES["reward"])
+    )
     order = random.sample(range(len(row_ids)), len(row_ids))
     made = call(bring_out, table.take(order), agents=("a", "b"))
-    assert made["row_id"].to_pylist() == sorted(2 * row + place for row in row_ids for place in (0, 1))
+    assert made["row_id"].to_pylist() == sorted(
+        2 * row + place for row in row_ids for place in (0, 1)
+    )
     for row in made.to_pylist():
         episode, place = divmod(row["row_id"], 2)
         assert (row["episode_id"], row["agent"], row["segment"]) == (episode, "ab"[place], 0)
-        assert (row["response"], row["reward"], row["group_id"]) == (f"{'ab'[place]}{episode}", episode, episode // 4)
+        assert (row["response"], row["reward"], row["group_id"]) == (
+            f"{'ab'[place]}{episode}",
+            episode,
+            episode // 4,
+        )
         assert row["tokens"] == len(row["prompt_ids"]) + len(row["response_ids"])
     assert not [name for name in made.column_names if name.startswith("a_1_") or name == MESSAGE]
     mine = call(take_agents, made, agents=("b",))
     assert mine["response"].to_pylist() == [f"b{row}" for row in sorted(row_ids)]
 
 
-@given(st.lists(st.lists(st.none() | st.floats(0, 1, width=32), min_size=3, max_size=3), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.none() | st.floats(0, 1, width=32), min_size=3, max_size=3),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_a_proposal_has_one_row_and_the_mean_reward_of_those_that_came_of_it(rewards):
     proposals = turn("a", [*range(len(rewards))], [row // 2 for row in range(len(rewards))])
     table = answered(hand_over(context(), proposals, agent="a", message=ask), "b", n=3)
@@ -127,11 +159,15 @@ def test_a_proposal_has_one_row_and_the_mean_reward_of_those_that_came_of_it(rew
     proposed, solved = (take_agents(context(), made, agents=(agent,)).to_pylist() for agent in "ab")
     assert [row["response"] for row in proposed] == proposals["response"].to_pylist()
     assert [row["group_id"] for row in proposed] == proposals["group_id"].to_pylist()
-    assert [row["group_id"] for row in solved] == [row for row in range(len(rewards)) for _ in range(3)]
+    assert [row["group_id"] for row in solved] == [
+        row for row in range(len(rewards)) for _ in range(3)
+    ]
     assert [row["reward"] for row in solved] == flat
     for row, own in zip(proposed, rewards, strict=True):
         there = [reward for reward in own if reward is not None]
-        assert row["reward"] == (pytest.approx(sum(there) / len(there), abs=1e-6) if there else None)
+        assert row["reward"] == (
+            pytest.approx(sum(there) / len(there), abs=1e-6) if there else None
+        )
     assert len({row["row_id"] for row in proposed + solved}) == 4 * len(rewards)
 
 
@@ -155,7 +191,9 @@ def test_an_agent_may_get_a_part_of_the_reward_in_place_of_the_whole():
     table = table.append_column("reward_parts", parts)
     made = call(bring_out, table, agents=("a", "b"), rewards={"a": "split"})
     assert made["reward"].to_pylist() == [0.25, 1.0, None, None]
-    with pytest.raises(ValueError, match=r"rewards=\{'a': 'spilt'\}: row 4 has the parts \['split'\]"):
+    with pytest.raises(
+        ValueError, match=r"rewards=\{'a': 'spilt'\}: row 4 has the parts \['split'\]"
+    ):
         bring_out(context(), table, agents=("a", "b"), rewards={"a": "spilt"})
 
 
@@ -169,7 +207,9 @@ def test_an_agent_may_get_a_part_of_the_reward_in_place_of_the_whole():
 )
 def test_options_that_name_nothing_are_refused_when_the_node_is_made(options, said):
     with pytest.raises(PlanError, match=said):
-        Node("turns", bring_out, role="r", after="reward", options={"agents": ("a", "b"), **options}).contract  # noqa: B018
+        Node(  # noqa: B018
+            "turns", bring_out, role="r", after="reward", options={"agents": ("a", "b"), **options}
+        ).contract
 
 
 def test_the_turns_of_one_episode_share_a_row_id_and_not_their_luck():

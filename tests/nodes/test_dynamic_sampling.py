@@ -1,4 +1,6 @@
-"""Tests of DAPO's dynamic sampling with a real dataloader, on one and several workers of one process."""
+"""Tests of DAPO's dynamic sampling with a real dataloader, on one and several workers of one
+process.
+"""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +18,17 @@ from siirl_dask.rewards import build_scorer
 from siirl_dask.rollout import FinishReason, Generation
 from siirl_dask.testing.local_pool import LocalPool
 
-COLUMNS = ["row_id", "group_id", "prompt", "answer", "response", "reward", "prompt_number", "data_row", "sample_number"]
+COLUMNS = [
+    "row_id",
+    "group_id",
+    "prompt",
+    "answer",
+    "response",
+    "reward",
+    "prompt_number",
+    "data_row",
+    "sample_number",
+]
 
 
 class Digits:
@@ -37,7 +49,10 @@ class Guesser:
     def serve(self, queue):
         while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
-                queue.complete(ticket, Generation([asked.prompt[0], asked.seed % 2], [0.0, 0.0], FinishReason.STOP))
+                queue.complete(
+                    ticket,
+                    Generation([asked.prompt[0], asked.seed % 2], [0.0, 0.0], FinishReason.STOP),
+                )
 
 
 def build_guesser(device, rank):
@@ -45,7 +60,9 @@ def build_guesser(device, rank):
 
 
 def hard_and_easy(prompt, response, answer, **extra):
-    """Every third prompt can be answered right or wrong; the others are always right or always wrong."""
+    """Every third prompt can be answered right or wrong; the others are always right or always
+    wrong.
+    """
     number, bit = map(int, response.split())
     return float(bit) if number % 3 == 0 else float(number % 3 == 1)
 
@@ -58,7 +75,9 @@ def never(prompt, response, answer, **extra):
 def source(tmp_path):
     table = pa.table({"prompt": [str(i) for i in range(100)], "answer": list(range(100))})
     pq.write_table(table, tmp_path / "train.parquet", row_group_size=9)
-    return Source(url=str(tmp_path / "train.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=1)
+    return Source(
+        url=str(tmp_path / "train.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=1
+    )
 
 
 async def hard_and_easy_async(prompt, response, answer):
@@ -67,7 +86,9 @@ async def hard_and_easy_async(prompt, response, answer):
 
 def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, overlap=True, **options):
     sample = partial(
-        sample_until_mixed, rollout=RolloutConfig(n=6), **({"max_prompt_length": 4, "batch_size": 8} | options)
+        sample_until_mixed,
+        rollout=RolloutConfig(n=6),
+        **({"max_prompt_length": 4, "batch_size": 8} | options),
     )
     roles = (
         Role("rollout", build_guesser),
@@ -75,17 +96,24 @@ def run(source, workers, tmp_path, *, steps=1, reward=hard_and_easy, overlap=Tru
     )
     dag = DAG(roles, (Node("rollout", sample, role="rollout", save_as="rollouts"),))
     names = [f"w{i}" for i in range(workers)]
-    plan = compile_chains(dag, names, source_schema(open_source(source).schema, source), overlap=overlap)
+    plan = compile_chains(
+        dag, names, source_schema(open_source(source).schema, source), overlap=overlap
+    )
     url = tmp_path / f"{workers}-{steps}-{overlap}"
     with LocalPool(plan, source, str(url)) as pool:
         metrics = [pool.run(step) for step in range(1, steps + 1)]
-    tables = [pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id") for step in range(1, steps + 1)]
+    tables = [
+        pq.read_table(url / "rollouts" / f"step={step:06d}").sort_by("row_id")
+        for step in range(1, steps + 1)
+    ]
     return [table.select(COLUMNS) for table in tables], metrics
 
 
 def test_a_step_is_filled_with_groups_that_have_a_spread(source, tmp_path):
     (table,), (metrics,) = run(source, 1, tmp_path)
-    groups = table.group_by("group_id").aggregate([("reward", "min"), ("reward", "max"), ("reward", "count")])
+    groups = table.group_by("group_id").aggregate(
+        [("reward", "min"), ("reward", "max"), ("reward", "count")]
+    )
     assert sorted(groups["group_id"].to_pylist()) == list(range(8))
     assert set(groups["reward_count"].to_pylist()) == {6}
     assert set(groups["reward_max"].to_pylist()) == {1.0}
@@ -141,8 +169,14 @@ def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
         Node("prompts", partial(encode_prompts, max_prompt_length=4), role="rollout"),
     )
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
-    with pytest.raises(PlanError, match=r"node 'rollout' draws more prompts.*\['rollout', 'prompts'\]"):
-        compile_chains(DAG((Role("rollout", build_guesser), Role("reward", build_guesser)), nodes), ["w"], schema)
+    with pytest.raises(
+        PlanError, match=r"node 'rollout' draws more prompts.*\['rollout', 'prompts'\]"
+    ):
+        compile_chains(
+            DAG((Role("rollout", build_guesser), Role("reward", build_guesser)), nodes),
+            ["w"],
+            schema,
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,8 +187,16 @@ def test_a_second_reader_of_the_dataset_beside_it_is_refused(source):
     ],
 )
 def test_a_scorer_on_other_workers_than_the_samples_is_refused(scorer, placement, said):
-    sample = partial(sample_until_mixed, rollout=RolloutConfig(), max_prompt_length=4, batch_size=8, scorer=scorer)
+    sample = partial(
+        sample_until_mixed,
+        rollout=RolloutConfig(),
+        max_prompt_length=4,
+        batch_size=8,
+        scorer=scorer,
+    )
     roles = (Role("rollout", build_guesser), Role("reward", build_guesser))
     schema = pa.schema({"prompt": pa.string(), "answer": pa.int64()})
     with pytest.raises(PlanError, match=f"node 'rollout' uses role '{scorer}'.*{said}"):
-        compile_chains(DAG(roles, (Node("rollout", sample, role="rollout"),)), ["w0", "w1"], schema, placement)
+        compile_chains(
+            DAG(roles, (Node("rollout", sample, role="rollout"),)), ["w0", "w1"], schema, placement
+        )

@@ -49,7 +49,9 @@ class Endless(Letters):
 
 
 def encoded(prompts, step):
-    """Encode prompts where a letter is a token and three are the limit; return the table and the context."""
+    """Encode prompts where a letter is a token and three are the limit; return the table and the
+    context.
+    """
     ctx = Context(step, 0, Rank(), Device("w"), Letters())
     rows = table(prompt=pa.array(prompts, pa.string()))
     return encode_prompts(ctx, rows, max_prompt_length=3), ctx
@@ -61,12 +63,17 @@ def test_a_worker_whose_prompts_are_all_too_long_goes_on_without_rows():
     assert some["prompt"].to_pylist() == ["a", "bb"]
     assert none.num_rows == 0
     assert none.schema.equals(some.schema)
-    counts = [ctx.metrics[f"data/{name}"].value for name in ("prompts", "dropped_prompts", "shortest_dropped_prompt")]
+    counts = [
+        ctx.metrics[f"data/{name}"].value
+        for name in ("prompts", "dropped_prompts", "shortest_dropped_prompt")
+    ]
     assert counts == [0, 2, 6]
 
 
 def test_a_partial_rollout_without_rows_continues_what_it_kept():
-    rollout = RolloutConfig(n=1, partial=True, max_tokens_per_step=1, max_response_length=2, max_staleness=1)
+    rollout = RolloutConfig(
+        n=1, partial=True, max_tokens_per_step=1, max_response_length=2, max_staleness=1
+    )
     none, ctx = encoded(["long"], 2)
     assert generate(ctx, none, rollout=rollout).num_rows == 0
     prompts, begun = encoded(["a"], 3)
@@ -87,19 +94,32 @@ def test_nodes_that_other_algorithms_add_take_tables_without_rows():
         rows = rows.append_column(name, pa.array([], TYPES[name]))
     ctx.resource = KLController(0.1)
     rows = estimate_advantage(ctx, penalise_kl(ctx, rows), advantage=grpo_advantage)
-    rows = choose_covariant(ctx, draw_minibatches(ctx, rows, minibatches=2, batch_size=2), minibatches=2)
+    rows = choose_covariant(
+        ctx, draw_minibatches(ctx, rows, minibatches=2, batch_size=2), minibatches=2
+    )
     assert rows.num_rows == 0
     assert ctx.resource.coefficient == 0.1
 
 
 def planned(recipe, task, tmp_path, workers, *parts, config="quickstart.yaml"):
-    """Return a pool for the digits task: all workers generate, the last learns; ``parts`` have long prompts."""
-    overrides = [f"data.max_prompt_length={LIMIT}", f"cluster.workers={workers}", "cluster.placement={}"]
+    """Return a pool for the digits task: all workers generate, the last learns; ``parts`` have
+    long prompts.
+    """
+    overrides = [
+        f"data.max_prompt_length={LIMIT}",
+        f"cluster.workers={workers}",
+        "cluster.placement={}",
+    ]
     config = load(shipped(config), [*digits_overrides(task, tmp_path / "run"), *overrides])
-    source = write_long_prompts(tmp_path / "data.parquet", *parts, batch_size=config.data.batch_size)
+    source = write_long_prompts(
+        tmp_path / "data.parquet", *parts, batch_size=config.data.batch_size
+    )
     generating, learning = [*range(workers)], [workers - 1]
     dag = recipe(config)
-    placement = {role.name: generating if role.name in ("rollout", "reward") else learning for role in dag.roles}
+    placement = {
+        role.name: generating if role.name in ("rollout", "reward") else learning
+        for role in dag.roles
+    }
     schema = source_schema(open_source(source).schema, source)
     names = [f"w{number}" for number in range(workers)]
     return LocalPool(compile_chains(dag, names, schema, placement), source, str(tmp_path / "run"))
@@ -112,11 +132,17 @@ def learned(pool, role):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("recipe", "config"), [(grpo, "quickstart.yaml"), (ppo, "quickstart_ppo.yaml")])
-def test_a_step_without_rows_changes_no_weight_and_no_optimizer_state(digits_task, tmp_path, recipe, config, workers):
+@pytest.mark.parametrize(
+    ("recipe", "config"), [(grpo, "quickstart.yaml"), (ppo, "quickstart_ppo.yaml")]
+)
+def test_a_step_without_rows_changes_no_weight_and_no_optimizer_state(
+    digits_task, tmp_path, recipe, config, workers
+):
     with planned(recipe, digits_task, tmp_path, workers, (2, 0, 1), config=config) as pool:
         pool.run(1)
-        trained = [role for role in ("policy", "critic") if role in pool.resources(pool.workers[-1])]
+        trained = [
+            role for role in ("policy", "critic") if role in pool.resources(pool.workers[-1])
+        ]
         before = {role: learned(pool, role) for role in trained}
         skipped = pool.run(2)
         after = {role: learned(pool, role) for role in trained}

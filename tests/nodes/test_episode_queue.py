@@ -1,4 +1,6 @@
-"""Tests of the queue of turns: an engine gets what is ready, waits for no single environment, and can stop."""
+"""Tests of the queue of turns: an engine gets what is ready, waits for no single environment,
+and can stop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An episode counts as one, however many rows it has: in statistics, losses, mini-batches, penalties and measures."""
+"""An episode counts as one, however many rows it has: in statistics, losses, mini-batches,
+penalties and measures.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -74,7 +76,9 @@ def advantages_by_episode(table):
 
 
 def test_a_long_episode_does_not_shift_the_statistics_of_its_group():
-    """SkyRL #1278, Megatron-LM #2966: with rows counted, the episode of three rows would be three of six."""
+    """SkyRL #1278, Megatron-LM #2966: with rows counted, the episode of three rows would be
+    three of six.
+    """
     table = of_group(1.0, 0.0, 0.0, 0.0, cuts=(1, 2))
     found = advantages_by_episode(estimate_advantage(context(), table, advantage=grpo))
     assert {key[0]: value for key, (value,) in found.items()} == pytest.approx(
@@ -88,14 +92,20 @@ def test_the_reward_of_an_episode_is_the_sum_of_its_rows():
         table.column_names.index("reward"), "reward", pa.array([0.25, 0.5, 1.0, 0.5], pa.float32())
     )
     seen = []
-    estimate_advantage(context(), table, advantage=lambda outcomes: seen.append(outcomes) or outcomes.rewards)
+    estimate_advantage(
+        context(), table, advantage=lambda outcomes: seen.append(outcomes) or outcomes.rewards
+    )
     assert seen[0].rewards.tolist() == [1.75, 0.5]
     assert seen[0].lengths.tolist() == [6, 6]
 
 
 def test_every_segment_trains_on_its_episodes_advantage_at_its_own_tokens():
-    """SkyRL #1492 and #1507: the last step's masked advantages, copied, were zeros where earlier steps had tokens."""
-    table = table_of([episode(0, [(1, 6), (5, 2), (2, 0)], reward=1.0), episode(1, TURNS)], [(1, 2), ()])
+    """SkyRL #1492 and #1507: the last step's masked advantages, copied, were zeros where earlier
+    steps had tokens.
+    """
+    table = table_of(
+        [episode(0, [(1, 6), (5, 2), (2, 0)], reward=1.0), episode(1, TURNS)], [(1, 2), ()]
+    )
     table = estimate_advantage(context(), table, advantage=grpo)
     ctx = context(Recorder())
     count = pa.array(table["response_ids"].combine_chunks().value_lengths())
@@ -137,38 +147,61 @@ def test_statistics_are_of_each_agent_by_itself():
         (1, "a"): -0.25,
         (1, "b"): -25.0,
     }
-    tokens = estimate_token_advantages(context(), table, advantage=reinforce_plus_plus_baseline, whiten=False)
+    tokens = estimate_token_advantages(
+        context(), table, advantage=reinforce_plus_plus_baseline, whiten=False
+    )
     assert joined(tokens, "advantages")[1][-1] == 75.0
 
 
 lists_of_turns = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4)
-groups_of_episodes = st.lists(st.tuples(lists_of_turns, st.sampled_from([0.0, 0.5, 1.0, 2.0])), min_size=2, max_size=6)
+groups_of_episodes = st.lists(
+    st.tuples(lists_of_turns, st.sampled_from([0.0, 0.5, 1.0, 2.0])), min_size=2, max_size=6
+)
 
 
 @settings(max_examples=25, deadline=None)
 @given(drawn=groups_of_episodes, data=st.data())
 def test_cutting_an_episode_changes_no_advantage(drawn, data):
-    episodes = [episode(at, turns, reward=reward, group=at // 3) for at, (turns, reward) in enumerate(drawn)]
+    episodes = [
+        episode(at, turns, reward=reward, group=at // 3) for at, (turns, reward) in enumerate(drawn)
+    ]
     cuts = [data.draw(st.sets(st.integers(1, len(turns)))) for turns, _ in drawn]
     shuffled = data.draw(st.permutations(range(sum(1 + len([c for c in own if c < len(one["turns"])])
                                                    for own, one in zip(cuts, episodes, strict=True)))))  # fmt: skip
     whole = table_of(episodes, values=lambda at, place: 0.1 * (at + place))
-    parts = table_of(episodes, cuts, values=lambda at, place: 0.1 * (at + place)).take(list(shuffled))
+    parts = table_of(episodes, cuts, values=lambda at, place: 0.1 * (at + place)).take(
+        list(shuffled)
+    )
     for advantage in (grpo, dr_grpo, rloo, opo, partial(grpo, scale="batch")):
-        one, other = (estimate_advantage(context(), table, advantage=advantage) for table in (whole, parts))
-        expected = one["advantage"].to_pylist()
-        assert {key[0]: value for key, (value,) in advantages_by_episode(other).items()} == dict(enumerate(expected))
-    for advantage in (partial(gae, discount=0.9, gae_lambda=0.8), reinforce_plus_plus, reinforce_plus_plus_baseline):
         one, other = (
-            estimate_token_advantages(context(), table, advantage=advantage, whiten=False) for table in (whole, parts)
+            estimate_advantage(context(), table, advantage=advantage) for table in (whole, parts)
+        )
+        expected = one["advantage"].to_pylist()
+        assert {key[0]: value for key, (value,) in advantages_by_episode(other).items()} == dict(
+            enumerate(expected)
+        )
+    for advantage in (
+        partial(gae, discount=0.9, gae_lambda=0.8),
+        reinforce_plus_plus,
+        reinforce_plus_plus_baseline,
+    ):
+        one, other = (
+            estimate_token_advantages(context(), table, advantage=advantage, whiten=False)
+            for table in (whole, parts)
         )
         for name in ("advantages", "returns"):
             assert joined(other, name) == joined(one, name)
 
 
 def test_what_follows_a_segment_is_the_next_one_not_the_end():
-    """A critic's value after a segment's last token is the next segment's first: GAE over each alone would see 0."""
-    table = table_of([episode(0, [(1, 0), (1, 0)], reward=1.0)], [(1,)], values=lambda at, place: [0.4, 0.7][place])
+    """A critic's value after a segment's last token is the next segment's first: GAE over each
+    alone would see 0.
+    """
+    table = table_of(
+        [episode(0, [(1, 0), (1, 0)], reward=1.0)],
+        [(1,)],
+        values=lambda at, place: [0.4, 0.7][place],
+    )
     found = estimate_token_advantages(
         context(), table, advantage=partial(gae, discount=1.0, gae_lambda=0.0), whiten=False
     )
@@ -176,23 +209,38 @@ def test_what_follows_a_segment_is_the_next_one_not_the_end():
 
 
 def test_the_reward_of_a_segment_without_tokens_of_the_policy_falls_on_the_one_before():
-    table = table_of([episode(0, [(2, 0), (0, 2)], reward=1.0), episode(1, [(1, 0), (0, 0)], reward=1.0)], [(1,), (1,)])
+    table = table_of(
+        [episode(0, [(2, 0), (0, 2)], reward=1.0), episode(1, [(1, 0), (0, 0)], reward=1.0)],
+        [(1,), (1,)],
+    )
     found = estimate_token_advantages(context(), table, advantage=reinforce_plus_plus, whiten=False)
     assert [row[:2] for row in joined(found, "advantages")] == [[1.0, 1.0], [1.0]]
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 6), min_size=8, max_size=8), split=st.booleans(), step=st.integers(0, 99))
-def test_the_number_of_optimizer_steps_does_not_depend_on_how_long_episodes_are(lengths, split, step):
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=8, max_size=8),
+    split=st.booleans(),
+    step=st.integers(0, 99),
+)
+def test_the_number_of_optimizer_steps_does_not_depend_on_how_long_episodes_are(
+    lengths, split, step
+):
     """SkyRL #1529: mini-batches of so many rows made more steps of longer episodes."""
     episodes = [episode(at, [(1, 0)] * length) for at, length in enumerate(lengths)]
     table = table_of(episodes, [range(1, length) for length in lengths])
     ctx = context()
     ctx.step = step
-    drawn = draw_minibatches(ctx, table, minibatches=2, batch_size=2, n=N, split_groups=split).to_pylist()
-    by_minibatch = [{row["episode_id"] for row in drawn if row["minibatch"] == at} for at in range(2)]
+    drawn = draw_minibatches(
+        ctx, table, minibatches=2, batch_size=2, n=N, split_groups=split
+    ).to_pylist()
+    by_minibatch = [
+        {row["episode_id"] for row in drawn if row["minibatch"] == at} for at in range(2)
+    ]
     assert [len(episodes) for episodes in by_minibatch] == [4, 4]
-    assert not set.intersection(*by_minibatch), "a segment is trained on in another step than its episode"
+    assert not set.intersection(*by_minibatch), (
+        "a segment is trained on in another step than its episode"
+    )
 
 
 @given(
@@ -213,7 +261,10 @@ def folder(tmp_path_factory):
 
 
 def learning_table(cuts, advantage=grpo):
-    episodes = [episode(at, [(2, 1), (1 + at, 2), (3, 0)], reward=float(at == 1), seed=at) for at in range(4)]
+    episodes = [
+        episode(at, [(2, 1), (1 + at, 2), (3, 0)], reward=float(at == 1), seed=at)
+        for at in range(4)
+    ]
     table = table_of(
         episodes,
         cuts,
@@ -238,9 +289,17 @@ def test_cutting_episodes_changes_neither_loss_nor_gradient(folder, name, budget
     for cuts in (None, CUTS):
         trainer = policy(folder, config)
         ctx = context(trainer)
-        update_policy(ctx, learning_table(cuts), loss=ppo_clip_loss, minibatches=1, aggregate=AGGREGATIONS[name])
+        update_policy(
+            ctx,
+            learning_table(cuts),
+            loss=ppo_clip_loss,
+            minibatches=1,
+            aggregate=AGGREGATIONS[name],
+        )
         gradients = trainer._learner.gradients.clone()
-        seen.append((ctx.metrics["policy/loss"].value, ctx.metrics["policy/grad_norm"].value, gradients))
+        seen.append(
+            (ctx.metrics["policy/loss"].value, ctx.metrics["policy/grad_norm"].value, gradients)
+        )
         trainer.close()
     (loss, norm, gradients), (cut_loss, cut_norm, cut_gradients) = seen
     assert cut_loss == pytest.approx(loss, rel=1e-5, abs=1e-7)
@@ -257,7 +316,9 @@ def test_cutting_episodes_does_not_change_what_a_critic_learns(folder):
         learner = critic(folder, TrainerConfig(lr=1e-3))
         ctx = context(learner)
         aggregate = sequence_mean_token_mean
-        update_critic(ctx, learning_table(cuts), loss=value_clip, minibatches=1, aggregate=aggregate)
+        update_critic(
+            ctx, learning_table(cuts), loss=value_clip, minibatches=1, aggregate=aggregate
+        )
         seen.append([ctx.metrics[f"critic/{name}"].value for name in ("loss", "grad_norm")])
         learner.close()
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
@@ -283,29 +344,48 @@ def test_segments_on_several_workers_are_still_one_episode():
 
 @pytest.mark.parametrize("surrogate", [gspo, gmpo], ids=["gspo", "gmpo"])
 def test_the_ratio_of_a_sequence_is_a_segments_and_its_episode_counts_as_one(folder, surrogate):
-    """SkyRL #1278, #1432: a ratio over a turn is not one over the episode. Here it is a row's, as docs say."""
+    """SkyRL #1278, #1432: a ratio over a turn is not one over the episode. Here it is a row's,
+    as docs say.
+    """
     seen = {}
 
     def loss(inputs):
-        shift = torch.cat([torch.full((count,), size) for count, size in zip(lengths, shifts, strict=True)])
-        result = surrogate(replace(inputs, old_logprobs=inputs.logprobs.detach() - shift), clip_low=0.9, clip_high=0.9)
+        shift = torch.cat(
+            [torch.full((count,), size) for count, size in zip(lengths, shifts, strict=True)]
+        )
+        result = surrogate(
+            replace(inputs, old_logprobs=inputs.logprobs.detach() - shift),
+            clip_low=0.9,
+            clip_high=0.9,
+        )
         seen["ratio"] = result.metrics["ratio"]
         return result
 
-    shifts, lengths = [0.3, -0.2, 0.0], [2, 4, 3]  # log-ratios to the old policy: two segments, and an episode
-    table = table_of([episode(0, [(2, 0), (4, 0)], reward=1.0), episode(1, [(3, 0)])], [(1,), ()],
-                     old_logprobs=lambda at, place: 0.0, rollout_logprobs=lambda at, place: 0.0)  # fmt: skip
+    shifts, lengths = (
+        [0.3, -0.2, 0.0],
+        [2, 4, 3],
+    )  # log-ratios to the old policy: two segments, and an episode
+    table = table_of(
+        [episode(0, [(2, 0), (4, 0)], reward=1.0), episode(1, [(3, 0)])],
+        [(1,), ()],
+        old_logprobs=lambda at, place: 0.0,
+        rollout_logprobs=lambda at, place: 0.0,
+    )
     table = draw_minibatches(context(), estimate_advantage(context(), table, advantage=dr_grpo), minibatches=1,
                              batch_size=1)  # fmt: skip
     ctx = context(policy(folder, TrainerConfig(lr=1e-3)))
     update_policy(ctx, table, loss=loss, minibatches=1, aggregate=sequence_mean_token_mean)
-    assert seen["ratio"].tolist() == pytest.approx([np.exp(0.3)] * 2 + [np.exp(-0.2)] * 4 + [1.0] * 3, rel=1e-5)
+    assert seen["ratio"].tolist() == pytest.approx(
+        [np.exp(0.3)] * 2 + [np.exp(-0.2)] * 4 + [1.0] * 3, rel=1e-5
+    )
     first = -0.5 * (2 * np.exp(0.3) + 4 * np.exp(-0.2)) / 6
     assert ctx.metrics["policy/loss"].value == pytest.approx((first + 0.5) / 2, abs=1e-6)
 
 
 def test_a_penalty_on_length_is_of_the_episode_and_falls_due_once():
-    """With rows penalised, an episode of many short segments would be free, and one of long ones pay several times."""
+    """With rows penalised, an episode of many short segments would be free, and one of long ones
+    pay several times.
+    """
     episodes = [episode(0, [(4, 0), (4, 0)], reward=1.0), episode(1, [(4, 0)], reward=1.0)]
     whole, parts = table_of(episodes), table_of(episodes, [(1,), ()])
     node = partial(penalise_overlong, max_length=10, buffer=4)
@@ -313,7 +393,9 @@ def test_a_penalty_on_length_is_of_the_episode_and_falls_due_once():
     assert node(context(), parts)["reward"].to_pylist() == [0.0, 0.5, 1.0]
     split, contexts = on_workers(node, [parts.slice(0, 1), parts.slice(1, 2)])
     assert split["reward"].to_pylist() == [0.0, 0.5, 1.0]
-    assert sum(ctx.metrics["reward/overlong_penalty"].weight for ctx in contexts if ctx.metrics) == 2
+    assert (
+        sum(ctx.metrics["reward/overlong_penalty"].weight for ctx in contexts if ctx.metrics) == 2
+    )
 
 
 def test_an_episode_that_was_cut_short_is_masked_with_all_its_rows_and_by_its_last_reason():
@@ -324,7 +406,9 @@ def test_an_episode_that_was_cut_short_is_masked_with_all_its_rows_and_by_its_la
 
 
 def test_the_kl_penalty_of_all_segments_counts_and_the_controller_sees_episodes():
-    """SkyRL #1432 refuses a KL in the reward of step-wise rows: only the last step's was subtracted."""
+    """SkyRL #1432 refuses a KL in the reward of step-wise rows: only the last step's was
+    subtracted.
+    """
 
     class Controller(KLController):
         def __init__(self, coefficient):
@@ -335,19 +419,26 @@ def test_the_kl_penalty_of_all_segments_counts_and_the_controller_sees_episodes(
             self.seen.append((divergence, samples))
 
     episodes = [episode(0, [(2, 1), (2, 0)], reward=1.0), episode(1, [(2, 0)], reward=0.0)]
-    logprobs = {"old_logprobs": lambda at, place: -1.0, "reference_logprobs": lambda at, place: -1.5}
+    logprobs = {
+        "old_logprobs": lambda at, place: -1.0,
+        "reference_logprobs": lambda at, place: -1.5,
+    }
     seen = []
     for cuts in (None, [(1,), ()]):
         controller, outcomes = Controller(0.1), []
         table = penalise_kl(context(controller), table_of(episodes, cuts, **logprobs))
-        estimate_advantage(context(), table, advantage=lambda given, to=outcomes: to.append(given) or given.rewards)
+        estimate_advantage(
+            context(), table, advantage=lambda given, to=outcomes: to.append(given) or given.rewards
+        )
         assert outcomes[0].rewards.tolist() == pytest.approx([1.0 - 4 * 0.05, -2 * 0.05])
         seen += controller.seen
     assert seen == [(0.5, 2), (0.5, 2)]
 
 
 def test_a_greedy_episode_of_several_rows_is_one_baseline():
-    table = table_of([episode(0, TURNS, reward=1.0), episode(1, TURNS, reward=0.5, group=0)], [(), (1, 2)])
+    table = table_of(
+        [episode(0, TURNS, reward=1.0), episode(1, TURNS, reward=0.5, group=0)], [(), (1, 2)]
+    )
     rewards = pa.array([1.0, 0.25, 0.25, 0.0], pa.float32())
     table = table.set_column(table.column_names.index("reward"), "reward", rewards)
     table = table.append_column("greedy", pa.array([False, True, True, True]))
@@ -369,7 +460,9 @@ def test_places_from_a_peer_are_checked():
     table = of_group(1.0, 0.0, cuts=(1,))
     ctx = context()
     for message in (b"123", (np.ones(5, "<i8") * -1).tobytes()):
-        ctx.peers = type("Peers", (), {"all_gather": lambda self, own, message=message: [own, message]})()
+        ctx.peers = type(
+            "Peers", (), {"all_gather": lambda self, own, message=message: [own, message]}
+        )()
         with pytest.raises(PeerError, match="received"):
             row_positions(ctx, table, torch.ones(3, dtype=torch.int64))
 
@@ -385,11 +478,15 @@ def test_agents_of_one_episode_are_sequences_of_their_own():
 
 def test_a_worker_without_rows_takes_part():
     table = learning_table(CUTS).slice(0, 0).drop_columns(["advantage", "minibatch"])
-    table = estimate_advantage(context(), penalise_overlong(context(), table, max_length=9), advantage=grpo)
+    table = estimate_advantage(
+        context(), penalise_overlong(context(), table, max_length=9), advantage=grpo
+    )
     table = estimate_token_advantages(context(), table.drop_columns(["returns"]), advantage=gae)
     table = draw_minibatches(context(), table, minibatches=2, batch_size=1)
     ctx = context(Recorder())
     update_policy(ctx, table, loss=policy_gradient_loss, minibatches=2)
     assert [len(batch.rows) for batch in ctx.resource.batches] == [0, 0]
     assert [batch.episodes.starts.tolist() for batch in ctx.resource.batches] == [[], []]
-    measure_answers(context(), table.append_column("response", pa.array([], pa.string())), n=2, k=(1,))
+    measure_answers(
+        context(), table.append_column("response", pa.array([], pa.string())), n=2, k=(1,)
+    )

@@ -1,4 +1,6 @@
-"""Episodes of several rows on any number of workers: the same advantages, mini-batches and places, whoever has them."""
+"""Episodes of several rows on any number of workers: the same advantages, mini-batches and
+places, whoever has them.
+"""
 
 from functools import partial
 
@@ -41,7 +43,10 @@ def speak(ctx, table):
                         "tokens": said + 2,
                         "prompt_ids": [1, 2],
                         "response_ids": [7] * said,
-                        "response_mask": [True, *[bool(bit) for bit in drawn.integers(0, 2, said - 1)]],
+                        "response_mask": [
+                            True,
+                            *[bool(bit) for bit in drawn.integers(0, 2, said - 1)],
+                        ],
                         "rollout_logprobs": [-1.0] * said,
                         "old_logprobs": [-1.0] * said,
                         "reward": float(drawn.integers(0, 3)),
@@ -69,8 +74,13 @@ def place(ctx, table):
 
 @pytest.fixture
 def source(tmp_path):
-    pq.write_table(pa.table({"prompt": list("abcdefgh"), "answer": list("abcdefgh")}), tmp_path / "data.parquet")
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=1)
+    pq.write_table(
+        pa.table({"prompt": list("abcdefgh"), "answer": list("abcdefgh")}),
+        tmp_path / "data.parquet",
+    )
+    return Source(
+        url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=1
+    )
 
 
 def dag_with(last):
@@ -89,13 +99,24 @@ def dag_with(last):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_any_number_of_workers_has_the_same_episodes(source, tmp_path, workers):
     tables = []
-    last = Node("place", place, role="policy", after=("minibatches",), rows=Rows.BALANCED, save_as="rollouts")
+    last = Node(
+        "place",
+        place,
+        role="policy",
+        after=("minibatches",),
+        rows=Rows.BALANCED,
+        save_as="rollouts",
+    )
     for count in (1, workers):
         names = [f"w{number}" for number in range(count)]
-        plan = compile_chains(dag_with(last), names, source_schema(open_source(source).schema, source))
+        plan = compile_chains(
+            dag_with(last), names, source_schema(open_source(source).schema, source)
+        )
         with LocalPool(plan, source, str(tmp_path / str(count))) as pool:
             pool.run(1)
-        tables.append(pq.read_table(tmp_path / str(count) / "rollouts" / "step=000001").sort_by("row_id"))
+        tables.append(
+            pq.read_table(tmp_path / str(count) / "rollouts" / "step=000001").sort_by("row_id")
+        )
     names = ("row_id", "advantage", "minibatch", "starts", "lengths")
     alone, several = (table.select(names) for table in tables)
     assert several.equals(alone)
@@ -106,7 +127,13 @@ def test_the_columns_that_tell_episodes_travel_to_the_update(source):
     loss = partial(policy_loss, surrogate=ppo_clip)
     fn = partial(update_policy, loss=loss, minibatches=2, aggregate=sequence_mean_token_mean)
     last = Node("update", fn, role="policy", after=("minibatches",), rows=Rows.BALANCED)
-    plan = compile_chains(dag_with(last), ["w0", "w1"], source_schema(open_source(source).schema, source))
-    links = [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, Recv)]
-    to_update = {name for link in links if link.edge.target == "update" for name in link.edge.schema.names}
+    plan = compile_chains(
+        dag_with(last), ["w0", "w1"], source_schema(open_source(source).schema, source)
+    )
+    links = [
+        link for chain in plan.chains.values() for link in chain.flat if isinstance(link, Recv)
+    ]
+    to_update = {
+        name for link in links if link.edge.target == "update" for name in link.edge.schema.names
+    }
     assert {*EPISODE_COLUMNS} <= to_update

@@ -1,4 +1,6 @@
-"""Tests of pass@k, best@k and maj@k against every choice of k samples, and of the node on uneven workers."""
+"""Tests of pass@k, best@k and maj@k against every choice of k samples, and of the node on uneven
+workers.
+"""
 
 import re
 from collections import Counter
@@ -19,9 +21,23 @@ from siirl_dask.context import Context, Device, Rank
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import ConfigError, DataError, PlanError
 from siirl_dask.nodes import ColumnPath, generate, generate_answers, measure_answers
-from siirl_dask.nodes.advantages.estimators import best_at_k, majority_at_k, mean, pass_at_k_estimate
+from siirl_dask.nodes.advantages.estimators import (
+    best_at_k,
+    majority_at_k,
+    mean,
+    pass_at_k_estimate,
+)
 from siirl_dask.observe import values
-from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains, dag_from_spec, dag_to_spec
+from siirl_dask.planner import (
+    DAG,
+    Node,
+    Role,
+    Rows,
+    columns,
+    compile_chains,
+    dag_from_spec,
+    dag_to_spec,
+)
 from siirl_dask.rollout import FinishReason, Generation, Sampling
 from siirl_dask.schema import TYPES, fields
 from siirl_dask.testing.local_pool import LocalPool
@@ -35,7 +51,11 @@ def samples(draw):
     """Draw answers, their rewards, and a k that is at most their number."""
     answers = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=7))
     rewards = draw(
-        st.lists(st.one_of(st.sampled_from([0.0, 1.0]), float32s), min_size=len(answers), max_size=len(answers))
+        st.lists(
+            st.one_of(st.sampled_from([0.0, 1.0]), float32s),
+            min_size=len(answers),
+            max_size=len(answers),
+        )
     )
     return answers, rewards, draw(st.integers(1, len(answers)))
 
@@ -98,11 +118,16 @@ SOURCES = ["gsm8k", "math", None]
 
 @columns(reads=["prompt"], writes=fields("response", "reward"), expand="n")
 def answer(ctx, table, *, n):
-    """Give answers, some of them equal, and rewards that are no binary fractions, some missing; by prompt alone."""
+    """Give answers, some of them equal, and rewards that are no binary fractions, some missing;
+    by prompt alone.
+    """
     rows = table.take(np.repeat(np.arange(table.num_rows), n))
     ids = (table["row_id"].to_numpy()[:, None] * n + np.arange(n)).flatten()
     rng = [np.random.default_rng(row_id) for row_id in ids.tolist()]
-    rewards = [None if at % 5 == 3 else r.choice([0, 0.1, 1]) for at, r in zip(ids.tolist(), rng, strict=True)]
+    rewards = [
+        None if at % 5 == 3 else r.choice([0, 0.1, 1])
+        for at, r in zip(ids.tolist(), rng, strict=True)
+    ]
     said = [f" {r.integers(3)}\n" for r in rng]
     rows = rows.set_column(rows.column_names.index("row_id"), "row_id", pa.array(ids))
     rows = rows.append_column("response", pa.array(said))
@@ -112,18 +137,28 @@ def answer(ctx, table, *, n):
 def measured(tmp_path, workers, placement=None, prompts=11, **options):
     """Return what a validation of ``prompts`` prompts logs."""
     extra = [{"source": SOURCES[at % 3]} for at in range(prompts)]
-    table = pa.table({"prompt": [str(at) for at in range(prompts)], "answer": [""] * prompts, "extra": extra})
+    table = pa.table(
+        {"prompt": [str(at) for at in range(prompts)], "answer": [""] * prompts, "extra": extra}
+    )
     pq.write_table(table, tmp_path / "data.parquet", row_group_size=2)
     source = Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer")
     roles = (Role("a", build_nothing), Role("b", build_nothing))
     given = {"n": N, "k": (1, 2, 4), "source": ColumnPath("extra.source")} | options
     nodes = (
         Node("answer", partial(answer, n=given["n"]), role="a"),
-        Node("measure", partial(measure_answers, **given), role="b", after="answer", rows=Rows.GROUPED),
+        Node(
+            "measure",
+            partial(measure_answers, **given),
+            role="b",
+            after="answer",
+            rows=Rows.GROUPED,
+        ),
     )
     names = [f"w{at}" for at in range(workers)]
     schema = source_schema(open_source(source).schema, source)
-    with LocalPool(compile_chains(DAG(roles, nodes), names, schema, placement), source, str(tmp_path)) as pool:
+    with LocalPool(
+        compile_chains(DAG(roles, nodes), names, schema, placement), source, str(tmp_path)
+    ) as pool:
         return {name: value for name, value in values(pool.run()).items() if "@" in name}
 
 
@@ -141,18 +176,25 @@ def test_prompts_count_alike_and_not_for_a_k_above_their_samples(tmp_path):
     """The expected numbers are computed here, from the rows that the node sees."""
     prompts = pa.table({"row_id": np.arange(11), "prompt": [str(at) for at in range(11)]})
     rows = answer(None, prompts, n=N)
-    rewards = [list(filter(lambda r: r is not None, rows["reward"].to_pylist()[at : at + N])) for at in range(0, 44, N)]
+    rewards = [
+        list(filter(lambda r: r is not None, rows["reward"].to_pylist()[at : at + N]))
+        for at in range(0, 44, N)
+    ]
     whole = [given for given in rewards if len(given) == N]
     assert len(whole) < len(rewards)
     found = measured(tmp_path, 2)
     assert found["mean@4"] == pytest.approx(fmean(map(fmean, rewards)), abs=1e-12)
     assert found["best@4"] == pytest.approx(fmean(map(max, whole)), abs=1e-12)
-    assert found["pass@4"] == pytest.approx(fmean(float(max(given) >= 1) for given in whole), abs=1e-12)
+    assert found["pass@4"] == pytest.approx(
+        fmean(float(max(given) >= 1) for given in whole), abs=1e-12
+    )
 
 
 def table_of(responses, rewards, **more):
     ids = pa.array([0] * len(rewards), pa.int64())
-    return pa.table({"group_id": ids, "response": responses, "reward": pa.array(rewards, pa.float32()), **more})
+    return pa.table(
+        {"group_id": ids, "response": responses, "reward": pa.array(rewards, pa.float32()), **more}
+    )
 
 
 def logged(table, **options):
@@ -177,7 +219,12 @@ def test_one_sample_without_a_source_logs_nothing():
     table = table_of(["x"], [1.0], source=["a"])
     assert logged(table, n=1, k=(1,)) == {}
     assert logged(table, n=1, k=(1,), alone=True) == {"mean@1": 1.0, "pass@1": 1.0}
-    assert set(logged(table, n=1, k=(1,), source=ColumnPath("source"))) == {"mean@1", "pass@1", "mean@1/a", "pass@1/a"}
+    assert set(logged(table, n=1, k=(1,), source=ColumnPath("source"))) == {
+        "mean@1",
+        "pass@1",
+        "mean@1/a",
+        "pass@1/a",
+    }
 
 
 class Recorder:
@@ -200,10 +247,14 @@ class Recorder:
 
 
 def test_validation_has_its_own_settings_and_numbers_rows_alike():
-    table = pa.table({"row_id": [3, 5], "group_id": [3, 5], "tokens": [1, 1], "prompt_ids": [[1], [2]]})
+    table = pa.table(
+        {"row_id": [3, 5], "group_id": [3, 5], "tokens": [1, 1], "prompt_ids": [[1], [2]]}
+    )
     rollout = RolloutConfig(n=2, temperature=0.3, top_k=5, max_response_length=7)
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=Recorder())
-    drawn = generate_answers(ctx, table, rollout=rollout, validation=ValidationConfig(n=2, temperature=0.9, top_p=0.5))
+    drawn = generate_answers(
+        ctx, table, rollout=rollout, validation=ValidationConfig(n=2, temperature=0.9, top_p=0.5)
+    )
     assert ctx.resource.asked == Sampling(max_tokens=7, temperature=0.9, top_p=0.5)
     assert drawn.select(["row_id", "response_ids"]) == generate(ctx, table, rollout=rollout).select(
         ["row_id", "response_ids"]
@@ -217,9 +268,17 @@ def test_a_column_that_cannot_be_a_source_is_refused_by_name():
     with pytest.raises(DataError, match=r"'a\\nb' \(where\) of prompt 0: expected text"):
         logged(table_of(["x"], [1.0], where=["a\nb"]), n=1, k=(1,), source=ColumnPath("where"))
     with pytest.raises(DataError, match=r"no 'where\.at' in column 'where' of type struct<on"):
-        logged(table_of(["x"], [1.0], where=[{"on": 1}]), n=1, k=(1,), source=ColumnPath("where.at"))
-    many = table_of(["x"] * 300, [1.0] * 300, where=range(300)).drop("group_id").append_column("group_id", [range(300)])
-    with pytest.raises(DataError, match=r"'where' has 300 values or more: expected at most 256 sources"):
+        logged(
+            table_of(["x"], [1.0], where=[{"on": 1}]), n=1, k=(1,), source=ColumnPath("where.at")
+        )
+    many = (
+        table_of(["x"] * 300, [1.0] * 300, where=range(300))
+        .drop("group_id")
+        .append_column("group_id", [range(300)])
+    )
+    with pytest.raises(
+        DataError, match=r"'where' has 300 values or more: expected at most 256 sources"
+    ):
         logged(many, n=1, k=(1,), source=ColumnPath("where"))
 
 
@@ -245,7 +304,10 @@ def test_yaml_and_python_spell_one_node():
     ("given", "said"),
     [
         ({"n": 4, "temperature": 0.0}, "validation.n=4 with validation.temperature=0"),
-        ({"n": 4, "temperature": 1.0, "k": [1, 8]}, "validation.k=[1, 8]: 8 of validation.n=4 samples"),
+        (
+            {"n": 4, "temperature": 1.0, "k": [1, 8]},
+            "validation.k=[1, 8]: 8 of validation.n=4 samples",
+        ),
         ({"n": 4, "temperature": 1.0, "k": [0]}, "validation.k=[0]: 0 of"),
         ({"temperature": -1.0}, "validation.temperature=-1.0: expected at least 0"),
         ({"top_p": 0.0}, "validation.top_p=0.0: expected more than 0"),

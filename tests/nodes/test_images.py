@@ -1,4 +1,6 @@
-"""Nodes that sample give requests the images of their prompts, however often a group's rows are split up."""
+"""Nodes that sample give requests the images of their prompts, however often a group's rows are
+split up.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,28 @@ class Seeing:
 def prompts(images=SHOWN):
     ids = pa.array(range(len(images)), pa.int64())
     shown = [[{"bytes": image.data, "path": image.path} for image in row] for row in images]
-    given = {"row_id": ids, "group_id": ids, "tokens": ids, "prompt_ids": [[i, 5] for i in range(len(images))]}
-    return pa.table({name: pa.array(values, TYPES[name]) for name, values in {**given, "images": shown}.items()})
+    given = {
+        "row_id": ids,
+        "group_id": ids,
+        "tokens": ids,
+        "prompt_ids": [[i, 5] for i in range(len(images))],
+    }
+    return pa.table(
+        {name: pa.array(values, TYPES[name]) for name, values in {**given, "images": shown}.items()}
+    )
 
 
 def context(engine, state=None, *, step=1, drain=False):
     state = {} if state is None else state
-    return Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=engine, state=state, drain=drain)
+    return Context(
+        step=step,
+        run_seed=0,
+        rank=Rank(),
+        device=Device("w"),
+        resource=engine,
+        state=state,
+        drain=drain,
+    )
 
 
 def expected():
@@ -68,20 +85,29 @@ def test_requests_show_the_images_of_their_prompts_which_a_group_shares(node):
     options = {"validation": ValidationConfig(n=2)} if node is generate_answers else {}
     made = node(context(engine), prompts(), rollout=rollout, **options)
     assert engine.seen == expected()
-    assert made["images"].to_pylist() == [prompts()["images"][group.as_py()].as_py() for group in made["group_id"]]
+    assert made["images"].to_pylist() == [
+        prompts()["images"][group.as_py()].as_py() for group in made["group_id"]
+    ]
     objects = {}
     for asked in engine.requests:
         objects.setdefault(asked.prompt[0], set()).add(tuple(map(id, asked.images)))
-    assert all(len(found) == 1 for found in objects.values()), "an image would be read once for each sample"
+    assert all(len(found) == 1 for found in objects.values()), (
+        "an image would be read once for each sample"
+    )
 
 
 def test_responses_that_go_on_later_show_their_images_again_also_from_storage(tmp_path):
-    rollout = RolloutConfig(n=2, max_response_length=3, max_staleness=8, partial=True, max_tokens_per_step=1)
+    rollout = RolloutConfig(
+        n=2, max_response_length=3, max_staleness=8, partial=True, max_tokens_per_step=1
+    )
     carries, first = contract_of(partial(generate, rollout=rollout)).carries, context(Seeing())
     assert generate(first, prompts(), rollout=rollout).num_rows == 0
     folder = str(tmp_path / "kept")
     commit_parts(folder, 1, [stage_part(folder, 1, 0, carries.pack(first, rollout=rollout))])
-    later, resumed = context(Seeing(), first.state, step=2, drain=True), context(Seeing(), step=2, drain=True)
+    later, resumed = (
+        context(Seeing(), first.state, step=2, drain=True),
+        context(Seeing(), step=2, drain=True),
+    )
     carries.unpack(resumed, read_kept_rows(folder, 0, 1, 2**20), rollout=rollout)
     for ctx in (later, resumed):
         ended = generate(ctx, prompts([]), rollout=rollout)
@@ -93,7 +119,11 @@ def test_a_column_of_this_name_is_any_column_to_an_engine_of_texts_alone():
     engine, rollout = Seeing(processor=None), RolloutConfig(n=1, max_response_length=1)
     generate(context(engine), prompts(), rollout=rollout)
     other = prompts().set_column(4, "images", pa.array(["a", "b", "c"]))
-    assert generate(context(engine), other, rollout=rollout)["images"].to_pylist() == ["a", "b", "c"]
+    assert generate(context(engine), other, rollout=rollout)["images"].to_pylist() == [
+        "a",
+        "b",
+        "c",
+    ]
     assert engine.seen == {row: {()} for row in range(3)}
 
 

@@ -1,4 +1,6 @@
-"""Tests of advantages, penalties, the choice of tokens and batches for trainers, on one worker and on several."""
+"""Tests of advantages, penalties, the choice of tokens and batches for trainers, on one worker
+and on several.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,7 +49,9 @@ from siirl_dask.testing.rows import build_nothing
 
 def rows(**columns):
     count = len(next(iter(columns.values())))
-    identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    identity = {
+        name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")
+    }
     given = {name: pa.array(values, TYPES.get(name)) for name, values in columns.items()}
     return pa.table({**identity, **given})
 
@@ -59,10 +63,15 @@ def context(resource=None, *, rank=0, size=1, peers=None):
 
 
 def on_workers(node, parts, resources=None):
-    """Run the node on one worker for each part, at the same time; return the joined output and the contexts."""
+    """Run the node on one worker for each part, at the same time; return the joined output and
+    the contexts.
+    """
     peers = ThreadPeers(len(parts))
     resources = resources or [None] * len(parts)
-    contexts = [context(resource, rank=rank, size=len(parts), peers=peers) for rank, resource in enumerate(resources)]
+    contexts = [
+        context(resource, rank=rank, size=len(parts), peers=peers)
+        for rank, resource in enumerate(resources)
+    ]
     with ThreadPoolExecutor(len(parts)) as threads:
         return pa.concat_tables(threads.map(node, contexts, parts)), contexts
 
@@ -90,7 +99,9 @@ def test_an_advantage_over_the_batch_sees_the_rows_of_all_workers(advantage, oth
     whole = node(context(), table)
     split, _ = on_workers(node, [table.slice(0, 3), table.slice(3, 3), table.slice(0, 0)])
     assert split.equals(whole)
-    assert whole["advantage"].to_pylist()[:3] == pytest.approx([expected, None, -expected], abs=1e-4)
+    assert whole["advantage"].to_pylist()[:3] == pytest.approx(
+        [expected, None, -expected], abs=1e-4
+    )
 
 
 def test_token_rewards_count_in_the_rows_advantage():
@@ -116,7 +127,12 @@ def test_the_greedy_response_is_the_baseline_and_does_not_train():
     )
     sampled = take_greedy_baselines(context(), table)
     assert sampled["row_id"].to_pylist() == [0, 1, 3, 4]
-    assert estimate_advantage(context(), sampled, advantage=remax)["advantage"].to_pylist() == [0.5, -0.25, None, None]
+    assert estimate_advantage(context(), sampled, advantage=remax)["advantage"].to_pylist() == [
+        0.5,
+        -0.25,
+        None,
+        None,
+    ]
 
 
 def test_a_group_without_its_greedy_response_is_refused():
@@ -163,7 +179,9 @@ def test_the_kl_coefficient_adapts_alike_on_all_workers():
     alone = KLController(0.1, target=0.1, horizon=100)
     whole = penalise_kl(context(alone), table, kl=k1)
     controllers = [KLController(0.1, target=0.1, horizon=100) for _ in range(2)]
-    split, _ = on_workers(partial(penalise_kl, kl=k1), [table.slice(0, 2), table.slice(2)], controllers)
+    split, _ = on_workers(
+        partial(penalise_kl, kl=k1), [table.slice(0, 2), table.slice(2)], controllers
+    )
     assert split.equals(whole)
     assert whole["kl_penalty"].to_pylist()[0] == pytest.approx([-0.05, -0.05])
     assert [c.coefficient for c in controllers] == [alone.coefficient] * 2
@@ -188,29 +206,47 @@ def test_the_parts_of_a_reward_reach_an_advantage_that_asks_for_them():
         response_ids=[[1], [2], [3]],
     )
     seen = []
-    node = partial(estimate_advantage, advantage=lambda outcomes: seen.append(outcomes) or outcomes.parts["b"])
+    node = partial(
+        estimate_advantage, advantage=lambda outcomes: seen.append(outcomes) or outcomes.parts["b"]
+    )
     assert node(context(), table, parts=("a", "b"))["advantage"].to_pylist() == [7.0, None, 5.0]
-    assert {name: rewards.tolist() for name, rewards in seen[0].parts.items()} == {"a": [1.0, 0.0], "b": [7.0, 5.0]}
+    assert {name: rewards.tolist() for name, rewards in seen[0].parts.items()} == {
+        "a": [1.0, 0.0],
+        "b": [7.0, 5.0],
+    }
     node = partial(estimate_advantage, advantage=gdpo, parts=("a", "b"))
     whole = node(context(), table)
     assert whole["advantage"].to_pylist() == pytest.approx([0.5**0.5, None, -(0.5**0.5)], abs=1e-5)
-    with pytest.raises(DataError, match=r"the reward of row 2 has no part 'c' \(it has: \['a', 'b'\]\)"):
+    with pytest.raises(
+        DataError, match=r"the reward of row 2 has no part 'c' \(it has: \['a', 'b'\]\)"
+    ):
         estimate_advantage(context(), table, advantage=gdpo, parts=("a", "c"))
 
 
 def test_a_kl_in_the_reward_is_refused_beside_parts_that_do_not_hold_it():
-    table = rows(group_id=[0], reward=[1.0], reward_parts=_kinds({"a": 1.0}), response_ids=[[1]], kl_penalty=[[-0.5]])
+    table = rows(
+        group_id=[0],
+        reward=[1.0],
+        reward_parts=_kinds({"a": 1.0}),
+        response_ids=[[1]],
+        kl_penalty=[[-0.5]],
+    )
     with pytest.raises(DataError, match="put it into the loss"):
         estimate_advantage(context(), table, advantage=gdpo, parts=("a",))
 
 
 def test_parts_are_read_where_they_are_asked_for():
-    assert "reward_parts" in contract_of(partial(estimate_advantage, advantage=gdpo, parts=("a",))).reads
+    assert (
+        "reward_parts"
+        in contract_of(partial(estimate_advantage, advantage=gdpo, parts=("a",))).reads
+    )
     assert "reward_parts" not in contract_of(partial(estimate_advantage, advantage=grpo)).reads
 
 
 def test_a_truncated_response_is_masked_by_its_reason_and_not_by_its_length():
-    table = rows(response_ids=[[1, 2], [3, 4], [5], []], finish_reason=["length", "stop", "length", "length"])
+    table = rows(
+        response_ids=[[1, 2], [3, 4], [5], []], finish_reason=["length", "stop", "length", "length"]
+    )
     ctx = context()
     masked = mask_truncated(ctx, table)
     assert masked["response_mask"].to_pylist() == [[False, False], [True, True], [False], []]
@@ -222,7 +258,9 @@ def test_a_truncated_response_is_masked_by_its_reason_and_not_by_its_length():
 
 def test_tokens_that_were_masked_before_stay_masked():
     table = rows(
-        response_ids=[[1, 2], [3, 4]], response_mask=[[True, False], [False, True]], finish_reason=["stop", "length"]
+        response_ids=[[1, 2], [3, 4]],
+        response_mask=[[True, False], [False, True]],
+        finish_reason=["stop", "length"],
     )
     given = mask_truncated(context(), table)
     assert given["response_mask"].to_pylist() == [[True, False], [False, False]]
@@ -230,11 +268,21 @@ def test_tokens_that_were_masked_before_stay_masked():
 
 
 def test_a_masked_rows_reward_counts_in_its_group_and_none_of_its_tokens_in_whitening():
-    table = rows(group_id=[0, 0], reward=[1.0, 3.0], response_ids=[[1, 2], [3, 4, 5]], finish_reason=["stop", "length"])
+    table = rows(
+        group_id=[0, 0],
+        reward=[1.0, 3.0],
+        response_ids=[[1, 2], [3, 4, 5]],
+        finish_reason=["stop", "length"],
+    )
     masked = mask_truncated(context(), table)
-    assert estimate_advantage(context(), masked, advantage=dr_grpo)["advantage"].to_pylist() == [-1.0, 1.0]
+    assert estimate_advantage(context(), masked, advantage=dr_grpo)["advantage"].to_pylist() == [
+        -1.0,
+        1.0,
+    ]
     given = estimate_token_advantages(context(), masked, advantage=reinforce_plus_plus)
-    assert given["advantages"].to_pylist() == [[0.0, 0.0], [0.0, 0.0, 0.0]], "one return of two tokens: no variance"
+    assert given["advantages"].to_pylist() == [[0.0, 0.0], [0.0, 0.0, 0.0]], (
+        "one return of two tokens: no variance"
+    )
 
 
 def test_a_reason_that_no_response_has_is_refused():
@@ -263,7 +311,11 @@ def test_any_number_of_workers_marks_the_same_covariant_tokens(bounds):
     assert split.equals(whole)
     assert whole["covariant"].to_pylist()[3] is None
     for minibatch in (0, 1):
-        mine = [row for i, row in enumerate(whole["covariant"].to_pylist()) if i % 2 == minibatch and row is not None]
+        mine = [
+            row
+            for i, row in enumerate(whole["covariant"].to_pylist())
+            if i % 2 == minibatch and row is not None
+        ]
         tokens = [token for row in mine for token in row]
         assert sum(tokens) == int(0.05 * len(tokens))
 
@@ -323,7 +375,10 @@ def test_columns_that_the_loss_names_reach_it_per_token():
     ctx = context(Recorder())
     mask = [[True, False], [True], [True]]
     table = _policy_table(
-        mine=[0.5, 0.25, 0.0], each=[[1.0, 2.0], [3.0], [4.0]], response_mask=mask, minibatch=[0, 0, 0]
+        mine=[0.5, 0.25, 0.0],
+        each=[[1.0, 2.0], [3.0], [4.0]],
+        response_mask=mask,
+        minibatch=[0, 0, 0],
     )
     update_policy(ctx, table, loss=_loss, minibatches=1, columns=("mine", "each"))
     (batch,) = ctx.resource.batches
@@ -335,21 +390,36 @@ def test_columns_that_the_loss_names_reach_it_per_token():
 def test_a_column_that_does_not_fit_the_tokens_is_refused():
     with pytest.raises(DataError, match="'each' has other lengths"):
         update_policy(
-            context(Recorder()), _policy_table(each=[[1.0], [3.0], []]), loss=_loss, minibatches=1, columns=("each",)
+            context(Recorder()),
+            _policy_table(each=[[1.0], [3.0], []]),
+            loss=_loss,
+            minibatches=1,
+            columns=("each",),
         )
 
 
 def test_the_mismatch_between_sampler_and_policy_is_logged():
     ctx = context(Recorder())
     update_policy(ctx, _policy_table(), loss=_loss, minibatches=2)
-    kl = (0 + 0 + np.exp(-0.5) - 1 + 0.5) / 3  # KL(sampler, policy): log sampler - log policy = 0.5 at one token
+    kl = (
+        0 + 0 + np.exp(-0.5) - 1 + 0.5
+    ) / 3  # KL(sampler, policy): log sampler - log policy = 0.5 at one token
     assert ctx.metrics["mismatch/kl"].value == pytest.approx(kl, abs=1e-6)
     assert ctx.metrics["mismatch/max_ratio"].value == pytest.approx(np.exp(0.5))
 
 
 def test_the_engines_log_probs_are_learned_from_as_they_are_and_no_mismatch_is_told_of_them():
-    ctx, table = context(Recorder()), _policy_table(minibatch=[0, 0, 0]).drop_columns(["old_logprobs"])
-    update_policy(ctx, rollout_logprobs(context(), table), loss=_loss, minibatches=1, old_logprobs=ENGINES_LOGPROBS)
+    ctx, table = (
+        context(Recorder()),
+        _policy_table(minibatch=[0, 0, 0]).drop_columns(["old_logprobs"]),
+    )
+    update_policy(
+        ctx,
+        rollout_logprobs(context(), table),
+        loss=_loss,
+        minibatches=1,
+        old_logprobs=ENGINES_LOGPROBS,
+    )
     (batch,) = ctx.resource.batches
     assert batch.old_logprobs.tolist() == batch.rollout_logprobs.tolist() == [-1.0, -2.0, -1.0]
     assert not [name for name in ctx.metrics if name.startswith("mismatch/")], "nobody measured it"
@@ -357,13 +427,17 @@ def test_the_engines_log_probs_are_learned_from_as_they_are_and_no_mismatch_is_t
 
 def test_an_engine_that_is_the_policy_to_the_bit_is_told_to_have_no_mismatch():
     ctx, table = context(Recorder()), _policy_table()
-    same = table.set_column(table.column_names.index("old_logprobs"), "old_logprobs", table["rollout_logprobs"])
+    same = table.set_column(
+        table.column_names.index("old_logprobs"), "old_logprobs", table["rollout_logprobs"]
+    )
     update_policy(ctx, same, loss=_loss, minibatches=2)
     assert ctx.metrics["mismatch/kl"].value == 0
 
 
 def test_an_engines_log_prob_that_is_not_finite_is_not_learned_from():
-    table = _policy_table(rollout_logprobs=[[-1.0, float("nan")], [-1.0], [-1.0]]).drop_columns(["old_logprobs"])
+    table = _policy_table(rollout_logprobs=[[-1.0, float("nan")], [-1.0], [-1.0]]).drop_columns(
+        ["old_logprobs"]
+    )
     with pytest.raises(TrainingError, match="old_logprobs"):
         rollout_logprobs(context(), table)
 

@@ -45,7 +45,9 @@ class Echo:
     def serve(self, queue):
         while taken := queue.next(2, wait=True):
             for ticket, asked in taken:
-                queue.complete(ticket, Generation([asked.seed % 1000, 7], [-0.5, -1.0], FinishReason.STOP))
+                queue.complete(
+                    ticket, Generation([asked.seed % 1000, 7], [-0.5, -1.0], FinishReason.STOP)
+                )
 
     def load_weights(self, tensors, version):
         self.loaded, self.version = {name: tensor.clone() for name, tensor in tensors}, version
@@ -60,12 +62,16 @@ class Holder:
 
 
 def context(resource=None, *, step=1, rank=0, size=1):
-    return Context(step=step, run_seed=0, rank=Rank(rank, size), device=Device("w"), resource=resource)
+    return Context(
+        step=step, run_seed=0, rank=Rank(rank, size), device=Device("w"), resource=resource
+    )
 
 
 def rows(**columns):
     count = len(next(iter(columns.values())))
-    identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    identity = {
+        name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")
+    }
     return pa.table(identity | {n: pa.array(v, TYPES.get(n)) for n, v in columns.items()})
 
 
@@ -97,7 +103,9 @@ def test_samples_are_numbered_by_prompt_and_seeded_by_their_number_alone():
 
 
 def test_a_row_has_the_number_and_the_seed_that_its_sample_was_drawn_with():
-    made, requests = make_requests(context(), rows(prompt_ids=[[1], [2, 3]]), [Sampling(max_tokens=4)] * 3)
+    made, requests = make_requests(
+        context(), rows(prompt_ids=[[1], [2, 3]]), [Sampling(max_tokens=4)] * 3
+    )
     assert made["sampling_seed"].to_pylist() == [request.seed for request in requests]
     assert made["sample_number"].to_pylist() == [0, 1, 2, 0, 1, 2]
 
@@ -114,14 +122,22 @@ def test_every_row_is_handed_over_once_as_it_is_in_the_table():
 
 
 def test_samples_share_the_images_of_their_prompt_beyond_two_billion_bytes():
-    """64 images of 4 MiB, sampled 8 times: copies would not fit into offsets of 32 bits, and are not made."""
+    """64 images of 4 MiB, sampled 8 times: copies would not fit into offsets of 32 bits, and are
+    not made.
+    """
     images = pa.Array.from_buffers(
         pa.binary(),
         64,
-        [None, pa.py_buffer(np.arange(65, dtype=np.int32) * 2**22), pa.py_buffer(mmap.mmap(-1, 2**28))],
+        [
+            None,
+            pa.py_buffer(np.arange(65, dtype=np.int32) * 2**22),
+            pa.py_buffer(mmap.mmap(-1, 2**28)),
+        ],
     )
     table = rows(prompt_ids=[[1, 2]] * 64).append_column("image", images)
-    table = table.append_column("images", pa.ListArray.from_arrays(pa.array(range(65), pa.int32()), images))
+    table = table.append_column(
+        "images", pa.ListArray.from_arrays(pa.array(range(65), pa.int32()), images)
+    )
     before = pa.total_allocated_bytes()
     made, _ = make_requests(context(), table, [Sampling(max_tokens=4)] * 8)
     assert pa.total_allocated_bytes() - before < 2**20
@@ -134,12 +150,16 @@ def test_samples_share_the_images_of_their_prompt_beyond_two_billion_bytes():
 
 def test_another_step_draws_other_samples():
     table = rows(prompt_ids=[[1]])
-    one, two = (generate(context(Echo(), step=step), table, rollout=RolloutConfig(n=1)) for step in (1, 2))
+    one, two = (
+        generate(context(Echo(), step=step), table, rollout=RolloutConfig(n=1)) for step in (1, 2)
+    )
     assert one["response_ids"] != two["response_ids"]
 
 
 def test_an_empty_partition_generates_an_empty_typed_table():
-    empty = generate(context(Echo()), rows(prompt_ids=[[1]]).slice(0, 0), rollout=RolloutConfig(n=3))
+    empty = generate(
+        context(Echo()), rows(prompt_ids=[[1]]).slice(0, 0), rollout=RolloutConfig(n=3)
+    )
     assert empty.num_rows == 0
     assert empty["response_ids"].type == TYPES["response_ids"]
 
@@ -148,18 +168,24 @@ def test_an_empty_partition_generates_an_empty_typed_table():
 def test_minibatches_are_equal_parts_of_the_shuffled_prompts(minibatches, batch_size):
     groups = [group for group in range(batch_size) for _ in range(2)]
     table = pa.table({"group_id": pa.array(groups, pa.int64())})
-    drawn = draw_minibatches(context(), table, minibatches=minibatches, batch_size=batch_size)["minibatch"].to_pylist()
+    drawn = draw_minibatches(context(), table, minibatches=minibatches, batch_size=batch_size)[
+        "minibatch"
+    ].to_pylist()
     assert drawn[::2] == drawn[1::2]
     counts = [drawn.count(minibatch) for minibatch in range(minibatches)]
     assert max(counts) - min(counts) <= 2
-    part = draw_minibatches(context(rank=1, size=2), table.slice(4), minibatches=minibatches, batch_size=batch_size)
+    part = draw_minibatches(
+        context(rank=1, size=2), table.slice(4), minibatches=minibatches, batch_size=batch_size
+    )
     assert part["minibatch"].to_pylist() == drawn[4:]
 
 
 @pytest.mark.parametrize(("minibatches", "batch_size"), [(1, 5), (4, 32), (3, 10)])
 def test_split_groups_draws_each_sample_by_itself(minibatches, batch_size):
     ids = pa.array(range(2 * batch_size), pa.int64())
-    table = pa.table({"row_id": ids, "group_id": pa.array([row // 2 for row in ids.to_pylist()], pa.int64())})
+    table = pa.table(
+        {"row_id": ids, "group_id": pa.array([row // 2 for row in ids.to_pylist()], pa.int64())}
+    )
     options = {"minibatches": minibatches, "batch_size": batch_size, "n": 2, "split_groups": True}
     drawn = draw_minibatches(context(), table, **options)["minibatch"].to_pylist()
     counts = [drawn.count(minibatch) for minibatch in range(minibatches)]
@@ -177,7 +203,10 @@ def test_every_parameter_is_published_by_one_worker_and_loads_back_to_the_bit():
         "d": torch.randn(0, 4),
         "e": torch.randn(2, 3).t(),
     }
-    shares = [publish_weights(context(Holder(parameters), rank=rank, size=2), rows(prompt_ids=[])) for rank in (0, 1)]
+    shares = [
+        publish_weights(context(Holder(parameters), rank=rank, size=2), rows(prompt_ids=[]))
+        for rank in (0, 1)
+    ]
     assert sorted(pa.concat_tables(shares)["parameter"].to_pylist()) == sorted(parameters)
     engine = Echo()
     load_weights(context(engine, step=9), pa.concat_tables(shares))
@@ -211,7 +240,11 @@ def test_rows_are_packed_without_padding():
     assert packed.rows.offsets.tolist() == [0, 3, 4, 7]
     assert packed.rows.prompt_lengths.tolist() == [2, 1, 1]
     assert packed.spread(torch.tensor([1.0, 2.0, 3.0])).tolist() == [1.0, 3.0, 3.0]
-    assert packed.per_token(torch.tensor([5.0, 6.0, 7.0]), TYPES["old_logprobs"]).to_pylist() == [[5.0], [], [6.0, 7.0]]
+    assert packed.per_token(torch.tensor([5.0, 6.0, 7.0]), TYPES["old_logprobs"]).to_pylist() == [
+        [5.0],
+        [],
+        [6.0, 7.0],
+    ]
 
 
 def test_an_engine_sleeps_while_another_role_computes():
@@ -229,7 +262,9 @@ def test_an_engine_sleeps_while_another_role_computes():
     engine, trainer = Sleeper(), Scores()
     ctx = context(trainer)
     ctx.resources = {"rollout": engine, "policy": trainer}
-    kinds = {name: TYPES[name] for name in ("row_id", "group_id", "tokens", "prompt_ids", "response_ids")}
+    kinds = {
+        name: TYPES[name] for name in ("row_id", "group_id", "tokens", "prompt_ids", "response_ids")
+    }
     policy_logprobs(ctx, pa.schema(kinds).empty_table())
     assert slept == [engine]
 

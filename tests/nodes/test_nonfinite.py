@@ -1,4 +1,6 @@
-"""Numbers that are not finite are named by worker and row, the rows are put aside, and no rank decides for itself."""
+"""Numbers that are not finite are named by worker and row, the rows are put aside, and no rank
+decides for itself.
+"""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +23,19 @@ NUMBERS = st.floats(width=32)
 
 
 @settings(max_examples=40)
-@given(st.lists(st.none() | NUMBERS, max_size=6), st.lists(st.none() | st.lists(NUMBERS, max_size=3), max_size=4))
+@given(
+    st.lists(st.none() | NUMBERS, max_size=6),
+    st.lists(st.none() | st.lists(NUMBERS, max_size=3), max_size=4),
+)
 def test_every_row_with_a_number_that_is_not_finite_is_found_and_no_other(numbers, lists):
     flat = pa.chunked_array([pa.array(numbers, pa.float32())])
-    assert bad_rows(flat) == [at for at, one in enumerate(numbers) if one is not None and not math.isfinite(one)]
+    assert bad_rows(flat) == [
+        at for at, one in enumerate(numbers) if one is not None and not math.isfinite(one)
+    ]
     ragged = pa.chunked_array([pa.array(lists, pa.large_list(pa.float32()))])
-    assert bad_rows(ragged) == [at for at, row in enumerate(lists) if row and not all(map(math.isfinite, row))]
+    assert bad_rows(ragged) == [
+        at for at, row in enumerate(lists) if row and not all(map(math.isfinite, row))
+    ]
     assert bad_rows(ragged.slice(1)) == [at - 1 for at in bad_rows(ragged) if at]
 
 
@@ -38,7 +47,9 @@ def found(rows, *, in_a_row=1, may_skip=True):
 
 
 def decisions(findings, *, skip):
-    """Return what each rank raises, and the tables that were put aside, where rank r has found ``findings[r]``."""
+    """Return what each rank raises, and the tables that were put aside, where rank r has found
+    ``findings[r]``.
+    """
     peers, aside = ThreadPeers(len(findings)), []
 
     def on_rank(rank):
@@ -47,7 +58,13 @@ def decisions(findings, *, skip):
             return "runs/x/nonfinite-update/step=000003"
 
         table = table_of(row_id=[10 * rank + row for row in range(8)], advantage=[1.0] * 8)
-        context = Context(step=3, run_seed=0, rank=Rank(rank, len(findings)), device=Device(f"w{rank}"), resource=None)
+        context = Context(
+            step=3,
+            run_seed=0,
+            rank=Rank(rank, len(findings)),
+            device=Device(f"w{rank}"),
+            resource=None,
+        )
         context.peers, context.skip_nonfinite, context.put_aside = peers.at(rank), skip, put_aside
         try:
             nonfinite_handler(context, [table.slice(0, 0), table])(findings[rank])
@@ -60,11 +77,15 @@ def decisions(findings, *, skip):
 
 
 def test_the_rank_that_found_the_rows_names_them_and_the_others_only_stop():
-    (other, first), aside = decisions([found({}), found({"advantages": [2], "loss": [2, 7]})], skip=False)
+    (other, first), aside = decisions(
+        [found({}), found({"advantages": [2], "loss": [2, 7]})], skip=False
+    )
     assert type(other) is Aborted
     said = (
-        "mini-batch 2 of 2: loss nan, gradient norm nan; no step was taken on it: advantages and loss not finite on "
-        "worker 'w1' in rows 12, 17 of 8, micro-batches 1, 3; its rows are in runs/x/nonfinite-update/step=000003 "
+        "mini-batch 2 of 2: loss nan, gradient norm nan; no step was taken on it: advantages and "
+        "loss not finite on "
+        "worker 'w1' in rows 12, 17 of 8, micro-batches 1, 3; its rows are in "
+        "runs/x/nonfinite-update/step=000003 "
         "(run.on_nan=stop; skip would leave this update out)"
     )
     assert str(first) == said
@@ -90,13 +111,19 @@ def test_a_step_is_left_out_by_all_ranks_or_by_none():
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_an_advantage_that_is_not_finite_ends_the_run_or_goes_on_to_the_update(skip):
-    table = table_of(group_id=[0, 0, 1, 1], reward=[1.0, math.nan, 1.0, 0.0], response_ids=[[1], [2], [3], [4]])
-    context = Context(step=3, run_seed=0, rank=Rank(), device=Device("w"), resource=None, skip_nonfinite=skip)
+    table = table_of(
+        group_id=[0, 0, 1, 1], reward=[1.0, math.nan, 1.0, 0.0], response_ids=[[1], [2], [3], [4]]
+    )
+    context = Context(
+        step=3, run_seed=0, rank=Rank(), device=Device("w"), resource=None, skip_nonfinite=skip
+    )
     if skip:
         estimate_advantage(context, table, advantage=grpo)
         assert context.metrics["nonfinite/advantage"].value == 2
     else:
-        with pytest.raises(TrainingError, match="advantage not finite on worker 'w' in rows 0, 1 of 4"):
+        with pytest.raises(
+            TrainingError, match="advantage not finite on worker 'w' in rows 0, 1 of 4"
+        ):
             estimate_advantage(context, table, advantage=grpo)
 
 
@@ -104,7 +131,9 @@ def test_what_is_put_aside_is_bounded_in_rows_and_in_steps():
     aside, state = [], {}
     table = table_of(reward=[1.0] * 3000, group_id=[0] * 3000, response_ids=[[1]] * 3000)
     for step in range(20):
-        context = Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=None, state=state)
+        context = Context(
+            step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=None, state=state
+        )
         context.skip_nonfinite, context.put_aside = True, aside.append
         nonfinite_handler(context, [table])(found({"loss": [2999]}))
     assert [rows.num_rows for rows in aside] == [1000] * 16

@@ -1,4 +1,6 @@
-"""Tests of episodes that are played over several steps: none is lost, none differs, each keeps its environment."""
+"""Tests of episodes that are played over several steps: none is lost, none differs, each keeps
+its environment.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ SAME = ["prompt_ids", "response_ids", "response_mask", "turns", "finish_reason",
 
 
 def rollout(budget=None, **changes):
-    parts = {} if budget is None else {"partial": True, "max_tokens_per_step": budget, "max_staleness": LENGTH}
+    parts = (
+        {}
+        if budget is None
+        else {"partial": True, "max_tokens_per_step": budget, "max_staleness": LENGTH}
+    )
     return RolloutConfig(n=2, max_response_length=LENGTH, **parts, **changes)
 
 
@@ -44,7 +50,12 @@ class Players:
 
     def context(self, step, *, drain=False):
         resources = {"environments": self.world}
-        how = {"rank": Rank(), "device": Device("w"), "resource": self.engine, "resources": resources}
+        how = {
+            "rank": Rank(),
+            "device": Device("w"),
+            "resource": self.engine,
+            "resources": resources,
+        }
         return Context(step=step, run_seed=0, state=self.state, drain=drain, **how)
 
     def play(self, step, answers, *, drain=False):
@@ -55,7 +66,9 @@ class Players:
         return rows.to_pylist()
 
     def steps(self, steps):
-        return [self.play(at, answers, drain=at == len(steps)) for at, answers in enumerate(steps, 1)]
+        return [
+            self.play(at, answers, drain=at == len(steps)) for at, answers in enumerate(steps, 1)
+        ]
 
 
 turns = st.lists(st.integers(1, 6).map(str), min_size=1, max_size=4)
@@ -67,11 +80,15 @@ def test_every_episode_equals_one_that_was_played_at_once(steps, budget, turn_to
     parts = Players(budget, turn_tokens=turn_tokens)
     found = parts.steps(steps)
     whole = Players(turn_tokens=turn_tokens).steps(steps)
-    by_seed = [{row["sampling_seed"]: row for step in rows for row in step} for rows in (found, whole)]
+    by_seed = [
+        {row["sampling_seed"]: row for step in rows for row in step} for rows in (found, whole)
+    ]
     assert by_seed[0].keys() == by_seed[1].keys()
     for seed, row in by_seed[0].items():
         assert {name: row[name] for name in SAME} == {name: by_seed[1][seed][name] for name in SAME}
-    assert parts.world.opened == parts.world.closed == len(by_seed[0])  # each environment lived once
+    assert (
+        parts.world.opened == parts.world.closed == len(by_seed[0])
+    )  # each environment lived once
     assert not parts.state
 
 
@@ -79,9 +96,16 @@ def test_every_episode_equals_one_that_was_played_at_once(steps, budget, turn_to
 @given(st.lists(turns, min_size=2, max_size=4), st.integers(1, 9))
 def test_a_step_samples_no_more_of_an_episode_than_its_budget_and_gives_whole_groups(steps, budget):
     for step, rows in enumerate(Players(budget).steps(steps), 1):
-        assert len({row["row_id"] for row in rows}) == len({row["episode_id"] for row in rows}) == len(rows)
+        assert (
+            len({row["row_id"] for row in rows})
+            == len({row["episode_id"] for row in rows})
+            == len(rows)
+        )
         for row in rows:
-            begun, own = int(row["prompt"][0]), [version for version in row["token_versions"] if version >= 0]
+            begun, own = (
+                int(row["prompt"][0]),
+                [version for version in row["token_versions"] if version >= 0],
+            )
             assert own == [begun - 1 + at // budget for at in range(len(own))] or step == len(steps)
             assert row["weights_version"] == min(own) == begun - 1
             assert [version >= 0 for version in row["token_versions"]] == row["response_mask"]
@@ -92,7 +116,9 @@ def test_a_step_samples_no_more_of_an_episode_than_its_budget_and_gives_whole_gr
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_after_a_restart_the_episodes_of_kept_groups_begin_again_with_their_seeds(tmp_path, workers):
+def test_after_a_restart_the_episodes_of_kept_groups_begin_again_with_their_seeds(
+    tmp_path, workers
+):
     first = Players(2)
     ended = first.play(1, ["5", "1", "6", "4"])
     carries = contract_of(partial(play, **first.options)).carries
@@ -113,7 +139,9 @@ def test_after_a_restart_the_episodes_of_kept_groups_begin_again_with_their_seed
     by_id = [{row["row_id"]: row for row in some} for some in (rows, stayed)]
     assert by_id[0].keys() == by_id[1].keys()
     for row_id, row in by_id[0].items():
-        assert {name: row[name] for name in [*SAME, *ids]} == {name: by_id[1][row_id][name] for name in [*SAME, *ids]}
+        assert {name: row[name] for name in [*SAME, *ids]} == {
+            name: by_id[1][row_id][name] for name in [*SAME, *ids]
+        }
         assert {*row["token_versions"]} <= {1, -1}  # all anew
         assert {0, 1} <= {*by_id[1][row_id]["token_versions"]} or len(row["response_ids"]) <= 2
 

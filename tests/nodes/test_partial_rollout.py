@@ -24,7 +24,9 @@ from siirl_dask.schema import TYPES
 
 @dataclass
 class Counting:
-    """Token t of a row is t, until the row's number says that it ends; the log-prob says which weights sampled it."""
+    """Token t of a row is t, until the row's number says that it ends; the log-prob says which
+    weights sampled it.
+    """
 
     version: int = 0
     served: list = field(default_factory=list)
@@ -50,12 +52,25 @@ class Counting:
 
 def prompts(step, count=3):
     ids = pa.array(range(count), pa.int64())
-    given = {"row_id": ids, "group_id": ids, "tokens": ids, "prompt_ids": [[10 * step + i] for i in range(count)]}
+    given = {
+        "row_id": ids,
+        "group_id": ids,
+        "tokens": ids,
+        "prompt_ids": [[10 * step + i] for i in range(count)],
+    }
     return pa.table({name: pa.array(values, TYPES[name]) for name, values in given.items()})
 
 
 def context(engine, state, step, *, drain=False):
-    return Context(step=step, run_seed=0, rank=Rank(), device=Device("w"), resource=engine, state=state, drain=drain)
+    return Context(
+        step=step,
+        run_seed=0,
+        rank=Rank(),
+        device=Device("w"),
+        resource=engine,
+        state=state,
+        drain=drain,
+    )
 
 
 def run(rollout, steps):
@@ -82,7 +97,9 @@ def test_every_response_equals_one_that_was_generated_at_once(budget, steps):
     found = {prompt: [] for prompt in expected}
     for rows, into in ((whole, expected), (parts, found)):
         for row in (row for step in rows for row in step):
-            into[tuple(row["prompt_ids"])].append((row["row_id"] % 2**32, row["response_ids"], row["finish_reason"]))
+            into[tuple(row["prompt_ids"])].append(
+                (row["row_id"] % 2**32, row["response_ids"], row["finish_reason"])
+            )
     assert found == expected
 
 
@@ -101,8 +118,12 @@ def test_samples_that_were_stored_between_steps_go_on_as_if_they_had_stayed(tmp_
     for index, ctx in enumerate(later):
         rows = read_kept_rows(folder, index, workers, 2**20)
         carries.unpack(ctx, rows, rollout=given_)
-    ended = [row for ctx in later for row in generate(ctx, prompts(2, 0), rollout=given_).to_pylist()]
-    stayed = generate(replace(ctxs[0], resource=Counting(1), step=2, drain=True), prompts(2, 0), rollout=given_)
+    ended = [
+        row for ctx in later for row in generate(ctx, prompts(2, 0), rollout=given_).to_pylist()
+    ]
+    stayed = generate(
+        replace(ctxs[0], resource=Counting(1), step=2, drain=True), prompts(2, 0), rollout=given_
+    )
     assert sorted(ended, key=lambda row: row["row_id"]) == stayed.sort_by("row_id").to_pylist()
     assert len(ended) == packed.num_rows
 
@@ -127,7 +148,9 @@ def test_a_group_comes_when_all_its_samples_have_ended(budget):
         for row in found:
             begun = row["prompt_ids"][0] // 10
             versions = row["token_versions"]
-            assert versions == [begun - 1 + at // budget for at in range(len(versions))] or step == 4
+            assert (
+                versions == [begun - 1 + at // budget for at in range(len(versions))] or step == 4
+            )
             assert row["rollout_logprobs"] == [-float(version) for version in versions]
             assert row["weights_version"] == min(versions)
             assert step - begun < given_.steps_per_response
@@ -148,7 +171,9 @@ def test_partial_responses_need_a_budget_and_staleness():
         with pytest.raises(ConfigError, match="expected both or neither"):
             RolloutConfig(**wrong)
     given_ = {"partial": True, "max_tokens_per_step": 3, "max_response_length": 9}
-    with pytest.raises(ConfigError, match=r"max_staleness=1: expected .* and 2 more for a response of 3 steps"):
+    with pytest.raises(
+        ConfigError, match=r"max_staleness=1: expected .* and 2 more for a response of 3 steps"
+    ):
         RolloutConfig(**given_, max_staleness=1)
     assert RolloutConfig(**given_, max_staleness=3).steps_ahead == 1
     assert replace(RolloutConfig(**given_, max_staleness=3), steps_ahead=0).steps_ahead == 0

@@ -1,4 +1,6 @@
-"""Tests of episodes as rows: tokens stay as they were sampled, ids and draws depend on the episode alone."""
+"""Tests of episodes as rows: tokens stay as they were sampled, ids and draws depend on the
+episode alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from siirl_dask.environments.protocol import ToolCalls
 from siirl_dask.errors import ConfigError, EpisodeError, PeerError, PlanError
 from siirl_dask.nodes import play, play_answers
 from siirl_dask.nodes.episodes.episode import digest
-from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn, is_number
+from siirl_dask.nodes.episodes.episode_rows import (
+    EpisodeCodec,
+    PlayedEpisode,
+    PlayedRow,
+    Turn,
+    is_number,
+)
 from siirl_dask.planner import Node
 from siirl_dask.planner.contract import contract_of
 from siirl_dask.rollout import FinishReason, Generation
@@ -30,7 +38,9 @@ END = 0
 
 @dataclass
 class Drawing:
-    """An engine whose tokens are a function of (seed, place): digits, until one that ends the turn."""
+    """An engine whose tokens are a function of (seed, place): digits, until one that ends the
+    turn.
+    """
 
     rows: int = 4
     context_length: int | None = None
@@ -92,7 +102,10 @@ def played(make, rows, *, n=1, engine=None, length=60, world=None, hand_over=Non
         resources={"environments": world},
         hand_over=hand_over,
     )
-    rollout, environments = RolloutConfig(n=n, max_response_length=length), EnvironmentsConfig(**settings)
+    rollout, environments = (
+        RolloutConfig(n=n, max_response_length=length),
+        EnvironmentsConfig(**settings),
+    )
     made = play(ctx, rows, rollout=rollout, environments=environments, max_prompt_length=30)
     assert world.opened == world.closed
     return made, ctx, engine
@@ -123,10 +136,18 @@ def test_rows_hold_the_turns_as_the_engine_saw_them():
         for start, _ in spans:
             assert tuple(row["prompt_ids"] + row["response_ids"][:start]) in asked
         assert row["tokens"] == len(row["prompt_ids"]) + len(row["response_ids"])
-        texts = [Drawing.tokenizer.decode(row["response_ids"][start:stop], skip_special=True) for start, stop in spans]
-        assert row["response"] == "".join(f"{text}<{at}>" for at, text in enumerate(texts, 1))[: -len("<1>")]
+        texts = [
+            Drawing.tokenizer.decode(row["response_ids"][start:stop], skip_special=True)
+            for start, stop in spans
+        ]
+        assert (
+            row["response"]
+            == "".join(f"{text}<{at}>" for at, text in enumerate(texts, 1))[: -len("<1>")]
+        )
         assert row["reward"] == sum(map(len, texts)) == sum(turn["reward"] for turn in row["turns"])
-        assert [turn["state"] for turn in row["turns"]] == [digest(at + 1) for at in range(len(spans))]
+        assert [turn["state"] for turn in row["turns"]] == [
+            digest(at + 1) for at in range(len(spans))
+        ]
     assert rows["finish_reason"].to_pylist() == ["environment"] * 4
     assert [len(turns) for turns in rows["turns"].to_pylist()] == [3, 3, 1, 1]
 
@@ -139,12 +160,16 @@ def test_rows_hold_the_turns_as_the_engine_saw_them():
     threads=st.integers(1, 8),
     cut=st.integers(0, 12),
 )
-def test_neither_batches_nor_order_nor_other_episodes_change_a_row(answers, rows, max_open, threads, cut):
+def test_neither_batches_nor_order_nor_other_episodes_change_a_row(
+    answers, rows, max_open, threads, cut
+):
     expected, _, _ = played(Echo, table(answers), n=2)
     world, parts = ThreadWorld(Echo, delay=0.002, threads=threads), []
     for part in (table(answers).slice(0, cut), table(answers).slice(cut)):
         if part.num_rows:
-            made, _, _ = played(None, part, n=2, engine=Drawing(rows), world=world, max_open=max_open)
+            made, _, _ = played(
+                None, part, n=2, engine=Drawing(rows), world=world, max_open=max_open
+            )
             parts.append(made)
     assert pa.concat_tables(parts).sort_by("row_id").equals(expected)
     assert world.most_open <= max_open
@@ -153,7 +178,9 @@ def test_neither_batches_nor_order_nor_other_episodes_change_a_row(answers, rows
 def test_an_episode_ends_where_the_next_turn_has_no_room():
     rows, _, engine = played(Echo, table(["9"] * 6), length=10)
     assert {row["finish_reason"] for row in rows.to_pylist()} == {"length"}
-    assert all(len(row["response_ids"]) <= 10 and row["response_mask"][-1] for row in rows.to_pylist())
+    assert all(
+        len(row["response_ids"]) <= 10 and row["response_mask"][-1] for row in rows.to_pylist()
+    )
     assert all(begun + most <= 10 for _, begun, most in engine.served)
     rows, _, engine = played(Echo, table(["9"] * 6), length=99, engine=Drawing(context_length=12))
     assert all(len(prompt) + most <= 12 for prompt, _, most in engine.served)
@@ -188,7 +215,9 @@ def test_a_rewritten_history_begins_a_row_of_the_same_episode():
 
 def test_more_rows_than_allowed_fail_the_episode_by_the_option():
     make = scripted(Opening(), Step(history="again:"))
-    with pytest.raises(EpisodeError, match=r"row 2 of an episode.*environments\.rows_per_episode allows 1"):
+    with pytest.raises(
+        EpisodeError, match=r"row 2 of an episode.*environments\.rows_per_episode allows 1"
+    ):
         played(make, table(["x"]))
 
 
@@ -213,7 +242,11 @@ def test_agents_have_rows_of_their_own_and_rewards_of_both():
 
 
 def test_a_reward_for_an_agent_that_has_not_spoken_is_its_first_turns():
-    make = scripted(Opening(agent="a"), Step(agent="b", reward={"a": 1.0, "b": 0.5}), Step(done=True, reward=2.0))
+    make = scripted(
+        Opening(agent="a"),
+        Step(agent="b", reward={"a": 1.0, "b": 0.5}),
+        Step(done=True, reward=2.0),
+    )
     rows, _, _ = played(make, table(["x"]), agents=["a", "b"])
     assert rows["reward"].to_pylist() == [1.0, 2.5]
 
@@ -278,17 +311,33 @@ def test_after_too_many_failures_no_other_episode_begins():
 
 @pytest.mark.parametrize(
     ("calls", "failed", "most", "ends"),
-    [(4, 2, None, False), (4, 2, 0.5, False), (4, 3, 0.5, True), (4, 1, 0.0, True), (0, 0, 0.0, False)],
+    [
+        (4, 2, None, False),
+        (4, 2, 0.5, False),
+        (4, 3, 0.5, True),
+        (4, 1, 0.0, True),
+        (0, 0, 0.0, False),
+    ],
 )
-def test_calls_of_tools_are_logged_and_too_large_a_share_that_failed_ends_the_run(calls, failed, most, ends):
+def test_calls_of_tools_are_logged_and_too_large_a_share_that_failed_ends_the_run(
+    calls, failed, most, ends
+):
     world = ThreadWorld(Echo)
-    world.tool_calls, world.max_failed_calls = ToolCalls(calls, failed, "raised OSError: down"), most
+    world.tool_calls, world.max_failed_calls = (
+        ToolCalls(calls, failed, "raised OSError: down"),
+        most,
+    )
     if ends:
-        with pytest.raises(EpisodeError, match=rf"{failed} of 4 calls .*max_failed_calls={most}.*raised OSError: down"):
+        with pytest.raises(
+            EpisodeError,
+            match=rf"{failed} of 4 calls .*max_failed_calls={most}.*raised OSError: down",
+        ):
             played(Echo, table(["1"]), world=world)
         return
     _, ctx, _ = played(Echo, table(["1"]), world=world)
-    logged = {name: metric.value for name, metric in ctx.metrics.items() if name.startswith("tools/")}
+    logged = {
+        name: metric.value for name, metric in ctx.metrics.items() if name.startswith("tools/")
+    }
     assert logged == ({"tools/calls": calls, "tools/failed": failed} if calls else {})
 
 
@@ -330,8 +379,14 @@ def test_validation_plays_greedily_or_as_it_says():
             greedy.append(asked.sampling.temperature)
             return super().turn(asked)
 
-    ctx = Context(0, 0, Rank(), Device("w"), Noting(), resources={"environments": ThreadWorld(Echo)})
-    options = {"rollout": RolloutConfig(), "environments": EnvironmentsConfig(), "max_prompt_length": 9}
+    ctx = Context(
+        0, 0, Rank(), Device("w"), Noting(), resources={"environments": ThreadWorld(Echo)}
+    )
+    options = {
+        "rollout": RolloutConfig(),
+        "environments": EnvironmentsConfig(),
+        "max_prompt_length": 9,
+    }
     rows = play_answers(ctx, table(["2"]), validation=ValidationConfig(), **options)
     assert rows.num_rows == 1
     assert {*greedy} == {0.0}
@@ -341,7 +396,10 @@ def test_validation_plays_greedily_or_as_it_says():
     ("rollout", "said"),
     [
         (RolloutConfig(tensor_parallel_size=2, engine="vllm"), "tensor_parallel_size=2"),
-        (RolloutConfig(partial=True, max_tokens_per_step=9, max_response_length=9), "rollout.partial=true"),
+        (
+            RolloutConfig(partial=True, max_tokens_per_step=9, max_response_length=9),
+            "rollout.partial=true",
+        ),
     ],
 )
 def test_what_cannot_play_is_refused_before_the_run(rollout, said):
@@ -360,7 +418,16 @@ def test_agents_and_rows_that_do_not_fit_are_refused():
 
 
 ROW = PlayedRow(
-    "a", 1, [1, 2], [3, 4], [True, False], [-0.5, 0.0], [Turn(0, 1, 0.5, 7)], {"x": 1.0}, FinishReason.TURNS, [3, -1]
+    "a",
+    1,
+    [1, 2],
+    [3, 4],
+    [True, False],
+    [-0.5, 0.0],
+    [Turn(0, 1, 0.5, 7)],
+    {"x": 1.0},
+    FinishReason.TURNS,
+    [3, -1],
 )
 CODEC = EpisodeCodec(pa.schema({"row_id": pa.int64(), "answer": pa.string()}), 3, 2)
 
@@ -368,7 +435,10 @@ CODEC = EpisodeCodec(pa.schema({"row_id": pa.int64(), "answer": pa.string()}), 3
 def test_episodes_survive_packing():
     item = {"row_id": 4, "answer": "x", "shown": ()}
     assert CODEC.read_item(CODEC.pack_item(item)) == item
-    for result in (PlayedEpisode([ROW], "w", None), PlayedEpisode([PlayedRow(None, 0, [1]), ROW], "w", "failed")):
+    for result in (
+        PlayedEpisode([ROW], "w", None),
+        PlayedEpisode([PlayedRow(None, 0, [1]), ROW], "w", "failed"),
+    ):
         assert CODEC.read_result(CODEC.pack_result(result)) == result
 
 
@@ -414,9 +484,18 @@ def test_equal_states_have_equal_hashes_in_every_process():
 
 
 def test_the_columns_of_agents_are_part_of_the_contract():
-    one = contract_of(partial(play, rollout=RolloutConfig(), environments=EnvironmentsConfig(), max_prompt_length=9))
+    one = contract_of(
+        partial(
+            play, rollout=RolloutConfig(), environments=EnvironmentsConfig(), max_prompt_length=9
+        )
+    )
     two = contract_of(
-        partial(play, rollout=RolloutConfig(), environments=EnvironmentsConfig(agents=["a", "b"]), max_prompt_length=9)
+        partial(
+            play,
+            rollout=RolloutConfig(),
+            environments=EnvironmentsConfig(agents=["a", "b"]),
+            max_prompt_length=9,
+        )
     )
     assert {*two.writes.names} - {*one.writes.names} == {"agent"}
     assert {"prompt", "answer"} <= {*one.reads}
@@ -435,5 +514,7 @@ def test_the_columns_of_agents_are_part_of_the_contract():
         ("1", False),
     ],
 )
-def test_a_number_of_any_size_from_an_environment_is_taken_or_refused_and_ends_no_run(value, expected):
+def test_a_number_of_any_size_from_an_environment_is_taken_or_refused_and_ends_no_run(
+    value, expected
+):
     assert is_number(value) is expected

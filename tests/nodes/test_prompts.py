@@ -29,19 +29,26 @@ def sampled(rollout, **columns):
     """Return the prompts in the order in which they begin, and the rows."""
     engine = Letters()
     ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=engine)
-    rows = generate(ctx, encode_prompts(ctx, table(**columns), max_prompt_length=99, rollout=rollout), rollout=rollout)
+    rows = generate(
+        ctx,
+        encode_prompts(ctx, table(**columns), max_prompt_length=99, rollout=rollout),
+        rollout=rollout,
+    )
     return engine.begun, rows
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 10**6), LIMIT, st.integers(1, 10**5)), min_size=1), most=st.integers(1, 300)
+    rows=st.lists(st.tuples(st.integers(1, 10**6), LIMIT, st.integers(1, 10**5)), min_size=1),
+    most=st.integers(1, 300),
 )
 def test_the_cost_is_the_expected_length_within_limits_plus_the_prompt(rows, most):
     expected, limits, prompts = zip(*rows, strict=True)
     rollout = RolloutConfig(max_response_length=most, expected_length_column="expected")
     given = table(expected=pa.array(expected, pa.uint32()), max_tokens=pa.array(limits, pa.int32()))
     costs = sampling_costs(given, prompts, rollout)
-    within = [min(length, most, limit or most) for length, limit in zip(expected, limits, strict=True)]
+    within = [
+        min(length, most, limit or most) for length, limit in zip(expected, limits, strict=True)
+    ]
     assert (costs - np.array(prompts) // 16).tolist() == within
 
 
@@ -85,7 +92,9 @@ def test_nodes_that_read_prompts_read_the_optional_length_column():
 )
 def test_an_expected_length_that_is_no_number_of_tokens_is_refused(expected, said):
     with pytest.raises(DataError, match=said):
-        sampling_costs(table(expected=expected), [1, 1], RolloutConfig(expected_length_column="expected"))
+        sampling_costs(
+            table(expected=expected), [1, 1], RolloutConfig(expected_length_column="expected")
+        )
 
 
 def test_a_null_prompt_is_refused_with_its_row_of_the_dataset():
@@ -100,7 +109,10 @@ def test_a_chat_template_that_fails_names_the_row(monkeypatch):
         raise TypeError(f"object of type {type(prompt).__name__} has no len()")
 
     monkeypatch.setattr(Letters.tokenizer, "encode", staticmethod(encode))
-    with pytest.raises(DataError, match=r"row 0 of step 1: the chat template fails on its prompt: TypeError: object"):
+    with pytest.raises(
+        DataError,
+        match=r"row 0 of step 1: the chat template fails on its prompt: TypeError: object",
+    ):
         sampled(RolloutConfig(), prompt=["a"])
 
 
@@ -116,10 +128,15 @@ def encoded(chats, **options):
 
 
 def test_a_prompt_that_ends_with_an_answer_is_refused_with_its_row():
-    with pytest.raises(DataError, match=r"\(row 5 of part 3 of the dataset\): its last message is the assistant's"):
+    with pytest.raises(
+        DataError, match=r"\(row 5 of part 3 of the dataset\): its last message is the assistant's"
+    ):
         encoded(CHATS)
 
 
 def test_the_model_goes_on_with_an_answer_where_it_is_told_to():
     texts = encoded([CHATS[0], CHATS[0][:1]], continue_answers=True)
-    assert texts == ["<|user|>2+2?<|stop|><|assistant|>The sum", "<|user|>2+2?<|stop|><|assistant|>"]
+    assert texts == [
+        "<|user|>2+2?<|stop|><|assistant|>The sum",
+        "<|user|>2+2?<|stop|><|assistant|>",
+    ]

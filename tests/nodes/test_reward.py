@@ -1,4 +1,6 @@
-"""The node that scores responses: rewards, failed rows, and child processes that end with the scorer."""
+"""The node that scores responses: rewards, failed rows, and child processes that end with the
+scorer.
+"""
 
 import importlib
 import os
@@ -34,18 +36,26 @@ IN_PROCESS, POOL = {}, {"processes": 2}
 
 def table(responses, prompts=None, **columns):
     count = len(responses)
-    identity = {name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    identity = {
+        name: pa.array(range(count), pa.int64()) for name in ("row_id", "group_id", "tokens")
+    }
     text = {"prompt": prompts or ["p"] * count, "response": responses, "answer": ["a"] * count}
-    return pa.table({**identity, **{name: pa.array(v, pa.string()) for name, v in text.items()}, **columns})
+    return pa.table(
+        {**identity, **{name: pa.array(v, pa.string()) for name, v in text.items()}, **columns}
+    )
 
 
 @pytest.fixture
 def scored():
-    """Return a function: ``scored(function, table, **rewards)`` gives the node's output and its metrics."""
+    """Return a function: ``scored(function, table, **rewards)`` gives the node's output and its
+    metrics.
+    """
     scorers = []
 
     def run(function, rows, columns=(), peers=None, **rewards):
-        scorers.append(build_scorer(Device("w"), Rank(), rewards=RewardsConfig(**rewards), reward=function))
+        scorers.append(
+            build_scorer(Device("w"), Rank(), rewards=RewardsConfig(**rewards), reward=function)
+        )
         ctx = Context(step=1, run_seed=0, rank=Rank(), device=Device("w"), resource=scorers[-1])
         ctx.peers = peers or ctx.peers
         return score(ctx, rows, columns=columns), ctx.metrics
@@ -93,7 +103,10 @@ def test_the_function_gets_extra_columns_by_name(scored):
 
 def test_no_rows_give_typed_columns(scored):
     output, _ = scored(length, table([]))
-    assert (output["reward"].type, output["reward_parts"].type) == (pa.float32(), pa.map_(pa.string(), pa.float32()))
+    assert (output["reward"].type, output["reward_parts"].type) == (
+        pa.float32(),
+        pa.map_(pa.string(), pa.float32()),
+    )
 
 
 @pytest.mark.parametrize("where", [IN_PROCESS, POOL], ids=["worker", "pool"])
@@ -108,7 +121,8 @@ def test_no_rows_give_typed_columns(scored):
 )
 def test_a_failure_stops_the_step_and_names_its_row(scored, where, response, said):
     with pytest.raises(
-        RewardError, match=rf"reward capricious {said}.*: row 1 of step 1, prompt 'p', response '{response}', answ"
+        RewardError,
+        match=rf"reward capricious {said}.*: row 1 of step 1, prompt 'p', response '{response}', answ",
     ):
         scored(capricious, table(["fine", response]), **where)
 
@@ -132,19 +146,31 @@ def test_allowed_failures_have_no_reward_and_do_not_count_in_the_mean(scored):
     ],
     ids=["worker", "pool of 1", "pool of 2", "async", "async two at once"],
 )
-def test_no_row_is_scored_after_more_have_failed_than_may(scored, tmp_path, function, options, calls):
+def test_no_row_is_scored_after_more_have_failed_than_may(
+    scored, tmp_path, function, options, calls
+):
     rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=["raise"] * 40)
-    said = r"raised RuntimeError: no: row 0 of step 1, .*failed for at least 3 rows .*rewards\.max_failures=2"
+    said = (
+        r"raised RuntimeError: no: row 0 of step 1, .*failed for at least 3 rows "
+        r".*rewards\.max_failures=2"
+    )
     with pytest.raises(RewardError, match=said):
         scored(function, rows, max_failures=2, **options)
     assert 3 <= len(list(tmp_path.iterdir())) <= calls
 
 
-@pytest.mark.parametrize(("function", "processes"), [(fails_and_counts, 2), (fails_and_counts_async, 0)])
-def test_rows_under_way_are_not_waited_for_after_too_many_failures(scored, tmp_path, function, processes):
+@pytest.mark.parametrize(
+    ("function", "processes"), [(fails_and_counts, 2), (fails_and_counts_async, 0)]
+)
+def test_rows_under_way_are_not_waited_for_after_too_many_failures(
+    scored, tmp_path, function, processes
+):
     """All rows hang for ten minutes but one of the first three, which raises."""
     prompts = ["hang", "raise"] if processes else ["hang", "hang", "raise"]
-    rows = table([str(tmp_path / str(i)) for i in range(40)], prompts=prompts + ["hang"] * (40 - len(prompts)))
+    rows = table(
+        [str(tmp_path / str(i)) for i in range(40)],
+        prompts=prompts + ["hang"] * (40 - len(prompts)),
+    )
     began = time.monotonic()
     with pytest.raises(RewardError, match="raised RuntimeError: no"):
         scored(function, rows, processes=processes)
@@ -159,21 +185,30 @@ def test_a_hanging_reward_costs_one_timeout_and_not_one_a_row(scored, tmp_path):
 
 
 def test_a_scorer_scores_again_after_too_many_failures(tmp_path):
-    scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=fails_and_counts)
-    rows = [{"prompt": prompt, "response": str(tmp_path / "row"), "answer": ""} for prompt in ("hang", "raise", "")]
+    scorer = build_scorer(
+        Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=fails_and_counts
+    )
+    rows = [
+        {"prompt": prompt, "response": str(tmp_path / "row"), "answer": ""}
+        for prompt in ("hang", "raise", "")
+    ]
     assert [result.reward for result in scorer.score(rows)] == [None, None, None]
     assert [result.reward for result in scorer.score(rows[2:])] == [1.0]
     scorer.close()
 
 
-@pytest.mark.parametrize(("response", "said"), [("hang", "took more than 0.5 s"), ("die", r"exit code 3")])
+@pytest.mark.parametrize(
+    ("response", "said"), [("hang", "took more than 0.5 s"), ("die", r"exit code 3")]
+)
 def test_a_row_that_hangs_or_kills_its_process_is_named(scored, response, said):
     with pytest.raises(RewardError, match=f"{said}.*row 1"):
         scored(capricious, table(["fine", response, "fine"]), processes=1, timeout=0.5)
 
 
 def test_failures_are_counted_over_all_workers(scored):
-    """The workers have 0, 2 and 1 failures of 2 allowed: all of them stop, the one without a failure too."""
+    """The workers have 0, 2 and 1 failures of 2 allowed: all of them stop, the one without a
+    failure too.
+    """
     peers = ThreadPeers(3)
     rows = [["fine"], ["raise", "raise"], ["raise"]]
     with ThreadPoolExecutor(3) as threads:
@@ -203,14 +238,18 @@ def test_where_no_row_may_fail_nobody_waits_for_the_count_of_others(scored):
     never = ThreadPeers(2)  # the other worker does not come
     output, _ = scored(capricious, table(["fine"]), peers=never.at(0))
     assert output["reward"].null_count == 0
-    with pytest.raises(RewardError, match=r"raised RuntimeError: no: row 0 of step 1.*\(rewards\.max_failures=0\)"):
+    with pytest.raises(
+        RewardError, match=r"raised RuntimeError: no: row 0 of step 1.*\(rewards\.max_failures=0\)"
+    ):
         scored(capricious, table(["raise"]), peers=never.at(1))
 
 
 @pytest.mark.alone
 def test_an_async_function_runs_concurrently_and_needs_no_pool_for_a_timeout(scored):
     began = time.monotonic()
-    output, _ = scored(slow_and_async, table(["quick", *["slow"] * 20]), timeout=0.3, max_failures=20)
+    output, _ = scored(
+        slow_and_async, table(["quick", *["slow"] * 20]), timeout=0.3, max_failures=20
+    )
     assert output["reward"].to_pylist() == [1.0, *[None] * 20]
     assert time.monotonic() - began < 5  # one after the other they would take 6
 
@@ -223,21 +262,32 @@ def test_a_timeout_without_a_pool_is_refused_for_a_sync_function():
 def test_a_function_that_cannot_be_pickled_is_refused_when_the_role_is_built():
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):
-        build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=lambda **row: lock.locked())
+        build_scorer(
+            Device("w"),
+            Rank(),
+            rewards=RewardsConfig(processes=1),
+            reward=lambda **row: lock.locked(),
+        )
 
 
-def test_a_function_that_a_child_cannot_load_is_refused_when_the_role_is_built(tmp_path, monkeypatch):
+def test_a_function_that_a_child_cannot_load_is_refused_when_the_role_is_built(
+    tmp_path, monkeypatch
+):
     (tmp_path / "here_only.py").write_text("def reward(**row):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = importlib.import_module("here_only").reward
     (tmp_path / "here_only.py").write_text("raise RuntimeError('no such thing here')\n")
-    with pytest.raises(ConfigError, match=r"cannot be loaded in a process of its own.*no such thing here"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be loaded in a process of its own.*no such thing here"
+    ):
         build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=reward)
 
 
 def test_close_leaves_no_process(scored, tmp_path):
     files = [str(tmp_path / str(i)) for i in range(4)]
-    scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=tells_its_process)
+    scorer = build_scorer(
+        Device("w"), Rank(), rewards=RewardsConfig(processes=2), reward=tells_its_process
+    )
     scorer.score([{"prompt": "p", "response": file, "answer": ""} for file in files])
     scorer.close()
     assert not any(psutil.pid_exists(int(Path(file).read_text())) for file in files)
@@ -249,7 +299,9 @@ def test_child_processes_die_with_a_killed_worker_even_one_that_hangs(tmp_path):
     from tests.clusters import local_cluster
 
     def start(file):
-        scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=tells_its_process)
+        scorer = build_scorer(
+            Device("w"), Rank(), rewards=RewardsConfig(processes=1), reward=tells_its_process
+        )
         scorer.score([{"prompt": "hang", "response": file, "answer": ""}])
 
     with local_cluster(1) as cluster, Client(cluster) as client:

@@ -41,7 +41,9 @@ class Words:
 
 @dataclass
 class Router:
-    """An engine whose routes count: token t of a row goes to the experts t, t + 1, t + 2 and t + 3, modulo 5."""
+    """An engine whose routes count: token t of a row goes to the experts t, t + 1, t + 2 and t +
+    3, modulo 5.
+    """
 
     routing: Routing | None = ROUTING
     tokenizer: Words = field(default_factory=Words)
@@ -52,8 +54,12 @@ class Router:
             for ticket, asked in taken:
                 tokens = [7] * (1 + asked.seed % 3)
                 known = len(asked.prompt) + len(tokens) - 1
-                routes = bytes((token + place) % 5 for token in range(known) for place in range(ROUTING.width))
-                queue.complete(ticket, Generation(tokens, [-1.0] * len(tokens), FinishReason.STOP, routes))
+                routes = bytes(
+                    (token + place) % 5 for token in range(known) for place in range(ROUTING.width)
+                )
+                queue.complete(
+                    ticket, Generation(tokens, [-1.0] * len(tokens), FinishReason.STOP, routes)
+                )
 
 
 @dataclass
@@ -73,7 +79,9 @@ def context(resource):
 
 
 def prompts(*ids):
-    identity = {name: pa.array(range(len(ids)), pa.int64()) for name in ("row_id", "group_id", "tokens")}
+    identity = {
+        name: pa.array(range(len(ids)), pa.int64()) for name in ("row_id", "group_id", "tokens")
+    }
     return pa.table(identity | {"prompt_ids": pa.array([*ids], TYPES["prompt_ids"])})
 
 
@@ -88,7 +96,8 @@ def test_a_row_has_the_experts_of_each_token_but_its_last():
         assert table.num_rows == rows
         assert table["routed_experts"].type == pa.large_list(pa.uint8())
         for prompt, response, routes in zip(
-            *(table[name].to_pylist() for name in ("prompt_ids", "response_ids", "routed_experts")), strict=True
+            *(table[name].to_pylist() for name in ("prompt_ids", "response_ids", "routed_experts")),
+            strict=True,
         ):
             known = len(prompt) + len(response) - 1
             assert routes == [(token + place) % 5 for token in range(known) for place in range(4)]
@@ -97,7 +106,9 @@ def test_a_row_has_the_experts_of_each_token_but_its_last():
     ends = seen.rows.offsets.tolist()
     assert seen.rows.routes.shape == (ends[-1], 4)
     assert seen.rows.routes[: ends[1] - 1].flatten().tolist() == table["routed_experts"][0].as_py()
-    assert (seen.rows.routes == -1).all(dim=1).nonzero().flatten().tolist() == [end - 1 for end in ends[1:]]
+    assert (seen.rows.routes == -1).all(dim=1).nonzero().flatten().tolist() == [
+        end - 1 for end in ends[1:]
+    ]
     reference_logprobs(context(seen), table)
     assert seen.rows.routes is None
 
@@ -106,7 +117,10 @@ def test_the_column_is_there_where_the_option_is_on():
     for node, options in (
         (generate, {}),
         (generate_with_greedy, {}),
-        (sample_until_mixed, {"scorer": "reward", "columns": (), "max_prompt_length": 4, "batch_size": 1}),
+        (
+            sample_until_mixed,
+            {"scorer": "reward", "columns": (), "max_prompt_length": 4, "batch_size": 1},
+        ),
     ):
         for rollout in (ON, RolloutConfig()):
             contract = contract_of(partial(node, rollout=rollout, **options))
@@ -118,7 +132,9 @@ def test_the_column_is_there_where_the_option_is_on():
 
 
 def test_an_engine_that_records_no_routes_is_refused():
-    with pytest.raises(ConfigError, match="the engine records no routes: give build_engine the same rollout"):
+    with pytest.raises(
+        ConfigError, match="the engine records no routes: give build_engine the same rollout"
+    ):
         generate(context(Router(routing=None)), prompts([1]), rollout=ON)
 
 
@@ -126,7 +142,9 @@ def test_an_engine_that_records_no_routes_is_refused():
 def test_routes_of_a_peer_that_do_not_fit_the_row_are_refused(routes):
     sampled = Sampled(Generation([7], [-1.0], FinishReason.STOP, routes), "w3")
     assert read_sampled(pack_sampled(sampled)) == sampled
-    with pytest.raises(PeerError, match=r"worker 'w3' sent routes of .* 4 for each of 2 tokens, of 5 experts"):
+    with pytest.raises(
+        PeerError, match=r"worker 'w3' sent routes of .* 4 for each of 2 tokens, of 5 experts"
+    ):
         add_routes(Router(), prompts([1, 2]), [sampled])
     with pytest.raises(PeerError, match="which is no sample"):
         read_sampled({**pack_sampled(sampled), "routes": [1, 2]})
@@ -137,7 +155,10 @@ def test_stored_routes_that_do_not_fit_the_rows_are_refused():
     whole = table["routed_experts"].to_pylist()
     with pytest.raises(DataError, match="1 row has no routed_experts"):
         packed_routes(with_routes(table, *whole[:3], None))
-    with pytest.raises(DataError, match=r"row 2 has \d+ routed_experts for the \d+ tokens before its last: expected 4"):
+    with pytest.raises(
+        DataError,
+        match=r"row 2 has \d+ routed_experts for the \d+ tokens before its last: expected 4",
+    ):
         packed_routes(with_routes(table, *whole[:2], whole[2][:-1], whole[3]))
     assert packed_routes(table.slice(0, 0)) is None
     assert packed_routes(table.drop_columns("routed_experts")) is None

@@ -1,4 +1,6 @@
-"""Agents on the endpoint: rows of what was sampled, the same however fast they are; failures stay their own."""
+"""Agents on the endpoint: rows of what was sampled, the same however fast they are; failures
+stay their own.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,22 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from siirl_dask.config import EndpointConfig, ModelConfig, RolloutConfig, TrainerConfig, ValidationConfig
+from siirl_dask.config import (
+    EndpointConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+    ValidationConfig,
+)
 from siirl_dask.context import Context, Device, Rank
 from siirl_dask.errors import Aborted, ConfigError, EpisodeError, PeerError
-from siirl_dask.nodes import generate, generate_answers, policy_logprobs, run_agents, run_agents_to_validate
+from siirl_dask.nodes import (
+    generate,
+    generate_answers,
+    policy_logprobs,
+    run_agents,
+    run_agents_to_validate,
+)
 from siirl_dask.nodes.episodes.run_agents import _check_options
 from siirl_dask.nodes.failures import GIVEN_UP
 from siirl_dask.rollout import LocalQueue
@@ -28,7 +42,9 @@ PROGRAM = (sys.executable, str(Path(__file__).parent / "program.py"))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return ModelConfig(path=str(tiny_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE)))
+    return ModelConfig(
+        path=str(tiny_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +55,19 @@ def engine(model):
 def prompts(engine, texts, first=0, answers=None, **columns):
     ids = pa.array(range(first, first + len(texts)), pa.int64())
     encoded = pa.array([engine.tokenizer.encode(text) for text in texts], TYPES["prompt_ids"])
-    given = {"prompt": texts, "answer": answers or ["x"] * len(texts), "prompt_ids": encoded, **columns}
+    given = {
+        "prompt": texts,
+        "answer": answers or ["x"] * len(texts),
+        "prompt_ids": encoded,
+        **columns,
+    }
     return pa.table({"row_id": ids, "group_id": ids, "tokens": ids, **given})
 
 
 def context(engine, **how):
-    return Context(step=1, run_seed=0, rank=Rank(), resource=engine, **{"device": Device("w"), **how})
+    return Context(
+        step=1, run_seed=0, rank=Rank(), resource=engine, **{"device": Device("w"), **how}
+    )
 
 
 def rollout(**changes):
@@ -53,7 +76,9 @@ def rollout(**changes):
 
 @pytest.fixture
 def live(engine):
-    """Return a function: ``live(agent, table, **endpoint)`` gives the node's output and its metrics."""
+    """Return a function: ``live(agent, table, **endpoint)`` gives the node's output and its
+    metrics.
+    """
     before = threading.active_count()
 
     def run(agent, table, *, n=2, columns=(), ctx=None, **endpoint):
@@ -75,20 +100,49 @@ def live(engine):
 
 
 FOUR = [f"say {number}" for number in range(4)]
-TO_THE_BIT = ["row_id", "group_id", "episode_id", "segment", "sampling_seed", "prompt_ids", "response_ids", "response",
-              "response_mask", "token_versions", "turns", "finish_reason", "reward", "reward_parts"]  # fmt: skip
+TO_THE_BIT = [
+    "row_id",
+    "group_id",
+    "episode_id",
+    "segment",
+    "sampling_seed",
+    "prompt_ids",
+    "response_ids",
+    "response",
+    "response_mask",
+    "token_versions",
+    "turns",
+    "finish_reason",
+    "reward",
+    "reward_parts",
+]
 
 
 def test_an_agent_that_asks_once_has_the_rows_of_generate(engine, live):
     table = prompts(engine, FOUR)
     rows, _ = live(living.asks_once, table, max_segments=1)
     expected = generate(context(engine), table, rollout=rollout())
-    for name in ("row_id", "prompt_ids", "response_ids", "response", "sample_number", "sampling_seed", "finish_reason"):
+    for name in (
+        "row_id",
+        "prompt_ids",
+        "response_ids",
+        "response",
+        "sample_number",
+        "sampling_seed",
+        "finish_reason",
+    ):
         assert rows[name].equals(expected[name]), name
-    flat = [side["rollout_logprobs"].combine_chunks().flatten().to_pylist() for side in (rows, expected)]
+    flat = [
+        side["rollout_logprobs"].combine_chunks().flatten().to_pylist() for side in (rows, expected)
+    ]
     assert flat[0] == pytest.approx(flat[1], abs=1e-5)
     how = {"rollout": rollout(), "validation": ValidationConfig(n=1)}
-    asked = {**how, "endpoint": EndpointConfig(max_segments=1), "max_prompt_length": 60, "agent": living.asks_once}
+    asked = {
+        **how,
+        "endpoint": EndpointConfig(max_segments=1),
+        "max_prompt_length": 60,
+        "agent": living.asks_once,
+    }
     rows, expected = (
         run_agents_to_validate(context(engine), table, **asked),
         generate_answers(context(engine), table, **how),
@@ -97,19 +151,27 @@ def test_an_agent_that_asks_once_has_the_rows_of_generate(engine, live):
 
 
 def by_prompts(rows):
-    """Return the rows of each episode in the order of their prompts, without their places in it, and without rewards,
-    which the last one has: of things asked at once, one may be answered before another arrives.
+    """Return the rows of each episode in the order of their prompts, without their places in it,
+    and without rewards, which the last one has: of things asked at once, one may be answered before
+    another arrives.
     """
-    spans = [[(turn["start"], turn["stop"]) for turn in turns] for turns in rows["turns"].to_pylist()]
-    rows = rows.set_column(rows.column_names.index("turns"), "turns", pa.array(spans, pa.list_(pa.list_(pa.int32()))))
+    spans = [
+        [(turn["start"], turn["stop"]) for turn in turns] for turns in rows["turns"].to_pylist()
+    ]
+    rows = rows.set_column(
+        rows.column_names.index("turns"), "turns", pa.array(spans, pa.list_(pa.list_(pa.int32())))
+    )
     rows = rows.drop_columns(["row_id", "segment", "reward", "reward_parts"])
     order = sorted(
-        range(rows.num_rows), key=lambda at: (rows["episode_id"][at].as_py(), rows["prompt_ids"][at].as_py())
+        range(rows.num_rows),
+        key=lambda at: (rows["episode_id"][at].as_py(), rows["prompt_ids"][at].as_py()),
     )
     return rows.take(order)
 
 
-@pytest.mark.parametrize(("agent", "shown"), [(living.talks, lambda rows: rows), (living.maps, by_prompts)])
+@pytest.mark.parametrize(
+    ("agent", "shown"), [(living.talks, lambda rows: rows), (living.maps, by_prompts)]
+)
 def test_rows_do_not_depend_on_how_fast_agents_are_nor_on_who_runs_them(engine, live, agent, shown):
     table = prompts(engine, FOUR)
     rows, metrics = live(agent, table)
@@ -119,7 +181,10 @@ def test_rows_do_not_depend_on_how_fast_agents_are_nor_on_who_runs_them(engine, 
     for other in (shown(again), shown(pa.concat_tables(halves))):
         for name in (name for name in TO_THE_BIT if name in rows.column_names):
             assert other[name].equals(rows[name]), name
-        flat = [side["rollout_logprobs"].combine_chunks().flatten().to_pylist() for side in (rows, other)]
+        flat = [
+            side["rollout_logprobs"].combine_chunks().flatten().to_pylist()
+            for side in (rows, other)
+        ]
         assert flat[0] == pytest.approx(flat[1], abs=1e-5)
     assert metrics["episodes"] == 8
     assert metrics["episodes/turns"] == 3
@@ -133,7 +198,11 @@ def test_a_rewritten_history_is_a_row_and_the_episodes_reward_counts_once(engine
     for first, second in zip(*[iter(rows.to_pylist())] * 2, strict=True):
         assert [len(row["turns"]) for row in (first, second)] == [2, 1]
         assert first["reward"] == 0.0
-        assert second["reward"] == second["turns"][-1]["reward"] == dict(second["reward_parts"])["reward"]
+        assert (
+            second["reward"]
+            == second["turns"][-1]["reward"]
+            == dict(second["reward_parts"])["reward"]
+        )
         for row in (first, second):
             spans = [range(turn["start"], turn["stop"]) for turn in row["turns"]]
             own = [at for span in spans for at in span]
@@ -143,34 +212,50 @@ def test_a_rewritten_history_is_a_row_and_the_episodes_reward_counts_once(engine
                 at for at in range(len(row["response_ids"])) if at not in own
             ]
             assert row["tokens"] == len(row["prompt_ids"]) + len(row["response_ids"])
-    assert metrics["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows.to_pylist()) / 8)
+    assert metrics["reward/mean"] == pytest.approx(
+        sum(row["reward"] for row in rows.to_pylist()) / 8
+    )
     assert metrics["reward/asked"] == 3
 
 
 def test_trainer_and_engine_agree_on_what_was_sampled(engine, model, live):
     rows, _ = live(living.talks, prompts(engine, FOUR))
-    trainer = build_trainer(Device("w"), Rank(), model=model, trainer=TrainerConfig(), rollout=rollout())
+    trainer = build_trainer(
+        Device("w"), Rank(), model=model, trainer=TrainerConfig(), rollout=rollout()
+    )
     scored = policy_logprobs(context(trainer), rows)
     for row in scored.to_pylist():
         own = [at for at, mine in enumerate(row["response_mask"]) if mine]
-        ours, theirs = ([row[name][at] for at in own] for name in ("rollout_logprobs", "old_logprobs"))
+        ours, theirs = (
+            [row[name][at] for at in own] for name in ("rollout_logprobs", "old_logprobs")
+        )
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def test_an_agent_gets_its_row_and_the_columns_it_wants(engine, live):
-    rows, metrics = live(living.tells_its_row, prompts(engine, FOUR, level=[1.0, 2.0, 3.0, 4.0]), columns=("level",))
+    rows, metrics = live(
+        living.tells_its_row, prompts(engine, FOUR, level=[1.0, 2.0, 3.0, 4.0]), columns=("level",)
+    )
     assert metrics["reward/level"] == 2.5
     seeds = {dict(parts)["seed"] for parts in rows["reward_parts"].to_pylist()}
     assert len(seeds) == 8
 
 
 class Shared:
-    """Work of one worker, and with it, when there is no more, what a peer had that has not begun."""
+    """Work of one worker, and with it, when there is no more, what a peer had that has not
+    begun.
+    """
 
     taken_over = 0
 
     def __init__(self, stolen=()):
-        self.stolen, self.items, self.codec, self.returned, self.limits = [*stolen], [], None, {}, []
+        self.stolen, self.items, self.codec, self.returned, self.limits = (
+            [*stolen],
+            [],
+            None,
+            {},
+            [],
+        )
 
     def __call__(self, items, codec):
         self.items, self.codec = items, codec
@@ -219,7 +304,12 @@ def test_agents_that_are_given_up_are_told_to_their_owners(engine, live):
     packed = [(number, owner.codec.pack_item(item)) for number, item in enumerate(owner.items)]
     thief = Shared(packed)
     with pytest.raises(EpisodeError, match="no tool for that"):
-        live(living.raises, prompts(engine, ["mine"], first=9), n=1, ctx=context(engine, steal_from_peers=thief))
+        live(
+            living.raises,
+            prompts(engine, ["mine"], first=9),
+            n=1,
+            ctx=context(engine, steal_from_peers=thief),
+        )
     lived = [owner.codec.read_result(thief.returned[number]) for number in range(8)]
     assert {one.score.failure for one in lived} == {GIVEN_UP}
 
@@ -250,9 +340,18 @@ def test_an_episode_of_a_peer_that_does_not_fit_together_is_refused(engine, live
 
 
 FAILURES = {
-    "raises": (living.raises, "the agent raised ValueError: no tool for that: episode 0 of step 1, after 0 requests"),
-    "raises what is no text": (living.raises_half_a_character, r"the agent raised ValueError: no tool a\?b: episode 0"),
-    "exits": (living.exits, "the agent raised SystemExit: usage: agent: episode 0 of step 1, after 0 requests"),
+    "raises": (
+        living.raises,
+        "the agent raised ValueError: no tool for that: episode 0 of step 1, after 0 requests",
+    ),
+    "raises what is no text": (
+        living.raises_half_a_character,
+        r"the agent raised ValueError: no tool a\?b: episode 0",
+    ),
+    "exits": (
+        living.exits,
+        "the agent raised SystemExit: usage: agent: episode 0 of step 1, after 0 requests",
+    ),
     "hangs": (living.hangs, "the agent took more than 1 s: episode"),
     "asks nothing": (living.asks_nothing, "the agent asked the model nothing"),
     "gives text": (living.gives_text, "the agent gave 'very good': expected a finite number"),
@@ -276,7 +375,9 @@ def test_an_allowed_failure_has_no_reward_and_keeps_its_tokens(engine, live):
     assert metrics["episodes/failed"] == 2
     rows, _ = live(living.raises, prompts(engine, FOUR), max_failures=8)
     assert rows["response_ids"].to_pylist() == [[]] * 8
-    assert rows["prompt_ids"].to_pylist() == [engine.tokenizer.encode(text) for text in FOUR for _ in range(2)]
+    assert rows["prompt_ids"].to_pylist() == [
+        engine.tokenizer.encode(text) for text in FOUR for _ in range(2)
+    ]
 
 
 def test_an_agent_that_returns_none_leaves_its_episode_out(engine, live):
@@ -288,7 +389,9 @@ def test_an_agent_that_returns_none_leaves_its_episode_out(engine, live):
 def test_an_agent_that_blocks_the_loop_of_all_is_named(engine, live, monkeypatch):
     monkeypatch.setattr("siirl_dask.rollout.endpoint.agents._PATIENCE", 0.5)
     living.RELEASED.clear()
-    with pytest.raises(EpisodeError, match="blocked the event loop of all agents for more than 1 s"):
+    with pytest.raises(
+        EpisodeError, match="blocked the event loop of all agents for more than 1 s"
+    ):
         live(living.blocks, prompts(engine, FOUR[:1]), n=1, timeout=1)
     living.RELEASED.set()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "siirl-agents"]
@@ -332,7 +435,9 @@ def test_programs_are_agents(engine, live):
     rows, metrics = live(PROGRAM, prompts(engine, ["say 0", "talks too much"]), n=1)
     assert rows["reward"].to_pylist() == [float(len(text)) for text in rows["response"].to_pylist()]
     assert metrics["reward/program"] == 1
-    with pytest.raises(EpisodeError, match="raised RuntimeError: the command ended with code 1: out of tools"):
+    with pytest.raises(
+        EpisodeError, match="raised RuntimeError: the command ended with code 1: out of tools"
+    ):
         live(PROGRAM, prompts(engine, ["dies"]), n=1)
     with pytest.raises(EpisodeError, match="its last line is '': expected the reward as JSON"):
         live(("true",), prompts(engine, ["say 0"]), n=1)
@@ -352,9 +457,15 @@ def test_a_program_that_hangs_is_killed(engine, live, tmp_path):
     [
         ({}, r"agent=None and command=\[\]: expected one of them"),
         ({"agent": living.talks, "command": ("true",)}, "expected one of them"),
-        ({"agent": living.talks, "rollout": rollout(engine="vllm", tensor_parallel_size=2)}, "leave it at 1"),
         (
-            {"agent": living.talks, "rollout": rollout(partial=True, max_tokens_per_step=9, max_staleness=9)},
+            {"agent": living.talks, "rollout": rollout(engine="vllm", tensor_parallel_size=2)},
+            "leave it at 1",
+        ),
+        (
+            {
+                "agent": living.talks,
+                "rollout": rollout(partial=True, max_tokens_per_step=9, max_staleness=9),
+            },
             "partial=true",
         ),
     ],

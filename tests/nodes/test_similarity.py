@@ -1,4 +1,6 @@
-"""SRPO: failures are rewarded by their likeness to successes of their own group, however groups are divided."""
+"""SRPO: failures are rewarded by their likeness to successes of their own group, however groups
+are divided.
+"""
 
 from functools import partial
 
@@ -19,17 +21,21 @@ pytest.importorskip("sklearn")
 
 
 def table(**others):
-    """Group 0: three successes close together, one far off and three failures. 1: no success. 2: no failure."""
+    """Group 0: three successes close together, one far off and three failures. 1: no success. 2:
+    no failure.
+    """
     given = {
         "group_id": [0] * 7 + [1, 1, 2, 2],
         "reward": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0],
-        "embedding": [[0, 0], [0, 1], [0, 2], [40, 0], [0, 1], [0, 5], [0, 3]] + [[9, 9], [1, 1]] * 2,
+        "embedding": [[0, 0], [0, 1], [0, 2], [40, 0], [0, 1], [0, 5], [0, 3]]
+        + [[9, 9], [1, 1]] * 2,
     }
     return rows(**given | others)
 
 
 def test_failures_by_hand():
-    # standardised, neighbours are apart by 1.2 and the last success by 2.3: no cluster with eps .5, one with eps 1.5
+    # standardised, neighbours are apart by 1.2 and the last success by 2.3: no cluster with eps .5,
+    # one with eps 1.5
     mean, clustered = (10, 0.75), (0, 1)
     for eps, centre in ((0.5, mean), (1.5, clustered)):
         given = score_by_similarity(context(), table(), eps=eps)["reward"].to_pylist()
@@ -58,13 +64,19 @@ def test_an_episode_of_several_rows_is_one():
         reward=[1.0, 0.0, 0.0, 0.0, 0.0],
         embedding=[[0, 0], [0, 0], [0, 4], [0, 3], [0, 9]],
     )
-    whole = rows(group_id=[0] * 4, reward=[1.0, 0, 0, 0], embedding=[[0, 0], [0, 2], [0, 3], [0, 9]])
-    one, other = (score_by_similarity(context(), given)["reward"].to_pylist() for given in (cut, whole))
+    whole = rows(
+        group_id=[0] * 4, reward=[1.0, 0, 0, 0], embedding=[[0, 0], [0, 2], [0, 3], [0, 9]]
+    )
+    one, other = (
+        score_by_similarity(context(), given)["reward"].to_pylist() for given in (cut, whole)
+    )
     assert [one[0], one[1] + one[2], *one[3:]] == pytest.approx(other)
 
 
 def test_what_counts_as_a_success_may_be_said():
-    given = score_by_similarity(context(), table(reward=[0.5] * 4 + [0.2] * 7), success=0.5)["reward"].to_pylist()
+    given = score_by_similarity(context(), table(reward=[0.5] * 4 + [0.2] * 7), success=0.5)[
+        "reward"
+    ].to_pylist()
     assert given[:4] == [1, 1, 1, 1]
     assert given[7:] == [0, 0, 0, 0]
 
@@ -78,7 +90,9 @@ def test_a_row_without_a_reward_gets_none():
 
 def test_embeddings_of_different_widths_are_refused():
     with pytest.raises(DataError, match=r"widths \[1, 2\]"):
-        score_by_similarity(context(), rows(group_id=[0, 0], reward=[1.0, 0.0], embedding=[[1], [1, 2]]))
+        score_by_similarity(
+            context(), rows(group_id=[0, 0], reward=[1.0, 0.0], embedding=[[1], [1, 2]])
+        )
 
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch):
@@ -89,10 +103,15 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch):
 
 def test_texts_that_resemble_a_success_are_rewarded_more(tmp_path):
     encoder = build_encoder(
-        Device("w"), Rank(), model=ModelConfig(path=str(write_encoder(tmp_path / "model"))), max_tokens=32
+        Device("w"),
+        Rank(),
+        model=ModelConfig(path=str(write_encoder(tmp_path / "model"))),
+        max_tokens=32,
     )
     texts = ["low up up high", "low up mid high", "low up up up high", "down down down", "mid down"]
-    given = rows(group_id=[0] * 5, reward=[1.0, 1.0, 0.0, 0.0, 0.0]).append_column("response", pa.array(texts))
+    given = rows(group_id=[0] * 5, reward=[1.0, 1.0, 0.0, 0.0, 0.0]).append_column(
+        "response", pa.array(texts)
+    )
     embedded = embed_texts(context(encoder), given)
     split, _ = on_workers(embed_texts, [given.slice(0, 2), given.slice(2)], [encoder, encoder])
     assert split.equals(embedded)

@@ -1,4 +1,6 @@
-"""Nodes that choose tokens over the mini-batches of all workers, by entropy and by distance from the sampler."""
+"""Nodes that choose tokens over the mini-batches of all workers, by entropy and by distance from
+the sampler.
+"""
 
 from functools import partial
 
@@ -29,7 +31,9 @@ def random_table(seed):
 
 
 def tokens_of(table, minibatch, *names):
-    """The unmasked tokens of a mini-batch's rows that have an advantage, a tuple of the named columns each."""
+    """The unmasked tokens of a mini-batch's rows that have an advantage, a tuple of the named
+    columns each.
+    """
     for row, before in zip(table.to_pylist(), random_table(0).to_pylist(), strict=True):
         if row["minibatch"] == minibatch and row["advantage"] is not None:
             for at, counts in enumerate(before["response_mask"]):
@@ -48,7 +52,10 @@ def test_the_tokens_of_highest_entropy_are_marked(fraction):
     assert given["high_entropy"].to_pylist()[3] is None
     masked = zip(given["high_entropy"].to_pylist(), given["response_mask"].to_pylist(), strict=True)
     assert not any(
-        mark and not counts for marks, mask in masked if marks for mark, counts in zip(marks, mask, strict=True)
+        mark and not counts
+        for marks, mask in masked
+        if marks
+        for mark, counts in zip(marks, mask, strict=True)
     )
 
 
@@ -58,9 +65,13 @@ def test_a_hand_checked_choice_with_ties_and_a_single_token():
         minibatch=[0, 0],
     )  # fmt: skip
     given = choose_high_entropy(context(), table, minibatches=2)
-    assert given["high_entropy"].to_pylist() == [[False, True, False], [True, False]], "one of five, and its equal"
+    assert given["high_entropy"].to_pylist() == [[False, True, False], [True, False]], (
+        "one of five, and its equal"
+    )
     alone = rows(response_ids=[[1]], entropies=[[-1e-9]], advantage=[1.0], minibatch=[0])
-    assert choose_high_entropy(context(), alone, minibatches=1)["high_entropy"].to_pylist() == [[True]]
+    assert choose_high_entropy(context(), alone, minibatches=1)["high_entropy"].to_pylist() == [
+        [True]
+    ]
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.01, 0.02])
@@ -69,10 +80,14 @@ def test_the_furthest_tokens_are_masked_until_the_mean_is_below_the_limit(limit)
     for minibatch in (0, 1):
         names = ("old_logprobs", "rollout_logprobs", "response_mask")
         tokens = list(tokens_of(given, minibatch, *names))
-        squares = sorted(((np.float32(old) - np.float32(rollout)) ** 2, kept) for old, rollout, kept in tokens)
+        squares = sorted(
+            ((np.float32(old) - np.float32(rollout)) ** 2, kept) for old, rollout, kept in tokens
+        )
         near = [square for square, kept in squares if kept]
         assert 0 < len(near) < len(squares)
-        assert [kept for _, kept in squares] == [True] * len(near) + [False] * (len(squares) - len(near))
+        assert [kept for _, kept in squares] == [True] * len(near) + [False] * (
+            len(squares) - len(near)
+        )
         assert np.mean(near) < limit
         assert np.mean([square for square, _ in squares[: len(near) + 1]]) >= limit
     assert given["response_mask"].to_pylist()[3] == random_table(0)["response_mask"].to_pylist()[3]
@@ -85,7 +100,9 @@ def test_a_hand_checked_mask():
         rollout_logprobs=[[-1.5, -1.0], [-0.9, -2.0]], advantage=[1.0, 1.0], minibatch=[0, 0],
     )  # fmt: skip
     masks = {
-        limit: mask_second_moment(context(), table, minibatches=1, limit=limit)["response_mask"].to_pylist()
+        limit: mask_second_moment(context(), table, minibatches=1, limit=limit)[
+            "response_mask"
+        ].to_pylist()
         for limit in (1e-9, 0.04, 0.1, 0.32)
     }
     assert masks == {
@@ -98,12 +115,16 @@ def test_a_hand_checked_mask():
         response_ids=[[1, 2]], old_logprobs=[[-1.0, -1.0]], rollout_logprobs=[[-3.0, -3.0]], advantage=[1.0],
         minibatch=[0],
     )  # fmt: skip
-    assert mask_second_moment(context(), far, minibatches=1)["response_mask"].to_pylist() == [[False, False]]
+    assert mask_second_moment(context(), far, minibatches=1)["response_mask"].to_pylist() == [
+        [False, False]
+    ]
 
 
 def test_tokens_of_the_policy_itself_are_never_masked():
     table = random_table(0)
-    same = table.set_column(table.column_names.index("rollout_logprobs"), "rollout_logprobs", table["old_logprobs"])
+    same = table.set_column(
+        table.column_names.index("rollout_logprobs"), "rollout_logprobs", table["old_logprobs"]
+    )
     given = mask_second_moment(context(), same, minibatches=2, limit=1e-6)
     assert given["response_mask"].to_pylist() == same["response_mask"].to_pylist()
 
@@ -141,12 +162,15 @@ def test_impossible_options_are_refused_before_a_run(choose, options):
 class Scorer:
     def logprobs(self, packed):
         return TokenScores(
-            torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 1.5, 2.5]), torch.tensor([0.25, 0.5, 0.75])
+            torch.tensor([-1.0, -2.0, -3.0]),
+            torch.tensor([0.5, 1.5, 2.5]),
+            torch.tensor([0.25, 0.5, 0.75]),
         )
 
 
 @pytest.mark.parametrize(
-    ("column", "expected"), [("entropies", [[0.5, 1.5], [2.5]]), ("collision_probs", [[0.25, 0.5], [0.75]])]
+    ("column", "expected"),
+    [("entropies", [[0.5, 1.5], [2.5]]), ("collision_probs", [[0.25, 0.5], [0.75]])],
 )
 def test_other_scores_come_of_the_pass_that_log_probs_come_of_and_where_asked_for(column, expected):
     table = rows(prompt_ids=[[1], [2]], response_ids=[[3, 4], [5]])

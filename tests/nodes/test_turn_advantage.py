@@ -1,4 +1,6 @@
-"""Advantages of turns as a node: what falls on which turn and token, on one worker and on several."""
+"""Advantages of turns as a node: what falls on which turn and token, on one worker and on
+several.
+"""
 
 from functools import partial
 from itertools import pairwise
@@ -9,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siirl_dask.algorithms import TurnAdvantages, gigpo, grpo, marft, marft_tokens, mt_grpo, turn_gae, turn_returns
+from siirl_dask.algorithms import (
+    TurnAdvantages,
+    gigpo,
+    grpo,
+    marft,
+    marft_tokens,
+    mt_grpo,
+    turn_gae,
+    turn_returns,
+)
 from siirl_dask.errors import DataError, PlanError, TrainingError
 from siirl_dask.nodes import estimate_turn_advantages
 from siirl_dask.planner import DAG, Node, Role, compile_chains
@@ -23,12 +34,17 @@ seen = []
 def rewards(outcomes):
     """The rewards of turns as advantages, and their discounted sums as returns."""
     seen.append(outcomes)
-    return TurnAdvantages(advantages=outcomes.rewards, returns=turn_returns(outcomes, discount=1.0).returns)
+    return TurnAdvantages(
+        advantages=outcomes.rewards, returns=turn_returns(outcomes, discount=1.0).returns
+    )
 
 
 def turns(*of_rows):
     return [
-        [{"start": start, "stop": stop, "reward": reward, "state": state} for start, stop, reward, state in row]
+        [
+            {"start": start, "stop": stop, "reward": reward, "state": state}
+            for start, stop, reward, state in row
+        ]
         for row in of_rows
     ]
 
@@ -38,7 +54,9 @@ def estimate(table, advantage=rewards, **options):
 
 
 def two_turns(**others):
-    """A row of two turns with the environment's token between them, and one that is a single turn."""
+    """A row of two turns with the environment's token between them, and one that is a single
+    turn.
+    """
     given = {
         "group_id": [0, 0],
         "reward": [1.0, 0.5],
@@ -70,7 +88,9 @@ def test_rounding_of_a_sum_is_no_reward():
 
 
 def test_without_turns_a_row_is_one():
-    table = estimate(rows(group_id=[0], reward=[1.0], response_ids=[[1, 2]], response_mask=[[True, False]]))
+    table = estimate(
+        rows(group_id=[0], reward=[1.0], response_ids=[[1, 2]], response_mask=[[True, False]])
+    )
     assert table["advantages"].to_pylist() == [[1, 0]]
     assert table["token_turns"].to_pylist() == [[0, -1]]
 
@@ -88,7 +108,9 @@ def test_values_are_those_before_a_turns_first_token():
 
 
 def chain(**others):
-    """An episode of two agents, two rounds: each has a row a turn, the second one a segment. The team's reward is 1."""
+    """An episode of two agents, two rounds: each has a row a turn, the second one a segment. The
+    team's reward is 1.
+    """
     given = {
         "group_id": [0] * 4,
         "row_id": [0, 1, 2, 3],
@@ -122,18 +144,27 @@ def test_a_chain_of_agents_gives_marfts_numbers():
 
 
 def test_a_team_of_which_each_member_has_another_reward_is_none():
-    with pytest.raises(DataError, match=r"episode 0 has the rewards \[0.5, 1.0\]: with team=true expected one"):
+    with pytest.raises(
+        DataError, match=r"episode 0 has the rewards \[0.5, 1.0\]: with team=true expected one"
+    ):
         estimate(chain(reward=[0.0, 0.0, 1.0, 0.5]), TURNS, team=True)
 
 
 def test_a_teams_reward_may_be_cut_otherwise_in_each_members_rows():
-    """The sums differ by what float32 rounds: less than any reward, but not equal after rounding to five places."""
+    """The sums differ by what float32 rounds: less than any reward, but not equal after rounding
+    to five places.
+    """
     given = estimate(chain(reward=[20000.1, 20000.3, 0.2, 0.0]), TURNS, team=True)
     assert given["returns"].to_pylist()[-1] == pytest.approx([20000.3] * 3)
 
 
 def test_without_a_team_each_agent_is_paid_for_itself():
-    assert estimate(chain(reward=[0.0, 0.0, 1.0, 2.0]))["returns"].to_pylist() == [[1, 1], [2], [1], [2, 2, 2]]
+    assert estimate(chain(reward=[0.0, 0.0, 1.0, 2.0]))["returns"].to_pylist() == [
+        [1, 1],
+        [2],
+        [1],
+        [2, 2, 2],
+    ]
 
 
 def test_an_episode_one_of_whose_rows_failed_is_left_out_whole():
@@ -153,15 +184,31 @@ def test_whitening_counts_a_turn_once_and_covers_all_workers():
     table = rows(group_id=[0, 1], reward=[1.0, 3.0], response_ids=[[1, 2, 3], [4]])
     node = partial(estimate_turn_advantages, advantage=rewards, whiten=True)
     whole = node(context(), table)
-    assert whole["advantages"].to_pylist() == [pytest.approx([-(0.5**0.5)] * 3), pytest.approx([0.5**0.5])]
+    assert whole["advantages"].to_pylist() == [
+        pytest.approx([-(0.5**0.5)] * 3),
+        pytest.approx([0.5**0.5]),
+    ]
     split, _ = on_workers(node, [table.slice(0, 1), table.slice(1), table.slice(0, 0)])
     assert split.equals(whole)
 
 
 @st.composite
 def tables(draw):
-    """Two groups of episodes with turns, states and values, and their episodes cut into segments or not."""
-    given = {name: [] for name in ("group_id", "episode_id", "segment", "reward", "response_ids", "turns", "values")}
+    """Two groups of episodes with turns, states and values, and their episodes cut into segments
+    or not.
+    """
+    given = {
+        name: []
+        for name in (
+            "group_id",
+            "episode_id",
+            "segment",
+            "reward",
+            "response_ids",
+            "turns",
+            "values",
+        )
+    }
     numbers = st.floats(-2, 2, width=16)
     for group in range(3):
         for at in range(draw(st.integers(1, 3))):
@@ -169,17 +216,26 @@ def tables(draw):
                 lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
                 ends = np.cumsum([0, *lengths]).tolist()
                 spans = [
-                    {"start": start, "stop": stop, "reward": draw(numbers), "state": draw(st.integers(0, 2))}
+                    {
+                        "start": start,
+                        "stop": stop,
+                        "reward": draw(numbers),
+                        "state": draw(st.integers(0, 2)),
+                    }
                     for start, stop in pairwise(ends)
                 ]
                 row = [group, 10 * group + at, segment, draw(numbers), [1] * ends[-1], spans]
-                for name, value in zip(given, [*row, [draw(numbers) for _ in range(ends[-1])]], strict=True):
+                for name, value in zip(
+                    given, [*row, [draw(numbers) for _ in range(ends[-1])]], strict=True
+                ):
                     given[name].append(value)
     return rows(**given)
 
 
 @pytest.mark.parametrize(
-    "advantage", [gigpo, mt_grpo, turn_returns, marft, marft_tokens, turn_gae], ids=lambda fn: fn.__name__
+    "advantage",
+    [gigpo, mt_grpo, turn_returns, marft, marft_tokens, turn_gae],
+    ids=lambda fn: fn.__name__,
 )
 @settings(max_examples=12)
 @given(table=tables(), data=st.data())
@@ -189,13 +245,18 @@ def test_any_order_of_rows_on_any_workers_gives_the_same_bits(advantage, table, 
     owners = np.array(data.draw(st.lists(st.integers(0, 1), min_size=3, max_size=3)))
     order = data.draw(st.permutations(range(table.num_rows)))
     mixed = table.take(order)
-    parts = [mixed.filter(pa.array(owners[mixed["group_id"].to_numpy()] == worker)) for worker in range(2)]
+    parts = [
+        mixed.filter(pa.array(owners[mixed["group_id"].to_numpy()] == worker))
+        for worker in range(2)
+    ]
     split, _ = on_workers(node, parts)
     assert split.sort_by("row_id").equals(whole)
 
 
 def test_spans_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match="expected spans within 'response_ids', one after the other"):
+    with pytest.raises(
+        DataError, match="expected spans within 'response_ids', one after the other"
+    ):
         estimate(two_turns(turns=turns([(0, 2, 0.0, 0), (1, 4, 0.0, 0)], [(0, 2, 0.0, 0)])))
     with pytest.raises(DataError, match="expected spans within"):
         estimate(two_turns(turns=turns([(0, 2, 0.0, 0), (3, 4, 0.0, 0)], [(0, 3, 0.0, 0)])))
@@ -207,12 +268,17 @@ def test_an_advantage_of_another_shape_is_refused():
     def wrong(outcomes):
         return TurnAdvantages(advantages=outcomes.rewards[:1], returns=outcomes.rewards[:1])
 
-    with pytest.raises(DataError, match=r"the advantage gave \[1\]: expected \[3\], a number for each turn, or \[5\]"):
+    with pytest.raises(
+        DataError,
+        match=r"the advantage gave \[1\]: expected \[3\], a number for each turn, or \[5\]",
+    ):
         estimate(two_turns(), wrong)
 
 
 def test_an_advantage_that_is_not_finite_names_the_row():
-    with pytest.raises(TrainingError, match="advantages and returns not finite on worker 'w' in row 1 of 2"):
+    with pytest.raises(
+        TrainingError, match="advantages and returns not finite on worker 'w' in row 1 of 2"
+    ):
         estimate(two_turns(reward=[1.0, float("nan")]))
 
 
@@ -229,7 +295,9 @@ def test_a_row_without_tokens_or_turns_is_no_error():
 def compiled(**options):
     roles = [Role("learner", build_nothing)]
     node = Node("advantage", estimate_turn_advantages, role="learner", options=options)
-    source = pa.schema({name: TYPES[name] for name in ("reward", "group_id", "response_ids", "turns")})
+    source = pa.schema(
+        {name: TYPES[name] for name in ("reward", "group_id", "response_ids", "turns")}
+    )
     return compile_chains(DAG(roles, [node]), ["w"], source)
 
 

@@ -29,8 +29,14 @@ def words(*texts, reward=0.0):
 def table(*of_rows, **others):
     spans, ids = zip(*(words(*texts, reward=0.5) for texts in of_rows), strict=True)
     count = len(of_rows)
-    given = {"response_ids": ids, "turns": turns(*spans), "reward": [0.5 * len(texts) for texts in of_rows]}
-    made = rows(group_id=[0] * count, **{name: list(value) for name, value in (given | others).items()})
+    given = {
+        "response_ids": ids,
+        "turns": turns(*spans),
+        "reward": [0.5 * len(texts) for texts in of_rows],
+    }
+    made = rows(
+        group_id=[0] * count, **{name: list(value) for name, value in (given | others).items()}
+    )
     for name in ("prompt", "answer"):
         made = made.append_column(name, pa.array([f"{name} {at}" for at in range(count)]))
     return made
@@ -72,7 +78,9 @@ def test_the_function_gets_columns_and_the_turns_place():
         given.append(arguments)
         return arguments["turn"]
 
-    made, _ = scored(reward, table(["a", "b"], ["c"], agent=["x", "y"]), columns=("turn", "turn_reward", "agent"))
+    made, _ = scored(
+        reward, table(["a", "b"], ["c"], agent=["x", "y"]), columns=("turn", "turn_reward", "agent")
+    )
     assert of_turns(made) == [[0, 1], [0]]
     assert given[1] == {
         "prompt": "prompt 0",
@@ -110,7 +118,10 @@ def test_rows_without_turns_have_reward_0():
 
 
 def test_the_engine_must_be_on_the_nodes_workers():
-    source = pa.schema({name: TYPES[name] for name in ("response_ids", "turns", "reward")} | {"prompt": pa.string()})
+    source = pa.schema(
+        {name: TYPES[name] for name in ("response_ids", "turns", "reward")}
+        | {"prompt": pa.string()}
+    )
     source = source.append(pa.field("answer", pa.string()))
     roles = (Role("rollout", build_nothing), Role("reward", build_nothing))
     dag = DAG(roles, (Node("mine", score_turns, role="reward"),))

@@ -1,4 +1,6 @@
-"""Tests of weight streams over real executors and databuffers: engines get the trainer's weights on any placement."""
+"""Tests of weight streams over real executors and databuffers: engines get the trainer's weights
+on any placement.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class Holder:
                 raise ZeroDivisionError("in the middle")
             size = int(np.prod(shape)) + (self.changes and self.step > 1 and number == 1)
             values = torch.arange(size, dtype=torch.float32) + number
-            yield f"p{number}", values.reshape((-1,) if self.changes else shape).to(KINDS[number % 2])
+            yield (
+                f"p{number}",
+                values.reshape((-1,) if self.changes else shape).to(KINDS[number % 2]),
+            )
 
 
 class Collector:
@@ -90,7 +95,16 @@ def source(tmp_path_factory):
 
 
 def pool(
-    source, placement, shapes, part, *, reader=load_weights, trainer=None, engine=None, broadcast=False, hosts=None
+    source,
+    placement,
+    shapes,
+    part,
+    *,
+    reader=load_weights,
+    trainer=None,
+    engine=None,
+    broadcast=False,
+    hosts=None,
 ):
     roles = (
         Role("policy", partial(build, kind=Holder, options={"shapes": shapes} | (trainer or {}))),
@@ -107,12 +121,18 @@ def pool(
 
 
 def engines(workers):
-    return {w: workers.resources(w)["rollout"] for w in workers.workers if "rollout" in workers.resources(w)}
+    return {
+        w: workers.resources(w)["rollout"]
+        for w in workers.workers
+        if "rollout" in workers.resources(w)
+    }
 
 
 def assert_nothing_is_held(workers):
     gc.collect()
-    for _ in range(100 if workers.plan.hosts else 0):  # a relay acks when those that it passed rows on to have acked
+    for _ in range(
+        100 if workers.plan.hosts else 0
+    ):  # a relay acks when those that it passed rows on to have acked
         workers.wait_for_acks()
     assert {buffer.unacked_bytes for buffer in workers.databuffers.values()} == {0}
     assert {buffer.arena.in_use for buffer in workers.databuffers.values()} == {0}
@@ -134,9 +154,15 @@ hosts = st.one_of(st.none(), st.lists(st.sampled_from("abc"), min_size=4, max_si
 
 @settings(max_examples=40, derandomize=True, database=None)
 @given(
-    placement=places, shapes=shapes, part=st.sampled_from([1, 300, 1500, 2**28]), broadcast=st.booleans(), hosts=hosts
+    placement=places,
+    shapes=shapes,
+    part=st.sampled_from([1, 300, 1500, 2**28]),
+    broadcast=st.booleans(),
+    hosts=hosts,
 )
-def test_every_engine_gets_the_trainers_weights_and_nothing_stays(source, placement, shapes, part, broadcast, hosts):
+def test_every_engine_gets_the_trainers_weights_and_nothing_stays(
+    source, placement, shapes, part, broadcast, hosts
+):
     on = hosts and {f"w{number}": host for number, host in enumerate(hosts)}
     with pool(source, placement, shapes, part, broadcast=broadcast, hosts=on) as workers:
         assert workers.plan.streams == {"weights": "load"}
@@ -154,13 +180,21 @@ def test_every_engine_gets_the_trainers_weights_and_nothing_stays(source, placem
 
 def buffers():
     """Return the bytes of the buffers that are alive."""
-    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype is torch.uint8]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    tensors = [
+        one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype is torch.uint8
+    ]
+    return sum(
+        {
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors
+        }.values()
+    )
 
 
 def test_a_broadcast_has_two_buffers_on_either_side(source):
     part = 40_000
-    with pool(source, {"policy": [0], "rollout": [1]}, [(64, 64)] * 12, part, broadcast=True) as workers:
+    with pool(
+        source, {"policy": [0], "rollout": [1]}, [(64, 64)] * 12, part, broadcast=True
+    ) as workers:
         (engine,) = engines(workers).values()
         engine.look = buffers
         workers.run()
@@ -170,13 +204,17 @@ def test_a_broadcast_has_two_buffers_on_either_side(source):
         assert buffers() == 0
 
 
-@pytest.mark.parametrize("placement", [{"policy": [0], "rollout": [1]}, {"policy": [0, 1, 2], "rollout": [1, 2, 3]}])
+@pytest.mark.parametrize(
+    "placement", [{"policy": [0], "rollout": [1]}, {"policy": [0, 1, 2], "rollout": [1, 2, 3]}]
+)
 def test_no_worker_holds_more_than_a_few_parts(source, placement):
     part, largest = 40_000, 64 * 64 * 4
     with pool(source, placement, [(64, 64)] * 80, part) as workers:
         published = 0
         arenas = [databuffer.arena for databuffer in workers.databuffers.values()]
-        for engine in engines(workers).values():  # what several engines read lies with those who made it
+        for engine in engines(
+            workers
+        ).values():  # what several engines read lies with those who made it
             engine.look = lambda: max(arena.in_use for arena in arenas)
         buffer = workers.databuffers["w0"]
         publish = buffer.publish
@@ -190,7 +228,11 @@ def test_no_worker_holds_more_than_a_few_parts(source, placement):
         workers.run()
         overhead = 2000  # of names, shapes and alignment
         for engine in engines(workers).values():
-            assert largest < engine.most <= (3 if len(placement["rollout"]) == 1 else 4) * (part + overhead)
+            assert (
+                largest
+                < engine.most
+                <= (3 if len(placement["rollout"]) == 1 else 4) * (part + overhead)
+            )
         assert 0 < published <= 4 * (part + overhead)
         assert_nothing_is_held(workers)
 
@@ -206,11 +248,15 @@ def test_an_engine_that_is_put_to_sleep_is_told_whether_weights_follow(source):
         Node("load", load_weights, role="rollout", after="weights", rows=Rows.REPLICATED),
         Node("after", computes, role="policy", after="before"),
     )
-    plan = compile_chains(DAG(roles, nodes), ["w0", "w1"], source_schema(open_source(source).schema, source))
+    plan = compile_chains(
+        DAG(roles, nodes), ["w0", "w1"], source_schema(open_source(source).schema, source)
+    )
     with LocalPool(plan, source, url="", stream_bytes=100) as workers:
         for step in (1, 2):
             workers.run(step)
-        assert [engine.slept for engine in engines(workers).values()] == [[{"weights_follow": True}, {}] * 2] * 2
+        assert [engine.slept for engine in engines(workers).values()] == [
+            [{"weights_follow": True}, {}] * 2
+        ] * 2
 
 
 APART, TOGETHER, OVER = (
@@ -222,17 +268,34 @@ APART, TOGETHER, OVER = (
 
 @pytest.mark.parametrize(
     ("placement", "broadcast"),
-    [(APART, True), (APART, False), (TOGETHER, False), (OVER, False), ({"policy": [0], "rollout": [0]}, False)],
+    [
+        (APART, True),
+        (APART, False),
+        (TOGETHER, False),
+        (OVER, False),
+        ({"policy": [0], "rollout": [0]}, False),
+    ],
 )
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ({"trainer": {"fails_at": 5}}, "node 'weights', train step 1, worker 'w.': ZeroDivisionError: in the middle"),
-        ({"trainer": {"changes": True}}, r"node 'weights'.* weights\(\) gave .*where .* was before"),
-        ({"engine": {"fails_at": 5}}, "node 'load', train step 1, worker 'w.': ZeroDivisionError: while loading"),
+        (
+            {"trainer": {"fails_at": 5}},
+            "node 'weights', train step 1, worker 'w.': ZeroDivisionError: in the middle",
+        ),
+        (
+            {"trainer": {"changes": True}},
+            r"node 'weights'.* weights\(\) gave .*where .* was before",
+        ),
+        (
+            {"engine": {"fails_at": 5}},
+            "node 'load', train step 1, worker 'w.': ZeroDivisionError: while loading",
+        ),
     ],
 )
-def test_a_failure_on_the_way_is_named_and_stops_everyone(source, placement, broadcast, broken, said):
+def test_a_failure_on_the_way_is_named_and_stops_everyone(
+    source, placement, broadcast, broken, said
+):
     with (
         pool(source, placement, [(40,)] * 12, 300, broadcast=broadcast, **broken) as workers,
         pytest.raises(NodeError, match=said),
@@ -242,10 +305,14 @@ def test_a_failure_on_the_way_is_named_and_stops_everyone(source, placement, bro
 
 @pytest.mark.parametrize(("placement", "broadcast"), [(OVER, False), (APART, True)])
 def test_a_reader_that_stops_early_holds_nobody_up(source, placement, broadcast):
-    with pool(source, placement, [(40,)] * 12, 300, engine={"takes": 3}, broadcast=broadcast) as workers:
+    with pool(
+        source, placement, [(40,)] * 12, 300, engine={"takes": 3}, broadcast=broadcast
+    ) as workers:
         for step in (1, 2):
             workers.run(step)
-        assert {tuple(engine.loaded) for engine in engines(workers).values()} == {("p0", "p1", "p2")}
+        assert {tuple(engine.loaded) for engine in engines(workers).values()} == {
+            ("p0", "p1", "p2")
+        }
         assert_nothing_is_held(workers)
 
 

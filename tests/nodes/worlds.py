@@ -1,4 +1,6 @@
-"""A stand-in for environments: each call of a row's environment runs in a thread of a pool, in any order."""
+"""A stand-in for environments: each call of a row's environment runs in a thread of a pool, in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from siirl_dask.planner import RoleCost, builds
 
 
 class ThreadWorld:
-    """Environments made by ``make()``, whose calls take up to ``delay`` seconds, and fail as ``Failure`` where they
-    raise."""
+    """Environments made by ``make()``, whose calls take up to ``delay`` seconds, and fail as
+    ``Failure`` where they raise."""
 
     def __init__(self, make, *, columns=("prompt", "answer"), delay=0.0, max_failures=0, threads=8):
         self.make, self.columns, self.delay, self.max_failures, self.threads = (
@@ -85,7 +87,9 @@ class ThreadSession:
 
 
 class Echo:
-    """Ends after ``row['answer']`` turns, and answers each with how many there were; rewards the text's length."""
+    """Ends after ``row['answer']`` turns, and answers each with how many there were; rewards the
+    text's length.
+    """
 
     def reset(self, row, seed):
         self.left, self.turns = int(row["answer"]), 0

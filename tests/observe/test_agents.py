@@ -1,4 +1,6 @@
-"""Metrics of single agents have their places in charts, headlines and warnings; those of a run with one stay."""
+"""Metrics of single agents have their places in charts, headlines and warnings; those of a run
+with one stay.
+"""
 
 from siirl_dask.observe.drift import Drift
 from siirl_dask.observe.metrics import Record
@@ -12,12 +14,17 @@ def record(step, **metrics):
     return Record(step=step, phase=Phase.TRAIN, seconds=1.0, metrics=named)
 
 
-TWO = [record(step, a__policy__entropy=1.0, b__policy__entropy=2.0, reward__mean=0.5) for step in (1, 2)]
+TWO = [
+    record(step, a__policy__entropy=1.0, b__policy__entropy=2.0, reward__mean=0.5)
+    for step in (1, 2)
+]
 ONE = [record(step, policy__entropy=1.0, policy__loss=2.0, reward__mean=0.5) for step in (1, 2)]
 
 
 def test_a_panel_has_a_line_for_each_agent():
-    drawn = {panel.title: {line.label: line.values for line in curves(TWO, panel)} for panel in PANELS}
+    drawn = {
+        panel.title: {line.label: line.values for line in curves(TWO, panel)} for panel in PANELS
+    }
     assert drawn["entropy, nats a token"] == {"a: policy": [1.0, 1.0], "b: policy": [2.0, 2.0]}
     assert drawn["reward"] == {"mean": [0.5, 0.5]}
     assert other_metrics(TWO) == []
@@ -32,7 +39,9 @@ def test_headlines_name_the_agent_and_stay_as_they_are_with_one():
 def test_what_drifts_is_said_with_the_agents_name():
     drift, said = Drift(), []
     for step in range(1, 40):
-        said += drift.note(record(step, a__policy__entropy=1.0, b__policy__entropy=1.0 if step < 20 else 0.01))
+        said += drift.note(
+            record(step, a__policy__entropy=1.0, b__policy__entropy=1.0 if step < 20 else 0.01)
+        )
     assert [text.split(" has")[0] for text in said] == ["b: entropy"]
     skipped = Drift().note(record(1, a__policy__skipped_steps=2.0))
     assert "(a/policy/skipped_steps counts them" in skipped[0]

@@ -15,7 +15,9 @@ def shown(monkeypatch):
     def shown(came, of=4, terminal=False, enabled=True):
         now = [0.0]
         monkeypatch.setattr("siirl_dask.observe.arrivals.time.monotonic", lambda: now[0])
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None, _environ={})
+        console = Console(
+            file=io.StringIO(), force_terminal=terminal, width=80, color_system=None, _environ={}
+        )
         with Progress(1, console, enabled).arrivals(of) as show:
             for second, count in came.items():
                 now[0] = second

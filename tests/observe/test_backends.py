@@ -1,5 +1,5 @@
-"""Backends of metrics: each reads back what was written, goes on with the same run, and can neither stop a run nor
-slow it down."""
+"""Backends of metrics: each reads back what was written, goes on with the same run, and can neither
+stop a run nor slow it down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ NEEDED = "data: {url: there}\nmodel: {path: there}\n"
 
 def train(step, reward, **more):
     return Record(
-        step=step, phase=Phase.TRAIN, seconds=1.5, metrics={"reward/mean": reward, "policy/kl": None, "pass@8": 0.5}
+        step=step,
+        phase=Phase.TRAIN,
+        seconds=1.5,
+        metrics={"reward/mean": reward, "policy/kl": None, "pass@8": 0.5},
     )
 
 
@@ -35,7 +38,9 @@ def validation(step, reward):
 
 
 def tracked(url, number="0123456789abcdef01234"):
-    return TrackedRun(id=number, name="mine", url=str(url), project="tests", config={"trainer": {"lr": 1e-3}})
+    return TrackedRun(
+        id=number, name="mine", url=str(url), project="tests", config={"trainer": {"lr": 1e-3}}
+    )
 
 
 def twice(backend, url):
@@ -61,9 +66,16 @@ def test_tensorboard_hides_what_is_done_again(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert sorted(events.Tags()["scalars"]) == ["pass@8", "reward/mean", "validation/reward/mean"]
     assert [(e.step, e.value) for e in events.Scalars("validation/reward/mean")] == [(1, 0.75)]
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 1.0),
+    ]
     config, status = (
-        [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+        [
+            event.tensor_proto.string_val[0].decode()
+            for event in events.Tensors(f"{tag}/text_summary")
+        ]
         for tag in ("config", "status")
     )
     assert '"lr": 0.001' in config[0]
@@ -78,8 +90,14 @@ def test_parquet_has_each_value_once_also_those_of_earlier_starts(tmp_path):
     tracker.begin(tracked(tmp_path), 2)
     tracker.write(train(2, 0.5))
     tracker.end(Status.COMPLETE)
-    rows = duckdb.sql(f"SELECT phase, step, value FROM '{tmp_path}/metrics.parquet' WHERE name = 'reward/mean'")
-    assert sorted(rows.fetchall()) == [("train", 1, 0.25), ("train", 2, 0.5), ("validation", 1, 0.75)]
+    rows = duckdb.sql(
+        f"SELECT phase, step, value FROM '{tmp_path}/metrics.parquet' WHERE name = 'reward/mean'"
+    )
+    assert sorted(rows.fetchall()) == [
+        ("train", 1, 0.25),
+        ("train", 2, 0.5),
+        ("validation", 1, 0.75),
+    ]
     assert pq.read_metadata(tmp_path / "metrics.parquet").metadata[b"status"] == b"complete"
 
 
@@ -143,7 +161,10 @@ def test_a_backend_that_hangs_for_ever_is_left_when_the_run_ends():
     outlet.end(Status.COMPLETE)
     outlet.wait(time.monotonic() + 0.05)
     assert len(said) == 1
-    assert "stubborn gets no more metrics of this run: it had not sent everything when the run ended" in said[0]
+    assert (
+        "stubborn gets no more metrics of this run: it had not sent everything when the run ended"
+        in said[0]
+    )
     backend.let_go.set()
 
 
@@ -189,7 +210,9 @@ def test_a_missing_package_is_refused_with_the_extra(name, monkeypatch, tmp_path
     (tmp_path / name).mkdir()  # as wandb leaves one
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ConfigError, match=rf"observe\.backends names {name}.*pip install 'siirl_dask\[{name}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"observe\.backends names {name}.*pip install 'siirl_dask\[{name}\]'"
+    ):
         check_backends([name])
 
 
@@ -198,7 +221,9 @@ def test_every_backend_has_an_extra():
     from pathlib import Path
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert {str(name) for name in MetricsBackend} - {"parquet"} <= set(project["optional-dependencies"])
+    assert {str(name) for name in MetricsBackend} - {"parquet"} <= set(
+        project["optional-dependencies"]
+    )
 
 
 def test_a_misspelt_backend_and_one_that_is_named_twice_are_refused():
@@ -208,9 +233,14 @@ def test_a_misspelt_backend_and_one_that_is_named_twice_are_refused():
         load_text(NEEDED, "here", ["observe.backends=wandb"])
     with pytest.raises(ConfigError, match="'aim' more than once"):
         load_text(NEEDED, "here", ["observe.backends=[aim, parquet, aim]"])
-    with pytest.raises(ConfigError, match=r"observe\.tensorboard.*it is called 'observe\.backends' now"):
+    with pytest.raises(
+        ConfigError, match=r"observe\.tensorboard.*it is called 'observe\.backends' now"
+    ):
         load_text(NEEDED, "here", ["observe.tensorboard=true"])
-    assert load_text(NEEDED, "here", ["observe.backends=[aim, parquet]"]).observe.backends == ["aim", "parquet"]
+    assert load_text(NEEDED, "here", ["observe.backends=[aim, parquet]"]).observe.backends == [
+        "aim",
+        "parquet",
+    ]
 
 
 def test_a_runs_id_stays_until_the_run_is_new(tmp_path):

@@ -34,10 +34,15 @@ def record(step, values):
 
 
 def said(drift, factors, steps=range(1, STEPS + 1), noise=None):
-    """Return what is said at each step, where the level of ``name`` is multiplied by ``factors[name](step)``."""
+    """Return what is said at each step, where the level of ``name`` is multiplied by
+    ``factors[name](step)``.
+    """
     noise, lines = noise or (lambda: 1.0), {}
     for step in steps:
-        values = {name: level * noise() * factors.get(name, lambda step: 1.0)(step) for name, level in LEVELS.items()}
+        values = {
+            name: level * noise() * factors.get(name, lambda step: 1.0)(step)
+            for name, level in LEVELS.items()
+        }
         if new := drift.note(record(step, values)):
             lines[step] = new
     return lines
@@ -102,7 +107,9 @@ def test_steps_that_were_left_out_are_said_with_where_their_rows_are():
     assert drift.note(record(6, values)) == []
 
 
-@pytest.mark.parametrize("values", [{}, {ENTROPY: None, "reward/format": None}, {ENTROPY: 0.0, "reward/format": 0.0}])
+@pytest.mark.parametrize(
+    "values", [{}, {ENTROPY: None, "reward/format": None}, {ENTROPY: 0.0, "reward/format": 0.0}]
+)
 def test_a_run_without_these_numbers_is_followed_all_the_same(values):
     drift = Drift()
     for step in range(STEPS):
@@ -110,9 +117,13 @@ def test_a_run_without_these_numbers_is_followed_all_the_same(values):
 
 
 @pytest.mark.parametrize(("kl", "is_said"), [(0.05, False), (0.1, True), (5.0, True)])
-def test_an_engine_that_computes_another_model_than_the_trainer_is_named_at_the_first_step(kl, is_said):
+def test_an_engine_that_computes_another_model_than_the_trainer_is_named_at_the_first_step(
+    kl, is_said
+):
     drift = Drift()
-    lines = [line for step in (1, 2, 3) for line in drift.note(record(step, {"seconds": 1.0, KL: kl}))]
+    lines = [
+        line for step in (1, 2, 3) for line in drift.note(record(step, {"seconds": 1.0, KL: kl}))
+    ]
     assert [DISAGREES in line for line in lines] == [True] * is_said
 
 

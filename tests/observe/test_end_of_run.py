@@ -1,4 +1,6 @@
-"""The report at the end: numbers, samples side by side, files, next commands; escape sequences are removed."""
+"""The report at the end: numbers, samples side by side, files, next commands; escape sequences
+are removed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def sample(prompt: object, response: str, reward: float) -> dict[str, object]:
 def test_the_report_has_every_number_file_and_next_line():
     text = shown(
         EndOfRun(
-            summary=SUMMARY, files={"every sample": "runs/quickstart/rollouts"}, next_lines=["siirl-dask run x.yaml"]
+            summary=SUMMARY,
+            files={"every sample": "runs/quickstart/rollouts"},
+            next_lines=["siirl-dask run x.yaml"],
         )
     )
     for part in (
@@ -56,7 +60,9 @@ def test_samples_of_the_same_prompt_stand_on_one_line():
     before = [sample(p, "was", 0.0) for p in prompts]
     after = [sample(p, "now", 1.0) for p in reversed(prompts[1:])]
     lines = [
-        line for line in shown(EndOfRun(summary=SUMMARY, before=before, after=after)).splitlines() if "Sort:" in line
+        line
+        for line in shown(EndOfRun(summary=SUMMARY, before=before, after=after)).splitlines()
+        if "Sort:" in line
     ]
     assert len(lines) == 3
     assert all("was" in line and "now" in line for line in lines)
@@ -79,7 +85,11 @@ def test_a_run_that_failed_early_shows_its_error():
 
 
 def test_what_a_model_sampled_cannot_steer_the_terminal():
-    text = shown(EndOfRun(summary=SUMMARY, before=[sample("[bold]p[/nonsense]", "\x1b[2J\x9b31m\rx\ty", 0.0)]))
+    text = shown(
+        EndOfRun(
+            summary=SUMMARY, before=[sample("[bold]p[/nonsense]", "\x1b[2J\x9b31m\rx\ty", 0.0)]
+        )
+    )
     assert not {"\x1b", "\x9b", "\r", "\t"} & set(text)
     assert "[bold]p[/nonsense]" in text
 

@@ -17,10 +17,46 @@ def a_step(step, seconds=1.0, amount=None):
         span("0", Lane.COMPUTE, "rollout", at, took, amount=amount, **more),
         span("0", Lane.WAIT, "rollout", at, took // 4, what="peers", **more),
         span("1", Lane.WAIT, "rollout->update", at, took, what="rows", **more),
-        span("1", Lane.TRANSFER, "rollout->update", at + took, SECOND // 2, what="receive", amount=600, **more),
-        span("0", Lane.TRANSFER, "rollout->update", at + took, SECOND // 4, what="publish", amount=900, **more),
-        span("0", Lane.TRANSFER, "rollout->update", at, 9 * SECOND, what="send", amount=600, beside=True, **more),
-        span("1", Lane.COMPUTE, "update", at + took + SECOND // 2, SECOND, amount=amount and 2 * amount, **more),
+        span(
+            "1",
+            Lane.TRANSFER,
+            "rollout->update",
+            at + took,
+            SECOND // 2,
+            what="receive",
+            amount=600,
+            **more,
+        ),
+        span(
+            "0",
+            Lane.TRANSFER,
+            "rollout->update",
+            at + took,
+            SECOND // 4,
+            what="publish",
+            amount=900,
+            **more,
+        ),
+        span(
+            "0",
+            Lane.TRANSFER,
+            "rollout->update",
+            at,
+            9 * SECOND,
+            what="send",
+            amount=600,
+            beside=True,
+            **more,
+        ),
+        span(
+            "1",
+            Lane.COMPUTE,
+            "update",
+            at + took + SECOND // 2,
+            SECOND,
+            amount=amount and 2 * amount,
+            **more,
+        ),
     ]
 
 
@@ -28,10 +64,19 @@ def test_an_average_step_has_the_seconds_and_bytes_of_its_nodes_and_edges():
     found = measure([*a_step(2, 1.0), *a_step(3, 3.0)])
     assert found.steps == [2, 3]
     assert found.seconds == pytest.approx(3.5)
-    assert found.nodes["rollout"].seconds == pytest.approx(1.5), "waits for peers are no part of a node's time"
-    assert (found.nodes["update"].seconds, found.nodes["update"].worker) == (pytest.approx(1.0), "1")
+    assert found.nodes["rollout"].seconds == pytest.approx(1.5), (
+        "waits for peers are no part of a node's time"
+    )
+    assert (found.nodes["update"].seconds, found.nodes["update"].worker) == (
+        pytest.approx(1.0),
+        "1",
+    )
     edge = found.edges["rollout->update"]
-    assert (edge.received, edge.moving, edge.waiting) == (600, pytest.approx(0.5), pytest.approx(2.0))
+    assert (edge.received, edge.moving, edge.waiting) == (
+        600,
+        pytest.approx(0.5),
+        pytest.approx(2.0),
+    )
 
 
 def test_memory_is_the_most_of_any_step_and_unknown_where_it_was_not_recorded():

@@ -32,7 +32,11 @@ def train(step: int, **metrics: float | None) -> Record:
 
 @pytest.fixture(params=["local", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path) -> str:
-    return str(tmp_path / "runs" / "a") if request.param == "local" else f"memory://{uuid4().hex}/runs/a"
+    return (
+        str(tmp_path / "runs" / "a")
+        if request.param == "local"
+        else f"memory://{uuid4().hex}/runs/a"
+    )
 
 
 @given(st.sampled_from(Reduce), st.lists(logged, max_size=5))
@@ -42,11 +46,19 @@ def test_merging_parts_gives_what_logging_all_of_it_in_one_place_gives(reduce, p
     if whole is None:
         assert not merged or merged["m"].value is None
     else:
-        # std is a difference of squares of up to 1e12: it keeps an absolute error of about sqrt(1e12 * 1e-15)
-        assert merged["m"].value == pytest.approx(whole, rel=1e-9, abs=1.0 if reduce is Reduce.STD else 1e-4)
+        # std is a difference of squares of up to 1e12: it keeps an absolute error of about
+        # sqrt(1e12 * 1e-15)
+        assert merged["m"].value == pytest.approx(
+            whole, rel=1e-9, abs=1.0 if reduce is Reduce.STD else 1e-4
+        )
 
 
-@given(st.dictionaries(st.sampled_from(["reward/mean", "tokens", "größe"]), st.tuples(st.sampled_from(Reduce), logged)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["reward/mean", "tokens", "größe"]),
+        st.tuples(st.sampled_from(Reduce), logged),
+    )
+)
 def test_metrics_survive_msgpack_exactly_empty_ones_too(spec):
     metrics = {name: metric_of(*args) for name, args in spec.items()}
     assert unpack(msgpack.unpackb(msgpack.packb(pack(metrics)))) == metrics
@@ -96,11 +108,17 @@ def test_workers_that_disagree_on_a_reducer_are_refused():
 
 
 def test_values_are_none_where_no_worker_had_a_row():
-    assert values({"b": Metric(Reduce.MEAN), "a": metric_of(Reduce.MAX, [(2.0, 1.0)])}) == {"a": 2.0, "b": None}
+    assert values({"b": Metric(Reduce.MEAN), "a": metric_of(Reduce.MAX, [(2.0, 1.0)])}) == {
+        "a": 2.0,
+        "b": None,
+    }
 
 
 def test_records_come_back_as_written_and_a_second_run_appends(url):
-    records = [train(1, tokens=3.0), Record(step=1, phase="validation", seconds=0.1, metrics={"reward/mean": 0.5})]
+    records = [
+        train(1, tokens=3.0),
+        Record(step=1, phase="validation", seconds=0.1, metrics={"reward/mean": 0.5}),
+    ]
     for record in records:
         MetricsLog(url).write(record)
     assert read_metrics(url) == records
@@ -116,7 +134,12 @@ def test_every_line_is_in_the_file_as_soon_as_it_is_written(url):
 def test_nan_and_infinity_are_written_as_null(url):
     MetricsLog(url).write(train(1, a=math.nan, b=-math.inf, c=None, d=1.0))
     line = fsspec.open(f"{url}/metrics.jsonl").open().read()
-    assert json.loads(line, parse_constant=pytest.fail)["metrics"] == {"a": None, "b": None, "c": None, "d": 1.0}
+    assert json.loads(line, parse_constant=pytest.fail)["metrics"] == {
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 1.0,
+    }
     assert read_metrics(url) == [train(1, a=None, b=None, c=None, d=1.0)]
 
 
@@ -133,7 +156,11 @@ def test_of_a_step_that_was_done_again_the_later_record_counts(url):
     log = MetricsLog(url)
     for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)]:
         log.write(train(step, loss=loss))
-    assert [(r["step"], r["metrics"]["loss"]) for r in read_metrics(url)] == [(1, 0.1), (2, 0.4), (3, 0.3)]
+    assert [(r["step"], r["metrics"]["loss"]) for r in read_metrics(url)] == [
+        (1, 0.1),
+        (2, 0.4),
+        (3, 0.3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from siirl_dask.observe.progress import Pace, StepShare, headline, time_left
 
 
 def console(terminal: bool, width: int = 80) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, _environ={})
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, color_system=None, _environ={}
+    )
 
 
 def text_of(progress: Progress) -> str:
@@ -73,7 +75,9 @@ def test_a_terminal_gets_a_bar_with_step_reward_speed_and_time_left():
 def test_the_share_of_a_step_is_that_of_its_time_as_the_step_before_spent_it():
     """Ninety things in a second, then ten rows whose reward takes a second each."""
     share = StepShare(now=100.0)
-    assert [share.count(beats, 100.0 + seconds) for beats, seconds in ((90, 1.0), (95, 6.0), (99, 10.0))] == [0, 0, 0]
+    assert [
+        share.count(beats, 100.0 + seconds) for beats, seconds in ((90, 1.0), (95, 6.0), (99, 10.0))
+    ] == [0, 0, 0]
     share.count(100, 111.0)
     share.end_step(now=111.0)
     shares = [share.count(beats, 0.0) for beats in (100, 145, 190, 195, 250)]
@@ -96,7 +100,9 @@ def test_the_bar_moves_within_a_step_and_counts_only_whole_ones(monkeypatch):
         progress.under_way(step * 100, f"node 'update', train step {step}")
         progress.step(Record(step=step, phase="train", seconds=0.1, metrics={"reward/mean": 0.5}))
         done.append(progress._bar.tasks[0].completed)
-    assert done == pytest.approx([0, 0, 0, 1, 1.1, 1.5, 1.9, 2])  # the first step tells how much is in one
+    assert done == pytest.approx(
+        [0, 0, 0, 1, 1.1, 1.5, 1.9, 2]
+    )  # the first step tells how much is in one
     progress.under_way(290, "node 'rollout', train step 3")
     progress._bar.refresh()
     last = text_of(progress).replace("\r", "\n").splitlines()[-1]
@@ -112,7 +118,10 @@ def test_a_long_step_and_a_long_start_say_where_they_are_in_a_ci_log(monkeypatch
     for beats in range(8):
         now[0] += 4
         progress.under_way(beats, "the building of role 'rollout': vLLM loads the weights")
-    assert text_of(progress).splitlines() == ["starting   the building of role 'rollout': vLLM loads the weights"] * 2
+    assert (
+        text_of(progress).splitlines()
+        == ["starting   the building of role 'rollout': vLLM loads the weights"] * 2
+    )
     progress.start(None, "runs/a")
     for beats in (7, 107):
         progress.under_way(beats, "node 'rollout', train step 1")
@@ -142,9 +151,19 @@ def test_a_dag_that_logs_neither_reward_nor_samples_is_no_error():
 
 def test_a_validation_of_several_samples_shows_pass_at_k():
     progress = Progress(1, console(terminal=False))
-    metrics = {"maj@4": 0.6, "mean@4": 0.5, "pass@1": 0.5, "pass@4": 0.75, "pass@4/gsm8k": 0.7, "reward/mean": 0.5}
+    metrics = {
+        "maj@4": 0.6,
+        "mean@4": 0.5,
+        "pass@1": 0.5,
+        "pass@4": 0.75,
+        "pass@4/gsm8k": 0.7,
+        "reward/mean": 0.5,
+    }
     progress.validation(1, metrics | {"samples": 64.0})
-    assert text_of(progress) == "validation  step 1  accuracy 0.5000  maj@4 0.6000  pass@4 0.7500  (64 samples)\n"
+    assert (
+        text_of(progress)
+        == "validation  step 1  accuracy 0.5000  maj@4 0.6000  pass@4 0.7500  (64 samples)\n"
+    )
 
 
 def test_square_brackets_in_a_note_are_text_not_markup():
@@ -159,7 +178,8 @@ def test_headline_shows_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, ""), (0.2, "0:00 left"), (75.0, "1:15 left"), (3723.0, "1:02:03 left")]
+    ("seconds", "text"),
+    [(None, ""), (0.2, "0:00 left"), (75.0, "1:15 left"), (3723.0, "1:02:03 left")],
 )
 def test_time_left_is_readable(seconds, text):
     assert time_left(seconds) == text

@@ -1,7 +1,8 @@
-"""Backends of other projects, in the mode in which they need no network: two starts are one run there.
+"""Backends of other projects, in the mode in which they need no network: two starts are one run
+there.
 
-Each runs in a process of its own, because they change what is global in one. A package that is not installed skips its
-test. None is in CI: see docs/status.md.
+Each runs in a process of its own, because they change what is global in one. A package that is not
+installed skips its test. None is in CI: see docs/status.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ID = "0123456789abcdef01234"
 def needs(package):
     spec = find_spec(package)
     absent = spec is None or spec.origin is None
-    return pytest.mark.skipif(absent, reason=f"{package} is not installed: pip install 'siirl_dask[{package}]'")
+    return pytest.mark.skipif(
+        absent, reason=f"{package} is not installed: pip install 'siirl_dask[{package}]'"
+    )
 
 
 def python(folder, code, **variables):
@@ -43,7 +46,11 @@ def python(folder, code, **variables):
 
 
 def two_starts(folder, backend, **variables):
-    python(folder, f"from tests.observe.test_backends import twice; twice({backend!r}, '.')", **variables)
+    python(
+        folder,
+        f"from tests.observe.test_backends import twice; twice({backend!r}, '.')",
+        **variables,
+    )
 
 
 @needs("wandb")
@@ -63,10 +70,14 @@ def test_wandb_keeps_both_starts_under_one_id_offline(tmp_path):
 @needs("wandb")
 def test_wandb_without_a_key_says_so_and_asks_nobody(tmp_path):
     code = (
-        "from tests.observe.test_backends import *; said = []; tracker = Tracker([MetricsBackend.wandb], said.append)\n"
-        "tracker.begin(tracked('.'), None); tracker.write(train(1, 0.5)); tracker.end(Status.COMPLETE); print(said)"
+        "from tests.observe.test_backends import *; said = []; tracker = "
+        "Tracker([MetricsBackend.wandb], said.append)\n"
+        "tracker.begin(tracked('.'), None); tracker.write(train(1, 0.5)); "
+        "tracker.end(Status.COMPLETE); print(said)"
     )
-    said = python(tmp_path, code, WANDB_MODE="online", WANDB_API_KEY="", NETRC=str(tmp_path / "none"))
+    said = python(
+        tmp_path, code, WANDB_MODE="online", WANDB_API_KEY="", NETRC=str(tmp_path / "none")
+    )
     assert "it has no API key: type `wandb login`" in said
 
 
@@ -103,7 +114,9 @@ def test_swanlab_keeps_both_starts_under_one_id_offline(tmp_path):
 def test_trackio_has_one_run_with_all_values(tmp_path):
     two_starts(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
     with closing(sqlite3.connect(tmp_path / "trackio" / "tests.db")) as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        rows = database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY id"
+        ).fetchall()
         configs = database.execute("SELECT config FROM configs").fetchall()
     assert {name for name, _, _ in rows} == {f"mine-{ID[:6]}"}
     values = [(step, json.loads(metrics)) for _, step, metrics in rows]

@@ -25,7 +25,12 @@ from siirl_dask.observe import (
 )
 
 FAILURE = RunFailure(
-    kind="NodeError", message="it broke", worker="1", node="reward", iteration="train step 3", rows=(4, 5)
+    kind="NodeError",
+    message="it broke",
+    worker="1",
+    node="reward",
+    iteration="train step 3",
+    rows=(4, 5),
 )
 
 
@@ -45,7 +50,11 @@ def summary(**changes: object) -> Summary:
 
 @pytest.fixture(params=["local", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path) -> str:
-    return str(tmp_path / "runs" / "a") if request.param == "local" else f"memory://{uuid4().hex}/runs/a"
+    return (
+        str(tmp_path / "runs" / "a")
+        if request.param == "local"
+        else f"memory://{uuid4().hex}/runs/a"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The trace says where the time went: every nanosecond once, the slow one by name, in a form that Perfetto opens."""
+"""The trace says where the time went: every nanosecond once, the slow one by name, in a form
+that Perfetto opens.
+"""
 
 import json
 
@@ -30,7 +32,13 @@ def test_every_nanosecond_of_a_chain_is_counted_once(spans):
 @settings(max_examples=30)
 def test_any_spans_become_slices_that_nest(first, second, data):
     beside = [
-        span("0", Lane.TRANSFER, "a->b", *data.draw(st.tuples(st.integers(0, 300), st.integers(0, 300))), beside=True)
+        span(
+            "0",
+            Lane.TRANSFER,
+            "a->b",
+            *data.draw(st.tuples(st.integers(0, 300), st.integers(0, 300))),
+            beside=True,
+        )
         for _ in range(data.draw(st.integers(0, 20)))
     ]
     spans = [*first, *second, *beside]
@@ -42,18 +50,23 @@ def test_any_spans_become_slices_that_nest(first, second, data):
 def test_an_engine_has_a_slice_while_requests_are_under_way():
     points = [(5, 8), (9, 3), (12, 0), (20, 2), (30, 0)]
     counts = [
-        span("0", Lane.ENGINE, "requests", at, 0, what="count", beside=True, amount=value) for at, value in points
+        span("0", Lane.ENGINE, "requests", at, 0, what="count", beside=True, amount=value)
+        for at, value in points
     ]
     slices = check_events(chrome_trace([span("0", Lane.COMPUTE, "rollout", 0, 40), *counts], "it"))
     busy = [event for own in slices.values() for _, _, event in own if event["cat"] == "engine"]
-    assert [(event["ts"] * 1000, event["dur"] * 1000, event["args"]["requests"]) for event in busy] == [
+    assert [
+        (event["ts"] * 1000, event["dur"] * 1000, event["args"]["requests"]) for event in busy
+    ] == [
         (5, 7, 8),
         (20, 10, 2),
     ]
 
 
 def of_two(slow):
-    """Worker '0' generates for ``slow`` seconds, '2' for one; '1' and '3' wait for the rows and for one another."""
+    """Worker '0' generates for ``slow`` seconds, '2' for one; '1' and '3' wait for the rows and
+    for one another.
+    """
     edge = {"name": "rollout->update", "sequence": 7}
     return [
         span("0", Lane.COMPUTE, "rollout", 0, slow * SECOND),
@@ -77,7 +90,9 @@ def test_the_slowest_node_and_worker_are_named_with_their_share():
     assert found.uneven == found.slowest
     waits = {worker.worker: worker.waits for worker in found.workers}
     assert waits["1"]["rollout->update", "0"] == 3 * SECOND
-    assert waits["3"]["update", "1"] == SECOND // 2, "'1' waits least in the update: it is the one to wait for"
+    assert waits["3"]["update", "1"] == SECOND // 2, (
+        "'1' waits least in the update: it is the one to wait for"
+    )
     assert longest_wait(found.workers[1]) == ("rollout->update", "0", pytest.approx(0.75))
 
 
@@ -89,14 +104,19 @@ def test_workers_that_take_alike_are_not_called_uneven():
 def test_the_start_and_the_days_between_two_starts_are_no_part_of_the_steps():
     day = 86_400 * SECOND
     started = span("0", Lane.COMPUTE, "role policy", 0, 9 * SECOND, phase=START, what="start")
-    spans = [span("0", Lane.COMPUTE, "update", at, SECOND, step=step) for step, at in ((1, 9 * SECOND), (2, day))]
+    spans = [
+        span("0", Lane.COMPUTE, "update", at, SECOND, step=step)
+        for step, at in ((1, 9 * SECOND), (2, day))
+    ]
     found = find_bottleneck([started, *spans])
     assert (found.seconds, found.slowest.share) == (2.0, 1.0)
     assert (found.start.node, found.start.seconds) == ("role policy", 9.0)
 
 
 def entries(*starts):
-    return [Entry(Lane.COMPUTE, "node", "update", False, "train", 3, start, 5, None) for start in starts]
+    return [
+        Entry(Lane.COMPUTE, "node", "update", False, "train", 3, start, 5, None) for start in starts
+    ]
 
 
 def test_workers_of_one_clock_are_aligned_exactly_and_others_by_their_offsets():
@@ -111,7 +131,9 @@ def test_workers_of_one_clock_are_aligned_exactly_and_others_by_their_offsets():
 
 
 def test_counts_are_left_out_but_for_those_of_the_lanes_that_are_asked_for():
-    counts = [Entry(lane, "count", "n", True, "train", 3, 5, 0, 1) for lane in (Lane.COMPUTE, Lane.ENGINE)]
+    counts = [
+        Entry(lane, "count", "n", True, "train", 3, 5, 0, 1) for lane in (Lane.COMPUTE, Lane.ENGINE)
+    ]
     parts = [(3, trace_table([*entries(1), *counts], "0", "boot", 0))]
     assert [one.lane for one in read_spans(parts, (Lane.ENGINE,))] == [Lane.COMPUTE, Lane.ENGINE]
     assert len(read_spans(parts)) == 3

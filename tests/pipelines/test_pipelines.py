@@ -55,14 +55,18 @@ ITS_OWN = {"openai_agent": ["rollout.max_response_length=64"]}
 """Values that the first lines of a script set."""
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("dapo", None), ("grpo", grpo), ("ppo", ppo), ("turns", turns)])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("dapo", None), ("grpo", grpo), ("ppo", ppo), ("turns", turns)]
+)
 def test_a_script_trains_the_dag_that_its_config_spells(name, recipe):
     file = load_config_file(shipped(SCRIPTS[name]))
     assert same_dag(recipe or script(name).training)(file)
 
 
 def test_the_agents_page_spells_the_dag_of_the_script(tmp_path):
-    text = re.search(r"```yaml\n(base: quickstart.yaml.*?)```", (DOCS / "endpoint.md").read_text(), re.DOTALL)[1]
+    text = re.search(
+        r"```yaml\n(base: quickstart.yaml.*?)```", (DOCS / "endpoint.md").read_text(), re.DOTALL
+    )[1]
     path = tmp_path / "mine.yaml"
     text = text.replace("quickstart.yaml", str(shipped("quickstart.yaml")))
     path.write_text(text.replace("mine.py", str(PIPELINES / "openai_agent.py")))
@@ -102,14 +106,21 @@ def test_every_script_is_run_here():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("agents", "dapo", "ppo", "turns") else ())
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("agents", "dapo", "ppo", "turns") else ()
+        )
         for name in SCRIPTS
         if name != "vlm"
     ],
 )
 def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_address, tmp_path):
     command = [PIPELINES / f"{name}.py", shipped(SCRIPTS[name])]
-    settings = ["cluster.workers=1", "cluster.placement={}", "run.steps=1", f"cluster.address={cluster_address}"]
+    settings = [
+        "cluster.workers=1",
+        "cluster.placement={}",
+        "run.steps=1",
+        f"cluster.address={cluster_address}",
+    ]
     settings += [f"agents.b.model.path={digits_task.model}"] if name == "agents" else []
     settings += [*digits_overrides(digits_task, tmp_path / "run"), *ITS_OWN.get(name, [])]
     done = run_forked(*command, *settings, folder=tmp_path, cwd=tmp_path)
@@ -118,20 +129,33 @@ def test_the_script_runs_as_its_first_lines_say(name, digits_task, cluster_addre
 
 
 @pytest.mark.parametrize("way", ["file", pytest.param("stdin", marks=pytest.mark.slow)])
-def test_the_snippet_of_the_readme_runs_without_a_guard_of_its_main_module(way, digits_task, tmp_path):
-    """Each worker called ``run`` once more, and the error after two minutes was about another thing."""
+def test_the_snippet_of_the_readme_runs_without_a_guard_of_its_main_module(
+    way, digits_task, tmp_path
+):
+    """Each worker called ``run`` once more, and the error after two minutes was about another
+    thing.
+    """
     page = (DOCS.parent / "README.md").read_text()
     text = re.search(r"```python\n(from siirl_dask import .*?)```", page, re.DOTALL)[1]
     url = tmp_path / "runs" / "mine"
-    settings = [*digits_overrides(digits_task, url), "cluster.workers=1", "cluster.placement={}", "run.steps=1"]
-    text = text.replace("configs/quickstart.yaml", str(shipped("quickstart.yaml"))).replace("runs/mine", str(url))
+    settings = [
+        *digits_overrides(digits_task, url),
+        "cluster.workers=1",
+        "cluster.placement={}",
+        "run.steps=1",
+    ]
+    text = text.replace("configs/quickstart.yaml", str(shipped("quickstart.yaml"))).replace(
+        "runs/mine", str(url)
+    )
     text = text.replace('"run.name=mine"]', f'"run.name=mine", *{settings}]')
     assert "__name__" not in text
     assert text.count(str(url)) == 2
     (tmp_path / "snippet.py").write_text(f"{text}print('one process ran this')\n")
     command = [sys.executable, "snippet.py" if way == "file" else "-"]
     given = None if way == "file" else (tmp_path / "snippet.py").read_text()
-    done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=170)
+    done = subprocess.run(
+        command, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=170
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("one process ran this") == 1
     assert "step: [[1]]" in done.stdout
@@ -142,9 +166,22 @@ def test_the_script_of_images_runs_as_its_first_lines_say(tmp_path):
     images = pa.array([[{"bytes": png(16, 16), "path": None}]] * 8)
     rows = {"prompt": [f"<image>{at}?" for at in range(8)], "answer": ["3"] * 8, "images": images}
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
-    settings = [f"data.url={tmp_path / 'rows.parquet'}", f"model.path={tiny_vlm(tmp_path / 'model')}", "run.steps=1"]
-    settings += ["validation.url=null", "validation.test_url=null", "data.prepare=null", "data.batch_size=8"]
-    settings += [f"run.url={tmp_path / 'run'}", "rollout.engine=transformers", "observe.progress=false"]
+    settings = [
+        f"data.url={tmp_path / 'rows.parquet'}",
+        f"model.path={tiny_vlm(tmp_path / 'model')}",
+        "run.steps=1",
+    ]
+    settings += [
+        "validation.url=null",
+        "validation.test_url=null",
+        "data.prepare=null",
+        "data.batch_size=8",
+    ]
+    settings += [
+        f"run.url={tmp_path / 'run'}",
+        "rollout.engine=transformers",
+        "observe.progress=false",
+    ]
     settings += ["trainer.warmup_steps=0"]
     command = [PIPELINES / "vlm.py", shipped("quickstart_vlm.yaml"), *settings]
     done = run_forked(*command, folder=tmp_path, cwd=tmp_path)
@@ -164,7 +201,9 @@ def check_plan(said, edge="rollout -> old_logprobs"):
 
 
 @pytest.mark.parametrize("config", sorted(SHIPPED - BROUGHT))
-def test_plan_describes_every_shipped_config_and_starts_nothing(config, capsys, tmp_path, monkeypatch):
+def test_plan_describes_every_shipped_config_and_starts_nothing(
+    config, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     main(["plan", str(shipped(config))])
     of_agents = config in ("quickstart_agents.yaml", "quickstart_marft.yaml")
@@ -177,10 +216,14 @@ def test_configurations_for_gpus_do_without_a_pass_for_old_log_probs(config):
     assert load_config_file(shipped(config)).config.algorithm.old_logprobs == ENGINES_LOGPROBS
 
 
-def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(capsys, tmp_path, monkeypatch):
+def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(
+    capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
-    tiny_model(tmp_path / "models" / "Qwen2.5-0.5B-Instruct", family="qwen2", chat_template=template)
+    tiny_model(
+        tmp_path / "models" / "Qwen2.5-0.5B-Instruct", family="qwen2", chat_template=template
+    )
     rows = [{"question": f"{at} + 1?", "answer": f"one more\n#### {at + 1}"} for at in range(8)]
     for name in ("train", "test"):
         path = tmp_path / "hub" / "main" / f"{name}-00000-of-00001.parquet"
@@ -189,7 +232,13 @@ def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(caps
     main(["plan", str(shipped("grpo_gsm8k.yaml"))])
     assert not (tmp_path / "data").exists()
     check_plan(capsys.readouterr().out)
-    small = ["cluster.workers=2", "data.batch_size=4", "rollout.n=2", "rollout.max_response_length=4", "run.steps=1"]
+    small = [
+        "cluster.workers=2",
+        "data.batch_size=4",
+        "rollout.n=2",
+        "rollout.max_response_length=4",
+        "run.steps=1",
+    ]
     small += ["data.prepare_options={source: hub}"]
     small += ["rollout.engine=transformers", "algorithm.minibatches=1"]
     main(["run", str(shipped("grpo_gsm8k.yaml")), *small, "run.url=run", "observe.progress=false"])
@@ -200,21 +249,47 @@ def test_the_config_for_gsm8k_plans_and_runs_on_rows_as_its_first_lines_say(caps
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_config_for_geometry3k_plans_and_runs_on_rows_as_its_first_lines_say(capsys, tmp_path, monkeypatch):
+def test_the_config_for_geometry3k_plans_and_runs_on_rows_as_its_first_lines_say(
+    capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     tiny_vlm(tmp_path / "models" / "Qwen2.5-VL-3B-Instruct")
     entry = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
     images = pa.array([[{"bytes": png(16 + at, 24, at), "path": None}] for at in range(8)], entry)
-    rows = {"images": images, "problem": [f"<image>Find {at}." for at in range(8)], "answer": [*map(str, range(8))]}
+    rows = {
+        "images": images,
+        "problem": [f"<image>Find {at}." for at in range(8)],
+        "answer": [*map(str, range(8))],
+    }
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for split in ("train", "validation", "test"):
-        pq.write_table(pa.table(rows), tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+        pq.write_table(
+            pa.table(rows), tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet"
+        )
     main(["plan", str(shipped("grpo_geometry3k.yaml"))])
     assert not (tmp_path / "data").exists()
     check_plan(capsys.readouterr().out)
-    small = ["cluster.workers=2", "data.batch_size=4", "rollout.n=2", "rollout.max_response_length=4", "run.steps=1"]
-    small += ["data.prepare_options={source: hub}", "rollout.engine=transformers", "algorithm.minibatches=1"]
-    main(["run", str(shipped("grpo_geometry3k.yaml")), *small, "run.url=run", "observe.progress=false"])
+    small = [
+        "cluster.workers=2",
+        "data.batch_size=4",
+        "rollout.n=2",
+        "rollout.max_response_length=4",
+        "run.steps=1",
+    ]
+    small += [
+        "data.prepare_options={source: hub}",
+        "rollout.engine=transformers",
+        "algorithm.minibatches=1",
+    ]
+    main(
+        [
+            "run",
+            str(shipped("grpo_geometry3k.yaml")),
+            *small,
+            "run.url=run",
+            "observe.progress=false",
+        ]
+    )
     rollouts = pq.read_table(tmp_path / "run" / "rollouts" / "step=000001")
     assert rollouts.num_rows == 8
     assert all("<|image_pad|>Find" not in text for text in rollouts["prompt_text"].to_pylist())

@@ -1,4 +1,6 @@
-"""The natural GRPO diamond: reward, old and reference log-probs in parallel, joined by the advantage."""
+"""The natural GRPO diamond: reward, old and reference log-probs in parallel, joined by the
+advantage.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def build(device, rank):
 def prompts(ctx, table): ...
 
 
-@columns(reads=["prompt_ids"], writes=fields("response_ids", "rollout_logprobs", "response"), expand="n")
+@columns(
+    reads=["prompt_ids"], writes=fields("response_ids", "rollout_logprobs", "response"), expand="n"
+)
 def generate(ctx, table, *, n: int): ...
 
 
@@ -40,7 +44,8 @@ def estimate_advantage(ctx, table): ...
 
 
 @columns(
-    reads=["prompt_ids", "response_ids", "advantage", "old_logprobs", "minibatch"], optional=["reference_logprobs"]
+    reads=["prompt_ids", "response_ids", "advantage", "old_logprobs", "minibatch"],
+    optional=["reference_logprobs"],
 )
 def update(ctx, table): ...
 
@@ -81,4 +86,6 @@ def grpo() -> DAG:
 @pytest.fixture
 def source() -> pa.Schema:
     identity = {name: TYPES[name] for name in ("row_id", "group_id", "tokens")}
-    return pa.schema({**identity, "prompt": pa.string(), "answer": pa.string(), "level": pa.int32()})
+    return pa.schema(
+        {**identity, "prompt": pa.string(), "answer": pa.string(), "level": pa.int32()}
+    )

@@ -1,4 +1,6 @@
-"""Blobs go straight from the node that has them to the node that reads them, and arrive as if they had gone along."""
+"""Blobs go straight from the node that has them to the node that reads them, and arrive as if
+they had gone along.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
-from siirl_dask.planner import DAG, Node, Role, Rows, RunNode, TableSizes, columns, compile_chains, estimate
+from siirl_dask.planner import (
+    DAG,
+    Node,
+    Role,
+    Rows,
+    RunNode,
+    TableSizes,
+    columns,
+    compile_chains,
+    estimate,
+)
 from siirl_dask.planner import column_flow as flow
 from siirl_dask.planner.column_flow import is_blob
 from siirl_dask.testing.local_pool import LocalPool
@@ -45,7 +57,9 @@ def look(ctx, table):
     images = table["image"].to_pylist()
     digests = [hashlib.sha256(image).hexdigest() for image in images]
     table = table.append_column("digest", pa.array(digests, pa.string()))
-    return table.append_column("minibatch", pa.array([len(image) % 2 for image in images], pa.int32()))
+    return table.append_column(
+        "minibatch", pa.array([len(image) % 2 for image in images], pa.int32())
+    )
 
 
 @columns(reads=["image", "digest"], writes={"same": pa.bool_()})
@@ -78,7 +92,9 @@ def carriers(plan):
 def inputs(plan, name):
     links = (link for chain in plan.chains.values() for link in chain.links)
     run = next(link for link in links if isinstance(link, RunNode) and link.node.name == name)
-    return {item.table: [column for column in item.columns if column == "image"] for item in run.inputs}
+    return {
+        item.table: [column for column in item.columns if column == "image"] for item in run.inputs
+    }
 
 
 @pytest.mark.parametrize(
@@ -115,14 +131,18 @@ def test_a_node_that_does_not_read_an_image_is_left_out():
 
 def test_in_place_the_table_that_has_the_image_waits_for_its_reader():
     plan = planned(
-        node("paint", paint, "a"), node("between", plain, "a", "paint"), node("reads", glance, "a", "between")
+        node("paint", paint, "a"),
+        node("between", plain, "a", "paint"),
+        node("reads", glance, "a", "between"),
     )
     assert plan.edges == ()
     assert inputs(plan, "between") == {"paint": []}
     assert inputs(plan, "reads") == {"between": [], "paint": ["image"]}
 
 
-@pytest.mark.parametrize(("fn", "reads"), [(plain, ["image"]), (glance, [])], ids=["reads", "reads if there is one"])
+@pytest.mark.parametrize(
+    ("fn", "reads"), [(plain, ["image"]), (glance, [])], ids=["reads", "reads if there is one"]
+)
 def test_an_image_comes_from_the_last_node_that_read_it_there(fn, reads):
     nodes = [
         node("paint", paint, "a"),
@@ -165,17 +185,27 @@ def test_two_readers_in_one_layout_share_the_rows_that_came():
     ids=["makes other rows", "is kept"],
 )
 def test_a_node_that_makes_other_rows_or_is_kept_has_the_image_in_its_table(between):
-    plan = planned(node("paint", paint, "a"), between, node("reads", plain, "a", "between", reads=["image"]))
+    plan = planned(
+        node("paint", paint, "a"), between, node("reads", plain, "a", "between", reads=["image"])
+    )
     assert carriers(plan) == {"paint->between", "between->reads"}
 
 
 def test_an_image_that_nobody_reads_after_other_rows_were_made_stays_behind():
-    plan = planned(node("paint", paint, "a"), node("between", others, "b", "paint"), node("end", plain, "a", "between"))
+    plan = planned(
+        node("paint", paint, "a"),
+        node("between", others, "b", "paint"),
+        node("end", plain, "a", "between"),
+    )
     assert carriers(plan) == set()
 
 
 def test_the_plan_shows_the_edge_that_leads_past_a_node():
-    nodes = [node("paint", paint, "a"), node("between", plain, "b", "paint"), node("reads", glance, "b", "between")]
+    nodes = [
+        node("paint", paint, "a"),
+        node("between", plain, "b", "paint"),
+        node("reads", glance, "b", "between"),
+    ]
     plan = planned(*nodes)
     sizes = TableSizes(prompts=8, prompt_tokens=1, response_tokens=1, widths={"image": 1000})
     assert {pair: found.bytes for pair, found in estimate(plan, sizes).items()} == {
@@ -190,9 +220,15 @@ def test_the_plan_shows_the_edge_that_leads_past_a_node():
 
 @pytest.fixture
 def data(tmp_path):
-    rows = {"prompt": [f"p{i}" for i in range(24)], "answer": [""] * 24, "image": [bytes([i]) * i for i in range(24)]}
+    rows = {
+        "prompt": [f"p{i}" for i in range(24)],
+        "answer": [""] * 24,
+        "image": [bytes([i]) * i for i in range(24)],
+    }
     pq.write_table(pa.table(rows), tmp_path / "data.parquet", row_group_size=4)
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=12, seed=0)
+    return Source(
+        url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=12, seed=0
+    )
 
 
 SHAPES = {
@@ -238,9 +274,13 @@ def kept(data, shape, placement, url):
     return plan, table.select(sorted(table.column_names))
 
 
-@pytest.mark.parametrize("placement", [APART, {}, {"a": [0], "b": [0], "c": [0]}], ids=["apart", "together", "one"])
+@pytest.mark.parametrize(
+    "placement", [APART, {}, {"a": [0], "b": [0], "c": [0]}], ids=["apart", "together", "one"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_comes_out_as_if_images_went_from_node_to_node(data, tmp_path, monkeypatch, shape, placement):
+def test_the_same_comes_out_as_if_images_went_from_node_to_node(
+    data, tmp_path, monkeypatch, shape, placement
+):
     straight, found = kept(data, shape, placement, str(tmp_path / "straight"))
     monkeypatch.setattr(flow, "is_blob", lambda kind: False)
     along, expected = kept(data, shape, placement, str(tmp_path / "along"))

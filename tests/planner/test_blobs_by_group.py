@@ -1,4 +1,6 @@
-"""A blob goes past the nodes that make samples, by group, and every row sees that of its own group."""
+"""A blob goes past the nodes that make samples, by group, and every row sees that of its own
+group.
+"""
 
 from __future__ import annotations
 
@@ -80,10 +82,14 @@ def test_a_blob_goes_by_group_from_the_table_above_the_expansion(make):
 def test_a_reader_in_another_layout_fetches_only_groups_that_have_not_come():
     plan = planned(blob_dag())
     assert {
-        link.edge.name: link.have for link in plan.chains["w2"].flat if isinstance(link, Recv) and link.edge.by_group
+        link.edge.name: link.have
+        for link in plan.chains["w2"].flat
+        if isinstance(link, Recv) and link.edge.by_group
     } == {"paint->look by group": (), "paint->learn by group": ("paint->look by group",)}
     together = planned(blob_dag(), placement={})
-    received = [link for link in together.chains["w2"].flat if isinstance(link, Recv) and link.edge.by_group]
+    received = [
+        link for link in together.chains["w2"].flat if isinstance(link, Recv) and link.edge.by_group
+    ]
     assert [link.have for link in received] == [("paint",), ("paint", "paint->look by group")]
 
 
@@ -101,7 +107,11 @@ def test_in_place_the_table_above_the_expansion_waits_for_its_readers():
 
 
 def test_an_expansion_that_says_nothing_of_groups_passes_the_blob_on_with_each_row():
-    plan = planned(blob_dag(sample).replace("sample", fn=unknown_groups, options={"n": 8}, writes=_painted_as()))
+    plan = planned(
+        blob_dag(sample).replace(
+            "sample", fn=unknown_groups, options={"n": 8}, writes=_painted_as()
+        )
+    )
     assert carriers(plan) == {"sample->look", "look->learn"}
 
 
@@ -110,7 +120,10 @@ def _painted_as():
 
 
 def test_groups_that_are_numbered_anew_go_by_group_from_the_node_that_numbers_them():
-    assert carriers(planned(blob_dag(sample_renumbered))) == {"sample->look by group", "sample->learn by group"}
+    assert carriers(planned(blob_dag(sample_renumbered))) == {
+        "sample->look by group",
+        "sample->learn by group",
+    }
 
 
 def test_a_plan_shows_groups_and_counts_their_bytes_once_a_worker():
@@ -139,18 +152,35 @@ def test_a_saved_table_has_no_blobs_that_rows_share_unless_it_is_told_to():
 
 def test_a_step_goes_on_from_a_stage_that_holds_each_blob_once():
     dag = blob_dag(stage=True)
-    (cut,) = cuts_at_stored(dag, SCHEMA)  # not from the saved table: learn reads images, which it has not
+    (cut,) = cuts_at_stored(
+        dag, SCHEMA
+    )  # not from the saved table: learn reads images, which it has not
     assert (cut.table, cut.spent) == ("stages/sample", ())
     again = compile_chains(cut.dag, FOUR, pa.schema([]), APART)
     assert carriers(again) == {"sample->look by group", "sample->learn by group"}
 
 
 def test_nodes_are_run_again_on_stored_rows_that_lack_the_blob_unless_they_read_it():
-    dag = blob_dag(between=[Node("between", same, role="policy", after="sample")]).replace("look", fn=same, reads=())
+    dag = blob_dag(between=[Node("between", same, role="policy", after="sample")]).replace(
+        "look", fn=same, reads=()
+    )
     dag = dag.replace("paint", reads=("picture",)).without("learn")
-    stored = pa.schema({"row_id": pa.int64(), "group_id": pa.int64(), "tokens": pa.int64(), "painted_as": pa.int64()})
-    assert [node.name for node in run_again(dag, stored, "between", "again").dag.nodes] == ["stored", "between", "look"]
-    with pytest.raises(PlanError, match="'between' takes 'images' as 'paint' makes it, which table 'rollouts'"):
+    stored = pa.schema(
+        {
+            "row_id": pa.int64(),
+            "group_id": pa.int64(),
+            "tokens": pa.int64(),
+            "painted_as": pa.int64(),
+        }
+    )
+    assert [node.name for node in run_again(dag, stored, "between", "again").dag.nodes] == [
+        "stored",
+        "between",
+        "look",
+    ]
+    with pytest.raises(
+        PlanError, match="'between' takes 'images' as 'paint' makes it, which table 'rollouts'"
+    ):
         run_again(dag.replace("between", reads=("images",)), stored, "between", "again")
 
 
@@ -158,26 +188,43 @@ def test_nodes_are_run_again_on_stored_rows_that_lack_the_blob_unless_they_read_
 def data(tmp_path):
     rows = {"prompt": [f"p{i}" for i in range(64)], "answer": [""] * 64}
     pq.write_table(pa.table(rows), tmp_path / "data.parquet", row_group_size=8)
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=BATCH, seed=0)
+    return Source(
+        url=str(tmp_path / "data.parquet"),
+        prompt="prompt",
+        answer="answer",
+        batch_size=BATCH,
+        seed=0,
+    )
 
 
 def ran(dag, data, url, workers=FOUR, placement=None):
     schema = source_schema(open_source(data).schema, data)
     with LocalPool(planned(dag, workers, placement, schema), data, url=str(url)) as pool:
         metrics = pool.run()
-    return metrics, pq.read_table(f"{url}/rollouts").sort_by("row_id") if (url / "rollouts").exists() else None
+    return metrics, pq.read_table(f"{url}/rollouts").sort_by("row_id") if (
+        url / "rollouts"
+    ).exists() else None
 
 
-PLACES = {"one": (("w0",), {}), "two": (("w0", "w1"), {}), "four": (FOUR, {}), "apart": (FOUR, APART)}
+PLACES = {
+    "one": (("w0",), {}),
+    "two": (("w0", "w1"), {}),
+    "four": (FOUR, {}),
+    "apart": (FOUR, APART),
+}
 FEWER = [Node("fewer", drop_some, role="policy", after="sample", rows=Rows.GROUPED)]
 
 
 @pytest.mark.parametrize("make", [sample, sample_unseen, sample_renumbered])
 @pytest.mark.parametrize("between", [(), FEWER], ids=["all", "fewer"])
-def test_every_row_sees_its_groups_image_and_none_is_copied_for_each_sample(data, tmp_path, make, between):
+def test_every_row_sees_its_groups_image_and_none_is_copied_for_each_sample(
+    data, tmp_path, make, between
+):
     tables = []
     for name, (workers, placement) in PLACES.items():
-        metrics, table = ran(blob_dag(make, between=between), data, tmp_path / name, workers, placement)
+        metrics, table = ran(
+            blob_dag(make, between=between), data, tmp_path / name, workers, placement
+        )
         tables.append(table)
         assert metrics["look/wrong"].total == 0
         assert metrics["look/rows"].total == table.num_rows
@@ -186,13 +233,17 @@ def test_every_row_sees_its_groups_image_and_none_is_copied_for_each_sample(data
         assert moved <= groups * (SIZE + 200)
         assert moved > 0 or name == "one"
         for node in ("look", "learn"):
-            assert metrics[f"{node}/bytes"].high <= 1.5 * PAINTED * SIZE  # 8 samples would be 8 times as much
+            assert (
+                metrics[f"{node}/bytes"].high <= 1.5 * PAINTED * SIZE
+            )  # 8 samples would be 8 times as much
     assert all(table == tables[0] for table in tables)
     assert "images" not in tables[0].column_names
 
 
 def test_a_node_that_breaks_its_word_about_groups_is_named(data, tmp_path):
-    with pytest.raises(NodeError, match=r"'sample' gave rows of 7 groups that it had none of .*groups='new'"):
+    with pytest.raises(
+        NodeError, match=r"'sample' gave rows of 7 groups that it had none of .*groups='new'"
+    ):
         ran(blob_dag(sample_and_lie), data, tmp_path / "lies")
 
 

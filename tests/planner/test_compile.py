@@ -1,4 +1,6 @@
-"""Chains of a DAG and a placement: the rows that stay, the rows and columns that move, and the order of links."""
+"""Chains of a DAG and a placement: the rows that stay, the rows and columns that move, and the
+order of links.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,22 @@ def test_split_placement(grpo, source):
         "advantage->update",
         "weights->load",
     ]
-    assert edges["rollout->old"].schema.names == ["row_id", "group_id", "tokens", "prompt_ids", "response_ids"]
+    assert edges["rollout->old"].schema.names == [
+        "row_id",
+        "group_id",
+        "tokens",
+        "prompt_ids",
+        "response_ids",
+    ]
     assert edges["rollout->old"].sources == ("w0", "w1")
     assert edges["rollout->old"].targets == ("w2", "w3")
-    assert {edges[name].guide for name in ("reward->advantage", "old->advantage", "ref->advantage")} == {"old"}
+    assert {
+        edges[name].guide for name in ("reward->advantage", "old->advantage", "ref->advantage")
+    } == {"old"}
     assert edges["advantage->update"].by_minibatch
-    assert "level" in edges["reward->advantage"].schema.names  # unknown columns travel, since the table is kept
+    assert (
+        "level" in edges["reward->advantage"].schema.names
+    )  # unknown columns travel, since the table is kept
     assert "level" not in edges["advantage->update"].schema.names
 
 
@@ -123,7 +135,10 @@ def test_a_worker_without_a_role_has_nothing_to_do_but_to_report_for_saved_table
 
 def test_keep_is_numbered_by_rank(grpo, source):
     plan = compile_chains(grpo, WORKERS, source, {**SPLIT, "policy": [3, 2]})
-    kept = {w: [link for link in chain.links if isinstance(link, Save)] for w, chain in plan.chains.items()}
+    kept = {
+        w: [link for link in chain.links if isinstance(link, Save)]
+        for w, chain in plan.chains.items()
+    }
     assert kept == {
         "w0": [],
         "w1": [],
@@ -145,7 +160,9 @@ def test_rows_that_are_everywhere_leave_from_one_worker_only():
     plan = compile_chains(dag, WORKERS, SOURCE, {"a": [0, 1], "b": [2, 3]})
     edge = next(edge for edge in plan.edges if edge.name == "still->out")
     assert edge.sources == ("w0",)
-    assert [link for link in plan.chains["w0"].links if isinstance(link, Save)] == [Save("still", "table", 0, 1)]
+    assert [link for link in plan.chains["w0"].links if isinstance(link, Save)] == [
+        Save("still", "table", 0, 1)
+    ]
     for link in plan.chains["w1"].links:
         assert not isinstance(link, Save)
         assert not (isinstance(link, Send) and link.edge.name == "still->out")
@@ -170,19 +187,27 @@ def test_what_joins_rows_that_are_everywhere_goes_everywhere():
 
 
 def test_rows_balanced_by_another_minibatch_move_again():
-    """Two nodes that want their mini-batches balanced share a layout only if the mini-batches are the same."""
+    """Two nodes that want their mini-batches balanced share a layout only if the mini-batches
+    are the same.
+    """
     nodes = [Node("x", draw, role="a"), Node("one", learn, role="a", after="x", rows=Rows.BALANCED)]
     same = DAG(ROLES, [*nodes, Node("two", learn, role="a", after="one", rows=Rows.BALANCED)])
     drawn_again = DAG(
         ROLES,
-        [*nodes, Node("y", draw, role="a", after="one"), Node("two", learn, role="a", after="y", rows=Rows.BALANCED)],
+        [
+            *nodes,
+            Node("y", draw, role="a", after="one"),
+            Node("two", learn, role="a", after="y", rows=Rows.BALANCED),
+        ],
     )
     assert moving(compile_chains(same, WORKERS, SOURCE)) == {"x->one"}
     assert moving(compile_chains(drawn_again, WORKERS, SOURCE)) == {"x->one", "y->two"}
 
 
 def test_rows_spread_from_different_places_move_again():
-    """Rows that two branches bring from different workers are not where each other's are, though both are spread."""
+    """Rows that two branches bring from different workers are not where each other's are, though
+    both are spread.
+    """
     roles = (*ROLES, Role("c", build))
     nodes = [
         Node("x", plain, role="a"),
@@ -191,13 +216,17 @@ def test_rows_spread_from_different_places_move_again():
         Node("from_y", plain, role="c", after="y"),
         Node("join", plain, role="c", after=("from_x", "from_y")),
     ]
-    plan = compile_chains(DAG(roles, nodes), WORKERS, SOURCE, {"a": [0, 1], "b": [1, 2], "c": [2, 3]})
+    plan = compile_chains(
+        DAG(roles, nodes), WORKERS, SOURCE, {"a": [0, 1], "b": [1, 2], "c": [2, 3]}
+    )
     assert "from_y->join" in moving(plan)
     assert "from_x->join" not in moving(plan)
 
 
 def two_ways(placement):
-    """Return the moves where two branches bring the same rows to ``c``, balanced, from ``a`` and from ``b``."""
+    """Return the moves where two branches bring the same rows to ``c``, balanced, from ``a`` and
+    from ``b``.
+    """
     nodes = [
         Node("x", plain, role="a"),
         Node("y", plain, role="b", after="x", rows=Rows.GROUPED),
@@ -205,7 +234,11 @@ def two_ways(placement):
         Node("from_y", plain, role="c", after="y", rows=Rows.BALANCED),
         Node("join", plain, role="c", after=("from_x", "from_y")),
     ]
-    return moving(compile_chains(DAG((*ROLES, Role("c", build)), nodes), [*WORKERS, "w4", "w5"], SOURCE, placement))
+    return moving(
+        compile_chains(
+            DAG((*ROLES, Role("c", build)), nodes), [*WORKERS, "w4", "w5"], SOURCE, placement
+        )
+    )
 
 
 def test_rows_balanced_from_elsewhere_share_one_layout():
@@ -233,10 +266,22 @@ def test_the_parent_whose_rows_lie_as_wanted_leads_and_stays(after):
 @pytest.mark.parametrize(
     ("workers", "placement", "text"),
     [
-        (WORKERS, {"polcy": [0]}, "the placement names role 'polcy', which the DAG has not; did you mean 'policy'?"),
-        (WORKERS, {"policy": [4]}, "the placement puts role 'policy' on worker 4: there are 4, from 0"),
+        (
+            WORKERS,
+            {"polcy": [0]},
+            "the placement names role 'polcy', which the DAG has not; did you mean 'policy'?",
+        ),
+        (
+            WORKERS,
+            {"policy": [4]},
+            "the placement puts role 'policy' on worker 4: there are 4, from 0",
+        ),
         (WORKERS, {"policy": [-1]}, "the placement puts role 'policy' on worker -1"),
-        (WORKERS, {"policy": []}, "the placement puts role 'policy' on []: expected workers, each one once"),
+        (
+            WORKERS,
+            {"policy": []},
+            "the placement puts role 'policy' on []: expected workers, each one once",
+        ),
         (WORKERS, {"policy": [1, 1]}, "the placement puts role 'policy' on [1, 1]"),
         ([], {}, "the plan is for workers []: expected names"),
         (["w", "w"], {}, "the plan is for workers ['w', 'w']: expected names, each once"),

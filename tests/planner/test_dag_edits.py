@@ -1,4 +1,6 @@
-"""Edits of a DAG in Python (add, replace, without) equal the by-name edits of its YAML, errors included."""
+"""Edits of a DAG in Python (add, replace, without) equal the by-name edits of its YAML, errors
+included.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def test_none_takes_away_an_option_that_a_node_has(write):
     assert spelled.node("one").options == {"text": "x"}
     for edit in (
         lambda: DAG_OF_BASE.replace("three", options={"n": None}),
-        lambda: dags(load_config_file(write("base: base.yaml\nnodes: {three: {with: {n: null}}}\n"))),
+        lambda: dags(
+            load_config_file(write("base: base.yaml\nnodes: {three: {with: {n: null}}}\n"))
+        ),
     ):
         assert refusal(edit)[1].startswith("node 'three' needs the option 'n'")
 
@@ -171,15 +175,21 @@ def test_an_edit_of_a_node_that_is_not_there_is_refused_alike(write, kind, chang
 
 def test_a_field_that_there_is_not_is_refused_with_the_nearest_one(write):
     write(BASE, "base.yaml")
-    with pytest.raises(PlanError, match=r"node 'two' has an unknown key 'save_ass' .*; did you mean 'save_as'\?"):
+    with pytest.raises(
+        PlanError, match=r"node 'two' has an unknown key 'save_ass' .*; did you mean 'save_as'\?"
+    ):
         dags(load_config_file(write("base: base.yaml\nnodes: {two: {save_ass: x}}\n")))
-    with pytest.raises(PlanError, match=r"node 'two' has no field 'save_ass' .*; did you mean 'save_as'\?"):
+    with pytest.raises(
+        PlanError, match=r"node 'two' has no field 'save_ass' .*; did you mean 'save_as'\?"
+    ):
         DAG_OF_BASE.replace("two", save_ass="x")
 
 
 def test_a_role_of_the_same_name_takes_the_place_of_the_old_one(write):
     write(BASE, "base.yaml")
-    spelled, _ = dags(load_config_file(write(f"base: base.yaml\nroles: {{r: {{build: '{HERE}:build_other'}}}}\n")))
+    spelled, _ = dags(
+        load_config_file(write(f"base: base.yaml\nroles: {{r: {{build: '{HERE}:build_other'}}}}\n"))
+    )
     assert DAG_OF_BASE.add(roles=[Role("r", build_other)]) == spelled != DAG_OF_BASE
 
 
@@ -199,5 +209,8 @@ def test_an_edit_leaves_the_dag_as_it_was():
 
 def test_rows_may_be_given_by_name_and_a_misspelled_one_is_refused():
     assert Node("x", with_text, role="r", after="one", rows="balanced").rows is Rows.BALANCED
-    with pytest.raises(PlanError, match=r"node 'x' has rows='balancd': expected one of .*; did you mean 'balanced'\?"):
+    with pytest.raises(
+        PlanError,
+        match=r"node 'x' has rows='balancd': expected one of .*; did you mean 'balanced'\?",
+    ):
         Node("x", with_text, role="r", after="one", rows="balancd")

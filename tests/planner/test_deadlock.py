@@ -1,4 +1,6 @@
-"""A plan on which workers could wait for each other in a circle is refused, whichever way it is broken."""
+"""A plan on which workers could wait for each other in a circle is refused, whichever way it is
+broken.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def at(links, kind, name) -> int:
     return next(
         index
         for index, link in enumerate(links)
-        if isinstance(link, kind) and name == (link.node.name if kind is RunNode else link.edge.name)
+        if isinstance(link, kind)
+        and name == (link.node.name if kind is RunNode else link.edge.name)
     )
 
 
@@ -44,7 +47,9 @@ def swapped(kind, one, other):
 
 
 def without(kind, name):
-    return lambda links: [link for index, link in enumerate(links) if index != at(links, kind, name)]
+    return lambda links: [
+        link for index, link in enumerate(links) if index != at(links, kind, name)
+    ]
 
 
 def moved(kind, name, before):
@@ -63,13 +68,17 @@ BROKEN = {
     ),
     "a worker of a role lacks one of its nodes": (
         ("w1", without(RunNode, "reward")),
-        "worker 'w1' runs ['prompts', 'rollout', 'load'] of role 'rollout': expected ['prompts', 'rollout', 'reward',",
+        "worker 'w1' runs ['prompts', 'rollout', 'load'] of role 'rollout': expected ['prompts', "
+        "'rollout', 'reward',",
     ),
     "a worker sends later than it could": (
         ("w0", moved(Send, "rollout->old", "load")),
         "worker 'w0' sends rollout->old after it ran 'reward'",
     ),
-    "a worker never sends": (("w1", without(Send, "reward->advantage")), "worker 'w1' never sends reward->advantage"),
+    "a worker never sends": (
+        ("w1", without(Send, "reward->advantage")),
+        "worker 'w1' never sends reward->advantage",
+    ),
     "a worker waits for rows before it has sent others": (
         ("w0", moved(Recv, "weights->load", "rollout")),
         "worker 'w0' receives weights->load, guided by weights->load, before 'rollout'",

@@ -32,14 +32,19 @@ def test_the_example_changes_the_base_as_it_says(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(BREVITY)
     text = textwrap.dedent(example).replace("quickstart.yaml", str(shipped("quickstart.yaml")))
     (tmp_path / "mine.yaml").write_text(text)
-    overrides = ["nodes.update.with.loss.with.kl_coefficient=0.1", "nodes.old_logprobs.rows=anywhere"]
+    overrides = [
+        "nodes.update.with.loss.with.kl_coefficient=0.1",
+        "nodes.old_logprobs.rows=anywhere",
+    ]
     try:
         dag, _ = dags(load_config_file("mine.yaml", overrides))
         main(["plan", "mine.yaml"])
     finally:
         del sys.modules["mine.py"]
     base, _ = dags(load_config_file(shipped("quickstart.yaml")))
-    assert [n.name for n in dag.nodes] == [n.name for n in base.nodes if n.name != "load_weights"] + ["brevity"]
+    assert [n.name for n in dag.nodes] == [
+        n.name for n in base.nodes if n.name != "load_weights"
+    ] + ["brevity"]
     update, advantage = dag.node("update"), dag.node("advantage")
     assert (update.rows, update.options["minibatches"]) == (Rows.ANYWHERE, 2)
     assert update.options["loss"].keywords["kl_coefficient"] == 0.1
@@ -55,7 +60,12 @@ def test_the_same_changes_in_python_make_the_same_dag(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text(text)
     try:
         file = load_config_file("mine.yaml")
-        names = {"grpo": grpo, "Node": Node, "config": file.config, "brevity": resolve("mine.py:brevity")}
+        names = {
+            "grpo": grpo,
+            "Node": Node,
+            "config": file.config,
+            "brevity": resolve("mine.py:brevity"),
+        }
         exec(re.search(r"```python\n(dag = grpo.*?)```", DOCS, re.DOTALL)[1], names)
         assert same_dag(lambda config: names["dag"])(file)
     finally:
@@ -63,7 +73,9 @@ def test_the_same_changes_in_python_make_the_same_dag(tmp_path, monkeypatch):
 
 
 def keys(data):
-    """Yield the keys of an object and of the objects in its lists, but for keys that are the user's names."""
+    """Yield the keys of an object and of the objects in its lists, but for keys that are the
+    user's names.
+    """
     for key, value in data.items():
         yield key
         if key in ("memory", "chains", "edges", "links"):

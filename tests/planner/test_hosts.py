@@ -23,7 +23,9 @@ SOURCE = pa.schema({"prompt": pa.string()})
 
 
 def spread(counts, mixed=False):
-    """Return hosts with so many workers each; ``mixed``: workers of different hosts come in turn."""
+    """Return hosts with so many workers each; ``mixed``: workers of different hosts come in
+    turn.
+    """
     pairs = [(place, host) for host, count in enumerate(counts) for place in range(count)]
     ordered = sorted(pairs) if mixed else sorted(pairs, key=lambda pair: pair[::-1])
     return {f"w{number}": f"h{host}" for number, (_, host) in enumerate(ordered)}
@@ -88,9 +90,13 @@ def trainer_config(backend="torch", fsdp=None):
 def test_default_placement_puts_engines_and_shards_on_one_host_each():
     made = plan([3, 5, 4, 4], tensor=4, shard=4)
     for role in ("rollout", "policy"):
-        assert len(groups_apart(made.placement[role], made.hosts, 4)) == 1, "of 3 and 1 that are left"
+        assert len(groups_apart(made.placement[role], made.hosts, 4)) == 1, (
+            "of 3 and 1 that are left"
+        )
     (engines, shards) = host_notes(made)
-    assert engines.startswith("role 'rollout': 1 of its 4 groups of 4 ranks (rollout.tensor_parallel_size) are on")
+    assert engines.startswith(
+        "role 'rollout': 1 of its 4 groups of 4 ranks (rollout.tensor_parallel_size) are on"
+    )
     assert "no order of its workers does better" in engines
     assert "role 'policy'" in shards
     assert not list(host_notes(plan([4, 8, 4], tensor=4, shard=2, mixed=True)))
@@ -102,15 +108,18 @@ def test_a_placement_that_the_user_wrote_is_kept_and_a_group_that_need_not_be_ap
     assert made.placement["rollout"] == ("w0", "w2", "w1", "w3")
     (note,) = host_notes(made)
     assert note == (
-        "role 'rollout': 2 of its 2 groups of 2 ranks (rollout.tensor_parallel_size) are on several hosts, the first "
-        "with w0 on h0, w2 on h1; with its workers in another order in cluster.placement, none would be"
+        "role 'rollout': 2 of its 2 groups of 2 ranks (rollout.tensor_parallel_size) are on "
+        "several hosts, the first "
+        "with w0 on h0, w2 on h1; with its workers in another order in cluster.placement, none "
+        "would be"
     )
 
 
 def test_shards_over_all_hosts_are_named_with_the_size_that_fits_a_host():
     (note,) = host_notes(plan([4, 4], shard=0))
     assert note == (
-        "role 'policy': its 8 ranks (trainer.fsdp.shard_size) are on 2 hosts; no order of its workers does better; "
+        "role 'policy': its 8 ranks (trainer.fsdp.shard_size) are on 2 hosts; no order of its "
+        "workers does better; "
         "trainer.fsdp.shard_size=4 would keep each group on one host"
     )
     assert not list(host_notes(plan([8], shard=0)))
@@ -127,7 +136,10 @@ def test_a_builder_of_a_users_own_says_which_ranks_belong_together():
     assert not groups_apart(made.placement["mine"], made.hosts, 3)
 
 
-@builds(preflight=lambda options, workers, config: None, groups=lambda options, workers: {"mine.size": 3})
+@builds(
+    preflight=lambda options, workers, config: None,
+    groups=lambda options, workers: {"mine.size": 3},
+)
 def build_mine(device, rank): ...
 
 

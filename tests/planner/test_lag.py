@@ -1,4 +1,6 @@
-"""Nodes that take their rows from an earlier step, so that their workers need not wait for this one's."""
+"""Nodes that take their rows from an earlier step, so that their workers need not wait for this
+one's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ SPLIT = {"rollout": [0, 1], "policy": [2, 3], "reference": [2, 3]}
 
 def late(dag: DAG, **changes) -> DAG:
     """The DAG with changes to the node that loads weights."""
-    return DAG(dag.roles, tuple(replace(node, **changes) if node.name == "load" else node for node in dag.nodes))
+    return DAG(
+        dag.roles,
+        tuple(replace(node, **changes) if node.name == "load" else node for node in dag.nodes),
+    )
 
 
 def test_a_lagged_node_is_one_link_and_changes_no_other(grpo, source):
@@ -38,7 +43,9 @@ def test_a_lagged_node_is_one_link_and_changes_no_other(grpo, source):
         assert link.steps == 2
         assert [type(inner) for inner in link.links] == [Recv, RunNode, Drop, Drop]
     without = {worker: [type(link) for link in chain.flat] for worker, chain in plan.chains.items()}
-    assert without == {worker: [type(link) for link in chain.links] for worker, chain in usual.chains.items()}
+    assert without == {
+        worker: [type(link) for link in chain.links] for worker, chain in usual.chains.items()
+    }
     assert plan.edges == usual.edges
 
 
@@ -50,7 +57,9 @@ def test_a_lagged_node_on_its_parents_workers_is_refused(grpo, source):
 
 def test_a_late_node_is_the_last_of_its_branch_and_keeps_nothing(grpo, source):
     after = Node("after", grpo.node("load").fn, role="rollout", after="load")
-    with pytest.raises(PlanError, match="'after' comes after 'load', whose rows are of an earlier step"):
+    with pytest.raises(
+        PlanError, match="'after' comes after 'load', whose rows are of an earlier step"
+    ):
         DAG(grpo.roles, (*late(grpo, lag=1).nodes, after))
     with pytest.raises(PlanError, match="save the output of a node before it"):
         compile_chains(late(grpo, lag=1, save_as="weights"), WORKERS, source, SPLIT)

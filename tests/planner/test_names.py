@@ -1,4 +1,6 @@
-"""Functions named by file: found once, spelled as they were given, and refused with the place that is wrong."""
+"""Functions named by file: found once, spelled as they were given, and refused with the place
+that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("spelled", ["rewards/mine.py", "../{here}/rewards/mine.py", "{path}/rewards/mine.py"])
+@pytest.mark.parametrize(
+    "spelled", ["rewards/mine.py", "../{here}/rewards/mine.py", "{path}/rewards/mine.py"]
+)
 def test_a_function_of_a_file_is_named_as_it_was_spelled(folder, spelled):
     name = f"{spelled.format(here=folder.name, path=folder)}:near"
     found = resolve(name)
@@ -54,7 +58,12 @@ def test_a_function_of_a_file_is_named_as_it_was_spelled(folder, spelled):
 def test_a_file_is_loaded_once_however_it_is_spelled(folder):
     first = resolve("rewards/mine.py:near")
     again = [
-        resolve(name) for name in ("rewards/mine.py:near", "./rewards/mine.py:near", f"{folder}/rewards/mine.py:near")
+        resolve(name)
+        for name in (
+            "rewards/mine.py:near",
+            "./rewards/mine.py:near",
+            f"{folder}/rewards/mine.py:near",
+        )
     ]
     assert all(found is first for found in again)
     assert sys.modules[first.__module__].LOADED == [1]
@@ -100,12 +109,28 @@ REFUSED = [
         "file 'rewards/mine.py' has no function 'frist'; did you mean 'first'?",
     ),
     ("f = 1", MINE_PY, "file 'rewards/mine.py' has no function 'f'"),
-    ("\nx = 1 / 0", MINE_PY, "importing it fails at {here}/rewards/mine.py:2: ZeroDivisionError: division by zero"),
+    (
+        "\nx = 1 / 0",
+        MINE_PY,
+        "importing it fails at {here}/rewards/mine.py:2: ZeroDivisionError: division by zero",
+    ),
     ("\ndef f(:", MINE_PY, "importing it fails at {here}/rewards/mine.py:2: SyntaxError: "),
-    ("import nowhere_at_all", MINE_PY, "mine.py:1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
-    ("", "rewards/mine.py", "'rewards/mine.py' names no function: expected 'module:function' or 'file.py:"),
+    (
+        "import nowhere_at_all",
+        MINE_PY,
+        "mine.py:1: ModuleNotFoundError: No module named 'nowhere_at_all'",
+    ),
+    (
+        "",
+        "rewards/mine.py",
+        "'rewards/mine.py' names no function: expected 'module:function' or 'file.py:",
+    ),
     ("raise SystemError", "rewards/mine.py:ne-ar", "'rewards/mine.py:ne-ar' names no function"),
-    ("", "rewards.mine:f", "no module 'rewards.mine' on the Python path; for the file, write 'rewards/mine.py'"),
+    (
+        "",
+        "rewards.mine:f",
+        "no module 'rewards.mine' on the Python path; for the file, write 'rewards/mine.py'",
+    ),
 ]
 
 
@@ -134,7 +159,9 @@ def test_a_function_is_named_by_the_package_that_publishes_it():
 def test_a_function_has_one_name_by_its_module_and_by_its_package():
     names = ("siirl_dask.nodes:score", "siirl_dask.nodes.reward:score")
     roles = {"r": {"build": "siirl_dask.tasks.tiny_model:tiny_tokenizer"}}
-    by_package, by_module = (dag_from_spec(roles, [{"name": "a", "run": name, "role": "r"}]) for name in names)
+    by_package, by_module = (
+        dag_from_spec(roles, [{"name": "a", "run": name, "role": "r"}]) for name in names
+    )
     assert by_package == by_module
     assert dag_to_spec(by_module)["nodes"][0]["run"] == names[0]
 
@@ -146,7 +173,9 @@ class Options:
 @pytest.mark.parametrize("attribute", ["near.more", "near ", "near-by", "a\u00b7b", ""])
 def test_a_module_is_not_imported_for_what_cannot_be_a_name_in_it(folder, attribute):
     for find in (resolve, lambda name: load_named_spec("key", name, Options)):
-        with pytest.raises((PlanError, ConfigError), match=r"names no (function|Options): expected 'module:"):
+        with pytest.raises(
+            (PlanError, ConfigError), match=r"names no (function|Options): expected 'module:"
+        ):
             find(f"rewards/mine.py:{attribute}")
     assert not [name for name in sys.modules if name.endswith("mine.py")]
 

@@ -48,7 +48,13 @@ def keeps(**options):
     return ContractChanges(carries=KeptRows(begin, begin))
 
 
-@columns(reads=["prompt"], writes=fields("response"), expand="n", early=["response"], depends_on_options=keeps)
+@columns(
+    reads=["prompt"],
+    writes=fields("response"),
+    expand="n",
+    early=["response"],
+    depends_on_options=keeps,
+)
 def generate_over_several_steps(ctx, table, *, n: int = 2): ...
 
 
@@ -65,7 +71,11 @@ def score(ctx, table): ...
 
 
 def dag(*, processes=1, after="rollout", reads=None, more=(), role="reward"):
-    roles = (Role("rollout", build), Role("reward", partial(build_scorer, processes=processes)), Role("policy", build))
+    roles = (
+        Role("rollout", build),
+        Role("reward", partial(build_scorer, processes=processes)),
+        Role("policy", build),
+    )
     return DAG(
         roles,
         (
@@ -78,7 +88,9 @@ def dag(*, processes=1, after="rollout", reads=None, more=(), role="reward"):
 
 def early(graph, placement=None, **options):
     plan = compile_chains(graph, WORKERS, SOURCE, placement, **options)
-    runs = [link for chain in plan.chains.values() for link in chain.flat if isinstance(link, RunNode)]
+    runs = [
+        link for chain in plan.chains.values() for link in chain.flat if isinstance(link, RunNode)
+    ]
     return {run.early for run in runs if run.node.name == "reward"}.pop()
 
 
@@ -91,7 +103,12 @@ def test_a_node_that_works_row_by_row_begins_with_finished_rows_and_takes_what_i
 def test_it_begins_with_the_rows_of_a_node_further_above_that_has_all_columns():
     aside = Node("look", look, role="rollout", after="rollout")
     assert early(dag(more=(aside,), after="look")).node == "rollout"
-    assert early(dag(reads=("response", "level"))).columns == ("row_id", "group_id", "response", "level")
+    assert early(dag(reads=("response", "level"))).columns == (
+        "row_id",
+        "group_id",
+        "response",
+        "level",
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +129,10 @@ def test_it_begins_with_the_rows_of_a_node_further_above_that_has_all_columns():
             ),
             {},
         ),
-        (dag(more=(Node("rewrite", rewrite, role="rollout", after="rollout"),), after="rewrite"), {}),
+        (
+            dag(more=(Node("rewrite", rewrite, role="rollout", after="rollout"),), after="rewrite"),
+            {},
+        ),
     ],
     ids=[
         "switched off",
@@ -140,4 +160,6 @@ def test_a_plan_says_which_node_begins_during_which():
         plan = compile_chains(dag(), WORKERS, SOURCE, overlap=overlap)
         sizes = TableSizes(prompts=4, prompt_tokens=8, response_tokens=8)
         assert ("reward (begins during rollout)" in describe(plan, sizes)) is overlap
-        assert ("reward with finished rows of rollout" in json.dumps(as_data(plan, sizes))) is overlap
+        assert (
+            "reward with finished rows of rollout" in json.dumps(as_data(plan, sizes))
+        ) is overlap

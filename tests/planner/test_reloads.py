@@ -1,4 +1,6 @@
-"""After which nodes an engine's weights need not be kept: new ones come before anything else asks for it."""
+"""After which nodes an engine's weights need not be kept: new ones come before anything else
+asks for it.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,9 @@ LEARNS = frozenset({"policy", "reference", "critic"})
 
 
 def chain_of(name, *overrides, change=lambda dag: dag, validation=False, placement=None):
-    """Return the chain of the first worker, which has every role unless ``placement`` says otherwise."""
+    """Return the chain of the first worker, which has every role unless ``placement`` says
+    otherwise.
+    """
     file = load_config_file(shipped(name), overrides)
     dag = change(dags(file)[0])
     dag = common.validation(file.config, dag) if validation else dag
@@ -28,7 +32,15 @@ def reloaded(chain):
 
 def test_weights_that_a_step_replaces_need_not_be_kept_from_generation_on():
     chain = chain_of("quickstart.yaml")
-    assert reloaded(chain) == {"rollout", "reward", "old_logprobs", "advantage", "minibatches", "update", "weights"}
+    assert reloaded(chain) == {
+        "rollout",
+        "reward",
+        "old_logprobs",
+        "advantage",
+        "minibatches",
+        "update",
+        "weights",
+    }
     assert reloaded_after(chain)["prompts"] == reloaded_after(chain)["load_weights"] == frozenset()
     assert always_reloaded(chain, "rollout", LEARNS)
 
@@ -62,7 +74,9 @@ def test_an_engine_that_no_weights_reach_keeps_its_own():
 def test_weights_that_come_after_the_next_generation_count_for_nothing():
     apart = {"rollout": [0], "reward": [0], "policy": [1]}
     assert "reward" in reloaded(chain_of("quickstart.yaml", placement=apart))
-    assert reloaded(chain_of("quickstart.yaml", "rollout.max_staleness=1", placement=apart)) == set()
+    assert (
+        reloaded(chain_of("quickstart.yaml", "rollout.max_staleness=1", placement=apart)) == set()
+    )
 
 
 @pytest.mark.parametrize("whole", [(), ("weights",)])

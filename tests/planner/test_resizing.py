@@ -12,7 +12,9 @@ BEFORE = {"a": GENERATES, "b": GENERATES, "c": LEARNS, "d": LEARNS}
 
 
 def first(there, count=None, placement=SPLIT, workers=4, before=BEFORE):
-    ways = Kinds.of(placement, workers).assign(before, there, len(there) if count is None else count)
+    ways = Kinds.of(placement, workers).assign(
+        before, there, len(there) if count is None else count
+    )
     return next(ways, None)
 
 
@@ -49,24 +51,35 @@ def test_a_run_without_a_placement_has_any_number_of_workers():
 
 
 def test_a_role_that_all_workers_have_needs_no_share_of_its_own():
-    kinds = first("ab", placement={"rollout": [0, 1, 2], "policy": [2]}, workers=3, before={"a": {"rollout"}})
+    kinds = first(
+        "ab", placement={"rollout": [0, 1, 2], "policy": [2]}, workers=3, before={"a": {"rollout"}}
+    )
     assert frozenset({"rollout", "policy"}) in kinds.values()
 
 
 def test_where_no_plan_fits_workers_move_one_by_one():
     """Two that learn together, of which one is gone: a third that generated learns."""
     ways = list(Kinds.of(SPLIT, 4).assign(BEFORE, "abc", 3))
-    assert [(letters(kinds, GENERATES), letters(kinds, LEARNS)) for kinds in ways] == [("ab", "c"), ("a", "bc")]
+    assert [(letters(kinds, GENERATES), letters(kinds, LEARNS)) for kinds in ways] == [
+        ("ab", "c"),
+        ("a", "bc"),
+    ]
 
 
 def test_a_placement_follows_from_the_kinds():
     kinds = first("acdx")
-    assert placement_of(kinds, list("acdx"), SPLIT) == {"rollout": [0, 3], "reward": [0, 3], "policy": [1, 2]}
+    assert placement_of(kinds, list("acdx"), SPLIT) == {
+        "rollout": [0, 3],
+        "reward": [0, 3],
+        "policy": [1, 2],
+    }
 
 
 @st.composite
 def changes(draw):
-    """A placement, workers that are there, some of which had a kind before, and a number of them to take."""
+    """A placement, workers that are there, some of which had a kind before, and a number of them
+    to take.
+    """
     workers = draw(st.integers(1, 6))
     roles = draw(st.integers(0, 3))
     index = st.lists(st.integers(0, workers - 1), min_size=1, unique=True)
@@ -86,6 +99,8 @@ def test_every_way_gives_each_role_a_worker_and_takes_as_many_as_were_asked_for(
         assert {*kinds.values()} <= {*Kinds.of(placement, workers).shares}
         assert all(placement_of(kinds, list(kinds), placement).values())
     if count == len(there) and ways:
-        needed = Kinds.of(placement, workers).roles - frozenset().union(*(before.get(name, ()) for name in there))
+        needed = Kinds.of(placement, workers).roles - frozenset().union(
+            *(before.get(name, ()) for name in there)
+        )
         stayed = [name for name in there if name in before and ways[0][name] == before[name]]
         assert needed or stayed == [name for name in there if name in before]

@@ -1,4 +1,6 @@
-"""A DAG that is cut at a stored table does what is left of a step, and takes nothing but what the table holds."""
+"""A DAG that is cut at a stored table does what is left of a step, and takes nothing but what
+the table holds.
+"""
 
 from dataclasses import replace
 
@@ -84,7 +86,13 @@ def test_what_comes_after_the_saved_table_is_left_and_the_dataset_is_not_read():
     assert (names(cut), cut.table) == (["shape", "update"], "rollouts")
     assert links(cut, LoadPrompts) == []
     assert [(link.index, link.count) for link in links(cut, Restore)] == [(0, 2), (1, 2)]
-    assert set(links(cut, Restore)[0].schema.names) == {"row_id", "group_id", "tokens", "reward", "text"}
+    assert set(links(cut, Restore)[0].schema.names) == {
+        "row_id",
+        "group_id",
+        "tokens",
+        "reward",
+        "text",
+    }
 
 
 def test_a_node_before_the_table_that_changes_its_role_runs_again_on_the_stored_rows():
@@ -92,7 +100,15 @@ def test_a_node_before_the_table_that_changes_its_role_runs_again_on_the_stored_
     saving = Node("last", look, role="policy", after="adapt", save_as="rollouts")
     shaping = Node("shape", shape, role="policy", after="judge")
     (cut,) = cuts_at_stored(
-        dag(SAMPLE, JUDGE, shaping, adapting, saving, Node("update", update, role="policy", after="last")), SOURCE
+        dag(
+            SAMPLE,
+            JUDGE,
+            shaping,
+            adapting,
+            saving,
+            Node("update", update, role="policy", after="last"),
+        ),
+        SOURCE,
     )
     assert names(cut) == ["last", "adapt", "update"]
     assert cut.dag.node("adapt").after == ("last",)
@@ -101,7 +117,9 @@ def test_a_node_before_the_table_that_changes_its_role_runs_again_on_the_stored_
 
 def test_a_node_that_reads_what_the_table_has_no_more_is_named():
     raw = Node("raw", update, role="policy", after="judge")
-    with pytest.raises(PlanError, match="node 'raw' takes 'reward' as 'judge' makes it, which table 'rollouts'"):
+    with pytest.raises(
+        PlanError, match="node 'raw' takes 'reward' as 'judge' makes it, which table 'rollouts'"
+    ):
         cuts_at_stored(dag(SAMPLE, JUDGE, SHAPE, UPDATE, raw), SOURCE)
 
 
@@ -118,7 +136,10 @@ def test_every_shipped_dag_can_be_cut_behind_its_generation(config):
     file = load_config_file(shipped(config), [])
     own, _ = dags(file)
     cuts = cuts_at_stored(own, SOURCE)
-    assert [(cut.table, cut.spent) for cut in cuts] == [("rollouts", ("stages/rollout",)), ("stages/rollout", ())]
+    assert [(cut.table, cut.spent) for cut in cuts] == [
+        ("rollouts", ("stages/rollout",)),
+        ("stages/rollout", ()),
+    ]
     furthest, nearest = map(names, cuts)
     assert furthest[0] == "advantage"
     assert not {"rollout", "prompts", "reward"} & set(furthest)
@@ -130,13 +151,19 @@ def test_every_shipped_dag_can_be_cut_behind_its_generation(config):
 
 
 def test_every_stored_table_that_is_enough_is_a_frontier_and_the_one_that_leaves_least_comes_first():
-    aside = Node("aside", look, role="policy", after="sample", save_as="aside")  # the last node, and little behind it
+    aside = Node(
+        "aside", look, role="policy", after="sample", save_as="aside"
+    )  # the last node, and little behind it
     early = Node("judge", judge, role="engine", after="sample", save_as="judged")
     staged = replace(SAMPLE, stage=True)
     cuts = cuts_at_stored(dag(staged, early, SHAPE, UPDATE, aside), SOURCE)
     assert [cut.table for cut in cuts] == ["rollouts", "aside", "judged", "stages/sample"]
     assert [cut.spent for cut in cuts] == [("stages/sample",)] * 3 + [()]
-    assert [link.table for link in links(cuts[-1], Save, ["only"])] == ["judged", "rollouts", "aside"]
+    assert [link.table for link in links(cuts[-1], Save, ["only"])] == [
+        "judged",
+        "rollouts",
+        "aside",
+    ]
 
 
 def test_a_stage_from_which_no_step_can_go_on_is_not_written():
@@ -159,7 +186,9 @@ def test_a_stage_travels_with_the_dag_and_decides_no_result():
         replace(SAMPLE, stage="yes")
     with pytest.raises(PlanError, match="'stages' is the folder of stages: choose another name"):
         replace(SAMPLE, save_as="stages")
-    with pytest.raises(PlanError, match="'trace' is the table of the run's trace: choose another name"):
+    with pytest.raises(
+        PlanError, match="'trace' is the table of the run's trace: choose another name"
+    ):
         replace(SAMPLE, save_as="trace")
 
 

@@ -1,4 +1,6 @@
-"""Plans on the real executor: separate branches run at once, and tables are no larger than estimated."""
+"""Plans on the real executor: separate branches run at once, and tables are no larger than
+estimated.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import pytest
 
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.planner import DAG, Node, Role, Rows, TableSizes, columns, compile_chains, usage
-from siirl_dask.schema import GROUP_ID, MINIBATCH, PROMPT_IDS, RESPONSE_IDS, ROLLOUT_LOGPROBS, ROW_ID, TOKENS, fields
+from siirl_dask.schema import (
+    GROUP_ID,
+    MINIBATCH,
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    ROLLOUT_LOGPROBS,
+    ROW_ID,
+    TOKENS,
+    fields,
+)
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing
 
@@ -27,7 +38,13 @@ SEEN: dict[tuple[str, str], int] = {}
 def source(tmp_path):
     rows = {"prompt": ["x" * 10 for _ in range(PROMPTS)], "answer": ["y"] * PROMPTS}
     pq.write_table(pa.table(rows), tmp_path / "data.parquet", row_group_size=5)
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=PROMPTS, seed=0)
+    return Source(
+        url=str(tmp_path / "data.parquet"),
+        prompt="prompt",
+        answer="answer",
+        batch_size=PROMPTS,
+        seed=0,
+    )
 
 
 def run(dag, source, url, workers, placement):
@@ -98,7 +115,9 @@ def encode(ctx, table, *, seed: int):
 @columns(reads=[PROMPT_IDS], writes=fields(RESPONSE_IDS, ROLLOUT_LOGPROBS), expand="n")
 def answer(ctx, table, *, n: int, seed: int):
     made = table.take(np.repeat(np.arange(table.num_rows), n))
-    ids = (np.repeat(np.asarray(table[ROW_ID]), n) * n + np.tile(np.arange(n), table.num_rows)).astype(np.int64)
+    ids = (
+        np.repeat(np.asarray(table[ROW_ID]), n) * n + np.tile(np.arange(n), table.num_rows)
+    ).astype(np.int64)
     lengths = uneven(ids, RESPONSE_TOKENS, seed)
     tokens = np.asarray(made[TOKENS]) + lengths
     made = made.set_column(made.column_names.index(ROW_ID), ROW_ID, pa.array(ids))
@@ -111,7 +130,9 @@ def answer(ctx, table, *, n: int, seed: int):
 
 @columns(writes=fields(MINIBATCH))
 def draw(ctx, table):
-    made = table.append_column(MINIBATCH, pa.array(np.asarray(table[GROUP_ID]) % MINIBATCHES, pa.int32()))
+    made = table.append_column(
+        MINIBATCH, pa.array(np.asarray(table[GROUP_ID]) % MINIBATCHES, pa.int32())
+    )
     remember(ctx, "draw", table, made)
     return made
 
@@ -129,13 +150,18 @@ def test_tables_are_no_larger_than_estimated(source, tmp_path, seed, layout):
         Node("encode", partial(encode, seed=seed), role="a"),
         Node("answer", partial(answer, n=N, seed=seed), role="a", after="encode"),
         Node("spread", partial(learn, name="spread"), role="b", after="answer"),
-        Node("grouped", partial(learn, name="grouped"), role="c", after="answer", rows=Rows.GROUPED),
+        Node(
+            "grouped", partial(learn, name="grouped"), role="c", after="answer", rows=Rows.GROUPED
+        ),
         Node("draw", draw, role="b", after="answer", rows=Rows.BALANCED),
         Node("learn", partial(learn, name="learn"), role="b", after="draw", rows=Rows.BALANCED),
         Node("all", partial(learn, name="all"), role="c", after="learn", rows=Rows.REPLICATED),
     ]
     workers, placement = {
-        "apart": (("w0", "w1", "w2", "w3", "w4", "w5", "w6"), {"a": [0, 1], "b": [2, 3, 4], "c": [5, 6]}),
+        "apart": (
+            ("w0", "w1", "w2", "w3", "w4", "w5", "w6"),
+            {"a": [0, 1], "b": [2, 3, 4], "c": [5, 6]},
+        ),
         "together": (("w0", "w1", "w2", "w3"), {"a": [0, 1], "b": [0, 1, 2], "c": [1, 3]}),
         "one": (("w0",), {}),
     }[layout]
@@ -149,7 +175,9 @@ def test_tables_are_no_larger_than_estimated(source, tmp_path, seed, layout):
         minibatches=MINIBATCHES,
     )
     estimated = usage(plan, sizes)
-    assert set(SEEN) == {(worker, node.name) for node in nodes for worker in plan.placement[node.role]}
+    assert set(SEEN) == {
+        (worker, node.name) for node in nodes for worker in plan.placement[node.role]
+    }
     for (worker, node), seen in SEEN.items():
         assert seen <= estimated[worker].tables, (worker, node)
     assert all(not one.unknown for one in estimated.values())
@@ -168,7 +196,9 @@ def test_more_workers_need_less_each_and_longer_responses_more(source, tmp_path)
     def most(workers: int, **changed: int) -> int:
         half = workers // 2
         placement = {"a": range(half), "b": range(half, workers)}
-        plan = compile_chains(DAG(ROLES, nodes), [f"w{i}" for i in range(workers)], schema, placement)
+        plan = compile_chains(
+            DAG(ROLES, nodes), [f"w{i}" for i in range(workers)], schema, placement
+        )
         given = {"prompts": 512, "prompt_tokens": 64, "response_tokens": 256} | changed
         return max(one.tables for one in usage(plan, TableSizes(**given)).values())
 

@@ -1,4 +1,6 @@
-"""The same DAG from YAML and from Python is equal and hashes equal; what YAML gets wrong is refused by name."""
+"""The same DAG from YAML and from Python is equal and hashes equal; what YAML gets wrong is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from siirl_dask.errors import PlanError
-from siirl_dask.planner import DAG, Node, Role, Rows, columns, dag_from_spec, dag_to_spec, resolve, trace_columns
+from siirl_dask.planner import (
+    DAG,
+    Node,
+    Role,
+    Rows,
+    columns,
+    dag_from_spec,
+    dag_to_spec,
+    resolve,
+    trace_columns,
+)
 from siirl_dask.schema import fields
 
 if TYPE_CHECKING:
@@ -104,7 +116,13 @@ nodes:
 
 
 def in_python() -> DAG:
-    reward = partial(score, reward=partial(within, margin=1.0), rewards=[exact, math.sqrt], protocol=exact, scale=2.0)
+    reward = partial(
+        score,
+        reward=partial(within, margin=1.0),
+        rewards=[exact, math.sqrt],
+        protocol=exact,
+        scale=2.0,
+    )
     made = pa.schema({"score": pa.float32(), "ids": pa.list_(pa.int32())})
     options = Options(lr=1.0, kind=Kind.fast, betas=(0.0, 0.5))
     return DAG(
@@ -164,7 +182,10 @@ def test_round_trip():
 
 
 def test_round_trip_of_functions_in_options_without_annotation():
-    dag = DAG([Role("r", exact)], [Node("a", partial(score, reward=exact, anything={"x": [exact]}), role="r")])
+    dag = DAG(
+        [Role("r", exact)],
+        [Node("a", partial(score, reward=exact, anything={"x": [exact]}), role="r")],
+    )
     again = dag_from_spec(**dag_to_spec(dag))
     assert again == dag
     assert again.nodes[0].options["anything"] == {"x": [exact]}
@@ -200,7 +221,11 @@ REFUSED = [
     ("nodes.0.with.n", True, "node 'rollout': n=True: expected a whole number (int)"),
     ("nodes.1.with", {}, "node 'reward' needs the option 'reward': give it under 'with'"),
     ("nodes.1.with.rewrd", 1, "did you mean 'reward'?"),
-    ("nodes.1.with.reward.wth", {}, "node 'reward': reward has an unknown key 'wth' (keys: ['run', 'with'])"),
+    (
+        "nodes.1.with.reward.wth",
+        {},
+        "node 'reward': reward has an unknown key 'wth' (keys: ['run', 'with'])",
+    ),
     ("nodes.1.with.reward", {"with": {}}, "'' names no function"),
     ("nodes.1.with.reward.with", {}, "node 'reward': reward needs the option 'margin'"),
     ("nodes.1.rows", "balancd", "node 'reward' has rows='balancd': expected one of"),
@@ -208,11 +233,23 @@ REFUSED = [
     ("nodes.1.after", 5, "node 'reward': after=5: expected a name or a list of names"),
     ("nodes.1.after", [5], "node 'reward': after=[5]: expected a name or a list of names"),
     ("nodes.1.save_as", True, "save_as of node 'reward': True is no usable name"),
-    ("nodes.1.with.protocol", {"run": None, "with": {"margin": 1}}, "node 'reward': protocol: None names no function"),
+    (
+        "nodes.1.with.protocol",
+        {"run": None, "with": {"margin": 1}},
+        "node 'reward': protocol: None names no function",
+    ),
     ("nodes.2.reads", {"a": 1}, "node 'other': reads={'a': 1}: expected a name or a list of names"),
-    ("nodes.2.writes", {"a": "flot"}, "node 'other': writes={'a': 'flot'}: expected columns and Arrow types"),
+    (
+        "nodes.2.writes",
+        {"a": "flot"},
+        "node 'other': writes={'a': 'flot'}: expected columns and Arrow types",
+    ),
     ("nodes.2.writes", ["a"], "node 'other': writes=['a']: expected columns and Arrow types"),
-    ("nodes.2.with", {"of": 1}, "node 'other': the annotation of an option needs an import at run time"),
+    (
+        "nodes.2.with",
+        {"of": 1},
+        "node 'other': the annotation of an option needs an import at run time",
+    ),
     ("roles.policy", "x", "role 'policy' is 'x': expected {build: 'module:function', with: {...}}"),
     (
         "roles.policy.biuld",
@@ -220,8 +257,16 @@ REFUSED = [
         "role 'policy' has an unknown key 'biuld' (keys: ['build', 'with']); did you mean 'build'?",
     ),
     ("roles.policy.with.options", {}, "role 'policy': options lacks ['lr'], which Options needs"),
-    ("roles.policy.with.options.l", 1, "role 'policy': options has an unknown key 'l' (keys: ['lr', 'kind', 'betas'])"),
-    ("roles.policy.with.options.lr", "x", "role 'policy': options.lr='x': expected a number (float)"),
+    (
+        "roles.policy.with.options.l",
+        1,
+        "role 'policy': options has an unknown key 'l' (keys: ['lr', 'kind', 'betas'])",
+    ),
+    (
+        "roles.policy.with.options.lr",
+        "x",
+        "role 'policy': options.lr='x': expected a number (float)",
+    ),
     (
         "roles.policy.with.options.kind",
         "fst",
@@ -240,7 +285,8 @@ def test_an_import_error_inside_the_users_module_is_shown(tmp_path, monkeypatch)
     (tmp_path / "broken_rewards.py").write_text("import not_installed_anywhere\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        PlanError, match=r"'broken_rewards:f': importing it fails at .*broken_rewards.py:1: .*not_inst"
+        PlanError,
+        match=r"'broken_rewards:f': importing it fails at .*broken_rewards.py:1: .*not_inst",
     ) as caught:
         resolve("broken_rewards:f")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
@@ -255,7 +301,10 @@ def test_a_call_of_nothing_is_none_where_none_will_do():
 
 
 def test_errors_say_where_a_role_or_node_is_written():
-    places = {"role_places": {"policy": "x.yaml:3"}, "node_places": ["x.yaml:9", "x.yaml:12", "x.yaml:20"]}
+    places = {
+        "role_places": {"policy": "x.yaml:3"},
+        "node_places": ["x.yaml:9", "x.yaml:12", "x.yaml:20"],
+    }
     for path, value, text in [
         ("roles.policy.biuld", "x", "x.yaml:3: role 'policy' has an unknown key 'biuld'"),
         ("roles.policy.build", "x", "x.yaml:3: role 'policy': 'x' names no function"),
@@ -263,12 +312,23 @@ def test_errors_say_where_a_role_or_node_is_written():
         ("nodes.0", "rollout", "x.yaml:9: node 0 is 'rollout'"),
         ("nodes.1.with", {}, "x.yaml:12: node 'reward' needs the option 'reward'"),
         ("nodes.1.role", "polcy", "x.yaml:12: node 'reward' has role 'polcy', which no role binds"),
-        ("nodes.2.after", ["rewrd"], "x.yaml:20: node 'other' comes after 'rewrd', which is no node"),
-        ("nodes.2.after", ["reward", "reward"], "parent of x.yaml:20: node 'other': 'reward' is there twice"),
+        (
+            "nodes.2.after",
+            ["rewrd"],
+            "x.yaml:20: node 'other' comes after 'rewrd', which is no node",
+        ),
+        (
+            "nodes.2.after",
+            ["reward", "reward"],
+            "parent of x.yaml:20: node 'other': 'reward' is there twice",
+        ),
         ("nodes.2.name", "reward", "x.yaml:20: node 'reward' is there twice"),
         ("nodes.2.name", "a.b", "x.yaml:20: node 'a.b' is no usable name"),
     ]:
         with pytest.raises(PlanError, match=f"^{re.escape(text)}"):
             dag_from_spec(**edit(path, value), **places)
     with pytest.raises(PlanError, match=r"^x\.yaml:20: node 'other' reads"):
-        trace_columns(dag_from_spec(**edit("nodes.2.reads", ["respnse"]), **places), pa.schema({"prompt": pa.string()}))
+        trace_columns(
+            dag_from_spec(**edit("nodes.2.reads", ["respnse"]), **places),
+            pa.schema({"prompt": pa.string()}),
+        )

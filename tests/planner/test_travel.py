@@ -82,7 +82,9 @@ def project(tmp_path):
 
 
 def rewarded(rows, share):
-    for response, reward in zip(rows["response"].to_pylist(), rows["reward"].to_pylist(), strict=True):
+    for response, reward in zip(
+        rows["response"].to_pylist(), rows["reward"].to_pylist(), strict=True
+    ):
         assert reward == pytest.approx(share * sum(c.isdigit() for c in response))
 
 
@@ -94,7 +96,9 @@ def test_functions_in_files_run_on_workers_in_another_folder(train, project, mon
         run = train("files", *COUNTED, "rewards.function=rewards/mine.py:digits")
         rows = run.table("rollouts", 1)
         rewarded(rows, 0.25)
-        assert rows["digits"].to_pylist() == [sum(c.isdigit() for c in text) for text in rows["response"].to_pylist()]
+        assert rows["digits"].to_pylist() == [
+            sum(c.isdigit() for c in text) for text in rows["response"].to_pylist()
+        ]
         spec = json.loads((run.url / "dag.json").read_text())
         assert "nodes.py:count_digits" in [node["run"] for node in spec["nodes"]]
         assert dag_from_spec(**spec).node("digits").fn is sys.modules["nodes.py"].count_digits
@@ -108,10 +112,19 @@ def test_a_script_and_its_sibling_modules_run_on_workers_in_another_folder(
     project, cluster_address, digits_task, tmp_path
 ):
     command = [sys.executable, str(project / "script.py"), str(shipped("quickstart.yaml"))]
-    settings = [*digits_overrides(digits_task, tmp_path / "run"), f"cluster.address={cluster_address}", "run.steps=1"]
+    settings = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        f"cluster.address={cluster_address}",
+        "run.steps=1",
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, *settings], capture_output=True, text=True, cwd=tmp_path, timeout=120, env=environment
+        [*command, *settings],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     rows = Finished(tmp_path / "run", None).table("rollouts", 1)
@@ -128,16 +141,23 @@ def plain(ctx, table, *, what: object): ...
 def test_what_cannot_travel_is_refused_by_name():
     dag = DAG([Role("r", build)], [Node("a", partial(plain, what=threading.Lock()), role="r")])
     plan = compile_chains(dag, ["w"], make_schema({}))
-    with pytest.raises(PlanError, match=r"cannot be sent to the workers: .*TypeError: cannot pickle '_thread.lock'"):
+    with pytest.raises(
+        PlanError, match=r"cannot be sent to the workers: .*TypeError: cannot pickle '_thread.lock'"
+    ):
         serialize_phases({"train": (plan, None)})
 
 
 def test_a_package_that_a_worker_lacks_is_named(train, tmp_path, monkeypatch):
-    """Files on the Python path, but neither under the working directory nor beside the script, are as if installed."""
-    (tmp_path / "only_here.py").write_text("def digits(prompt, response, answer, **extra): return 0.0\n")
+    """Files on the Python path, but neither under the working directory nor beside the script,
+    are as if installed.
+    """
+    (tmp_path / "only_here.py").write_text(
+        "def digits(prompt, response, answer, **extra): return 0.0\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        RunError, match=r"a worker cannot open .*ModuleNotFoundError: No module named 'only_here'; pack"
+        RunError,
+        match=r"a worker cannot open .*ModuleNotFoundError: No module named 'only_here'; pack",
     ):
         train("lacking", "rewards.function=only_here:digits", "run.steps=1")
     del sys.modules["only_here"]

@@ -1,4 +1,6 @@
-"""Tables that move in parts: how a plan shows them, what they take of memory, and that their order is checked."""
+"""Tables that move in parts: how a plan shows them, what they take of memory, and that their
+order is checked.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from tests.planner.random_dags import SOURCE, build, from_parts, gives, in_parts
 
 WORKERS = ("w0", "w1", "w2")
 PLACED = {"learns": [0, 1], "samples": [1, 2]}
-SIZES = TableSizes(prompts=1, prompt_tokens=1, response_tokens=1, totals={"give": 9000}, pieces={"give": (10, 1000)})
+SIZES = TableSizes(
+    prompts=1,
+    prompt_tokens=1,
+    response_tokens=1,
+    totals={"give": 9000},
+    pieces={"give": (10, 1000)},
+)
 
 
 @pytest.fixture
@@ -40,13 +48,17 @@ def plan():
         Node("other", same_rows, role="samples", after="first", reads=("d0",)),
         Node("take", takes, role="samples", after="give", rows=Rows.REPLICATED, reads=("d0", "d2")),
     )
-    return compile_chains(DAG((Role("learns", build), Role("samples", build)), nodes), WORKERS, SOURCE, PLACED)
+    return compile_chains(
+        DAG((Role("learns", build), Role("samples", build)), nodes), WORKERS, SOURCE, PLACED
+    )
 
 
 def test_a_stream_is_one_link_at_the_place_of_its_source(plan):
     links = {
         worker: [
-            (link.source.name, link.gives, link.takes) if isinstance(link, Stream) else link.node.name
+            (link.source.name, link.gives, link.takes)
+            if isinstance(link, Stream)
+            else link.node.name
             for link in chain.links
             if isinstance(link, RunNode | Stream)
         ]
@@ -65,7 +77,9 @@ def test_a_plan_is_read_with_them(plan):
     text = describe(plan, SIZES)
     assert re.search(r"w0 +give \(from data; in parts to take\)", text)
     assert re.search(
-        r"w1 +first \(from data\) > give \(from data; in parts to take\) > take \(in parts from give\) > other", text
+        r"w1 +first \(from data\) > give \(from data; in parts to take\) > take \(in parts from "
+        r"give\) > other",
+        text,
     )
     assert re.search(r"w2 +first \(from data\) > take \(in parts from give\) > other", text)
     assert re.search(r"give -> take +\S+ replicated in parts", text)
@@ -77,8 +91,12 @@ def moved(plan, worker, before):
     links = list(plan.chains[worker].links)
     (stream,) = [link for link in links if isinstance(link, Stream)]
     links.remove(stream)
-    at = next(i for i, link in enumerate(links) if isinstance(link, RunNode) and link.node.name == before)
-    return replace(plan, chains={**plan.chains, worker: Chain(worker, (*links[:at], stream, *links[at:]))})
+    at = next(
+        i for i, link in enumerate(links) if isinstance(link, RunNode) and link.node.name == before
+    )
+    return replace(
+        plan, chains={**plan.chains, worker: Chain(worker, (*links[:at], stream, *links[at:]))}
+    )
 
 
 def without(plan, worker):
@@ -100,11 +118,18 @@ def test_an_order_in_which_workers_could_wait_for_each_other_is_refused(plan):
 
 def test_a_worker_needs_memory_for_a_few_parts_and_not_for_the_table(plan):
     needs = {size: usage(plan, replace(SIZES, part=size)) for size in (1, 1000, 1200, 10**6)}
-    tables = {size: [used[worker].tables for worker in ("w0", "w2")] for size, used in needs.items()}
+    tables = {
+        size: [used[worker].tables for worker in ("w0", "w2")] for size, used in needs.items()
+    }
     others = [tables[1200][0] - 4 * 1200, tables[1200][1] - 3 * 1200]
     assert all(0 < size < 200 for size in others)
-    assert tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]  # its largest row
-    assert tables[10**6] == [5 * 1000 + others[0], 9000 + others[1]]  # half of the rows, all of them
+    assert (
+        tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]
+    )  # its largest row
+    assert tables[10**6] == [
+        5 * 1000 + others[0],
+        9000 + others[1],
+    ]  # half of the rows, all of them
     assert {used.moving for used in needs[1200].values()} == {0}
 
 

@@ -1,4 +1,6 @@
-"""Checks of recipes, scripts and YAML files: they make the DAG of a config, and heed every ``algorithm.*`` key."""
+"""Checks of recipes, scripts and YAML files: they make the DAG of a config, and heed every
+``algorithm.*`` key.
+"""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -54,14 +56,19 @@ def spelled_by(path):
     """Return the YAML file's DAG as a function of its config, as recipes are."""
 
     def dag(config):
-        overrides = [f"algorithm.{key}={json.dumps(value)}" for key, value in asdict(config.algorithm).items()]
+        overrides = [
+            f"algorithm.{key}={json.dumps(value)}"
+            for key, value in asdict(config.algorithm).items()
+        ]
         return dags(load_config_file(path, overrides))[0]
 
     return dag
 
 
 def check_no_key_is_ignored(recipe, config, refused=()):
-    """Change each key of the algorithm: the DAG must change, or for a key in ``refused`` an error name it."""
+    """Change each key of the algorithm: the DAG must change, or for a key in ``refused`` an
+    error name it.
+    """
     assert {field.name for field in fields(AlgorithmConfig)} == set(OTHER_VALUES)
     for key, value in OTHER_VALUES.items():
         before = replace(config.algorithm, **NEEDS.get(key, {}))

@@ -1,4 +1,6 @@
-"""The recipe of several agents: the YAML's DAG, each agent's own keys, shared policies, fan-out and rounds."""
+"""The recipe of several agents: the YAML's DAG, each agent's own keys, shared policies, fan-out
+and rounds.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +32,9 @@ def names(dag, ending=""):
 
 
 def test_the_recipe_makes_the_dag_that_the_yaml_spells():
-    assert same_dag(partial(agents, message=ask_to_sort))(load_config_file(shipped("quickstart_agents")))
+    assert same_dag(partial(agents, message=ask_to_sort))(
+        load_config_file(shipped("quickstart_agents"))
+    )
 
 
 def test_the_validation_of_the_recipe_is_the_one_that_the_yaml_spells():
@@ -40,7 +44,9 @@ def test_the_validation_of_the_recipe_is_the_one_that_the_yaml_spells():
 
 
 def test_the_validation_of_one_model_is_refused_for_several():
-    with pytest.raises(ConfigError, match=r"'rollout', which no role binds .*give validation_nodes"):
+    with pytest.raises(
+        ConfigError, match=r"'rollout', which no role binds .*give validation_nodes"
+    ):
         validation_of(config(), agents(config()), None)
 
 
@@ -59,7 +65,9 @@ def test_no_key_of_an_agents_algorithm_is_ignored_and_none_reaches_another(agent
             own = {**start.agents, agent: replace(start.agents[agent], algorithm=algorithm)}
             dags_made.append(agents(replace(start, agents=own)))
         first, second = ({node.name: node.key for node in dag.nodes} for dag in dags_made)
-        changed = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+        changed = {
+            name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+        }
         assert changed, key
         assert all(name.endswith(f"_{agent}") for name in changed), (key, changed)
         assert not [name for name in changed if name.endswith(f"_{other}")]
@@ -94,7 +102,11 @@ def test_marft_makes_the_dag_that_its_yaml_spells_and_agents_learn_after_the_cri
     assert dag.node("advantage").options["team"]
     assert {dag.node(f"turns_{agent}").after for agent in "ab"} == {("advantage",)}
     assert not names(dag, "advantage_a")
-    own = ["cluster.placement={}", "algorithm.advantage=siirl_dask.algorithms:marft", "algorithm.kl_coefficient=0.1"]
+    own = [
+        "cluster.placement={}",
+        "algorithm.advantage=siirl_dask.algorithms:marft",
+        "algorithm.kl_coefficient=0.1",
+    ]
     with_reference = marft(config(*own))
     assert with_reference.node("minibatches_b").after == ("old_logprobs_b", "reference_logprobs_b")
     compile_chains(with_reference, ["0", "1"], DATASET)
@@ -117,7 +129,10 @@ def _of_the_run(given):
             "agents.b.algorithm.advantage=siirl_dask.algorithms:marft_tokens",
             r"agents\.b\.algorithm\.advantage=.*have one",
         ),
-        ("agents.b.rollout.n=3", r"agents\.b\.rollout\.n=3: MARFT takes the agents of an episode for one sequence"),
+        (
+            "agents.b.rollout.n=3",
+            r"agents\.b\.rollout\.n=3: MARFT takes the agents of an episode for one sequence",
+        ),
     ],
 )
 def test_marft_refuses_what_has_no_sequence_or_no_team(override, said):
@@ -140,11 +155,15 @@ def test_rounds_write_the_turns_out_and_each_agent_learns_once():
     assert dag.node("reward").after == ("rollout_b_3",)
     assert dag.node("turns").options["rounds"] == 3
     assert len([node for node in dag.nodes if node.name.startswith("update")]) == 2
-    compile_chains(dag, ["0", "1", "2"], DATASET, {"rollout_a": [0], "rollout_b": [1, 2], "policy_a": [1]})
+    compile_chains(
+        dag, ["0", "1", "2"], DATASET, {"rollout_a": [0], "rollout_b": [1, 2], "policy_a": [1]}
+    )
 
 
 def test_three_agents_and_a_reference_each_where_it_is_asked_for():
-    dag = agents(config("agents.c.rollout.temperature=0.5", "agents.b.algorithm.kl_coefficient=0.1"))
+    dag = agents(
+        config("agents.c.rollout.temperature=0.5", "agents.b.algorithm.kl_coefficient=0.1")
+    )
     assert {role.name for role in dag.roles if role.name.startswith("reference")} == {"reference_b"}
     assert dag.node("advantage_b").after == ("old_logprobs_b", "reference_logprobs_b")
     compile_chains(dag, ["0", "1"], DATASET)

@@ -1,4 +1,6 @@
-"""Recipes make the DAGs that the shipped configs spell, heed every key, and take functions of one's own."""
+"""Recipes make the DAGs that the shipped configs spell, heed every key, and take functions of
+one's own.
+"""
 
 from functools import partial
 
@@ -83,7 +85,13 @@ def test_no_key_of_the_algorithm_is_ignored_by_a_dag_in_yaml(name):
 
 def test_functions_given_to_a_recipe_replace_those_of_the_config():
     config = load(shipped("quickstart"))
-    dag = grpo(config, reward=exact_match, advantage=rloo, loss=partial(ppo_clip, clip_low=0.1), columns=["extra"])
+    dag = grpo(
+        config,
+        reward=exact_match,
+        advantage=rloo,
+        loss=partial(ppo_clip, clip_low=0.1),
+        columns=["extra"],
+    )
     assert dag.role("reward").build.keywords["reward"] is exact_match
     assert dag.node("advantage").options["advantage"] is rloo
     assert dag.node("update").options["loss"].keywords["surrogate"].keywords == {"clip_low": 0.1}
@@ -101,7 +109,9 @@ def test_functions_given_to_a_recipe_replace_those_of_the_config():
 def test_a_key_that_an_argument_makes_void_is_refused(override, given):
     config = load(shipped("quickstart"), [override])
     (name,) = given
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name}=.* was given {name}=.*: expected one of them"):
+    with pytest.raises(
+        ConfigError, match=rf"algorithm\.{name}=.* was given {name}=.*: expected one of them"
+    ):
         grpo(config, **given)
 
 
@@ -140,7 +150,9 @@ def test_a_recipe_and_a_file_make_the_average_of_the_policy_its_reference(tmp_pa
     file = load_config_file(spelled, given)
     assert same_dag(lambda config: grpo(config, reference=average_logprobs))(file)
     assert bare(dags(file)[0].node("reference_logprobs").fn) is average_logprobs
-    with pytest.raises(ConfigError, match=r"reference=average_logprobs with algorithm\.kl_coefficient=0"):
+    with pytest.raises(
+        ConfigError, match=r"reference=average_logprobs with algorithm\.kl_coefficient=0"
+    ):
         grpo(load(shipped("quickstart")), reference=average_logprobs)
 
 

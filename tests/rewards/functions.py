@@ -1,4 +1,6 @@
-"""Rewards for child processes. In a module of tests, each child would import all that the tests do."""
+"""Rewards for child processes. In a module of tests, each child would import all that the tests
+do.
+"""
 
 
 def share_right(prompt, response, answer, **extra):

@@ -1,4 +1,6 @@
-"""Sandboxes of every kind, each used by root and by a user: a process that runs programs in one for a test."""
+"""Sandboxes of every kind, each used by root and by a user: a process that runs programs in one
+for a test.
+"""
 
 from __future__ import annotations
 
@@ -89,13 +91,17 @@ class Sandboxes:
 
 
 def _as(who: str) -> list[str]:
-    """Return the command's part that makes it run as root, as a container's root, which may not mount, or as a user;
-    skips where this process may not.
+    """Return the command's part that makes it run as root, as a container's root, which may not
+    mount, or as a user; skips where this process may not.
     """
     if who in ("root", "container"):
         if places.program_user() is None:
             pytest.skip("takes the machine's root")
-        return ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"] if who == "container" else []
+        return (
+            ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+            if who == "container"
+            else []
+        )
     if os.geteuid() != 0:
         return []
     if shutil.which("setpriv") is None:
@@ -110,23 +116,30 @@ def _own_files(who: str, how: str) -> bool:
 
 @cache
 def python(who: str, how: str) -> str:
-    """Return a Python that the user may run. One below root's own folder is for root alone, and for our namespaces."""
+    """Return a Python that the user may run. One below root's own folder is for root alone, and
+    for our namespaces.
+    """
     if _own_files(who, how):
         return sys.executable
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         if not Path(path).exists():
             continue
-        done = subprocess.run([*_as("user"), path, "-c", USABLE], capture_output=True, cwd="/", env={})
+        done = subprocess.run(
+            [*_as("user"), path, "-c", USABLE], capture_output=True, cwd="/", env={}
+        )
         if done.returncode == 0:
             return path
     pytest.skip(
-        f"another user may run neither {sys.executable} nor a Python 3.11 in /usr/bin: install one outside of folders "
+        f"another user may run neither {sys.executable} nor a Python 3.11 in /usr/bin: install one "
+        "outside of folders "
         "that are root's alone"
     )
 
 
 def _code(who: str, how: str) -> str:
-    """Return the folder of the code that runs sandboxes: this clone's, or a copy where its user may not read that."""
+    """Return the folder of the code that runs sandboxes: this clone's, or a copy where its user
+    may not read that.
+    """
     return str(ROOT) if _own_files(who, how) else _copied_code()
 
 
@@ -134,7 +147,9 @@ def _code(who: str, how: str) -> str:
 def _copied_code() -> str:
     folder = Path(tempfile.mkdtemp(prefix="siirl-sandbox-code-"))
     atexit.register(shutil.rmtree, folder)
-    shutil.copytree(ROOT / "siirl_dask/rewards/code_execution", folder / "siirl_dask/rewards/code_execution")
+    shutil.copytree(
+        ROOT / "siirl_dask/rewards/code_execution", folder / "siirl_dask/rewards/code_execution"
+    )
     shutil.copy(ROOT / "siirl_dask/errors.py", folder / "siirl_dask")
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

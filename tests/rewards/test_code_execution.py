@@ -34,7 +34,15 @@ ECHO = "```python\nfor _ in range(int(input())):\n    print(input().upper() + ' 
     [
         ("assert double(2) == 4", 1.0),
         ("assert double(2) == 5", 0.0),
-        (["assert double(2) == 4", "assert double(3) == 7", "assert double(4) == 8", "raise SystemExit"], 0.5),
+        (
+            [
+                "assert double(2) == 4",
+                "assert double(3) == 7",
+                "assert double(4) == 8",
+                "raise SystemExit",
+            ],
+            0.5,
+        ),
         (json.dumps(["assert double(2) == 4", "assert double(3) == 7"]), 0.5),
     ],
 )
@@ -73,7 +81,9 @@ def test_the_last_code_block_runs(response, share):
     assert code_execution("p", response, "assert double(2) == 4") == share
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit()"])
+@pytest.mark.parametrize(
+    "code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "exit()"]
+)
 def test_a_program_that_exits_before_the_test_does_not_pass(code):
     assert not passes(code, "assert False", QUICK)
 
@@ -100,7 +110,8 @@ def test_answers_without_tests_are_refused(answer):
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: pass", "import time; time.sleep(60)", "import threading; exec('while 1: 1')"]
+    "code",
+    ["while True: pass", "import time; time.sleep(60)", "import threading; exec('while 1: 1')"],
 )
 def test_an_endless_program_is_stopped_and_ends_the_tests_after_it(code):
     began = time.monotonic()
@@ -144,7 +155,10 @@ def test_threads_can_be_started():
 @pytest.mark.parametrize("isolate", [True, False])
 def test_the_network_is_out_of_reach_unless_isolation_is_off(isolate):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2); print('in')"
+        code = (
+            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), "
+            "2); print('in')"
+        )
         printed = output(code, "", replace(QUICK, isolate=isolate))
         server.settimeout(0.2)
         seen = False
@@ -189,7 +203,8 @@ def test_programs_see_no_environment_but_their_own(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "code", ["while True: print('x' * 1000)", "print('x' * 10**7)", "import os; os.write(2, b'x' * 10**7)"]
+    "code",
+    ["while True: print('x' * 1000)", "print('x' * 10**7)", "import os; os.write(2, b'x' * 10**7)"],
 )
 def test_output_beyond_the_limit_fails_or_is_dropped(code):
     printed = output(code, "", replace(QUICK, file_size=10_000))
@@ -225,7 +240,9 @@ time.sleep(60)
 """
     assert output(code, "", replace(QUICK, seconds=1.0, isolate=isolate)) is None
     assert not list(tmp_path.iterdir())
-    assert not psutil.wait_procs(started_here(), timeout=5)[1], "the kernel takes a moment for those that are killed"
+    assert not psutil.wait_procs(started_here(), timeout=5)[1], (
+        "the kernel takes a moment for those that are killed"
+    )
 
 
 RUNS_LONG = """
@@ -255,7 +272,9 @@ code_execution("p", "```python\\nopen('ran', 'w')\\n```", "assert 1")
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the command unshare")
 def test_code_that_cannot_be_isolated_is_not_run():
-    done = subprocess.run(["unshare", "-r", sys.executable, "-c", REFUSED], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-r", sys.executable, "-c", REFUSED], capture_output=True, text=True
+    )
     assert done.stdout == "1.0\n"
     assert "ConfigError: code cannot be confined here: [Errno 28] unshare" in done.stderr
     assert "isolate=False" in done.stderr
@@ -270,10 +289,14 @@ def _command(process):
 
 @pytest.fixture
 def started_here():
-    """Processes that this test has started, also those whose parents have ended; other tests run beside it."""
+    """Processes that this test has started, also those whose parents have ended; other tests run
+    beside it.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before = set(psutil.Process().children(recursive=True))
-    yield lambda: [child for child in psutil.Process().children(recursive=True) if child not in before]
+    yield lambda: [
+        child for child in psutil.Process().children(recursive=True) if child not in before
+    ]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 

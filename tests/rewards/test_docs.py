@@ -17,7 +17,9 @@ NO_REWARDS = {"build_scorer"}
 
 
 def test_every_reward_is_named():
-    functions = {name for name in rewards.__all__ if inspect.isfunction(getattr(rewards, name))} - NO_REWARDS
+    functions = {
+        name for name in rewards.__all__ if inspect.isfunction(getattr(rewards, name))
+    } - NO_REWARDS
     assert functions == set(re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE))
 
 
@@ -27,7 +29,9 @@ def test_every_option_has_the_default_that_is_shown():
     for name, text in shown:
         parameters = inspect.signature(getattr(rewards, name)).parameters.values()
         options = yaml.safe_load("{" + text + "}")
-        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "prompt_text"]  # scorers give it
+        known = [
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "prompt_text"
+        ]  # scorers give it
         assert list(options) == known, name
         for option, value in options.items():
             default = inspect.signature(getattr(rewards, name)).parameters[option].default
@@ -36,7 +40,10 @@ def test_every_option_has_the_default_that_is_shown():
 
 def test_every_key_is_named_with_its_default():
     shown = dict(re.findall(r"^\| `rewards\.(\w+)` \| `?([^|`]+)`? \|", TEXT, re.MULTILINE))
-    expected = {name: "none" if value is None else str(value) for name, value in asdict(RewardsConfig()).items()}
+    expected = {
+        name: "none" if value is None else str(value)
+        for name, value in asdict(RewardsConfig()).items()
+    }
     assert {key: text.strip() for key, text in shown.items()} == expected
     assert list(shown) == [f.name for f in fields(RewardsConfig)]
 
@@ -44,6 +51,8 @@ def test_every_key_is_named_with_its_default():
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))
 def test_the_yaml_makes_a_dag(block):
     spec = yaml.safe_load(block.replace("${rewards}", "{processes: 0}"))
-    nodes = spec.get("nodes") or [{"name": "reward", "run": "siirl_dask.nodes:score", "role": "reward"}]
+    nodes = spec.get("nodes") or [
+        {"name": "reward", "run": "siirl_dask.nodes:score", "role": "reward"}
+    ]
     dag = dag_from_spec(spec["roles"], [{**node, "after": []} for node in nodes])
     assert "reward" in dag.nodes[0].contract.writes.names

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.rewards import brevity, dapo_math, gsm8k, matches_format, math_answer, multiple_choice, weighted_sum
+from siirl_dask.rewards import (
+    brevity,
+    dapo_math,
+    gsm8k,
+    matches_format,
+    math_answer,
+    multiple_choice,
+    weighted_sum,
+)
 from siirl_dask.rewards.math_answers import last_boxed
 
 numbers = st.decimals(-(10**9), 10**9, places=2)
@@ -169,8 +177,18 @@ ANSWERED = "Two and two.</think><answer>4</answer>"
         ("2+2?<think>", {}, "<think>" + ANSWERED, 0.0),
         ("2+2?", {}, ANSWERED, 0.0),
         ("<think> of 2+2", {}, ANSWERED, 0.0),
-        ([{"role": "user", "content": "2+2?"}], {"prompt_text": "<|user|>2+2?<|assistant|><think>\n"}, ANSWERED, 1.0),
-        ([{"role": "user", "content": "2+2?"}], {"prompt_text": "<|user|>2+2?<|assistant|>"}, ANSWERED, 0.0),
+        (
+            [{"role": "user", "content": "2+2?"}],
+            {"prompt_text": "<|user|>2+2?<|assistant|><think>\n"},
+            ANSWERED,
+            1.0,
+        ),
+        (
+            [{"role": "user", "content": "2+2?"}],
+            {"prompt_text": "<|user|>2+2?<|assistant|>"},
+            ANSWERED,
+            0.0,
+        ),
         ([{"role": "user", "content": "2+2?<think>"}], {}, ANSWERED, 0.0),
     ],
 )
@@ -178,7 +196,9 @@ def test_a_thought_that_the_template_opened_counts_once(prompt, given, response,
     assert matches_format(prompt, response, "4", **given) == reward
     rewards = {"format": matches_format, "own": two_parts}
     weights = {"format": 1.0, "own": 0.0}
-    parts = weighted_sum(prompt, response, "4", rewards=rewards, weights=weights, bonus=0.0, **given)
+    parts = weighted_sum(
+        prompt, response, "4", rewards=rewards, weights=weights, bonus=0.0, **given
+    )
     assert parts["format"] == reward
 
 
@@ -187,7 +207,9 @@ def test_matches_format_takes_another_pattern():
     assert matches_format("p", "a\nbc", "", pattern="a.b") == 0.0
 
 
-@pytest.mark.parametrize(("length", "reward"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (99, -1.0)])
+@pytest.mark.parametrize(
+    ("length", "reward"), [(0, 0.0), (10, 0.0), (15, -0.5), (20, -1.0), (99, -1.0)]
+)
 def test_brevity_falls_from_free_to_limit(length, reward):
     assert brevity("p", "x" * length, "", free=10, limit=20) == reward
 
@@ -204,7 +226,12 @@ def two_parts(prompt, response, answer, *, bonus):
 def test_a_weighted_sum_contains_each_of_its_rewards():
     rewards = {"gsm8k": gsm8k, "format": matches_format, "own": two_parts}
     result = weighted_sum(
-        "p", "#### 4", "4", rewards=rewards, weights={"gsm8k": 1.0, "format": 0.5, "own": 0.25}, bonus=7.0
+        "p",
+        "#### 4",
+        "4",
+        rewards=rewards,
+        weights={"gsm8k": 1.0, "format": 0.5, "own": 0.25},
+        bonus=7.0,
     )
     assert result == {"reward": 1.5, "gsm8k": 1.0, "format": 0.0, "own": 2.0, "own/bonus": 7.0}
 

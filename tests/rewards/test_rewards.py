@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from siirl_dask.config import RewardsConfig
 from siirl_dask.context import Device, Rank
-from siirl_dask.rewards import build_scorer, dapo_math, exact_match, gsm8k, math_answer, multiple_choice
+from siirl_dask.rewards import (
+    build_scorer,
+    dapo_math,
+    exact_match,
+    gsm8k,
+    math_answer,
+    multiple_choice,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +37,10 @@ def test_exact_match_ignores_white_space_around_and_nothing_else(response, answe
     assert isinstance(result, float)
 
 
-@given(number=st.floats(allow_nan=False, allow_infinity=False), other=st.floats(allow_nan=False, allow_infinity=False))
+@given(
+    number=st.floats(allow_nan=False, allow_infinity=False),
+    other=st.floats(allow_nan=False, allow_infinity=False),
+)
 def test_exact_match_takes_a_fraction_in_any_digits_and_no_other(number, other):
     for answer in (number, Decimal(str(number))):
         written = [str(number), f" {Decimal(str(number)):f}\n", f"{Decimal(str(number)):e}"]
@@ -42,7 +52,12 @@ def test_exact_match_takes_a_fraction_in_any_digits_and_no_other(number, other):
 
 
 def test_exact_match_takes_a_truth_value_as_json_and_python_write_it():
-    assert [exact_match("what?", text, True) for text in ("true", "True", "1", "false")] == [1.0, 1.0, 0.0, 0.0]
+    assert [exact_match("what?", text, True) for text in ("true", "True", "1", "false")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_reward_accepts_extra_columns():
@@ -52,7 +67,9 @@ def test_a_reward_accepts_extra_columns():
 def scores_of(function, *responses, **rewards):
     scorer = build_scorer(Device("w"), Rank(), rewards=RewardsConfig(**rewards), reward=function)
     try:
-        return scorer.score([{"prompt": "p", "response": response, "answer": ""} for response in responses])
+        return scorer.score(
+            [{"prompt": "p", "response": response, "answer": ""} for response in responses]
+        )
     finally:
         scorer.close()
 
@@ -83,7 +100,10 @@ async def times_out_by_itself(prompt, response, answer):
 
 
 def test_a_timeout_error_of_the_function_itself_is_reported_as_such():
-    assert scores_of(times_out_by_itself, "x")[0].failure == "raised TimeoutError: the server did not answer"
+    assert (
+        scores_of(times_out_by_itself, "x")[0].failure
+        == "raised TimeoutError: the server did not answer"
+    )
     own, ours = scores_of(times_out_by_itself, "x", "slow", timeout=0.2, max_failures=2)
     assert own.failure == "raised TimeoutError: the server did not answer"
     assert ours.failure == "took more than 0.2 s"

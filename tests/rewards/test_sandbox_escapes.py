@@ -1,4 +1,6 @@
-"""A program in a sandbox reaches nothing of the machine and forges no pass: in every sandbox, as root and as a user."""
+"""A program in a sandbox reaches nothing of the machine and forges no pass: in every sandbox, as
+root and as a user.
+"""
 
 import contextlib
 import json
@@ -33,7 +35,9 @@ def open_folder(tmp_path):
 
 
 def attempts(sandboxes, tried, **limits):
-    """Run pieces of code in one program; return what came of each: its value, or the name of its error."""
+    """Run pieces of code in one program; return what came of each: its value, or the name of its
+    error.
+    """
     code = """
 import ctypes, json, mmap, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -56,7 +60,14 @@ print(json.dumps(found))
     return json.loads(printed)
 
 
-REFUSED = {"PermissionError", "FileNotFoundError", "OSError", "ConnectionRefusedError", "MemoryError", "AttributeError"}
+REFUSED = {
+    "PermissionError",
+    "FileNotFoundError",
+    "OSError",
+    "ConnectionRefusedError",
+    "MemoryError",
+    "AttributeError",
+}
 
 
 def test_sockets_of_the_machine_are_out_of_reach(sandboxes, open_folder):
@@ -101,14 +112,26 @@ def test_pipes_and_devices_of_the_machine_cannot_be_opened(sandboxes, open_folde
     os.mkfifo(pipe)
     pipe.chmod(0o666)
     end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    nodes = ["/dev/mem", "/dev/kmsg", "/dev/kvm", "/dev/fuse", "/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/ptmx"]
+    nodes = [
+        "/dev/mem",
+        "/dev/kmsg",
+        "/dev/kvm",
+        "/dev/fuse",
+        "/dev/vda",
+        "/dev/sda",
+        "/dev/nvme0n1",
+        "/dev/ptmx",
+    ]
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):
             os.mknod(open_folder / "node", 0o020666, os.makedev(1, 8))
             nodes.append(str(open_folder / "node"))
     tried = [f"os.write(os.open({str(pipe)!r}, os.O_WRONLY | os.O_NONBLOCK), b'x')"]
     tried += [
-        f"os.open({node!r}, {mode})" for node in nodes if node != "/dev/ptmx" for mode in ("os.O_RDONLY", "os.O_RDWR")
+        f"os.open({node!r}, {mode})"
+        for node in nodes
+        if node != "/dev/ptmx"
+        for mode in ("os.O_RDONLY", "os.O_RDWR")
     ]
     tried += ["os.mknod('node', 0o060666, os.makedev(254, 0)); os.open('node', os.O_RDONLY)"]
     tried += ["os.mknod('other', 0o020666, os.makedev(1, 1)); os.open('other', os.O_RDONLY)"]
@@ -156,13 +179,22 @@ def test_files_and_environment_of_the_machine_cannot_be_read_or_changed(sandboxe
 
 def test_other_processes_get_no_signal(sandboxes):
     with subprocess.Popen(["sleep", "60"], user=54321 if os.geteuid() == 0 else None) as other:
-        tried = [f"os.kill({other.pid}, 9)", f"os.kill({os.getpid()}, 9)", "os.killpg(1, 0)", "os.kill(-1, 19)"]
-        sandboxes.output(f"import os\nfor kill in {tried!r}:\n    try: exec(kill)\n    except OSError: pass")
+        tried = [
+            f"os.kill({other.pid}, 9)",
+            f"os.kill({os.getpid()}, 9)",
+            "os.killpg(1, 0)",
+            "os.kill(-1, 19)",
+        ]
+        sandboxes.output(
+            f"import os\nfor kill in {tried!r}:\n    try: exec(kill)\n    except OSError: pass"
+        )
         assert other.poll() is None
         other.kill()
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of these calls are those of x86_64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the numbers of these calls are those of x86_64"
+)
 def test_calls_that_reach_the_kernel_are_refused(sandboxes):
     numbers = {
         "io_uring_setup": (425, 8, 0),
@@ -193,8 +225,14 @@ def test_calls_that_reach_the_kernel_are_refused(sandboxes):
     }
     pieces = [f"got = call('syscall', *{arguments!r})" for arguments in numbers.values()]
     found = dict(zip(numbers, attempts(sandboxes, pieces), strict=True))
-    assert {name: result for name, result in found.items() if result not in ("errno 1", "errno 38")} == {}
-    roots = ["os.setuid(0); open('/usr/new', 'w')", "os.setgid(0); open('/usr/new', 'w')", "os.setgroups([0])"]
+    assert {
+        name: result for name, result in found.items() if result not in ("errno 1", "errno 38")
+    } == {}
+    roots = [
+        "os.setuid(0); open('/usr/new', 'w')",
+        "os.setgid(0); open('/usr/new', 'w')",
+        "os.setgroups([0])",
+    ]
     assert set(attempts(sandboxes, roots)) <= REFUSED
 
 
@@ -238,7 +276,20 @@ for place in {places!r}:
             pass
         os.close(file)
 """
-    places = ["/sandbox", "/", "/tmp", "/var/tmp", "/run", "/dev", "/dev/shm", "/proc", "/sys", "/usr", "/root", "/etc"]
+    places = [
+        "/sandbox",
+        "/",
+        "/tmp",
+        "/var/tmp",
+        "/run",
+        "/dev",
+        "/dev/shm",
+        "/proc",
+        "/sys",
+        "/usr",
+        "/root",
+        "/etc",
+    ]
     full = fill.format(places=places, most=40, count="got += os.write(file, bytes(500_000))")
     many = fill.format(places=places, most=5000, count="got += 1")
     (size,), (files,) = (attempts(sandboxes, [piece]) for piece in (full, many))
@@ -338,16 +389,22 @@ def f(x): return 7
 
 
 FORGED_IN = [
-    pytest.param(*kind.values, id=kind.id, marks=[*kind.marks, *[pytest.mark.sweep] * (kind.id == "runsc-user")])
+    pytest.param(
+        *kind.values,
+        id=kind.id,
+        marks=[*kind.marks, *[pytest.mark.sweep] * (kind.id == "runsc-user")],
+    )
     for kind in KINDS
 ]
-"""Kinds of sandboxes: who starts runsc is nothing to the program in it, and each takes a second there."""
+"""Kinds of sandboxes: who starts runsc is nothing to the program in it, and each takes a second
+there."""
 
 
 @pytest.mark.parametrize("sandboxes", FORGED_IN, indirect=True, scope="module")
 @pytest.mark.parametrize("how", FORGERIES)
 @pytest.mark.parametrize(
-    "test", ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert 2 in [f(1)] and all([False])"]
+    "test",
+    ["assert f(1) == 2", "assert abs(f(1) - 2) < 1e-6", "assert 2 in [f(1)] and all([False])"],
 )
 def test_a_pass_cannot_be_forged(sandboxes, how, test):
     if sandboxes.how == "runsc" and test != "assert f(1) == 2":
@@ -361,7 +418,11 @@ def test_root_that_may_not_mount_runs_programs_in_namespaces_as_another_user():
         made = Sandboxes("namespaces", "container")
     except pytest.skip.Exception as error:
         pytest.fail(str(error))
-    tried = ["got = os.getuid()", "got = os.listdir('/home')", "os.setuid(0); open('/usr/new', 'w')"]
+    tried = [
+        "got = os.getuid()",
+        "got = os.listdir('/home')",
+        "os.setuid(0); open('/usr/new', 'w')",
+    ]
     user, *others = attempts(made, tried)
     made.close()
     assert user > 65535
@@ -370,7 +431,10 @@ def test_root_that_may_not_mount_runs_programs_in_namespaces_as_another_user():
 
 def test_programs_at_the_same_time_do_not_meet(sandboxes):
     """Two sandboxes share neither processes, files nor sockets."""
-    code = "import os, time; open('mine', 'w').close(); time.sleep(1); print(os.listdir(), os.path.exists('/proc/4'))"
+    code = (
+        "import os, time; open('mine', 'w').close(); time.sleep(1); print(os.listdir(), "
+        "os.path.exists('/proc/4'))"
+    )
     other = Sandboxes(sandboxes.how, "user")
     printed = []
     thread = threading.Thread(target=lambda: printed.append(other.output(code)))

@@ -1,13 +1,17 @@
-"""Chat templates as models have them, on a tokenizer whose tokens are bytes, and special tokens of each family."""
+"""Chat templates as models have them, on a tokenizer whose tokens are bytes, and special tokens
+of each family.
+"""
 
 from siirl_dask.tasks.tiny_model import tiny_tokenizer
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ '<|begin_of_text|>' }}{% for message in messages %}<|start_header_id|>{{ message.role "
+    "}}<|end_header_id|>\n\n"
     "{{ message.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )

@@ -26,7 +26,9 @@ def test_without_vllm_auto_takes_transformers_and_vllm_is_refused(tmp_path, monk
         engine = build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig())
     assert type(engine).__name__ == "TransformersEngine"
     assert "rollout.engine=auto takes transformers" in caplog.text
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: vLLM is not installed.*siirl_dask\[cpu\]"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine=vllm: vLLM is not installed.*siirl_dask\[cpu\]"
+    ):
         build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine=Engine.vllm))
 
 
@@ -37,18 +39,24 @@ def test_a_vllm_that_cannot_be_imported_is_one_clear_error(tmp_path):
         "from siirl_dask.config import ModelConfig, RolloutConfig\n"
         "from siirl_dask.context import Device, Rank\n"
         "from siirl_dask.rollout import build_engine\n"
-        "build_engine(Device('w0'), Rank(), model=ModelConfig(path='model'), rollout=RolloutConfig())"
+        "build_engine(Device('w0'), Rank(), model=ModelConfig(path='model'), "
+        "rollout=RolloutConfig())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("siirl_dask.errors.ConfigError: rollout.engine=auto: vLLM is installed and cannot be")
+    assert last.startswith(
+        "siirl_dask.errors.ConfigError: rollout.engine=auto: vLLM is installed and cannot be"
+    )
     assert "libcudart.so" in last
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0: expected more than 0, at most 1"),
+        (
+            {"gpu_memory_utilization": 0},
+            "gpu_memory_utilization=0: expected more than 0, at most 1",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs=0: expected at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0: expected at least 1"),
         ({"kv_cache_memory": "lots"}, "kv_cache_memory='lots': expected a number of bytes"),
@@ -65,8 +73,14 @@ def test_settings_that_no_engine_takes_are_refused_by_name(settings, text):
 
 
 def test_importing_the_package_imports_neither_torch_nor_transformers():
-    code = "import sys, siirl_dask.rollout; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    code = (
+        "import sys, siirl_dask.rollout; print([m for m in ('torch', 'transformers') if m in "
+        "sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 def test_a_missing_folder_is_named(tmp_path):
@@ -82,7 +96,9 @@ def test_a_folder_that_is_no_model_is_named(tmp_path):
 def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path):
     folder = tiny_model(tmp_path / "model")
     build(folder, stop_token_ids=[263])
-    with pytest.raises(ConfigError, match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264"):
+    with pytest.raises(
+        ConfigError, match=r"stop_token_ids=\[7, 264\]: the model in .* has 264 tokens and no 264"
+    ):
         build(folder, stop_token_ids=[7, 264])
 
 
@@ -98,10 +114,17 @@ def test_a_folder_with_missing_weights_is_refused(tmp_path):
 def test_sampling_settings_of_the_generation_config_are_ignored(tmp_path):
     plain, meddling = tiny_model(tmp_path / "plain"), tiny_model(tmp_path / "meddling")
     file = meddling / "generation_config.json"
-    meddled = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0, "min_new_tokens": 5}
+    meddled = {
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_k": 1,
+        "repetition_penalty": 9.0,
+        "min_new_tokens": 5,
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | meddled))
     samples = [
-        build(folder).generate([[1, 2]] * 8, list(range(8)), Sampling(max_tokens=6)) for folder in (plain, meddling)
+        build(folder).generate([[1, 2]] * 8, list(range(8)), Sampling(max_tokens=6))
+        for folder in (plain, meddling)
     ]
     assert samples[0] == samples[1]
 
@@ -110,7 +133,9 @@ def test_every_end_token_of_the_model_ends_a_sample(tmp_path):
     folder = tiny_model(tmp_path / "model")
     file = folder / "generation_config.json"
     settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(100)]}))
+    file.write_text(
+        json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *range(100)]})
+    )
     for sample in build(folder).generate([[1, 2]] * 32, list(range(32)), Sampling(max_tokens=30)):
         ends = [token < 100 or token == settings["eos_token_id"] for token in sample.token_ids]
         assert not any(ends[:-1])
@@ -122,13 +147,17 @@ def test_bfloat16_generates_and_takes_float32_weights(tmp_path):
     engine, exact = build(folder, Dtype.bfloat16), build(folder)
     engine.load_weights(exact._model.named_parameters(), 1)
     greedy = Sampling(max_tokens=1, temperature=0.0)
-    given, expected = (one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact))
+    given, expected = (
+        one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact)
+    )
     assert given == pytest.approx(expected, abs=0.07)
 
 
 def test_weights_that_are_not_finite_are_not_sampled_from(tmp_path):
     engine = build(tiny_model(tmp_path / "model"))
-    engine.load_weights(((name, weight * float("nan")) for name, weight in engine._model.named_parameters()), 5)
+    engine.load_weights(
+        ((name, weight * float("nan")) for name, weight in engine._model.named_parameters()), 5
+    )
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="version 5"):
             engine.generate([[1, 2]], [0], Sampling(max_tokens=3, temperature=temperature))

@@ -1,4 +1,6 @@
-"""Tests of conversations that are continued token by token: sampled ids stay, and no word between turns is missing."""
+"""Tests of conversations that are continued token by token: sampled ids stay, and no word
+between turns is missing.
+"""
 
 import pyarrow as pa
 import pytest
@@ -10,7 +12,9 @@ from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.rollout.templates import CHATML, FAMILIES, tokenizer_of
 
-WORDS = st.text("abc \n{}<>é", min_size=1, max_size=12).map(lambda text: f"x{text}y") | st.sampled_from(
+WORDS = st.text("abc \n{}<>é", min_size=1, max_size=12).map(
+    lambda text: f"x{text}y"
+) | st.sampled_from(
     ["siirlsentinelturn", "siirlsentinelturn1x and siirlsentinelturn", "anothersentinelturn"]
 )
 FAMILY = {name: tokenizer_of(name) for name in FAMILIES}
@@ -27,13 +31,17 @@ def assistant(text):
 @pytest.mark.parametrize("family", FAMILY)
 @given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), first=WORDS)
 def test_appended_ids_are_those_of_the_whole_conversation(family, turns, first):
-    """Where a template rewrites no turn, ids that were appended turn by turn are its rendering, token by token."""
+    """Where a template rewrites no turn, ids that were appended turn by turn are its rendering,
+    token by token.
+    """
     plain, end = FAMILY[family]
     tokenizer, chat = HuggingFaceTokenizer(plain, "model"), [user(first)]
     ids = tokenizer.encode(chat)
     for said, heard in turns:
         before = len(ids)
-        white = " " if family == "llama2" else ""  # which that template writes around a turn, and so does its model
+        white = (
+            " " if family == "llama2" else ""
+        )  # which that template writes around a turn, and so does its model
         sampled = [*tokenizer.encode(white + said + white), end]
         ids += sampled
         ids += tokenizer.after_turn(chat[:1], [user(heard)], (), end)
@@ -66,7 +74,9 @@ def test_results_of_several_tools_are_one_message_as_the_template_has_it():
     tools = [{"type": "function", "function": {"name": "square"}}]
     prompt = tokenizer.encode([user("2 and 3")], tools)
     assert "square" in tokenizer.decode(prompt, skip_special=False)
-    text = tokenizer.decode(tokenizer.after_turn([user("2 and 3")], results, tools, end), skip_special=False)
+    text = tokenizer.decode(
+        tokenizer.after_turn([user("2 and 3")], results, tools, end), skip_special=False
+    )
     assert text == (
         "\n<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n9\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -104,8 +114,14 @@ REFUSED = {
         ),
         "before the turn that it answers",
     ),
-    "depends on the turn": (CHATML + "{{ messages[1].content | length if messages|length > 1 }}", "for other words"),
-    "fails": ("{{ raise_exception('only one turn') if messages|length > 1 }}" + CHATML, "only one turn"),
+    "depends on the turn": (
+        CHATML + "{{ messages[1].content | length if messages|length > 1 }}",
+        "for other words",
+    ),
+    "fails": (
+        "{{ raise_exception('only one turn') if messages|length > 1 }}" + CHATML,
+        "only one turn",
+    ),
 }
 
 
@@ -121,7 +137,10 @@ FIELDS = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system"]), "content": WORDS},
     optional={"name": WORDS, "reasoning_content": WORDS},
 )
-NAMED = "{% for m in messages %}{% if 'name' in m %}{{ m.name }}: {% endif %}{{ m.content }}{% endfor %}"
+NAMED = (
+    "{% for m in messages %}{% if 'name' in m %}{{ m.name }}: {% endif %}{{ m.content }}{% endfor "
+    "%}"
+)
 PARTS = (
     "{% for m in messages %}{% for part in m.content %}"
     "{% if 'image' in part %}<picture>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
@@ -130,7 +149,9 @@ PARTS = (
 
 @given(st.lists(st.lists(FIELDS, min_size=1, max_size=3), min_size=1, max_size=4))
 def test_fields_that_only_other_messages_of_a_table_have_change_no_prompt(chats):
-    """Arrow gives every message every field that any message of the column has, null where it has none."""
+    """Arrow gives every message every field that any message of the column has, null where it
+    has none.
+    """
     tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=NAMED), "model")
     from_arrow = pa.array(chats).to_pylist()
     for chat, written in zip(from_arrow, chats, strict=True):
@@ -148,5 +169,7 @@ def test_null_arguments_of_a_tool_call_that_other_calls_have_are_left_out():
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
     tokenizer = HuggingFaceTokenizer(tiny_tokenizer(chat_template=template), "model")
     call = {"function": {"name": "f", "arguments": {"city": "Rome", "day": None}}}
-    ids = tokenizer.encode([{"role": "assistant", "content": None, "tool_calls": [call]}, user("and")])
+    ids = tokenizer.encode(
+        [{"role": "assistant", "content": None, "tool_calls": [call]}, user("and")]
+    )
     assert tokenizer.decode(ids, skip_special=False) == '{"city": "Rome"}'

@@ -37,7 +37,11 @@ MODELS = {
     "qwen3 with windows": (
         Qwen3ForCausalLM,
         Qwen3Config,
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True},
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 4,
+            "use_sliding_window": True,
+        },
     ),
     "gemma3": (
         Gemma3ForCausalLM,
@@ -48,9 +52,9 @@ MODELS = {
 
 
 class Recorded(TorchDispatchMode):
-    """Stands in for a device's graph: what a step does is noted once, with its numbers as they are then, and replayed
-    in the same memory. So a number of the host that changes from token to token shows, as it would on a GPU, and so
-    does a tensor that is somewhere else since.
+    """Stands in for a device's graph: what a step does is noted once, with its numbers as they are
+    then, and replayed in the same memory. So a number of the host that changes from token to token
+    shows, as it would on a GPU, and so does a tensor that is somewhere else since.
     """
 
     def __init__(self):
@@ -60,7 +64,9 @@ class Recorded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        self.calls.append((function, tree_map(self.where, arguments), tree_map(self.where, options or {}), result))
+        self.calls.append(
+            (function, tree_map(self.where, arguments), tree_map(self.where, options or {}), result)
+        )
         self.made |= {id(each) for each in tree_leaves(result)}
         return result
 
@@ -125,7 +131,9 @@ def test_samples_are_those_of_the_loop_without_graphs(kind):
     assert use_decoding(model)
     expected = sampled(decode, model, prompts(), LIMITS)
     seen = []
-    found = sampled(by_graphs(DecodeGraphs(model, lambda: captures)), model, prompts(), LIMITS, seen)
+    found = sampled(
+        by_graphs(DecodeGraphs(model, lambda: captures)), model, prompts(), LIMITS, seen
+    )
     assert_same(found, expected)
     assert captures.replayed == len(seen) - 1 > captures.captured > 4
 
@@ -200,12 +208,15 @@ def test_a_model_that_cannot_be_captured_goes_on_without_and_the_log_says_so_onc
             assert_same(sampled(by_graphs(graphs), model, prompts(), LIMITS), expected)
     assert len(tried) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "LlamaForCausalLM decodes without graphs, which takes longer on short steps: RuntimeError: operation not "
+        "LlamaForCausalLM decodes without graphs, which takes longer on short steps: RuntimeError: "
+        "operation not "
         "permitted when stream is capturing"
     ]
 
 
-def test_an_engine_on_a_cpu_has_no_graphs_and_one_with_them_samples_the_same_and_drops_them_to_sleep(tmp_path):
+def test_an_engine_on_a_cpu_has_no_graphs_and_one_with_them_samples_the_same_and_drops_them_to_sleep(
+    tmp_path,
+):
     engine = TransformersEngine(ModelConfig(path=str(tiny_model(tmp_path / "model", seed=1))))
     assert engine._graphs is None
     rows, sampling = prompts(), Sampling(max_tokens=20)
@@ -235,7 +246,13 @@ def test_the_plan_counts_the_whole_cache_of_fixed_shape(monkeypatch):
         memory.EngineOnWorkers(
             size=ModelSize(0, 0, 0),
             architecture=Architecture(
-                layers=2, hidden=32, heads=4, kv_heads=2, head_dim=16, intermediate=64, vocabulary=64
+                layers=2,
+                hidden=32,
+                heads=4,
+                kv_heads=2,
+                head_dim=16,
+                intermediate=64,
+                vocabulary=64,
             ),
             rollout=rollout_config(engine=Engine.transformers, max_rows=len(rows)),
             dtype=Dtype.float32,

@@ -40,7 +40,9 @@ END = 63
 
 def prompts(count=6, repeats=3):
     numbers = random.Random(0)
-    different = [[numbers.randrange(60) for _ in range(numbers.randint(1, 9))] for _ in range(count)]
+    different = [
+        [numbers.randrange(60) for _ in range(numbers.randint(1, 9))] for _ in range(count)
+    ]
     return [prompt for prompt in different for _ in range(repeats)]
 
 
@@ -78,16 +80,22 @@ def model_of(kind):
         config = Gemma2Config(**SIZES, attn_logit_softcapping=0.01)
         return Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
     if kind == "states":
-        return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)).eval()
+        return MambaForCausalLM(
+            MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ).eval()
     if kind == "positions of its own":
-        return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)).eval()
+        return BloomForCausalLM(
+            BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
+        ).eval()
     return Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval()
 
 
 @pytest.mark.parametrize("kind", ["plain", "windows", "soft caps", "states"])
 def test_samples_are_those_of_generate(kind):
     rows = prompts()
-    limits = [1 + 5 * (row % 12) for row in range(len(rows))]  # to 56: the cache grows, and rows leave
+    limits = [
+        1 + 5 * (row % 12) for row in range(len(rows))
+    ]  # to 56: the cache grows, and rows leave
     model, expected = model_of(kind), sampled(generate, model_of(kind), rows, limits)
     assert use_decoding(model)
     assert_same(sampled(decode, model, rows, limits), expected)
@@ -105,7 +113,9 @@ def test_a_prompt_of_several_rows_is_computed_once_and_rows_that_have_ended_leav
     model, rows, seen, computed = model_of("plain"), prompts(2, 4), [], []
     assert use_decoding(model)
     limits = [2, 2, 2, 9, 9, 9, 2, 2]
-    model.get_input_embeddings().register_forward_hook(lambda module, given, output: computed.append(given[0].shape))
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, given, output: computed.append(given[0].shape)
+    )
     sampled(decode, model, rows, limits, seen)
     assert computed[0] == (2, max(map(len, rows)))
     assert seen[1] == [*range(8)]
@@ -120,13 +130,17 @@ def test_an_engine_of_a_model_that_decode_cannot_run_samples_with_generate(tmp_p
     rows, sampling = prompts(), Sampling(max_tokens=8)
     quick = engine.generate(rows, range(len(rows)), sampling)
     monkeypatch.setattr("siirl_dask.rollout.transformers_engine.use_decoding", lambda model: False)
-    plain = TransformersEngine(ModelConfig(path=str(folder))).generate(rows, range(len(rows)), sampling)
+    plain = TransformersEngine(ModelConfig(path=str(folder))).generate(
+        rows, range(len(rows)), sampling
+    )
     assert [sample.token_ids for sample in quick] == [sample.token_ids for sample in plain]
     assert [sample.finish_reason for sample in quick] == [sample.finish_reason for sample in plain]
 
 
 def test_weights_that_are_not_finite_do_not_spoil_the_trial(tmp_path):
-    """The trial is of the folder's model: one that gives nan is refused when it samples, with its version."""
+    """The trial is of the folder's model: one that gives nan is refused when it samples, with
+    its version.
+    """
     model = load_model(tiny_model(tmp_path / "model", seed=1))
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
@@ -138,6 +152,8 @@ def test_the_host_waits_once_a_token(monkeypatch):
     model, rows, seen, copied = model_of("plain"), prompts(2, 2), [], []
     assert use_decoding(model)
     cpu = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.shape) or cpu(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda tensor: copied.append(tensor.shape) or cpu(tensor)
+    )
     sampled(decode, model, rows, [5] * 4, seen)
     assert copied == [(2, len(left)) for left in seen]

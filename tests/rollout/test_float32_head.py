@@ -1,4 +1,6 @@
-"""``model.float32_head``: engines sample from products in float32 of bfloat16 hidden states and a rounded head."""
+"""``model.float32_head``: engines sample from products in float32 of bfloat16 hidden states and
+a rounded head.
+"""
 
 import pytest
 import torch
@@ -27,12 +29,19 @@ def test_the_transformers_engine_samples_from_products_in_float32(folder, widene
     for head in (head_of(folder), head_of(folder) + 0.05):
         decoder = engine._model.get_decoder()
         states = []
-        hook = decoder.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state[:, -1]))  # noqa: B023
+        hook = decoder.register_forward_hook(
+            lambda *call: states.append(call[-1].last_hidden_state[:, -1])  # noqa: B023
+        )
         (sample,) = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=6, temperature=0.7))
         hook.remove()
         found = torch.tensor(sample.logprobs)
         tokens = torch.tensor(sample.token_ids)
-        assert_close(found, logprobs_of(torch.cat(states)[: len(tokens)], head, tokens, 0.7), atol=1e-5, rtol=0)
+        assert_close(
+            found,
+            logprobs_of(torch.cat(states)[: len(tokens)], head, tokens, 0.7),
+            atol=1e-5,
+            rtol=0,
+        )
         engine.load_weights(moved.items(), 1)
 
 

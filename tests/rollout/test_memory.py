@@ -1,4 +1,6 @@
-"""The arithmetic of an engine's memory, held to what the sampler that every engine uses really takes."""
+"""The arithmetic of an engine's memory, held to what the sampler that every engine uses really
+takes.
+"""
 
 import weakref
 
@@ -57,7 +59,9 @@ def footprint(engine):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_graphs_wait_in_the_hosts_memory_while_an_engine_sleeps_and_come_back_with_its_weights(level):
+def test_graphs_wait_in_the_hosts_memory_while_an_engine_sleeps_and_come_back_with_its_weights(
+    level,
+):
     one = footprint(engine(sleep_level=level))
     graphs = one.held["graphs"]
     assert one.resting == 0

@@ -1,4 +1,6 @@
-"""An engine of one's own, which is that of docs/engines.md: it passes the suite, runs on workers, and is checked."""
+"""An engine of one's own, which is that of docs/engines.md: it passes the suite, runs on
+workers, and is checked.
+"""
 
 import json
 import re
@@ -42,7 +44,9 @@ class TestTheEngineOfThePage(EngineTests):
         module = ModuleType("engine_of_the_page")
         exec(example(), vars(module))
         model = ModelConfig(path=str(folder), dtype=Dtype.float32)
-        inputs = EngineInputs(model=model, rollout=RolloutConfig(), device=Device("w0"), rank=Rank())
+        inputs = EngineInputs(
+            model=model, rollout=RolloutConfig(), device=Device("w0"), rank=Rank()
+        )
         return module.SPEC.build(inputs)
 
 
@@ -50,9 +54,14 @@ def test_a_run_samples_with_it_on_workers_that_do_not_have_its_module(my_engine,
     own = train("own", OWN, "rollout.engine_options={rows: 3}", "run.steps=2")
     shipped_one = train("shipped", "rollout.engine=transformers", "run.steps=2")
     for step in (1, 2):
-        tables = [run.table("rollouts", step).select(["row_id", "response_ids"]) for run in (own, shipped_one)]
+        tables = [
+            run.table("rollouts", step).select(["row_id", "response_ids"])
+            for run in (own, shipped_one)
+        ]
         assert tables[0].equals(tables[1])
-    assert own.table("rollouts", 2)["weights_version"].unique().to_pylist() == [1], "it has loaded new weights"
+    assert own.table("rollouts", 2)["weights_version"].unique().to_pylist() == [1], (
+        "it has loaded new weights"
+    )
     role = json.loads((own.url / "dag.json").read_text())["roles"]["rollout"]
     assert role["with"]["rollout"]["engine"] == "my_engine:SPEC"
     assert "engine" not in role["with"], "what travels to the workers is no option of the DAG"
@@ -71,20 +80,37 @@ def refusal(capsys, task, url, *overrides):
     [
         ([OWN, "rollout.engine_options={row: 3}"], "engine_options.row: expected rows"),
         ([OWN, "rollout.engine_options={rows: 0}"], "engine_options.rows=0: expected at least 1"),
-        (["rollout.engine=my_engine:SPEK"], "'my_engine:SPEK': module 'my_engine' has no EngineSpec 'SPEK'"),
+        (
+            ["rollout.engine=my_engine:SPEK"],
+            "'my_engine:SPEK': module 'my_engine' has no EngineSpec 'SPEK'",
+        ),
         (["rollout.engine=my_engine.py:SPEK"], "file 'my_engine.py' has no EngineSpec 'SPEK'"),
-        (["rollout.engine=my_engin:SPEC"], "'my_engin:SPEC': there is no module 'my_engin' on the Python path"),
+        (
+            ["rollout.engine=my_engin:SPEC"],
+            "'my_engin:SPEC': there is no module 'my_engin' on the Python path",
+        ),
         (["rollout.engine=my_engine:OTHER"], "has no EngineSpec 'OTHER', which is of type dict"),
         (["rollout.engine=tranformers"], "did you mean 'transformers'"),
         ([OWN, "rollout.vllm.max_num_seqs=3"], "rollout.vllm.max_num_seqs=3: only vLLM reads this"),
         ([OWN, "rollout.sampler=vllm"], "rollout.sampler=vllm: it is part of vLLM"),
         ([OWN, "rollout.sampler=sglang"], "rollout.sampler=sglang: it is part of SGLang"),
-        ([OWN, "trainer.lora.rank=4"], "trainer.lora.rank=4: the engine of rollout.engine=my_engine:SPEC takes whole"),
-        ([OWN, "rollout.tensor_parallel_size=2"], "rollout.tensor_parallel_size=2: the engine of .* is on one worker"),
-        (["rollout.engine_options={rows: 3}"], "engine_options={'rows': 3}: they are for an engine of your own"),
+        (
+            [OWN, "trainer.lora.rank=4"],
+            "trainer.lora.rank=4: the engine of rollout.engine=my_engine:SPEC takes whole",
+        ),
+        (
+            [OWN, "rollout.tensor_parallel_size=2"],
+            "rollout.tensor_parallel_size=2: the engine of .* is on one worker",
+        ),
+        (
+            ["rollout.engine_options={rows: 3}"],
+            "engine_options={'rows': 3}: they are for an engine of your own",
+        ),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_plan_in_a_line(my_engine, capsys, digits_task, tmp_path, overrides, said):
+def test_what_it_cannot_do_is_refused_by_plan_in_a_line(
+    my_engine, capsys, digits_task, tmp_path, overrides, said
+):
     line = refusal(capsys, digits_task, tmp_path / "run", *overrides)
     assert line.startswith("error: ")
     assert re.search(said, line), line

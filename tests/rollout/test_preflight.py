@@ -1,4 +1,6 @@
-"""Tests of engines on several workers that need no vLLM: shared requests, placement, refused mistakes."""
+"""Tests of engines on several workers that need no vLLM: shared requests, placement, refused
+mistakes.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +49,9 @@ def together(count, function):
 
 
 def echo(request):
-    return Generation([*request.prompt, request.seed % 97], [request.sampling.temperature], FinishReason.STOP)
+    return Generation(
+        [*request.prompt, request.seed % 97], [request.sampling.temperature], FinishReason.STOP
+    )
 
 
 @given(st.lists(st.lists(REQUESTS, max_size=5), min_size=1, max_size=4), st.integers(1, 4))
@@ -62,23 +66,32 @@ def test_all_ranks_serve_all_requests_and_keep_their_own_results(asked, most):
         return own.results(), seen
 
     given = together(len(asked), serve)
-    assert [results for results, _ in given] == [[echo(request) for request in requests] for requests in asked]
+    assert [results for results, _ in given] == [
+        [echo(request) for request in requests] for requests in asked
+    ]
     for _, seen in given:
         assert seen == given[0][1]
-    assert sorted(map(repr, given[0][1])) == sorted(repr(request) for requests in asked for request in requests)
+    assert sorted(map(repr, given[0][1])) == sorted(
+        repr(request) for requests in asked for request in requests
+    )
 
 
 def test_requests_for_other_weights_and_other_messages_are_refused():
     def stale(rank, gather):
         with pytest.raises(PeerError, match=r"weights of version [12]: those here are [12]"):
             TensorParallelQueue(
-                LocalQueue([GenerationRequest([1], 2, Sampling(max_tokens=1))]), gather, rank, version=1 + rank
+                LocalQueue([GenerationRequest([1], 2, Sampling(max_tokens=1))]),
+                gather,
+                rank,
+                version=1 + rank,
             )
 
     together(2, stale)
     for message in (b"", b"\xc1", b"\x01", b"\x91\x01", b"\xff" * 9):
         with pytest.raises(PeerError, match="generation request"):
-            TensorParallelQueue(LocalQueue([]), lambda own, message=message: [own, message], 0, version=1)
+            TensorParallelQueue(
+                LocalQueue([]), lambda own, message=message: [own, message], 0, version=1
+            )
 
 
 @pytest.mark.parametrize(
@@ -91,12 +104,17 @@ def test_requests_for_other_weights_and_other_messages_are_refused():
         ),
         (
             {"sampler": Sampler.vllm, "engine": Engine.transformers},
-            "sampler=vllm: .*part of vLLM, and rollout.engine is transformers; take rollout.sampler=exact",
+            "sampler=vllm: .*part of vLLM, and rollout.engine is transformers; take "
+            "rollout.sampler=exact",
         ),
-        ({"tensor_parallel_size": 2, "work_stealing": True}, r"work_stealing=true and .*leave work_stealing out"),
+        (
+            {"tensor_parallel_size": 2, "work_stealing": True},
+            r"work_stealing=true and .*leave work_stealing out",
+        ),
         (
             {"engine_kwargs": {"tensor_parallel_size": 4}},
-            r"vllm\.engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 instead",
+            r"vllm\.engine_kwargs\.tensor_parallel_size=4: .*give rollout\.tensor_parallel_size=4 "
+            r"instead",
         ),
     ],
 )
@@ -107,7 +125,9 @@ def test_impossible_settings_are_refused_by_name(settings, text):
 
 def test_work_stealing_is_off_where_workers_share_an_engine():
     def taken_over(**rollout):
-        return DataSettings.of(Config(rollout=rollout_config(**rollout)), ["tcp://127.0.0.1:1"]).stealing
+        return DataSettings.of(
+            Config(rollout=rollout_config(**rollout)), ["tcp://127.0.0.1:1"]
+        ).stealing
 
     assert taken_over()
     assert not taken_over(work_stealing=False)
@@ -118,7 +138,8 @@ def test_work_stealing_is_off_where_workers_share_an_engine():
 def test_a_run_writes_down_no_key_that_was_left_out(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(Config()))
     again = load_config_file(
-        tmp_path / "config.yaml", ["rollout.tensor_parallel_size=2", "validation.n=8", "data.url=x", "model.path=y"]
+        tmp_path / "config.yaml",
+        ["rollout.tensor_parallel_size=2", "validation.n=8", "data.url=x", "model.path=y"],
     )
     assert again.config.validation.temperature is None
 
@@ -127,7 +148,9 @@ def test_a_run_writes_down_no_key_that_was_left_out(tmp_path):
 def planned(digits_task, tmp_path):
     def plan(*overrides):
         given = ["rollout.engine=vllm", "rollout.tensor_parallel_size=2", *overrides]
-        file = load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *given])
+        file = load_config_file(
+            shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *given]
+        )
         return describe_run(file.config, *dags(file))
 
     return plan
@@ -140,14 +163,24 @@ def planned(digits_task, tmp_path):
             ["rollout.temperature=0.7", "rollout.top_k=9"],
             "rollout asks for temperature=0.7, .*top_k=9.*expected no top_p",
         ),
-        (["validation.temperature=0.5"], "validation asks for temperature=0.5, .*expected temperature 0 or 1"),
+        (
+            ["validation.temperature=0.5"],
+            "validation asks for temperature=0.5, .*expected temperature 0 or 1",
+        ),
     ],
 )
-def test_sampling_whose_log_probs_vllms_sampler_does_not_report_is_refused(planned, overrides, text):
-    with pytest.raises(ConfigError, match=rf"rollout\.sampler=vllm: {text}.*; or take rollout\.sampler=exact"):
+def test_sampling_whose_log_probs_vllms_sampler_does_not_report_is_refused(
+    planned, overrides, text
+):
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.sampler=vllm: {text}.*; or take rollout\.sampler=exact"
+    ):
         planned("rollout.sampler=vllm", *overrides)
     planned(*overrides)
-    planned("rollout.sampler=vllm", overrides[0].replace("validation.temperature=0.5", "validation.temperature=1.0"))
+    planned(
+        "rollout.sampler=vllm",
+        overrides[0].replace("validation.temperature=0.5", "validation.temperature=1.0"),
+    )
 
 
 def test_the_plan_says_which_workers_form_an_engine(planned):
@@ -161,23 +194,45 @@ def test_the_plan_says_which_workers_form_an_engine(planned):
     [
         ({"heads": 3, "head_dim": 32}, 2, r"has 3 attention heads, which 2 workers cannot share"),
         ({"heads": 6, "kv_heads": 3}, 2, r"has 3 key and value heads, which"),
-        ({"heads": 2, "intermediate": 65}, 2, r"has 65 numbers between the layers of its MLPs, which"),
-        ({"heads": 3}, 3, r"has 128 numbers between the layers of its MLPs, 264 tokens of its vocabulary, which 3 "),
+        (
+            {"heads": 2, "intermediate": 65},
+            2,
+            r"has 65 numbers between the layers of its MLPs, which",
+        ),
+        (
+            {"heads": 3},
+            3,
+            r"has 128 numbers between the layers of its MLPs, 264 tokens of its vocabulary, which "
+            r"3 ",
+        ),
     ],
 )
-def test_models_that_the_size_does_not_divide_are_refused_at_once(planned, tmp_path, model, size, text):
+def test_models_that_the_size_does_not_divide_are_refused_at_once(
+    planned, tmp_path, model, size, text
+):
     folder = tiny_model(tmp_path / "model", **model)
-    overrides = [f"model.path={folder}", f"rollout.tensor_parallel_size={size}", f"cluster.workers={size}"]
-    with pytest.raises(ConfigError, match=rf"rollout\.tensor_parallel_size={size}: the model in .* {text}"):
+    overrides = [
+        f"model.path={folder}",
+        f"rollout.tensor_parallel_size={size}",
+        f"cluster.workers={size}",
+    ]
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.tensor_parallel_size={size}: the model in .* {text}"
+    ):
         planned(*overrides, "cluster.placement={}")
 
 
 def test_workers_that_the_size_does_not_divide_are_refused(planned, capsys, digits_task, tmp_path):
     with pytest.raises(
-        PlanError, match=r"role 'rollout': .*tensor_parallel_size=2, and the role has 3 workers: expected a mult"
+        PlanError,
+        match=r"role 'rollout': .*tensor_parallel_size=2, and the role has 3 workers: expected a mult",
     ):
         planned("cluster.workers=3", "cluster.placement={}")
-    overrides = [*digits_overrides(digits_task, tmp_path / "run"), "rollout.engine=vllm", "cluster.workers=1"]
+    overrides = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        "rollout.engine=vllm",
+        "cluster.workers=1",
+    ]
     with pytest.raises(SystemExit):
         main(
             [
@@ -198,7 +253,8 @@ def test_a_worker_holds_a_slice_of_the_weights_and_a_cache_of_its_own(digits_tas
         given = ["rollout.engine=vllm", f"rollout.tensor_parallel_size={size}", "cluster.workers=2"]
         overrides = [*given, "cluster.placement={}", "rollout.vllm.kv_cache_memory=1MiB"]
         file = load_config_file(
-            shipped("quickstart.yaml"), [*digits_overrides(digits_task, tmp_path / "run"), *overrides]
+            shipped("quickstart.yaml"),
+            [*digits_overrides(digits_task, tmp_path / "run"), *overrides],
         )
         phases = plan_phases(file.config, *dags(file), worker_names(file.config))
         found.append(check(file.config, phases).memory[0].roles["rollout"] - 2**20)

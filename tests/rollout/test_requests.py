@@ -32,12 +32,16 @@ def pack(request, version):
     ),
     images=st.lists(st.lists(IMAGES, max_size=3).map(tuple), min_size=1, max_size=4),
 )
-def test_requests_survive_packing_and_bytes_travel_once_in_a_message(prompt, seed, sampling, images):
+def test_requests_survive_packing_and_bytes_travel_once_in_a_message(
+    prompt, seed, sampling, images
+):
     requests = [GenerationRequest(prompt, seed, sampling, images=each) for each in images]
     packed = [*map(RequestMessage(5).pack, requests)]
     assert [*map(RequestMessage(5).read, packed)] == requests
     sent = [image["bytes"] for message in packed for image in message["images"] if "bytes" in image]
-    assert sorted(sent) == sorted({image.data for each in images for image in each if image.data is not None})
+    assert sorted(sent) == sorted(
+        {image.data for each in images for image in each if image.data is not None}
+    )
 
 
 def test_a_request_may_name_only_images_of_its_own_message():
@@ -55,7 +59,9 @@ def test_a_request_may_name_only_images_of_its_own_message():
     reason=st.sampled_from(FinishReason),
 )
 def test_a_sample_survives_packing(rows, reason):
-    sampled = Sampled(Generation([token for token, _ in rows], [logprob for _, logprob in rows], reason), "w1")
+    sampled = Sampled(
+        Generation([token for token, _ in rows], [logprob for _, logprob in rows], reason), "w1"
+    )
     assert read_sampled(pack_sampled(sampled)) == sampled
 
 
@@ -88,7 +94,13 @@ def test_anything_but_a_request_is_refused(change):
 
 @pytest.mark.parametrize(
     "change",
-    [{"tokens": b""}, {"logprobs": b"x" * 8}, {"logprobs": b"\xff" * 16}, {"reason": "bored"}, {"worker": 3}],
+    [
+        {"tokens": b""},
+        {"logprobs": b"x" * 8},
+        {"logprobs": b"\xff" * 16},
+        {"reason": "bored"},
+        {"worker": 3},
+    ],
 )
 def test_anything_but_a_sample_is_refused(change):
     with pytest.raises(PeerError, match="received"):

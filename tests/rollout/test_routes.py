@@ -1,4 +1,6 @@
-"""Engines record the experts that each token goes to, and a trainer that replays them agrees with the engine."""
+"""Engines record the experts that each token goes to, and a trainer that replays them agrees
+with the engine.
+"""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,10 +20,13 @@ from siirl_dask.training import build_trainer
 from tests.settings import rollout_config
 
 VLLM = pytest.param(
-    Engine.vllm, marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: extra cpu")
+    Engine.vllm,
+    marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: extra cpu"),
 )
 ENGINES = [Engine.transformers, VLLM]
-LONG = [[(3 * place) % 251 for place in range(300)]] * 3  # in vLLM two blocks of 128 tokens are read from the cache
+LONG = [
+    [(3 * place) % 251 for place in range(300)]
+] * 3  # in vLLM two blocks of 128 tokens are read from the cache
 MORE = [[(7 * row + 3 * place * place) % 251 for place in range(20)] for row in range(40)]
 SAMPLING = Sampling(max_tokens=9)
 WIDTH = 4
@@ -41,7 +46,12 @@ def engine_of(folder):
             settings = {"kv_cache_memory": "64MiB", **settings}
         rollout = rollout_config(engine=engine, router_replay=True, **settings)
         built.append(
-            build_engine(Device("w0"), Rank(), model=ModelConfig(path=str(folder), dtype=dtype), rollout=rollout)
+            build_engine(
+                Device("w0"),
+                Rank(),
+                model=ModelConfig(path=str(folder), dtype=dtype),
+                rollout=rollout,
+            )
         )
         return built[-1]
 
@@ -73,7 +83,10 @@ def test_samples_have_the_routes_of_all_tokens_but_the_last(folder, engine_of, e
     for _ in range(2):  # the second time vLLM has prompts in its cache
         samples = built.generate(prompts, range(len(prompts)), SAMPLING)
         assert_routes_are_the_models(folder, prompts, samples)
-    limits = [GenerationRequest(prompt, 7, Sampling(max_tokens=at + 1)) for at, prompt in enumerate(PROMPTS)]
+    limits = [
+        GenerationRequest(prompt, 7, Sampling(max_tokens=at + 1))
+        for at, prompt in enumerate(PROMPTS)
+    ]
     built.serve(queue := LocalQueue(limits))
     assert [len(sample.token_ids) for sample in queue.results()] == [1, 2, 3, 4, 5, 6]
     assert_routes_are_the_models(folder, PROMPTS, queue.results())
@@ -83,8 +96,12 @@ def test_samples_have_the_routes_of_all_tokens_but_the_last(folder, engine_of, e
 def test_prompts_in_chunks_and_preempted_rows_have_their_routes_in_vllm(folder, engine_of):
     """16 rows begin in a cache of 16 blocks of 128 tokens, and then need two blocks each."""
     prompts = [[(row + 3 * place) % 256 for place in range(120)] for row in range(20)]
-    built = engine_of(Engine.vllm, kv_cache_memory="1MiB", max_num_seqs=20, max_num_batched_tokens=100)
-    assert_routes_are_the_models(folder, prompts, built.generate(prompts, range(20), Sampling(max_tokens=16)))
+    built = engine_of(
+        Engine.vllm, kv_cache_memory="1MiB", max_num_seqs=20, max_num_batched_tokens=100
+    )
+    assert_routes_are_the_models(
+        folder, prompts, built.generate(prompts, range(20), Sampling(max_tokens=16))
+    )
     weights = {
         name: weight.flip(0) if "mlp.gate" in name else weight
         for name, weight in load_model(folder).state_dict().items()
@@ -93,20 +110,25 @@ def test_prompts_in_chunks_and_preempted_rows_have_their_routes_in_vllm(folder, 
     built.load_weights(weights.items(), 1)
     after = built.generate(LONG, range(3), SAMPLING)
     first = routes_of(after[0])[:300, :2]
-    assert torch.equal(first, 3 - routes_of(before[0])[:300, :2]), "routes of earlier weights were read from the cache"
+    assert torch.equal(first, 3 - routes_of(before[0])[:300, :2]), (
+        "routes of earlier weights were read from the cache"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(Dtype.float32, 1e-4), (Dtype.bfloat16, 5e-3)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine_and_trainer_agree_with_replay(folder, engine_of, engine, dtype, tolerance):
-    """Whether engine and trainer choose other experts in bfloat16, where nothing is replayed, is up to the processor.
+    """Whether engine and trainer choose other experts in bfloat16, where nothing is replayed, is up
+    to the processor.
 
     That the trainer goes by the engine's choices is seen by giving it others.
     """
     prompts, built = [*PROMPTS, *LONG, *MORE], engine_of(engine, dtype)
     samples = built.generate(prompts, range(len(prompts)), Sampling(max_tokens=40))
     last = torch.full((1, WIDTH), -1)
-    routes = torch.cat([part for sample in samples for part in (routes_of(sample), last)]).to(torch.int16)
+    routes = torch.cat([part for sample in samples for part in (routes_of(sample), last)]).to(
+        torch.int16
+    )
     rows = replace(pack_samples(prompts, samples), routes=routes)
     sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
     off = {}
@@ -136,11 +158,15 @@ def test_layers_without_experts_have_no_routes(tmp_path):
     assert read_routing(str(tmp_path / "nowhere")) is None
 
 
-@pytest.mark.parametrize(("experts", "named"), [(256, "2 layers of 256 experts"), (0, "0 layers of 0")])
+@pytest.mark.parametrize(
+    ("experts", "named"), [(256, "2 layers of 256 experts"), (0, "0 layers of 0")]
+)
 def test_mixtures_without_a_byte_for_each_expert_are_refused(tmp_path, experts, named):
     folder = tiny_model(tmp_path / "model", family="qwen3_moe")
     config = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(config.replace('"num_local_experts": 4', f'"num_local_experts": {experts}'))
+    (folder / "config.json").write_text(
+        config.replace('"num_local_experts": 4', f'"num_local_experts": {experts}')
+    )
     with pytest.raises(ConfigError, match=f"rollout.router_replay=true: .* has {named}"):
         read_routing(str(folder))
 
@@ -148,7 +174,9 @@ def test_mixtures_without_a_byte_for_each_expert_are_refused(tmp_path, experts, 
 def test_what_records_no_routes_is_refused_before_anything_starts(tmp_path, folder):
     dense = tiny_model(tmp_path / "dense")
     replay = RolloutConfig(router_replay=True)
-    with pytest.raises(ConfigError, match=r"router_replay=true: model\.path=.*dense' is a qwen3, .* leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"router_replay=true: model\.path=.*dense' is a qwen3, .* leave it out"
+    ):
         check_engine({"model": ModelConfig(path=str(dense)), "rollout": replay}, ["w0"], Config())
     for settings, named in (
         ({"partial": True, "max_tokens_per_step": 128, "max_staleness": 1}, "partial=true"),

@@ -1,4 +1,6 @@
-"""The engine of SGLang over ``tests/fake_sglang``, which stands in for SGLang: SGLang itself runs in no test."""
+"""The engine of SGLang over ``tests/fake_sglang``, which stands in for SGLang: SGLang itself
+runs in no test.
+"""
 
 import asyncio
 import atexit
@@ -50,7 +52,9 @@ FOUR = Sampling(max_tokens=4)
 
 @pytest.fixture(scope="module", autouse=True)
 def sglang():
-    """The stand-in, with an attention for CPUs that counts as deterministic; SGLang 0.5.23 has none."""
+    """The stand-in, with an attention for CPUs that counts as deterministic; SGLang 0.5.23 has
+    none.
+    """
     before = asyncio.get_event_loop_policy()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(STAND_IN)
@@ -67,7 +71,9 @@ def sglang():
 
 
 def rollout_of(**settings):
-    return RolloutConfig(**{"engine": Engine.sglang, "sampler": Sampler.sglang, "max_rows": 50, **settings})
+    return RolloutConfig(
+        **{"engine": Engine.sglang, "sampler": Sampler.sglang, "max_rows": 50, **settings}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,10 @@ def build(folder):
     built = []
 
     def make(device=DEVICE, **settings):
-        given = {"model": ModelConfig(path=str(folder), dtype=Dtype.float32), "rollout": rollout_of(**settings)}
+        given = {
+            "model": ModelConfig(path=str(folder), dtype=Dtype.float32),
+            "rollout": rollout_of(**settings),
+        }
         built.append(build_engine(device, Rank(), **given))
         return built[-1]
 
@@ -108,7 +117,10 @@ class TestSglangEngine(EngineTests):
         assert engine.generate(PROMPTS, range(6), FOUR) == before
 
     def test_weights_that_are_not_finite_are_not_sampled_from(self, engine, folder):
-        weights = {name: weight * float("nan") for name, weight in load_file(folder / "model.safetensors").items()}
+        weights = {
+            name: weight * float("nan")
+            for name, weight in load_file(folder / "model.safetensors").items()
+        }
         engine.load_weights(weights.items(), 5)
         for temperature in (0.0, 1.0):
             with pytest.raises(RunError, match="version 5"):
@@ -121,14 +133,35 @@ class TestSglangEngine(EngineTests):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"sampler": Sampler.exact}, r"engine=sglang with rollout\.sampler=exact: .*give rollout\.sampler=sglang"),
-        ({"sampler": Sampler.vllm}, r"engine=sglang with rollout\.sampler=vllm: .*give rollout\.sampler=sglang"),
-        ({"tensor_parallel_size": 2}, "with rollout.tensor_parallel_size=2: an SGLang engine is on one worker"),
-        ({"router_replay": True}, "with rollout.router_replay=true: no routes are recorded in SGLang"),
+        (
+            {"sampler": Sampler.exact},
+            r"engine=sglang with rollout\.sampler=exact: .*give rollout\.sampler=sglang",
+        ),
+        (
+            {"sampler": Sampler.vllm},
+            r"engine=sglang with rollout\.sampler=vllm: .*give rollout\.sampler=sglang",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            "with rollout.tensor_parallel_size=2: an SGLang engine is on one worker",
+        ),
+        (
+            {"router_replay": True},
+            "with rollout.router_replay=true: no routes are recorded in SGLang",
+        ),
         ({"min_p": 0.1}, "with rollout.min_p=0.1: .*does not take it together with seeds"),
-        ({"top_k": 1, "temperature": 0.5}, "with rollout.top_k=1 and rollout.temperature=0.5: .*log-probs of temp"),
-        ({"vllm": VllmConfig(max_num_seqs=3)}, "^rollout.vllm.max_num_seqs=3: only vLLM reads this, .*is sglang"),
-        ({"engine": Engine.auto}, "sampler=sglang: it is part of SGLang, and rollout.engine is auto"),
+        (
+            {"top_k": 1, "temperature": 0.5},
+            "with rollout.top_k=1 and rollout.temperature=0.5: .*log-probs of temp",
+        ),
+        (
+            {"vllm": VllmConfig(max_num_seqs=3)},
+            "^rollout.vllm.max_num_seqs=3: only vLLM reads this, .*is sglang",
+        ),
+        (
+            {"engine": Engine.auto},
+            "sampler=sglang: it is part of SGLang, and rollout.engine is auto",
+        ),
         (
             {"engine": Engine.vllm, "sampler": Sampler.exact, "sglang": SglangConfig(sleep=False)},
             "^rollout.sglang.sleep=False: only SGLang reads this, and rollout.engine is vllm",
@@ -142,7 +175,10 @@ def test_settings_that_sglang_cannot_do_are_refused_by_name(settings, text):
 
 @pytest.mark.parametrize("share", [0, 1, 1.5])
 def test_a_share_of_no_memory_or_of_all_is_refused(share):
-    with pytest.raises(ConfigError, match=rf"sglang\.mem_fraction_static={share}: expected more than 0 and less than"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"sglang\.mem_fraction_static={share}: expected more than 0 and less than",
+    ):
         SglangConfig(mem_fraction_static=share)
 
 
@@ -152,9 +188,15 @@ def test_a_share_of_no_memory_or_of_all_is_refused(share):
         ({"dtype": "half"}, r"engine_kwargs\.dtype: another key sets it"),
         ({"tp_size": 2}, r"engine_kwargs\.tp_size: another key sets it"),
         ({"dp_size": 2}, r"engine_kwargs\.dp_size: an SGLang engine is on one worker"),
-        ({"preferred_sampling_params": {"top_k": 3}}, r"preferred_sampling_params: requests have their own; leave it"),
+        (
+            {"preferred_sampling_params": {"top_k": 3}},
+            r"preferred_sampling_params: requests have their own; leave it",
+        ),
         ({"rl_on_policy_target": "fsdp"}, r"rl_on_policy_target: it rounds log-probs to bfloat16"),
-        ({"max_runing_requests": 3}, r"SGLang cannot run it with .*max_runing_requests.*unexpected keyword argument"),
+        (
+            {"max_runing_requests": 3},
+            r"SGLang cannot run it with .*max_runing_requests.*unexpected keyword argument",
+        ),
     ],
 )
 def test_arguments_that_sglang_does_not_take_are_refused_by_name(build, given, text):
@@ -165,29 +207,50 @@ def test_arguments_that_sglang_does_not_take_are_refused_by_name(build, given, t
 def test_without_sglang_a_run_is_planned_for_workers_that_have_it_and_one_that_lacks_it_says_so(
     build, monkeypatch, digits_task, tmp_path
 ):
-    overrides = [*digits_overrides(digits_task, tmp_path / "run"), "rollout.engine=sglang", "rollout.sampler=sglang"]
+    overrides = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        "rollout.engine=sglang",
+        "rollout.sampler=sglang",
+    ]
     file = load_config_file(shipped("quickstart.yaml"), overrides)
     monkeypatch.setitem(sys.modules, "sglang", None)
     assert "rollout" in describe_run(file.config, *dags(file))
-    with pytest.raises(ConfigError, match=r"rollout\.engine=sglang: SGLang is not installed; .*engines\.md#sglang"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.engine=sglang: SGLang is not installed; .*engines\.md#sglang"
+    ):
         build()
 
 
 def test_a_sglang_that_cannot_be_imported_or_lacks_something_is_one_clear_error(build, monkeypatch):
     module = importlib.import_module("sglang.srt.entrypoints.engine")
     monkeypatch.delattr(module.Engine, "begin_weight_update")
-    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23 has no Engine\.begin_weight_update; expected 0\.5\.23"):
+    with pytest.raises(
+        ConfigError, match=r"SGLang 0\.5\.23 has no Engine\.begin_weight_update; expected 0\.5\.23"
+    ):
         build()
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.engine", None)
-    with pytest.raises(ConfigError, match=r"SGLang cannot be imported: .*sglang\.srt\.entrypoints\.engine"):
+    with pytest.raises(
+        ConfigError, match=r"SGLang cannot be imported: .*sglang\.srt\.entrypoints\.engine"
+    ):
         build()
 
 
 def test_images_are_refused_before_the_start_and_by_the_engine(build, tmp_path):
-    images, model = ImagesConfig(column="picture"), ModelConfig(path=str(tiny_vlm(tmp_path / "vlm")))
-    with pytest.raises(ConfigError, match=r"engine=sglang with images\.column.*: images are not passed to SGLang"):
-        check_engine({"model": model, "rollout": rollout_of(), "images": images}, ["0"], Config(images=images))
-    with pytest.raises(ConfigError, match=r"engine=sglang with images\.column.*: images are not passed to SGLang"):
+    images, model = (
+        ImagesConfig(column="picture"),
+        ModelConfig(path=str(tiny_vlm(tmp_path / "vlm"))),
+    )
+    with pytest.raises(
+        ConfigError, match=r"engine=sglang with images\.column.*: images are not passed to SGLang"
+    ):
+        check_engine(
+            {"model": model, "rollout": rollout_of(), "images": images},
+            ["0"],
+            Config(images=images),
+        )
+    with pytest.raises(
+        ConfigError, match=r"engine=sglang with images\.column.*: images are not passed to SGLang"
+    ):
         build_engine(DEVICE, Rank(), model=model, rollout=rollout_of(), images=images)
     with pytest.raises(ConfigError, match=r"model\.path=.*a model that sees images"):
         build_engine(DEVICE, Rank(), model=model, rollout=rollout_of())
@@ -195,12 +258,20 @@ def test_images_are_refused_before_the_start_and_by_the_engine(build, tmp_path):
         build().serve(LocalQueue([GenerationRequest([1], 1, FOUR, images=("picture",))]))
 
 
-def test_a_cpu_is_refused_where_sglang_has_no_deterministic_attention_for_it(build, sglang, monkeypatch):
-    choices = [name for name in sglang.DETERMINISTIC_ATTENTION_BACKEND_CHOICES if name != "torch_native"]
+def test_a_cpu_is_refused_where_sglang_has_no_deterministic_attention_for_it(
+    build, sglang, monkeypatch
+):
+    choices = [
+        name for name in sglang.DETERMINISTIC_ATTENTION_BACKEND_CHOICES if name != "torch_native"
+    ]
     monkeypatch.setattr(sglang, "DETERMINISTIC_ATTENTION_BACKEND_CHOICES", choices)
-    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.23 has no deterministic attention for a CPU"):
+    with pytest.raises(
+        ConfigError, match=r"SGLang 0\.5\.23 has no deterministic attention for a CPU"
+    ):
         build()
-    with pytest.raises(ConfigError, match=r"attention_backend='torch_native': expected one that is .*: ascend, fa3"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend='torch_native': expected one that is .*: ascend, fa3"
+    ):
         build(sglang=SglangConfig(attention_backend="torch_native"))
 
 
@@ -214,7 +285,9 @@ def test_a_request_that_may_not_fit_is_refused_and_not_cut(build):
     assert engine.context_length == 54
     (whole,) = engine.generate([[1] * 44], [1], Sampling(max_tokens=10, temperature=0.0))
     assert whole.finish_reason is FinishReason.STOP or len(whole.token_ids) == 10
-    with pytest.raises(ConfigError, match=r"max_response_length=11: with a prompt of 44 tokens more than the 54 "):
+    with pytest.raises(
+        ConfigError, match=r"max_response_length=11: with a prompt of 44 tokens more than the 54 "
+    ):
         engine.generate([[1] * 44], [1], Sampling(max_tokens=11))
 
 
@@ -236,9 +309,15 @@ def test_an_engine_on_an_accelerator_gets_what_the_plan_leaves_and_may_sleep(sgl
     half = ModelConfig(path="model", dtype=Dtype.bfloat16)
     card = replace(CARD, memory=80_000, room=20_000)
     planned = server_arguments(half, rollout_of(), card, choices)
-    assert (planned["mem_fraction_static"], planned["base_gpu_id"], planned["device"]) == (0.25, 1, "cuda")
+    assert (planned["mem_fraction_static"], planned["base_gpu_id"], planned["device"]) == (
+        0.25,
+        1,
+        "cuda",
+    )
     assert (planned["enable_memory_saver"], planned["attention_backend"]) == (True, None)
-    own = SglangConfig(mem_fraction_static=0.6, sleep=False, attention_backend="fa3", disable_radix_cache=True)
+    own = SglangConfig(
+        mem_fraction_static=0.6, sleep=False, attention_backend="fa3", disable_radix_cache=True
+    )
     given = server_arguments(half, rollout_of(sglang=own), replace(card, shared_by=2), choices)
     assert (given["mem_fraction_static"], given["enable_memory_saver"]) == (0.3, False)
     assert (given["attention_backend"], given["disable_radix_cache"]) == ("fa3", True)
@@ -249,7 +328,9 @@ def test_weights_go_layer_by_layer_and_the_senders_stay_where_they_are(build, fo
     engine, weights = build(), load_file(folder / "model.safetensors")
     scheduler = engine._engine.scheduler
     engine.load_weights(weights.items(), 1)
-    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in scheduler.loads]
+    layers = [
+        {name.split(".")[2] for name in names if ".layers." in name} for names in scheduler.loads
+    ]
     assert sorted(name for names in scheduler.loads for name in names) == sorted(weights)
     assert all(len(layer) <= 1 for layer in layers)
     assert len(scheduler.loads) < len(weights) / 2
@@ -273,7 +354,9 @@ def test_a_queue_that_fails_leaves_nothing_under_way(build):
         raise KeyError("gone")
 
     lengths = [1, 50, 50]
-    requests = [GenerationRequest([1, 2], seed, Sampling(max_tokens=n)) for seed, n in enumerate(lengths)]
+    requests = [
+        GenerationRequest([1, 2], seed, Sampling(max_tokens=n)) for seed, n in enumerate(lengths)
+    ]
     with pytest.raises(KeyError, match="gone"):
         engine.serve(LocalQueue(requests, fail))
     assert not engine._engine.scheduler.requests
@@ -283,11 +366,16 @@ def test_a_queue_that_fails_leaves_nothing_under_way(build):
 
 def test_a_load_that_fails_half_way_ends_the_engine(build, folder, monkeypatch):
     engine, weights = build(), load_file(folder / "model.safetensors")
-    monkeypatch.setattr(engine._engine, "update_weights_from_tensor", lambda **_: (False, "out of memory"))
+    monkeypatch.setattr(
+        engine._engine, "update_weights_from_tensor", lambda **_: (False, "out of memory")
+    )
     with pytest.raises(RunError, match="SGLang could not load weights: out of memory"):
         engine.load_weights(weights.items(), 1)
     assert not engine.leave_groups()
-    for use in (lambda: engine.generate([[1]], [1], FOUR), lambda: engine.load_weights(weights.items(), 2)):
+    for use in (
+        lambda: engine.generate([[1]], [1], FOUR),
+        lambda: engine.load_weights(weights.items(), 2),
+    ):
         with pytest.raises(RunError, match="cannot be used any more"):
             use()
 
@@ -295,14 +383,38 @@ def test_a_load_that_fails_half_way_ends_the_engine(build, folder, monkeypatch):
 @pytest.mark.parametrize(
     ("reason", "ids", "told", "text"),
     [
-        ({"type": "abort", "message": "Aborted"}, [3], [3], "ended a response otherwise than by its end"),
-        ({"type": "stop", "matched": "NaN happened"}, [3], [3], r"not finite \(weights of version 9\)"),
-        ({"type": "length", "length": 1}, [3], [3], "ended a response after 1 token, which may have 4"),
-        ({"type": "stop", "matched": 3}, [3], [5], "log-probs of other tokens than it sampled, in request 7"),
+        (
+            {"type": "abort", "message": "Aborted"},
+            [3],
+            [3],
+            "ended a response otherwise than by its end",
+        ),
+        (
+            {"type": "stop", "matched": "NaN happened"},
+            [3],
+            [3],
+            r"not finite \(weights of version 9\)",
+        ),
+        (
+            {"type": "length", "length": 1},
+            [3],
+            [3],
+            "ended a response after 1 token, which may have 4",
+        ),
+        (
+            {"type": "stop", "matched": 3},
+            [3],
+            [5],
+            "log-probs of other tokens than it sampled, in request 7",
+        ),
     ],
 )
 def test_what_sglang_reports_otherwise_is_an_error(reason, ids, told, text):
-    meta = {"id": "7", "finish_reason": reason, "output_token_logprobs": [(-0.5, token, None) for token in told]}
+    meta = {
+        "id": "7",
+        "finish_reason": reason,
+        "output_token_logprobs": [(-0.5, token, None) for token in told],
+    }
     with pytest.raises(RunError, match=text):
         read_generation({"output_ids": ids, "meta_info": meta}, GenerationRequest([1], 0, FOUR), 9)
 
@@ -344,7 +456,10 @@ def test_the_plan_counts_a_cache_that_fills_and_weights_that_stay(folder):
         return check_engine(options, ["0"], config).device
 
     assert (planned().fills, planned().share, planned().leaves) == ("KV cache", None, ("KV cache",))
-    assert planned().resting == planned().busy - planned().held["KV cache"] - planned().working["sampler"]
+    assert (
+        planned().resting
+        == planned().busy - planned().held["KV cache"] - planned().working["sampler"]
+    )
     assert planned(sleep=False).leaves == ()
     assert planned(mem_fraction_static=0.3).share == 0.3
 
@@ -381,7 +496,10 @@ def test_nothing_of_sglangs_ends_other_processes_when_this_one_exits(build, monk
 
 def test_it_starts_in_a_daemon_and_the_process_stays_as_it_was(build, monkeypatch):
     monkeypatch.delitem(sys.modules, "sglang.srt.entrypoints.engine")
-    policy, method = asyncio.get_event_loop_policy(), multiprocessing.get_start_method(allow_none=True)
+    policy, method = (
+        asyncio.get_event_loop_policy(),
+        multiprocessing.get_start_method(allow_none=True),
+    )
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     build()
     assert multiprocessing.current_process().daemon is True

@@ -1,7 +1,7 @@
 """An engine of vLLM that sleeps on a card where other workers take memory meanwhile.
 
-vLLM's own code of a sleep runs, that of its executor and of its worker for GPUs. Stand-ins are the allocator and what
-the card says of its free memory.
+vLLM's own code of a sleep runs, that of its executor and of its worker for GPUs. Stand-ins are the
+allocator and what the card says of its free memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One engine for several agents: each samples as an engine of its own would, whoever acted before."""
+"""One engine for several agents: each samples as an engine of its own would, whoever acted
+before.
+"""
 
 import pytest
 
@@ -18,7 +20,11 @@ SAMPLING = Sampling(max_tokens=8)
 KINDS = {
     "transformers": {"engine": Engine.transformers},
     "vllm, merged": {"engine": Engine.vllm, "kv_cache_memory": "64MiB"},
-    "vllm, layers": {"engine": Engine.vllm, "kv_cache_memory": "64MiB", "engine_kwargs": {"enable_lora": True}},
+    "vllm, layers": {
+        "engine": Engine.vllm,
+        "kv_cache_memory": "64MiB",
+        "engine_kwargs": {"enable_lora": True},
+    },
 }
 
 
@@ -31,7 +37,13 @@ def build(folder, device, agent="", base=(), **rollout):
     settings = {"max_rows": 8} | rollout
     model, lora = ModelConfig(path=str(folder)), LoraConfig(rank=2)
     return build_engine(
-        device, Rank(), model=model, rollout=rollout_config(**settings), lora=lora, agent=agent, base=base
+        device,
+        Rank(),
+        model=model,
+        rollout=rollout_config(**settings),
+        lora=lora,
+        agent=agent,
+        base=base,
     )
 
 
@@ -50,7 +62,9 @@ def sampled(engine):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """An engine of one policy samples this: with the folder's weights, and with the adapters of two seeds."""
+    """An engine of one policy samples this: with the folder's weights, and with the adapters of
+    two seeds.
+    """
     engine = build(folder, Device("w"), engine=Engine.transformers)
     found = [sampled(engine)]
     for seed in (1, 2):
@@ -64,7 +78,9 @@ def expected(folder):
 )
 def test_each_agent_samples_with_its_own_adapters_whoever_acted_before(kind, folder, expected):
     if "vllm" in kind:
-        pytest.importorskip("vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it")
+        pytest.importorskip(
+            "vllm", reason="vLLM is not installed: one of the extras cpu and gpu brings it"
+        )
     plain, first, second = expected
     device = Device("w")
     a, b, c = (build(folder, device, agent, AGENTS, **KINDS[kind]) for agent in AGENTS)
@@ -82,7 +98,9 @@ def test_each_agent_samples_with_its_own_adapters_whoever_acted_before(kind, fol
         a.load_adapters(adapters(1), 0.5, 4)
         b.sleep(weights_follow=True)
         assert [sampled(engine) for engine in (b, a)] == [second, first]
-        with pytest.raises(ValueError, match=r"adapters of version 9 do not fit: .*lora_A.weight is missing"):
+        with pytest.raises(
+            ValueError, match=r"adapters of version 9 do not fit: .*lora_A.weight is missing"
+        ):
             a.load_adapters(list(adapters(2))[1:], 1.0, 9)
         assert (a.version, sampled(a)) == (4, first)
         with pytest.raises(TypeError, match="takes adapters alone"):
@@ -99,7 +117,11 @@ def test_an_engine_is_not_put_to_sleep_for_an_agent_that_has_it_as_well(folder):
     a, b = (build(folder, device, agent, ("a", "b"), engine=Engine.transformers) for agent in "ab")
     a.shared.engine.sleep = lambda **told: slept.append(told)
     resources = {"rollout_a": a, "rollout_b": b}
-    Context(step=1, run_seed=0, rank=Rank(), device=device, resource=a, resources=resources).free_device()
+    Context(
+        step=1, run_seed=0, rank=Rank(), device=device, resource=a, resources=resources
+    ).free_device()
     assert not slept
-    Context(step=1, run_seed=0, rank=Rank(), device=device, resource=None, resources=resources).free_device()
+    Context(
+        step=1, run_seed=0, rank=Rank(), device=device, resource=None, resources=resources
+    ).free_device()
     assert slept

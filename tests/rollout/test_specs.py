@@ -39,12 +39,18 @@ def test_importing_the_specs_imports_no_library_that_computes():
         "for name in ENGINES: engine_spec(name)\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 def test_an_engine_is_advised_by_what_it_can_do():
     assert alternatives("sglang", lambda able: able.images) == "rollout.engine=vllm or transformers"
-    assert alternatives("transformers", lambda able: Sampler.exact in able.samplers) == "rollout.engine=vllm"
+    assert (
+        alternatives("transformers", lambda able: Sampler.exact in able.samplers)
+        == "rollout.engine=vllm"
+    )
 
 
 def test_auto_looks_for_an_engine_and_prepares_processes_for_all_that_it_may_take(monkeypatch):
@@ -52,13 +58,19 @@ def test_auto_looks_for_an_engine_and_prepares_processes_for_all_that_it_may_tak
     assert engine_spec("auto").name == "transformers"
     assert process_environment("auto") == process_environment("vllm") != {}
     assert process_environment("transformers") == {}
-    with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs=3: only vLLM reads this, .*auto takes transf"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.vllm.max_num_seqs=3: only vLLM reads this, .*auto takes transf"
+    ):
         check_engine({"rollout": rollout_config(max_num_seqs=3)}, ["0"], Config())
 
 
-@pytest.mark.parametrize("name", ["vlm", "sglan", "my_engine", "my_engine:", ":SPEC", "my_engine:SPEC.more"])
+@pytest.mark.parametrize(
+    "name", ["vlm", "sglan", "my_engine", "my_engine:", ":SPEC", "my_engine:SPEC.more"]
+)
 def test_a_name_that_is_no_engines_is_refused_before_anything_is_imported(name):
-    with pytest.raises(ConfigError, match=rf"rollout\.engine='{name}': expected one of \['transformers', 'vllm'"):
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.engine='{name}': expected one of \['transformers', 'vllm'"
+    ):
         RolloutConfig(engine=name)
     with pytest.raises(ConfigError, match=r"rollout\.engine"):
         engine_spec(name)
@@ -98,8 +110,14 @@ def build_with(rollout):
 @pytest.mark.parametrize(
     ("rollout", "said"),
     [
-        ({"router_replay": True}, r"router_replay=true: the engine of .*:OF_TEXTS records no routes \(EngineSpec\."),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2: the engine of .*:OF_TEXTS is on one worker"),
+        (
+            {"router_replay": True},
+            r"router_replay=true: the engine of .*:OF_TEXTS records no routes \(EngineSpec\.",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            r"tensor_parallel_size=2: the engine of .*:OF_TEXTS is on one worker",
+        ),
     ],
 )
 def test_what_an_engine_of_ones_own_cannot_do_is_refused(rollout, said, monkeypatch):

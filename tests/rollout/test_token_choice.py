@@ -23,7 +23,12 @@ def batch():
     """A processor with a batch of rows that differ in their limits, and the logits of the batch."""
     processor = VllmTokenSampler(None, torch.device("cpu"), False)
     added = [
-        (row, request_params(row, Sampling(max_tokens=9 + row, stop_token_ids=(row,), **way), []), None, [7] * row)
+        (
+            row,
+            request_params(row, Sampling(max_tokens=9 + row, stop_token_ids=(row,), **way), []),
+            None,
+            [7] * row,
+        )
         for row, way in WAYS.items()
     ]
     processor.update_state(BatchUpdate(batch_size=6, removed=[], added=added, moved=[]))
@@ -33,7 +38,10 @@ def batch():
 def chosen(row, logits):
     """Token and log-prob of a row by itself, whose position is its number."""
     sampler = TokenSampler(Sampling(max_tokens=1, **WAYS[row]))
-    return [each.item() for each in sampler(logits[row : row + 1].clone(), np.array([row], dtype=np.uint64), row)]
+    return [
+        each.item()
+        for each in sampler(logits[row : row + 1].clone(), np.array([row], dtype=np.uint64), row)
+    ]
 
 
 def test_each_row_gets_its_token_and_log_prob_and_others_stay(batch):
@@ -65,7 +73,10 @@ def test_rows_that_move_and_leave_take_their_seeds_along(batch):
     expected = chosen(0, logits)[0], chosen(5, logits)[0]
     processor.update_state(
         BatchUpdate(
-            batch_size=5, removed=[1], added=[], moved=[(0, 2, MoveDirectionality.SWAP), (5, 1, "unidirectional")]
+            batch_size=5,
+            removed=[1],
+            added=[],
+            moved=[(0, 2, MoveDirectionality.SWAP), (5, 1, "unidirectional")],
         )
     )
     moved = logits[[2, 5, 0, 3, 4]]

@@ -1,4 +1,6 @@
-"""A prompt reaches the model as its author meant it: special tokens, arguments of the template, an answer begun."""
+"""A prompt reaches the model as its author meant it: special tokens, arguments of the template,
+an answer begun.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from siirl_dask.tasks.tiny_model import tiny_tokenizer
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not "
+    "enable_thinking %}"
     "<think></think>{% endif %}{% endif %}"
 )
 THINKING = "{% if enable_thinking %}on{% else %}off{% endif %}:" + CHAT
@@ -23,7 +26,9 @@ BEGUN = {"role": "assistant", "content": "The sum"}
 
 
 def with_bos(*, end=False):
-    """Return a tokenizer that puts <s> before a text by itself, and with ``end`` its end token after it."""
+    """Return a tokenizer that puts <s> before a text by itself, and with ``end`` its end token
+    after it.
+    """
     tokenizer = tiny_tokenizer(chat_template=CHAT)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -57,7 +62,10 @@ def shown(tokenizer, prompt, **options):
 def test_a_text_has_the_special_tokens_of_its_tokenizer(adds, text, expected):
     tokenizer = wrapped(with_bos(), add_special_tokens=adds)
     assert shown(tokenizer, text) == expected
-    assert tokenizer.lengths([text, "x" * 5]) == [len(tokenizer.encode(text)), len(tokenizer.encode("x" * 5))]
+    assert tokenizer.lengths([text, "x" * 5]) == [
+        len(tokenizer.encode(text)),
+        len(tokenizer.encode("x" * 5)),
+    ]
 
 
 def test_what_goes_on_with_a_text_and_what_a_template_writes_has_none():
@@ -81,18 +89,25 @@ def test_special_tokens_around_texts_are_said():
     said = f"model.add_special_tokens=auto: prompts that are texts get {own}"
     assert wrapped(ends).special_tokens_note == said
     assert (
-        "false: prompts that are texts do not get" in wrapped(with_bos(), add_special_tokens=False).special_tokens_note
+        "false: prompts that are texts do not get"
+        in wrapped(with_bos(), add_special_tokens=False).special_tokens_note
     )
 
 
 def test_arguments_of_the_template_reach_prompts_turns_and_lengths():
     plain = tiny_tokenizer(chat_template=THINKING)
-    on, off = wrapped(plain, template={"enable_thinking": True}), wrapped(plain, template={"enable_thinking": False})
+    on, off = (
+        wrapped(plain, template={"enable_thinking": True}),
+        wrapped(plain, template={"enable_thinking": False}),
+    )
     assert shown(on, [USER]) == "on:<|user|>2+2?<|stop|><|assistant|>"
     assert shown(off, [USER]) == "off:<|user|>2+2?<|stop|><|assistant|><think></think>"
     assert off.lengths([[USER]]) == [len(off.encode([USER]))]
     ids = off.after_turn([USER], [USER], (), off.encode_more("x")[0])
-    assert off.decode(ids, skip_special=False) == "<|stop|><|user|>2+2?<|stop|><|assistant|><think></think>"
+    assert (
+        off.decode(ids, skip_special=False)
+        == "<|stop|><|user|>2+2?<|stop|><|assistant|><think></think>"
+    )
     ids = ChatTurns(plain, "model", {"enable_thinking": True}).after_turn([USER], [USER], (), 5)
     assert "<think>" not in on.decode(ids, skip_special=False)
     assert len({one.identity for one in (on, off, wrapped(plain))}) == 3
@@ -101,7 +116,11 @@ def test_arguments_of_the_template_reach_prompts_turns_and_lengths():
 @pytest.mark.parametrize(
     ("template", "chat", "said"),
     [
-        ({"enable_thinkin": True}, THINKING, "does not read 'enable_thinkin'; did you mean 'enable_thinking'?"),
+        (
+            {"enable_thinkin": True},
+            THINKING,
+            "does not read 'enable_thinkin'; did you mean 'enable_thinking'?",
+        ),
         ({"enable_thinking": True}, None, "the tokenizer of 'model' has no chat template"),
     ],
 )
@@ -111,7 +130,9 @@ def test_an_argument_that_no_template_reads_is_refused(template, chat, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["tools", "add_generation_prompt", "tokenize", "continue_final_message"])
+@pytest.mark.parametrize(
+    "name", ["tools", "add_generation_prompt", "tokenize", "continue_final_message"]
+)
 def test_an_argument_that_each_prompt_gives_is_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is given for each prompt"):
         ModelConfig(path="m", template={name: True})
@@ -125,11 +146,17 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_with_its_cure():
 
 def test_the_model_goes_on_with_an_answer_that_is_begun():
     tokenizer = wrapped(tiny_tokenizer(chat_template=CHAT))
-    assert shown(tokenizer, [USER, BEGUN], continue_answer=True) == "<|user|>2+2?<|stop|><|assistant|>The sum"
+    assert (
+        shown(tokenizer, [USER, BEGUN], continue_answer=True)
+        == "<|user|>2+2?<|stop|><|assistant|>The sum"
+    )
     assert tokenizer.encode([USER], continue_answer=True) == tokenizer.encode([USER])
     assert tokenizer.encode("ab", continue_answer=True) == tokenizer.encode("ab")
     lengths = tokenizer.lengths([[USER], [USER, BEGUN], [USER]])
-    assert lengths == [len(tokenizer.encode(chat, continue_answer=True)) for chat in ([USER], [USER, BEGUN], [USER])]
+    assert lengths == [
+        len(tokenizer.encode(chat, continue_answer=True))
+        for chat in ([USER], [USER, BEGUN], [USER])
+    ]
 
 
 def test_tags_that_are_special_tokens_stay_in_a_response_and_its_end_does_not():
@@ -139,14 +166,23 @@ def test_tags_that_are_special_tokens_stay_in_a_response_and_its_end_does_not():
     tokenizer = wrapped(plain, generation=GenerationConfig(eos_token_id=[eom]))
     ids = [*tokenizer.encode("<think>two</think>4"), eom, plain.eos_token_id]
     assert tokenizer.decode(ids, skip_special=True) == "<think>two</think>4"
-    assert tokenizer.decode(ids, skip_special=False) == f"<think>two</think>4<|eom|>{plain.eos_token}"
+    assert (
+        tokenizer.decode(ids, skip_special=False) == f"<think>two</think>4<|eom|>{plain.eos_token}"
+    )
     assert tokenizer.end_tokens == {eom, plain.eos_token_id}
 
 
 def test_the_end_of_a_turn_of_the_chat_template_is_no_text_of_a_response():
     plain = tiny_tokenizer(chat_template=CHAT)
-    plain.add_special_tokens({"additional_special_tokens": ["<|stop|>", "<|assistant|>", "<think>"]})
+    plain.add_special_tokens(
+        {"additional_special_tokens": ["<|stop|>", "<|assistant|>", "<think>"]}
+    )
     tokenizer = wrapped(plain)
     ids = tokenizer.encode_more("<think>4<|stop|><|assistant|>")
     assert tokenizer.decode(ids, skip_special=True) == "<think>4<|assistant|>"
-    assert wrapped(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")).decode([], skip_special=True) == ""
+    assert (
+        wrapped(tiny_tokenizer(chat_template="{{ raise_exception('no') }}")).decode(
+            [], skip_special=True
+        )
+        == ""
+    )

@@ -63,7 +63,9 @@ def test_features_that_are_too_many_to_keep_are_dropped(tmp_path, monkeypatch):
         assert len(reader._known) == len({image.key for image in request.images})
     again = serve(engine, requests)
     assert [sample.token_ids for sample in again] == [sample.token_ids for sample in expected]
-    for sample, other in zip(again, expected, strict=True):  # images beside each other may change the last digit
+    for sample, other in zip(
+        again, expected, strict=True
+    ):  # images beside each other may change the last digit
         assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
@@ -73,7 +75,9 @@ def test_an_engine_without_images_generates_from_texts_alone(tmp_path):
     processor = ImageProcessor.load(str(folder), ImagesConfig(column="images"))
     text, picture = image_requests(folder, processor, 2, Sampling(max_tokens=4))
     plain, seeing = (
-        build_engine(Device("w0"), Rank(), model=model, rollout=rollout, images=ImagesConfig(column=column))
+        build_engine(
+            Device("w0"), Rank(), model=model, rollout=rollout, images=ImagesConfig(column=column)
+        )
         for column in (None, "images")
     )
     assert plain.processor is None
@@ -95,8 +99,13 @@ def test_a_text_model_is_refused_for_images_before_the_start_and_when_it_is_buil
     assert serve(engine, [GenerationRequest([1], 0, Sampling(max_tokens=1))])
 
 
-def test_an_engine_that_would_take_the_places_of_images_for_text_is_refused_before_the_start(tmp_path):
-    options = {"model": ModelConfig(path=str(tiny_vlm(tmp_path / "model"))), "rollout": rollout_config()}
+def test_an_engine_that_would_take_the_places_of_images_for_text_is_refused_before_the_start(
+    tmp_path,
+):
+    options = {
+        "model": ModelConfig(path=str(tiny_vlm(tmp_path / "model"))),
+        "rollout": rollout_config(),
+    }
     run = Config(images=ImagesConfig(column="images"))
     with pytest.raises(ConfigError, match=r"is given no images.* give it images: \$\{images\}"):
         check_engine(options, ["w0"], run)

@@ -1,4 +1,6 @@
-"""Adapters in vLLM: its layers, and merged weights, both agree with the trainer that learned them."""
+"""Adapters in vLLM: its layers, and merged weights, both agree with the trainer that learned
+them.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,14 @@ def trained(folder, rank, targets=(), updates=3):
     """A policy whose adapters have learned something."""
     settings = trainer_config(lr=3e-2, lora_rank=rank, lora_alpha=8.0, lora_targets=list(targets))
     model = ModelConfig(path=str(folder))
-    trainer = build_trainer(Device("w"), Rank(), model=model, trainer=settings, rollout=RolloutConfig())
+    trainer = build_trainer(
+        Device("w"), Rank(), model=model, trainer=settings, rollout=RolloutConfig()
+    )
     for _ in range(updates):
         logprobs = trainer.logprobs(ROWS).logprobs
-        batch = TrainBatch(rows=ROWS, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(ROWS))
+        batch = TrainBatch(
+            rows=ROWS, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(ROWS)
+        )
         trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
     return trainer, settings.lora
 
@@ -49,12 +55,16 @@ def assert_agrees(engine, trainer):
     """Engine and trainer give the tokens that the engine draws the same log-probs."""
     samples = engine.generate(PROMPTS, range(len(PROMPTS)), SAMPLING)
     given = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-    assert_close(given, trainer.logprobs(pack_samples(PROMPTS, samples)).logprobs, atol=1e-4, rtol=0)
+    assert_close(
+        given, trainer.logprobs(pack_samples(PROMPTS, samples)).logprobs, atol=1e-4, rtol=0
+    )
     return samples
 
 
 def assert_takes_adapters(engine, folder):
-    """Adapters of any rank and for any layers change what is sampled at once, and leave nothing behind."""
+    """Adapters of any rank and for any layers change what is sampled at once, and leave nothing
+    behind.
+    """
     plain = TransformersEngine(ModelConfig(path=str(folder)))
     before = engine.generate(PROMPTS, range(len(PROMPTS)), SAMPLING)
     for version, (rank, targets) in enumerate([(3, ()), (2, ("q_proj", "down_proj")), (3, ())], 1):
@@ -66,7 +76,9 @@ def assert_takes_adapters(engine, folder):
         assert samples != before
         expected = plain.generate(PROMPTS, range(len(PROMPTS)), SAMPLING)
         assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in expected]
-    with pytest.raises(ValueError, match=r"adapters of version 9 do not fit: .*lora_A.weight is missing"):
+    with pytest.raises(
+        ValueError, match=r"adapters of version 9 do not fit: .*lora_A.weight is missing"
+    ):
         engine.load_adapters(list(trainer.adapters())[1:], 1.0, 9)
     assert engine.generate(PROMPTS, range(len(PROMPTS)), SAMPLING) == samples
 
@@ -77,12 +89,16 @@ def test_engine_and_trainer_agree_on_adapters_in_layers(tmp_path, caplog):
     folder = tiny_model(tmp_path / "model", seed=1)
     rollout = rollout_config(engine=Engine.vllm, max_rows=8, kv_cache_memory="64MiB", **LAYERS)
     with caplog.at_level("INFO", "siirl_dask.rollout"):
-        engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"), lora=LoraConfig(rank=3))
+        engine = VllmEngine(
+            ModelConfig(path=str(folder)), rollout, Device("w"), lora=LoraConfig(rank=3)
+        )
     assert "vLLM computes with adapters in layers of its own" in caplog.text
     try:
         assert_takes_adapters(engine, folder)
         unheard_of = {"model.router.weight": Adapter(torch.zeros(2, 4), torch.zeros(4, 2))}
-        with pytest.raises(ConfigError, match=r"vLLM has no adapters for \['model.router'\]: .*enable_lora=false"):
+        with pytest.raises(
+            ConfigError, match=r"vLLM has no adapters for \['model.router'\]: .*enable_lora=false"
+        ):
             engine._llm.apply_model(partial(put_adapters, adapters=unheard_of, scaling=1.0))
     finally:
         engine.close()
@@ -91,7 +107,9 @@ def test_engine_and_trainer_agree_on_adapters_in_layers(tmp_path, caplog):
 def arguments(dtype=Dtype.bfloat16, kind=DeviceKind.CUDA, rank=9, **rollout):
     model = ModelConfig(path="model", dtype=dtype)
     device, ranks = Device("w", kind, 0, "card"), EngineRanks(Rank(), 1)
-    return llm_arguments(model, rollout_config(engine=Engine.vllm, **rollout), device, ranks, LoraConfig(rank=rank))
+    return llm_arguments(
+        model, rollout_config(engine=Engine.vllm, **rollout), device, ranks, LoraConfig(rank=rank)
+    )
 
 
 def test_vllm_gets_layers_where_its_kernels_can_compute_them():
@@ -104,6 +122,10 @@ def test_vllm_gets_layers_where_its_kernels_can_compute_them():
         {"engine_kwargs": {"enable_lora": False}},
     ):  # fmt: skip
         assert not arguments(**others).get("enable_lora"), others
-    assert arguments(kind=DeviceKind.CPU, engine_kwargs={"enable_lora": True})["max_lora_rank"] == 16
-    with pytest.raises(ConfigError, match=r"trainer\.lora\.rank=513: vLLM has layers for adapters of at most 512"):
+    assert (
+        arguments(kind=DeviceKind.CPU, engine_kwargs={"enable_lora": True})["max_lora_rank"] == 16
+    )
+    with pytest.raises(
+        ConfigError, match=r"trainer\.lora\.rank=513: vLLM has layers for adapters of at most 512"
+    ):
         arguments(rank=513, engine_kwargs={"enable_lora": True})

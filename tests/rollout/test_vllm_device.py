@@ -1,4 +1,6 @@
-"""Tests of how vLLM is called on an accelerator, without one: a stand-in for ``vllm.LLM`` records the calls."""
+"""Tests of how vLLM is called on an accelerator, without one: a stand-in for ``vllm.LLM``
+records the calls.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,44 @@ MODEL = ModelConfig(path="model", dtype=Dtype.bfloat16)
 
 
 def settings_on(device, **rollout):
-    return llm_arguments(MODEL, rollout_config(engine=Engine.vllm, **rollout), device, EngineRanks(Rank(), 1))
+    return llm_arguments(
+        MODEL, rollout_config(engine=Engine.vllm, **rollout), device, EngineRanks(Rank(), 1)
+    )
 
 
 @pytest.mark.parametrize("kind", [DeviceKind.CUDA, DeviceKind.NPU])
 def test_an_accelerator_allows_sleep_graphs_and_a_share_of_memory(kind):
     alone = settings_on(Device("w", kind, 0, "card"))
-    assert (alone["dtype"], alone["enable_sleep_mode"], alone["enforce_eager"]) == ("bfloat16", True, False)
+    assert (alone["dtype"], alone["enable_sleep_mode"], alone["enforce_eager"]) == (
+        "bfloat16",
+        True,
+        False,
+    )
     assert (alone["gpu_memory_utilization"], alone["kv_cache_memory_bytes"]) == (0.9, None)
     assert "distributed_executor_backend" not in alone
     shared = settings_on(Device("w", kind, 0, "card", 4), gpu_memory_utilization=0.8, sleep_level=0)
     assert (shared["gpu_memory_utilization"], shared["enable_sleep_mode"]) == (0.2, False)
     planned = Device("w", kind, 0, "card", 1, 80 * 10**9, room=50 * 10**9, fill=30 * 10**9)
     derived = settings_on(planned)
-    assert (derived["gpu_memory_utilization"], derived["kv_cache_memory_bytes"]) == (0.625, None), "vLLM measures"
+    assert (derived["gpu_memory_utilization"], derived["kv_cache_memory_bytes"]) == (0.625, None), (
+        "vLLM measures"
+    )
     assert settings_on(planned, gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
     half = settings_on(replace(planned, shared_by=2))
     assert (half["gpu_memory_utilization"], half["kv_cache_memory_bytes"]) == (0.625, 30 * 10**9)
-    assert settings_on(replace(planned, shared_by=2), kv_cache_memory="1GiB")["kv_cache_memory_bytes"] == 2**30
+    assert (
+        settings_on(replace(planned, shared_by=2), kv_cache_memory="1GiB")["kv_cache_memory_bytes"]
+        == 2**30
+    )
 
 
 def test_a_cpu_allows_neither_sleep_nor_graphs():
     given = settings_on(Device("w"))
-    assert (given["enable_sleep_mode"], given["enforce_eager"], given["kv_cache_memory_bytes"]) == (False, True, 2**30)
+    assert (given["enable_sleep_mode"], given["enforce_eager"], given["kv_cache_memory_bytes"]) == (
+        False,
+        True,
+        2**30,
+    )
 
 
 def test_a_single_rank_runs_on_a_device_other_than_the_first():
@@ -65,11 +82,17 @@ def test_a_single_rank_runs_on_a_device_other_than_the_first():
     assert method != made._distributed_args()[0], "two engines of a machine would meet in one place"
 
 
-@pytest.mark.parametrize(("cards", "pci"), [(("a", "a"), ("", "")), (("MIG-a", "MIG-b"), ("h/3b", "h/3b"))])
-def test_an_engine_of_two_ranks_is_refused_on_one_gpu_and_on_two_slices_of_one(monkeypatch, cards, pci):
+@pytest.mark.parametrize(
+    ("cards", "pci"), [(("a", "a"), ("", "")), (("MIG-a", "MIG-b"), ("h/3b", "h/3b"))]
+)
+def test_an_engine_of_two_ranks_is_refused_on_one_gpu_and_on_two_slices_of_one(
+    monkeypatch, cards, pci
+):
     ranks = EngineRanks(Rank(), 1)
     ranks.size = 2
-    devices = [Device("w", DeviceKind.CUDA, 0, card, pci=at) for card, at in zip(cards, pci, strict=True)]
+    devices = [
+        Device("w", DeviceKind.CUDA, 0, card, pci=at) for card, at in zip(cards, pci, strict=True)
+    ]
     monkeypatch.setattr(ranks, "gather", lambda own: [own, devices[1].gpu.encode()])
     with pytest.raises(ConfigError, match="two workers of an engine share the device"):
         ranks.check_devices(devices[0])
@@ -153,7 +176,9 @@ def test_weights_that_no_others_follow_are_kept_whatever_was_loaded_before(folde
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_wake_to_be_loaded_and_the_cache_to_generate(folder, level):
-    """The trainer gives its weights while it still holds them: a cache that fills the rest would not fit beside it."""
+    """The trainer gives its weights while it still holds them: a cache that fills the rest would
+    not fit beside it.
+    """
     engine, weights, reload = recorded(folder, sleep_level=level)
     for version in (1, 2):  # also before any were loaded
         engine.sleep(weights_follow=True)
@@ -179,23 +204,36 @@ def test_it_sleeps_again_between_a_load_and_the_next_generation(folder):
 def test_freed_weights_are_never_sampled_from(folder):
     engine, weights, _ = recorded(folder)
     engine.sleep(weights_follow=True)
-    with pytest.raises(RunError, match=r"let go of its weights .* or give rollout\.vllm\.sleep_level=1"):
+    with pytest.raises(
+        RunError, match=r"let go of its weights .* or give rollout\.vllm\.sleep_level=1"
+    ):
         generate(engine)
     engine.load_weights(weights.items(), 1)
     generate(engine)
 
 
-def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_request(folder, monkeypatch):
-    """Nobody loads the folder's weights again where adapters alone come: at level 2 they would be lost."""
+def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_request(
+    folder, monkeypatch
+):
+    """Nobody loads the folder's weights again where adapters alone come: at level 2 they would
+    be lost.
+    """
     model, put = ModelConfig(path=str(folder), dtype=Dtype.bfloat16), []
     rollout = rollout_config(engine=Engine.vllm)
-    engine = Recorded(model, rollout, Device("w", DeviceKind.CUDA), lora=LoraConfig(rank=2, alpha=4))
+    engine = Recorded(
+        model, rollout, Device("w", DeviceKind.CUDA), lora=LoraConfig(rank=2, alpha=4)
+    )
     where = "siirl_dask.rollout.vllm_engine.adapter_layers.put_adapters"
     monkeypatch.setattr(where, lambda model, **given: put.append(given))
     engine._llm.llm_engine.add_request = lambda *args, lora_request: put.append(lora_request)
-    name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj" in name)
+    name, shape = next(
+        (name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj" in name
+    )
     layer = name.removesuffix(".weight")
-    adapters = {f"{layer}.lora_A.weight": torch.ones(2, shape[1]), f"{layer}.lora_B.weight": torch.ones(shape[0], 2)}
+    adapters = {
+        f"{layer}.lora_A.weight": torch.ones(2, shape[1]),
+        f"{layer}.lora_B.weight": torch.ones(shape[0], 2),
+    }
     queue = LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))] * 2)
     engine._admit(LocalQueue([GenerationRequest([1], 0, Sampling(max_tokens=1))]), {})
     engine.sleep(weights_follow=True)
@@ -209,7 +247,9 @@ def test_adapters_wake_the_weights_that_the_host_kept_and_are_named_in_each_requ
 
 
 class Forgetful:
-    """vLLM, with a sleep of level 2 as an accelerator's allocator has it: what was in the model's memory is gone."""
+    """vLLM, with a sleep of level 2 as an accelerator's allocator has it: what was in the
+    model's memory is gone.
+    """
 
     def __init__(self, llm):
         self._llm = llm
@@ -230,7 +270,9 @@ def forget(model):
 
 
 def test_new_weights_after_level_2_bring_back_everything_that_a_model_needs(folder):
-    """No weights have anything of buffers such as rotary embeddings, nor of tensors that are plain attributes."""
+    """No weights have anything of buffers such as rotary embeddings, nor of tensors that are
+    plain attributes.
+    """
     rows, sampling = ([[1, 2], [3, 4, 5]], [1, 2]), Sampling(max_tokens=6)
     rollout = rollout_config(engine=Engine.vllm, max_rows=4, kv_cache_memory="64MiB")
     engine = VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w"))

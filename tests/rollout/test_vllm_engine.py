@@ -30,7 +30,9 @@ SWEEP = pytest.mark.sweep
 
 
 def rollout_of(**settings):
-    return rollout_config(**{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings})
+    return rollout_config(
+        **{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings}
+    )
 
 
 @contextmanager
@@ -59,7 +61,9 @@ class TestVllmEngine(EngineTests):
             Sampling(max_tokens=12, temperature=0.0),
             Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01),
         ):
-            given, wanted = (one.generate(PROMPTS, range(100, 106), sampling) for one in (engine, expected))
+            given, wanted = (
+                one.generate(PROMPTS, range(100, 106), sampling) for one in (engine, expected)
+            )
             assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
 
     def test_a_tied_head_may_arrive_under_either_name(self, engine, folder):
@@ -70,7 +74,10 @@ class TestVllmEngine(EngineTests):
         assert engine.generate(PROMPTS, range(6), Sampling(max_tokens=4)) == before
 
     def test_weights_that_are_not_finite_are_not_sampled_from(self, engine, folder):
-        weights = {name: weight * float("nan") for name, weight in load_file(folder / "model.safetensors").items()}
+        weights = {
+            name: weight * float("nan")
+            for name, weight in load_file(folder / "model.safetensors").items()
+        }
         engine.load_weights(weights.items(), 5)
         for temperature in (0.0, 1.0):
             with pytest.raises(RunError, match="version 5"):
@@ -99,24 +106,40 @@ def test_logprobs_equal_the_trainers_for_each_family(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_oss", "mixtral", *(pytest.param(name, marks=SWEEP) for name in ("glm4_moe", "gemma2", "granite"))]
+    "name",
+    [
+        "gpt_oss",
+        "mixtral",
+        *(pytest.param(name, marks=SWEEP) for name in ("glm4_moe", "gemma2", "granite")),
+    ],
 )
 def test_logprobs_equal_the_trainers_after_updates_where_files_have_other_names_or_vllm_other_loaders(
     tmp_path, name, monkeypatch
 ):
-    """Experts apart in files and together in the trainer; sinks and biases; biases that are buffers; soft caps."""
-    monkeypatch.setitem(families.SIZES, "hidden_size", 128)  # vLLM has no kernels for smaller heads on a CPU
+    """Experts apart in files and together in the trainer; sinks and biases; biases that are
+    buffers; soft caps.
+    """
+    monkeypatch.setitem(
+        families.SIZES, "hidden_size", 128
+    )  # vLLM has no kernels for smaller heads on a CPU
     settings = {
-        key: 64 if key == "moe_intermediate_size" else value for key, value in families.FAMILIES[name].settings.items()
+        key: 64 if key == "moe_intermediate_size" else value
+        for key, value in families.FAMILIES[name].settings.items()
     }
-    monkeypatch.setitem(families.FAMILIES, name, replace(families.FAMILIES[name], settings=settings | {"head_dim": 32}))
+    monkeypatch.setitem(
+        families.FAMILIES,
+        name,
+        replace(families.FAMILIES[name], settings=settings | {"head_dim": 32}),
+    )
     families.written(tmp_path, name)
     with running(tmp_path) as engine:
         assert_agrees_with_trainer(engine, tmp_path, after=(0, 1))
 
 
 def test_weights_that_vllm_leaves_as_they_were_end_the_run_by_name(folder, monkeypatch):
-    """A loader that copies into a parameter itself does so into a tensor without memory, and vLLM only warns."""
+    """A loader that copies into a parameter itself does so into a tensor without memory, and
+    vLLM only warns.
+    """
     weights = load_file(folder / "model.safetensors")
     with running(folder) as engine:
         monkeypatch.setattr(NewWeights, "__iter__", without_mlp)
@@ -127,7 +150,11 @@ def test_weights_that_vllm_leaves_as_they_were_end_the_run_by_name(folder, monke
 
 
 def without_mlp(weights):
-    return ((name, tensor) for name, tensor in weights._weights if "gate_proj" not in name and "up_proj" not in name)
+    return (
+        (name, tensor)
+        for name, tensor in weights._weights
+        if "gate_proj" not in name and "up_proj" not in name
+    )
 
 
 def test_preempted_rows_get_the_same_tokens_and_a_full_cache_is_told(folder):
@@ -156,30 +183,51 @@ def test_vllms_own_sampler_reports_the_log_probs_that_are_trained(folder):
         engine.serve(queue)
         first, again, later = (sample.token_ids for sample in queue.results())
         assert first == again != later
-        with pytest.raises(ConfigError, match=r"sampler=vllm: a request asks for temperature=0[.]7, top_p=0[.]9"):
+        with pytest.raises(
+            ConfigError, match=r"sampler=vllm: a request asks for temperature=0[.]7, top_p=0[.]9"
+        ):
             engine.generate(PROMPTS, range(6), replace(sampling, top_p=0.9))
         assert_agrees_with_trainer(engine, folder, after=(0, 1))
 
 
 def test_calls_may_differ_in_sampling_parameters(folder):
-    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "engine_kwargs": {"max_model_len": 400, "seed": 7}}
+    settings = {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 64,
+        "engine_kwargs": {"max_model_len": 400, "seed": 7},
+    }
     plain = TransformersEngine(ModelConfig(path=str(folder)))
     with running(folder, **settings) as engine:
         for seed in (1, 2):
             for sampling in (Sampling(max_tokens=5), Sampling(max_tokens=3, temperature=0.2)):
-                given, wanted = (one.generate(PROMPTS, [seed] * 6, sampling) for one in (engine, plain))
-                assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
-        with pytest.raises(ConfigError, match=r"rollout\.max_response_length=200: with a prompt of 260 .* the 400 "):
+                given, wanted = (
+                    one.generate(PROMPTS, [seed] * 6, sampling) for one in (engine, plain)
+                )
+                assert [sample.token_ids for sample in given] == [
+                    sample.token_ids for sample in wanted
+                ]
+        with pytest.raises(
+            ConfigError, match=r"rollout\.max_response_length=200: with a prompt of 260 .* the 400 "
+        ):
             engine.generate(PROMPTS, range(6), Sampling(max_tokens=200))
 
 
 def test_auto_takes_vllm_and_the_process_stays_as_it_was(folder, caplog):
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-    with caplog.at_level("INFO", "siirl_dask.rollout"), running(folder, engine=Engine.auto) as engine:
+    with (
+        caplog.at_level("INFO", "siirl_dask.rollout"),
+        running(folder, engine=Engine.auto) as engine,
+    ):
         engine.generate([[1, 2]], [3], Sampling(max_tokens=2))
-        engine.load_weights(TransformersEngine(ModelConfig(path=str(folder)))._model.named_parameters(), 1)
-    assert [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()] == states
+        engine.load_weights(
+            TransformersEngine(ModelConfig(path=str(folder)))._model.named_parameters(), 1
+        )
+    assert [
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ] == states
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
     assert not torch.distributed.is_initialized()
     assert "rollout.engine=auto takes vllm" in caplog.text
@@ -191,7 +239,9 @@ def test_bfloat16_generates_and_takes_float32_weights(folder):
     exact = TransformersEngine(ModelConfig(path=str(folder)))
     with running(folder, Dtype.bfloat16) as engine:
         engine.load_weights(load_file(folder / "model.safetensors").items(), 1)
-        given, expected = (one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact))
+        given, expected = (
+            one.generate([[1, 2, 3]], [0], greedy)[0].logprobs[0] for one in (engine, exact)
+        )
     assert given == pytest.approx(expected, abs=0.07)
 
 
@@ -203,7 +253,9 @@ def test_a_float32_head_gives_products_in_float32_before_and_after_new_weights(f
     with running(folder, Dtype.bfloat16, float32_head=True) as engine:
         for expected in (head, 2 * head):
             (logits,) = engine._llm.apply_model(lambda model: model.compute_logits(states))
-            torch.testing.assert_close(logits, states.float() @ expected.bfloat16().float().T, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                logits, states.float() @ expected.bfloat16().float().T, atol=1e-5, rtol=1e-5
+            )
             engine.load_weights([(name, 2 * weight) for name, weight in weights.items()], 1)
 
 
@@ -213,7 +265,13 @@ def test_of_the_generation_config_only_end_tokens_count(tmp_path, folder):
     file = meddling / "generation_config.json"
     settings = json.loads(file.read_text())
     end = settings["eos_token_id"]
-    meddled = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 9.0, "min_new_tokens": 5}
+    meddled = {
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_k": 1,
+        "repetition_penalty": 9.0,
+        "min_new_tokens": 5,
+    }
     file.write_text(json.dumps(settings | meddled | {"eos_token_id": [end, *range(100)]}))
     rows, sampling = ([[1, 2]] * 32, range(32)), Sampling(max_tokens=30)
     free = TransformersEngine(ModelConfig(path=str(folder))).generate(*rows, sampling)
@@ -243,7 +301,9 @@ def test_a_second_engine_is_refused_until_the_first_is_gone(folder):
     assert first.generate([[1]], [1], Sampling(max_tokens=1))
     del first
     said = []
-    second = VllmEngine(model, rollout, replace(DEVICE, stage=lambda name: nullcontext(said.append(name))))
+    second = VllmEngine(
+        model, rollout, replace(DEVICE, stage=lambda name: nullcontext(said.append(name)))
+    )
     assert said == [
         "vLLM loads the weights",
         "vLLM compiles the model and measures its memory",

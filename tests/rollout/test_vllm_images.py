@@ -29,8 +29,12 @@ from tests.settings import rollout_config
 
 
 def vllm_engine(folder, processor, lora=None, **settings):
-    rollout = rollout_config(**{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings})
-    return VllmEngine(ModelConfig(path=str(folder)), rollout, Device("w0"), lora=lora, processor=processor)
+    rollout = rollout_config(
+        **{"engine": Engine.vllm, "max_rows": 50, "kv_cache_memory": "64MiB", **settings}
+    )
+    return VllmEngine(
+        ModelConfig(path=str(folder)), rollout, Device("w0"), lora=lora, processor=processor
+    )
 
 
 class _WithImages(ImageEngineTests):
@@ -44,7 +48,14 @@ class _WithImages(ImageEngineTests):
         given, wanted = (serve(one, requests) for one in (engine, expected))
         assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
         pairs = zip(given, wanted, strict=True)
-        assert max(abs(a - b) for one, two in pairs for a, b in zip(one.logprobs, two.logprobs, strict=True)) < 1e-5
+        assert (
+            max(
+                abs(a - b)
+                for one, two in pairs
+                for a, b in zip(one.logprobs, two.logprobs, strict=True)
+            )
+            < 1e-5
+        )
 
 
 @pytest.mark.slow
@@ -72,7 +83,9 @@ def test_a_model_that_could_see_images_generates_from_texts_alone(folder):
     engine = vllm_engine(folder, None)
     try:
         texts = [request for request in requests if not request.images]
-        given, wanted = (serve(one, texts) for one in (engine, TransformersEngine(ModelConfig(path=str(folder)))))
+        given, wanted = (
+            serve(one, texts) for one in (engine, TransformersEngine(ModelConfig(path=str(folder))))
+        )
         assert [sample.token_ids for sample in given] == [sample.token_ids for sample in wanted]
         with pytest.raises(ConfigError, match=r"shows 1 image.* set images\.column"):
             serve(engine, requests[1:2])
@@ -87,15 +100,24 @@ def test_vllms_own_layers_take_adapters_of_the_decoder_and_no_others(folder):
     lora, numbers = LoraConfig(rank=2, alpha=1), torch.Generator().manual_seed(7)
     engine = vllm_engine(folder, processor, lora, engine_kwargs={"enable_lora": True})
     try:
-        for end, taken in (("0.self_attn.q_proj.weight", True), ("blocks.0.attn.proj.weight", False)):
+        for end, taken in (
+            ("0.self_attn.q_proj.weight", True),
+            ("blocks.0.attn.proj.weight", False),
+        ):
             model, adapters = load_image_model(folder), {}
             (name,) = (name for name, _ in model.named_parameters() if name.endswith(end))
             weight, layer = model.get_parameter(name), name.removesuffix(WEIGHT)
-            a, b = (torch.randn(size, generator=numbers) * 0.3 for size in ((2, weight.shape[1]), (len(weight), 2)))
+            a, b = (
+                torch.randn(size, generator=numbers) * 0.3
+                for size in ((2, weight.shape[1]), (len(weight), 2))
+            )
             adapters = {layer + A: a, layer + B: b}
             weight.data += 0.5 * b @ a
             if not taken:
-                with pytest.raises(ConfigError, match=r"vLLM has no adapters for \['visual\.blocks\.0\.attn\.proj'\]"):
+                with pytest.raises(
+                    ConfigError,
+                    match=r"vLLM has no adapters for \['visual\.blocks\.0\.attn\.proj'\]",
+                ):
                     engine.load_adapters(adapters.items(), 0.5, 2)
                 continue
             engine.load_adapters(adapters.items(), 0.5, 1)
@@ -107,7 +129,12 @@ def test_vllms_own_layers_take_adapters_of_the_decoder_and_no_others(folder):
         gc.collect()
 
 
-@pytest.mark.parametrize(("targets", "merged"), [([], False), (["q_proj"], False), (["visual"], True)])
+@pytest.mark.parametrize(
+    ("targets", "merged"), [([], False), (["q_proj"], False), (["visual"], True)]
+)
 def test_adapters_in_the_tower_are_merged_on_an_accelerator(targets, merged):
     lora = LoraConfig(rank=8, targets=targets)
-    assert takes_layers(Dtype.bfloat16, rollout_config(engine=Engine.vllm), lora, on_cpu=False) is not merged
+    assert (
+        takes_layers(Dtype.bfloat16, rollout_config(engine=Engine.vllm), lora, on_cpu=False)
+        is not merged
+    )

@@ -55,6 +55,8 @@ def test_log_probs_are_the_trainers_whether_rows_are_long_or_short(phi, longest,
         engine.close()
     assert {len(sample.token_ids) for sample in samples} == {response}
     sampled = torch.tensor([logprob for sample in samples for logprob in sample.logprobs])
-    trainer = build_trainer(Device("w0"), Rank(), model=model, trainer=TrainerConfig(), rollout=rollout)
+    trainer = build_trainer(
+        Device("w0"), Rank(), model=model, trainer=TrainerConfig(), rollout=rollout
+    )
     trained = trainer.logprobs(pack_samples(PROMPTS, samples)).logprobs
     torch.testing.assert_close(sampled, trained, atol=1e-4, rtol=0)

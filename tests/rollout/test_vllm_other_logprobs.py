@@ -1,4 +1,6 @@
-"""Models of which vLLM computes other log-probs than the trainer are refused, and it still does compute others."""
+"""Models of which vLLM computes other log-probs than the trainer are refused, and it still does
+compute others.
+"""
 
 import json
 from dataclasses import replace
@@ -25,10 +27,19 @@ def a_config(folder, **settings):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model_type": "lfm2_moe"}, "lfm2_moe than transformers.*take rollout.engine=transformers"),
+        (
+            {"model_type": "lfm2_moe"},
+            "lfm2_moe than transformers.*take rollout.engine=transformers",
+        ),
         ({"model_type": "ernie4_5_moe"}, "on a CPU computes other log-probs of ernie4_5_moe"),
-        ({"model_type": "cohere2", "sliding_window": 99}, "windows of 99 tokens.* is 100, expected at most 99"),
-        ({"model_type": "qwen2_moe", "sliding_window": 99, "use_sliding_window": True}, "computes the whole row"),
+        (
+            {"model_type": "cohere2", "sliding_window": 99},
+            "windows of 99 tokens.* is 100, expected at most 99",
+        ),
+        (
+            {"model_type": "qwen2_moe", "sliding_window": 99, "use_sliding_window": True},
+            "computes the whole row",
+        ),
     ],
 )
 def test_a_model_of_which_vllm_computes_other_logprobs_is_refused_by_name(settings, said, tmp_path):
@@ -53,7 +64,12 @@ def test_a_model_whose_rows_vllm_computes_alike_is_not_refused(settings, tmp_pat
 
 def test_plan_refuses_it_for_vllm_alone(capsys, tmp_path, digits_task):
     model = a_config(tmp_path / "model", model_type="lfm2_moe")
-    words = ["plan", "configs/quickstart.yaml", f"model.path={model}", f"data.url={digits_task.train}"]
+    words = [
+        "plan",
+        "configs/quickstart.yaml",
+        f"model.path={model}",
+        f"data.url={digits_task.train}",
+    ]
     with pytest.raises(SystemExit):
         main([*words, "rollout.engine=vllm"])
     assert "vLLM computes other log-probs of lfm2_moe" in capsys.readouterr().err
@@ -64,7 +80,9 @@ def test_plan_refuses_it_for_vllm_alone(capsys, tmp_path, digits_task):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", ["lfm2_moe", "ernie4_5_moe", "cohere2", "qwen2_moe"])
-def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(family, monkeypatch, tmp_path):
+def test_vllm_still_computes_others_and_the_same_of_rows_within_a_window(
+    family, monkeypatch, tmp_path
+):
     """Where this fails, vLLM has been mended: the family leaves the table."""
     pytest.importorskip("vllm")
     from siirl_dask.rollout.vllm_engine import engine as vllm_engine

@@ -46,7 +46,9 @@ def test_a_policy_learns_from_what_it_generates(digits_task, tmp_path, placement
 
 
 def _is_pythons_own(child):
-    """Return whether Python itself started the process and keeps it: the fork server or the resource tracker."""
+    """Return whether Python itself started the process and keeps it: the fork server or the
+    resource tracker.
+    """
     command = " ".join(child.cmdline())
     forked_from = "forkserver" in command and child.ppid() == psutil.Process().pid
     return forked_from or "resource_tracker" in command

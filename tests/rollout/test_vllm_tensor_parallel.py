@@ -33,7 +33,10 @@ def run_suite(rank, folder):
 @pytest.mark.sweep
 @pytest.mark.timeout(400)  # with more processes than cores
 def test_an_engine_of_two_ranks_is_an_engine(tmp_path):
-    for name, settings in MODELS.items():  # here: with a process group transformers writes them on one rank only
+    for (
+        name,
+        settings,
+    ) in MODELS.items():  # here: with a process group transformers writes them on one rank only
         tiny_model(tmp_path / name, **settings)
     tiny_vlm(tmp_path / "vlm", seed=1, family="qwen3_vl")
     for said in run_ranks(2, partial(run_suite, folder=tmp_path), tmp_path):

@@ -11,7 +11,9 @@ from siirl_dask.tasks.tiny_model import tiny_model
 
 @pytest.fixture(scope="module")
 def parameters(tmp_path_factory):
-    return WeightLoader.of_folder(str(tiny_model(tmp_path_factory.mktemp("weights") / "model", seed=1, tied=True)))
+    return WeightLoader.of_folder(
+        str(tiny_model(tmp_path_factory.mktemp("weights") / "model", seed=1, tied=True))
+    )
 
 
 @pytest.fixture
@@ -30,7 +32,10 @@ def test_tensors_are_yielded_as_they_arrive(parameters, shapes):
 
 def test_the_last_of_two_names_of_a_parameter_counts(parameters, shapes):
     both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
-    tensors = [(name, torch.full(shape, float(number))) for number, (name, shape) in enumerate(both.items())]
+    tensors = [
+        (name, torch.full(shape, float(number)))
+        for number, (name, shape) in enumerate(both.items())
+    ]
     for weights in (tensors, WeightStream(both, iter(tensors))):
         given = dict(parameters.fit(weights, 1))
         assert given.keys() == shapes.keys()

@@ -1,4 +1,6 @@
-"""Tests of an engine of two ranks; test_vllm_tensor_parallel.py runs them in both ranks, which call alike."""
+"""Tests of an engine of two ranks; test_vllm_tensor_parallel.py runs them in both ranks, which
+call alike.
+"""
 
 from contextlib import contextmanager
 
@@ -24,7 +26,12 @@ def place():
 
 
 def engine_of(folder, size=2, processor=None, **settings):
-    rollout = {"engine": Engine.vllm, "max_rows": 25, "kv_cache_memory": "64MiB", "tensor_parallel_size": size}
+    rollout = {
+        "engine": Engine.vllm,
+        "max_rows": 25,
+        "kv_cache_memory": "64MiB",
+        "tensor_parallel_size": size,
+    }
     rank = place()
     return VllmEngine(
         ModelConfig(path=str(folder)),
@@ -53,7 +60,9 @@ def models(tmp_path_factory):
 
 
 def test_a_model_that_two_ranks_cannot_share_fails_on_both(models):
-    with pytest.raises(ConfigError, match=r"model\.path=.*vLLM cannot run it.*heads \(3\) must be divisible"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path=.*vLLM cannot run it.*heads \(3\) must be divisible"
+    ):
         engine_of(models / "odd")
 
 
@@ -91,21 +100,30 @@ def test_two_ranks_sample_from_images_as_one_rank_does(models):
 
 
 def test_each_rank_keeps_its_own_rows_as_one_rank_samples_them(models):
-    """Ranks have different numbers of rows, one has none, and the cache is so small that rows are preempted."""
+    """Ranks have different numbers of rows, one has none, and the cache is so small that rows
+    are preempted.
+    """
     folder, mine = models / "untied", place().rank
     rows = [[(mine + row + 3 * at) % 256 for at in range(120)] for row in range((6, 3)[mine])]
     calls = [
         (rows, Sampling(max_tokens=16, temperature=0.3)),
-        (PROMPTS if mine else [], Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01)),
+        (
+            PROMPTS if mine else [],
+            Sampling(max_tokens=12, temperature=0.1, top_k=20, top_p=0.9, min_p=0.01),
+        ),
         (PROMPTS, Sampling(max_tokens=12, temperature=0.0)),
     ]
     given = []
     for size in (2, 1):
         with running(folder, size, kv_cache_memory="1MiB", enable_prefix_caching=False) as engine:
-            given.append([engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls])
+            given.append(
+                [engine.generate(asked, [7 + mine] * len(asked), way) for asked, way in calls]
+            )
             if size == 2:
                 assert_agrees_with_trainer(engine, folder, after=(0, 1))
     for together, alone in zip(*given, strict=True):
         assert [sample.token_ids for sample in together] == [sample.token_ids for sample in alone]
         for one, other in zip(together, alone, strict=True):
-            assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0)
+            assert_close(
+                torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0
+            )

@@ -9,7 +9,9 @@ from tests.written_runs import begin_run
 
 NASTY = "\x1b[31m<script>alert(1)</script> & \x07</pre>"
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Bergen", "k": 3}}\n</tool_call>'
-RESULT = "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+RESULT = (
+    "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
 _TOKENIZER = tiny_tokenizer()
 
 
@@ -17,8 +19,12 @@ def encode(text):
     return _TOKENIZER(text)["input_ids"]
 
 
-def episode_row(step, number, episode, said, *, segment=0, agent="", reward=0.0, end="turns", prompt="Where?"):
-    """Make a row of ``said``, texts with the reward of the policy's turn, or None where the environment speaks."""
+def episode_row(
+    step, number, episode, said, *, segment=0, agent="", reward=0.0, end="turns", prompt="Where?"
+):
+    """Make a row of ``said``, texts with the reward of the policy's turn, or None where the
+    environment speaks.
+    """
     ids, mask, turns = [], [], []
     for text, turn_reward in said:
         own, begin = encode(text), len(ids)
@@ -64,7 +70,9 @@ def conversations(url, *, agents=False):
     rows[3]["turns"][0]["reward"] = None
     if not agents:
         rows = [{name: value for name, value in row.items() if name != "agent"} for row in rows]
-    table = pa.table({name: pa.array([row[name] for row in rows], TYPES.get(name)) for name in rows[0]})
+    table = pa.table(
+        {name: pa.array([row[name] for row in rows], TYPES.get(name)) for name in rows[0]}
+    )
     folder = f"{url}/rollouts/step=000001"
     commit_parts(folder, 1, [stage_part(folder, 1, 0, table)])
     return str(url)

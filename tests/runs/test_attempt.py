@@ -1,4 +1,6 @@
-"""One start of a run at a time: who lives is not disturbed, who is dead is taken over and writes no more."""
+"""One start of a run at a time: who lives is not disturbed, who is dead is taken over and writes
+no more.
+"""
 
 import json
 import os
@@ -39,7 +41,10 @@ def hold():
 
     def begin(url, lease):
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, url, str(lease)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, url, str(lease)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         assert process.stdout.readline().strip().isdigit()
@@ -62,7 +67,10 @@ def of_another_host(url, lease=1.0, **changes):
 def test_a_second_start_is_refused_while_the_first_lives_and_names_it(tmp_path, hold):
     first = hold(str(tmp_path), 1.5)
     began = time.monotonic()
-    with pytest.raises(RunInProgress, match=rf"is being trained, by process {first.pid} of \S+ on \S+, since 2\d\d\d-"):
+    with pytest.raises(
+        RunInProgress,
+        match=rf"is being trained, by process {first.pid} of \S+ on \S+, since 2\d\d\d-",
+    ):
         take(str(tmp_path), 30.0, print)
     assert time.monotonic() - began < 1.5, "it waited for longer than the first one's lease"
 
@@ -135,14 +143,17 @@ def test_who_was_followed_is_told_by_whom(url):
     first.check()
     second = take(url, 0.2, print)
     with pytest.raises(
-        Fenced, match=rf"taken over by process {os.getpid()} of .*attempt 2, gave no sign of life for 0\.2 s"
+        Fenced,
+        match=rf"taken over by process {os.getpid()} of .*attempt 2, gave no sign of life for 0\.2 s",
     ):
         first.check()
     assert (first.holds(), second.holds()) == (False, True)
 
 
 def test_of_many_starts_at_once_one_has_the_folder(url):
-    """None of them lives long enough for its beat, so that each that is refused has seen another one's number."""
+    """None of them lives long enough for its beat, so that each that is refused has seen another
+    one's number.
+    """
     of_another_host(url, lease=0.5)
     taken, refused = [], []
 
@@ -170,9 +181,16 @@ def test_a_file_that_says_nothing_is_named(url, text):
     fs, path = open_fs(f"{url}/attempts/0001.json")
     fields = json.loads(fs.cat_file(path))
     write_atomic(
-        fs, path, text.encode() if not text.startswith('{"') else json.dumps(fields | json.loads(text)).encode()
+        fs,
+        path,
+        text.encode()
+        if not text.startswith('{"')
+        else json.dumps(fields | json.loads(text)).encode(),
     )
-    with pytest.raises(ConfigError, match=r"attempts/0001\.json does not say who trains this run: .*remove the file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attempts/0001\.json does not say who trains this run: .*remove the file",
+    ):
         take(url, 30.0, print)
 
 
@@ -200,7 +218,9 @@ def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_t
     with take(url, 0.3, print) as attempt:
         attempt.check()
         remove_tree(*open_fs(url))
-        with pytest.raises(FolderGone, match=r"moved or removed under this start.*attempts/0001\.json is gone"):
+        with pytest.raises(
+            FolderGone, match=r"moved or removed under this start.*attempts/0001\.json is gone"
+        ):
             attempt.check()
         assert not attempt.holds()
         time.sleep(0.2)  # one may have been on its way
@@ -211,14 +231,18 @@ def test_a_start_whose_folder_was_removed_is_fenced_and_writes_no_sign_of_life_t
 
 
 def test_two_starts_of_one_number_are_told_apart_by_their_tokens(url):
-    """The folder was removed, so that the numbers began again at 1: the one whose file it is has it, the other not."""
+    """The folder was removed, so that the numbers began again at 1: the one whose file it is has
+    it, the other not.
+    """
     with take(url, 30.0, print) as forgotten:
         forgotten.check()
         remove_tree(*open_fs(url))
         with take(url, 30.0, print) as new:
             assert new.number == forgotten.number
             new.check()
-            with pytest.raises(FolderGone, match=rf"0001\.json is that of process {os.getpid()} of "):
+            with pytest.raises(
+                FolderGone, match=rf"0001\.json is that of process {os.getpid()} of "
+            ):
                 forgotten.check()
             with pytest.raises(FolderGone):
                 forgotten.begin_again()
@@ -233,14 +257,18 @@ def test_a_start_whose_folder_was_moved_finds_it(tmp_path):
     with take(url, 30.0, print) as attempt:
         write_atomic(*open_fs(f"{url}/config.yaml"), b"")
         (tmp_path / "run").rename(tmp_path / "elsewhere")
-        with pytest.raises(FolderGone, match=r"was moved to \S+/elsewhere under this start") as fenced:
+        with pytest.raises(
+            FolderGone, match=r"was moved to \S+/elsewhere under this start"
+        ) as fenced:
             attempt.check()
     assert fenced.value.now_at == str(tmp_path / "elsewhere")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_look_is_one_listing_and_no_more(s3, monkeypatch):
-    """As many requests as before tokens were compared: the store says with the listing that the file is the same."""
+    """As many requests as before tokens were compared: the store says with the listing that the
+    file is the same.
+    """
     url = f"{s3}/one-look"
     fs, _ = open_fs(url)
     attempt = take(url, 30.0, print)

@@ -1,4 +1,6 @@
-"""``siirl-dask check``: a whole run is whole, damage anywhere is named, and what a resume makes of it is true."""
+"""``siirl-dask check``: a whole run is whole, damage anywhere is named, and what a resume makes
+of it is true.
+"""
 
 import json
 import re
@@ -18,7 +20,15 @@ from siirl_dask.config.file import load_config_file, load_recorded, shipped
 from siirl_dask.driver.phases import dags
 from siirl_dask.driver.recovery.resume import find_resume_point
 from siirl_dask.errors import SiirlError
-from siirl_dask.observe import MetricsLog, Record, Status, Summary, read_metrics, read_summary, write_summary
+from siirl_dask.observe import (
+    MetricsLog,
+    Record,
+    Status,
+    Summary,
+    read_metrics,
+    read_summary,
+    write_summary,
+)
 from siirl_dask.planner import Phase
 from siirl_dask.runs.attempt import take
 from siirl_dask.runs.check import PartState, check_run
@@ -35,7 +45,9 @@ STEPS = 6
 
 
 def config_of(digits_task, url):
-    return load_config_file(shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), "run.steps=9"])
+    return load_config_file(
+        shipped("quickstart.yaml"), [*digits_overrides(digits_task, url), "run.steps=9"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +55,37 @@ def whole(digits_task, tmp_path_factory):
     """The folder of a run with six steps and checkpoints of steps 2 and 4."""
     url = tmp_path_factory.mktemp("whole") / "run"
     file = config_of(digits_task, url)
-    due = {"rollouts": DueTable(phase=Phase.TRAIN, since=1), "validation": DueTable(phase=Phase.VALIDATION, since=0)}
+    due = {
+        "rollouts": DueTable(phase=Phase.TRAIN, since=1),
+        "validation": DueTable(phase=Phase.VALIDATION, since=0),
+    }
     write_identity(file.config, dags(file)[0], replace=False, tables=due)
     log = MetricsLog(str(url), None, 1)
     with take(str(url), 30.0, print) as attempt:
         checkpoints = Checkpoints(attempt=attempt, keep=2)
         for step in range(1, STEPS + 1):
             save(url, step, 1)
-            log.write(Record(step=step, phase=Phase.TRAIN, seconds=1.0, metrics={"reward/mean": 0.5}))
+            log.write(
+                Record(step=step, phase=Phase.TRAIN, seconds=1.0, metrics={"reward/mean": 0.5})
+            )
             if step in (2, 4):
                 folder = checkpoints.folder(step)
                 fs, path = open_fs(folder)
                 fs.makedirs(f"{path}/policy")
                 for name in ("weights", "optimizer"):
                     fs.pipe_file(f"{path}/policy/{name}", WEIGHTS)
-                written = {f"policy/{name}": FileDigest.of(WEIGHTS) for name in ("weights", "optimizer")}
+                written = {
+                    f"policy/{name}": FileDigest.of(WEIGHTS) for name in ("weights", "optimizer")
+                }
                 checkpoints.commit(folder, RunState(step=step, roles=["policy"]), written)
-    failed = Summary(run_id="it", status=Status.FAILED, steps=STEPS, workers=2, seconds=9.0, samples_per_second=1.0)
+    failed = Summary(
+        run_id="it",
+        status=Status.FAILED,
+        steps=STEPS,
+        workers=2,
+        seconds=9.0,
+        samples_per_second=1.0,
+    )
     write_summary(str(url), failed)
     return url
 
@@ -71,10 +97,20 @@ def url(whole, tmp_path):
 
 
 def save(url, step, attempt, table="rollouts"):
-    rows = pa.table({"row_id": range(64), "reward": [0.5] * 64, "text": [f"{step} {row}" * 9 for row in range(64)]})
+    rows = pa.table(
+        {
+            "row_id": range(64),
+            "reward": [0.5] * 64,
+            "text": [f"{step} {row}" * 9 for row in range(64)],
+        }
+    )
     folder = f"{url}/{table}/step={step:06d}"
-    about = describe_stage(step=step, table=table, digest="d", attempt=attempt, metrics={}, position=None, spent=[])
-    commit_parts(folder, attempt, [stage_part(folder, attempt, part, rows) for part in range(2)], about)
+    about = describe_stage(
+        step=step, table=table, digest="d", attempt=attempt, metrics={}, position=None, spent=[]
+    )
+    commit_parts(
+        folder, attempt, [stage_part(folder, attempt, part, rows) for part in range(2)], about
+    )
 
 
 def check(url):
@@ -83,7 +119,9 @@ def check(url):
     found = check_run(str(url), total.append, read.append)
     assert sum(read) <= total[0]
     by_state = {state: [one.part for one in found if one.state is state] for state in PartState}
-    return by_state, [f"{one.text}; {one.remedy}" for one in found if one.state is PartState.DAMAGED]
+    return by_state, [
+        f"{one.text}; {one.remedy}" for one in found if one.state is PartState.DAMAGED
+    ]
 
 
 def test_a_whole_run_is_whole_and_a_step_under_way_is_no_damage(url, capsys):
@@ -118,10 +156,14 @@ def test_any_byte_of_a_checkpoint_or_of_a_table_s_page_that_is_changed_is_notice
     span = range(len(content))
     if file.suffix == ".parquet":
         column = pq.ParquetFile(file).metadata.row_group(0).column(2)
-        end = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size
+        end = (
+            column.dictionary_page_offset or column.data_page_offset
+        ) + column.total_compressed_size
         span = range(end - 20, end)  # behind the page's header
     at = data.draw(st.sampled_from(span))
-    file.write_bytes(content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :])
+    file.write_bytes(
+        content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    )
     try:
         by_state, _ = check(url)
         assert len(by_state[PartState.DAMAGED]) == 1
@@ -139,19 +181,43 @@ def test_any_byte_of_a_checkpoint_or_of_a_table_s_page_that_is_changed_is_notice
         ("dag.json", b"{}", "is not a run's DAG"),
         ("dag.json", None, "it is gone; a resume writes it anew"),
         ("attempts/0001.json", b"[]", "does not say who trained the run"),
-        ("metrics.jsonl", b'{"step": 1}\n', "line 1: expected step, phase, seconds and metrics.*a resume refuses"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1}\n',
+            "line 1: expected step, phase, seconds and metrics.*a resume refuses",
+        ),
         ("summary.json", b"\xff", "the next end of the run writes it anew"),
         ("rollouts/step=000003/_parts-0001.json", b"{", "not a usable record.*its rows are lost"),
-        ("rollouts/step=000003/part-0001-00001.parquet", None, "part-0001-00001.parquet is gone; its rows are lost"),
+        (
+            "rollouts/step=000003/part-0001-00001.parquet",
+            None,
+            "part-0001-00001.parquet is gone; its rows are lost",
+        ),
         (
             "rollouts/step=000005/part-0001-00000.parquet",
             b"PAR1",
             "has 4 bytes.* after step 4, and generates this step and the later ones again",
         ),
-        ("checkpoints/step=000002-0001/policy/weights", None, "is gone; a resume does not need it: .* step 4"),
-        ("checkpoints/step=000004-0001/policy/weights", b"", "has 0 bytes.*passes over it, and goes on after step 2"),
-        ("checkpoints/step=000004-0001/COMMITTED", b"{}", "not a checkpoint's record.*goes on after step 2"),
-        ("checkpoints/step=000004-0001/state.json", b"{}", "state.json has 2 bytes, .*goes on after step 2"),
+        (
+            "checkpoints/step=000002-0001/policy/weights",
+            None,
+            "is gone; a resume does not need it: .* step 4",
+        ),
+        (
+            "checkpoints/step=000004-0001/policy/weights",
+            b"",
+            "has 0 bytes.*passes over it, and goes on after step 2",
+        ),
+        (
+            "checkpoints/step=000004-0001/COMMITTED",
+            b"{}",
+            "not a checkpoint's record.*goes on after step 2",
+        ),
+        (
+            "checkpoints/step=000004-0001/state.json",
+            b"{}",
+            "state.json has 2 bytes, .*goes on after step 2",
+        ),
     ],
 )
 def test_damage_is_named_with_what_a_resume_makes_of_it(url, name, content, said, capsys):
@@ -187,14 +253,18 @@ def test_a_resume_begins_where_the_check_says(url, digits_task):
 
 def test_steps_that_the_metrics_lack_are_named(url):
     lines = (url / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (url / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] not in (2, 5)))
+    (url / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] not in (2, 5))
+    )
     assert check(url)[1] == ["it has no line of the steps 2, 5; they are lost"]
 
 
 def test_tables_without_a_record_are_checked_too(url):
     """An evaluation writes such tables: the names of their parts say how many there are."""
     for part in range(2):
-        write_part(f"{url}/evaluations/it/samples/step=000004", part, 2, pa.table({"row_id": [part]}))
+        write_part(
+            f"{url}/evaluations/it/samples/step=000004", part, 2, pa.table({"row_id": [part]})
+        )
     assert "evaluations/it/samples" in check(url)[0][PartState.WHOLE]
     (url / "evaluations/it/samples/step=000004/part-00001-of-00002.parquet").unlink()
     assert "evaluations/it/samples/step=000004" in check(url)[0][PartState.UNFINISHED]
@@ -234,9 +304,13 @@ def test_lines_of_metrics_that_the_summary_counts_and_nobody_has_are_damage(url,
     assert "they are lost" in str(said)
 
 
-@pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/*/COMMITTED", "checkpoints/step=000004-0001"])
+@pytest.mark.parametrize(
+    "gone", ["checkpoints", "checkpoints/*/COMMITTED", "checkpoints/step=000004-0001"]
+)
 def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
-    complete = Summary(run_id="it", status=Status.COMPLETE, steps=4, workers=2, seconds=9.0, samples_per_second=1.0)
+    complete = Summary(
+        run_id="it", status=Status.COMPLETE, steps=4, workers=2, seconds=9.0, samples_per_second=1.0
+    )
     write_summary(str(url), complete)
     assert "checkpoints" not in check(url)[0].get(PartState.DAMAGED, [])
     for path in list(url.glob(gone)):
@@ -247,7 +321,9 @@ def test_the_checkpoint_with_which_a_run_ended_is_missed(url, gone):
     assert "checkpoints" in check(url)[0][PartState.DAMAGED]
 
 
-@pytest.mark.parametrize(("key", "value"), [("status", "complete"), ("steps", STEPS - 1), ("seconds", 8.0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("status", "complete"), ("steps", STEPS - 1), ("seconds", 8.0)]
+)
 def test_a_changed_number_or_word_of_the_summary_is_noticed(url, key, value):
     changed = json.loads((url / "summary.json").read_text()) | {key: value}
     (url / "summary.json").write_text(json.dumps(changed))
@@ -285,7 +361,14 @@ def test_rows_of_steps_that_were_committed_are_missed(url, case):
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 def test_a_complete_run_misses_every_step(url, step):
-    complete = Summary(run_id="it", status=Status.COMPLETE, steps=STEPS, workers=2, seconds=9.0, samples_per_second=1.0)
+    complete = Summary(
+        run_id="it",
+        status=Status.COMPLETE,
+        steps=STEPS,
+        workers=2,
+        seconds=9.0,
+        samples_per_second=1.0,
+    )
     write_summary(str(url), complete)
     shutil.rmtree(rows_of(url, step))
     assert f"rollouts/step={step:06d}" in check(url)[0][PartState.DAMAGED]
@@ -319,11 +402,15 @@ def test_a_validation_without_rows_and_one_without_its_line_are_missed(url):
     log = MetricsLog(str(url), None, 1)
     for step in (0, 4):
         save(url, step, 1, table="validation")
-        log.write(Record(step=step, phase=Phase.VALIDATION, seconds=1.0, metrics={"reward/mean": 0.5}))
+        log.write(
+            Record(step=step, phase=Phase.VALIDATION, seconds=1.0, metrics={"reward/mean": 0.5})
+        )
     assert not check(url)[0][PartState.DAMAGED]
     lines = (url / "metrics.jsonl").read_text().splitlines(keepends=True)
     (url / "metrics.jsonl").write_text("".join(lines[:-1]))
-    assert check(url)[1] == ["it has no line of the validations after the steps 4; they are lost; their rows are there"]
+    assert check(url)[1] == [
+        "it has no line of the validations after the steps 4; they are lost; their rows are there"
+    ]
     (url / "metrics.jsonl").write_text("".join(lines))
     shutil.rmtree(rows_of(url, 0, "validation"))
     assert check(url)[0][PartState.DAMAGED] == ["validation/step=000000"]
@@ -333,7 +420,14 @@ def test_a_run_that_failed_misses_all_its_checkpoints_but_not_one_that_was_begun
     shutil.rmtree(url / "checkpoints")
     said = (url / "config.yaml").read_text()
     every = load_recorded(said, "config.yaml").checkpoint.every
-    failed = Summary(run_id="it", status=Status.FAILED, steps=every + 1, workers=2, seconds=9.0, samples_per_second=1.0)
+    failed = Summary(
+        run_id="it",
+        status=Status.FAILED,
+        steps=every + 1,
+        workers=2,
+        seconds=9.0,
+        samples_per_second=1.0,
+    )
     write_summary(str(url), failed)
     assert "checkpoints" in check(url)[0][PartState.DAMAGED]
     (url / "checkpoints" / "step=000050-0001").mkdir(parents=True)
@@ -356,7 +450,9 @@ def read_all(url):
     return read
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_changed_byte_of_a_small_file_is_noticed_or_changes_nothing_that_is_read(url, data):
     small = ("config.yaml", "dag.json", "metrics.jsonl", "summary.json")
@@ -364,7 +460,9 @@ def test_a_changed_byte_of_a_small_file_is_noticed_or_changes_nothing_that_is_re
     file = data.draw(st.sampled_from(sorted(places)))
     content, before = file.read_bytes(), read_all(url)
     at = data.draw(st.integers(0, len(content) - 1))
-    file.write_bytes(content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :])
+    file.write_bytes(
+        content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    )
     try:
         by_state, _ = check(url)
         harmless = file.name not in ("config.yaml", "dag.json") and read_all(url) == before

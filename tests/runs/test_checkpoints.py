@@ -1,4 +1,6 @@
-"""The layout of checkpoints: at any moment of writing and pruning, every committed checkpoint can be loaded."""
+"""The layout of checkpoints: at any moment of writing and pruning, every committed checkpoint
+can be loaded.
+"""
 
 import json
 from pathlib import Path
@@ -34,7 +36,9 @@ class Killed(Exception):
 
 
 class DyingFileSystem(MemoryFileSystem):
-    """Dies after so many more changes; one file is written or removed at a time, as in an object store."""
+    """Dies after so many more changes; one file is written or removed at a time, as in an object
+    store.
+    """
 
     protocol = "dying"
     left = 0
@@ -81,10 +85,14 @@ def put_parts(url, value):
 
 
 def write(kept, step, value):
-    """A checkpoint as workers and driver write it: the parts hold what ``state.json`` says of them."""
+    """A checkpoint as workers and driver write it: the parts hold what ``state.json`` says of
+    them.
+    """
     url = kept.folder(step)
     metrics = {"validation/reward": float(value)}
-    state = CheckpointState(step=step, roles=["critic", "policy"], metrics=metrics, positions={"train": value})
+    state = CheckpointState(
+        step=step, roles=["critic", "policy"], metrics=metrics, positions={"train": value}
+    )
     kept.commit(url, state, put_parts(url, value))
 
 
@@ -95,20 +103,29 @@ def check_whole(url, step):
     find_checkpoint(url, step).verify()
 
 
-starts = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=5)), max_size=5)
+starts = st.lists(
+    st.tuples(st.integers(0, 60), st.lists(st.integers(0, 9), min_size=1, max_size=5)), max_size=5
+)
 
 
 @settings(max_examples=80)
 @given(starts, st.integers(1, 3), st.booleans())
 def test_committed_checkpoints_survive_a_kill_at_any_moment(starts, keep, best):
-    """Start a run again and again from its newest checkpoint, each time killed after some changes to the store."""
+    """Start a run again and again from its newest checkpoint, each time killed after some
+    changes to the store.
+    """
     url = f"dying://{uuid4().hex}/run"
     newest = 0
     for number, (changes, values) in enumerate(starts):
         DyingFileSystem.left = changes
         try:
             attempt = begin(url, number + 1)
-            kept = Checkpoints(attempt=attempt, keep=keep, keep_best="validation/reward" if best else None, done=newest)
+            kept = Checkpoints(
+                attempt=attempt,
+                keep=keep,
+                keep_best="validation/reward" if best else None,
+                done=newest,
+            )
             for step, value in enumerate(values, start=newest + 1):
                 write(kept, step, value)
                 newest = step
@@ -152,7 +169,9 @@ def test_a_start_that_was_taken_over_commits_nothing_and_deletes_nothing(url):
 
 
 class Late(Attempt):
-    """A start that is cut off between its last look at the attempts and its next request, and then goes on."""
+    """A start that is cut off between its last look at the attempts and its next request, and
+    then goes on.
+    """
 
     def check(self):
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
@@ -161,7 +180,9 @@ class Late(Attempt):
 
 
 def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
-    """The old start is cut off after it saw that nobody else is there; the new one commits two steps meanwhile."""
+    """The old start is cut off after it saw that nobody else is there; the new one commits two
+    steps meanwhile.
+    """
     attempt = Late(url, 1, begin(url, 1).holder)
     old = Checkpoints(attempt=attempt, keep=1)
     late = old.folder(2)
@@ -175,7 +196,9 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
     attempt.meanwhile = take_over
     with pytest.raises(Fenced):
         old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), half)
-    attempt.check = lambda: None  # not even the second look helps: the folder was voided before it was emptied
+    attempt.check = lambda: (
+        None
+    )  # not even the second look helps: the folder was voided before it was emptied
     with pytest.raises(Fenced, match="was voided by a later start of this run"):
         old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), {})
     assert committed(url) == [1, 2]
@@ -183,8 +206,12 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
         check_whole(url, step)
 
 
-def test_a_start_whose_file_a_later_one_removes_while_it_is_written_ends_as_taken_over(tmp_path, monkeypatch):
-    """On a local disk a file is written aside first; the later start empties the folder before it is renamed."""
+def test_a_start_whose_file_a_later_one_removes_while_it_is_written_ends_as_taken_over(
+    tmp_path, monkeypatch
+):
+    """On a local disk a file is written aside first; the later start empties the folder before
+    it is renamed.
+    """
     url = str(tmp_path)
     old = Checkpoints(attempt=begin(url, 1), keep=1)
     late = old.folder(2)
@@ -209,7 +236,9 @@ def test_where_two_starts_have_committed_a_step_the_later_one_counts(url):
     new = Checkpoints(attempt=begin(url, 2), keep=2, done=4)
     assert read_state(url, 5).positions == {"train": 1}
     write(new, 5, 2)
-    assert committed(url) == [5], "what the earlier start committed of later steps belongs to another history"
+    assert committed(url) == [5], (
+        "what the earlier start committed of later steps belongs to another history"
+    )
     check_whole(url, 5)
     assert read_state(url, 5).positions == {"train": 2}
 
@@ -281,13 +310,21 @@ def test_a_flipped_bit_in_the_record_is_noticed_or_changes_nothing(url):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_still_read(tmp_path):
-    for name, marker in (("step=000005", True), ("step=000006", False), ("step=000006-3f2a9c0d1e4b", True)):
+    for name, marker in (
+        ("step=000005", True),
+        ("step=000006", False),
+        ("step=000006-3f2a9c0d1e4b", True),
+    ):
         folder = f"{tmp_path}/checkpoints/{name}"
         write_atomic(
-            *open_fs(f"{folder}/state.json"), CheckpointState(step=int(name[5:11]), roles=["policy"]).to_json()
+            *open_fs(f"{folder}/state.json"),
+            CheckpointState(step=int(name[5:11]), roles=["policy"]).to_json(),
         )
         if marker:
-            write_atomic(*open_fs(f"{folder}/COMMITTED"), json.dumps({"version": 1, "step": int(name[5:11])}).encode())
+            write_atomic(
+                *open_fs(f"{folder}/COMMITTED"),
+                json.dumps({"version": 1, "step": int(name[5:11])}).encode(),
+            )
     assert committed(str(tmp_path)) == [5, 6]
     assert read_state(str(tmp_path), 6).roles == ["policy"]
     find_checkpoint(str(tmp_path), 6).verify()
@@ -319,9 +356,17 @@ def test_a_state_that_says_what_none_can_is_refused_by_its_file(tmp_path, change
 
 
 def test_different_states_of_one_role_make_no_checkpoint():
-    part = {"roles": ["policy"], "states": {"kl": '{"coefficient": 0.1}'}, "positions": {"train": 7}}
+    part = {
+        "roles": ["policy"],
+        "states": {"kl": '{"coefficient": 0.1}'},
+        "positions": {"train": 7},
+    }
     other = {"roles": [], "states": {}, "positions": {"train": 3}}
     state = CheckpointState.of(4, [part, other, part])
-    assert (state.roles, state.states, state.positions) == (["policy"], {"kl": {"coefficient": 0.1}}, {"train": 7})
+    assert (state.roles, state.states, state.positions) == (
+        ["policy"],
+        {"kl": {"coefficient": 0.1}},
+        {"train": 7},
+    )
     with pytest.raises(CheckpointError, match="'kl' has not the same state everywhere"):
         CheckpointState.of(4, [part, other | {"states": {"kl": '{"coefficient": 0.2}'}}])

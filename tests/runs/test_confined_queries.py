@@ -1,4 +1,6 @@
-"""A query of a run's samples reads the table that was opened, and does nothing else, whoever wrote it."""
+"""A query of a run's samples reads the table that was opened, and does nothing else, whoever
+wrote it.
+"""
 
 from pathlib import Path
 
@@ -23,16 +25,24 @@ def runs(store_url):
 def test_what_is_asked_of_the_own_table_is_answered(runs):
     mine, _ = runs
     for sql, answer in (
-        ("SELECT step, avg(reward) AS r FROM rollouts GROUP BY step ORDER BY step", [(1, 0.5), (2, 1.0)]),
+        (
+            "SELECT step, avg(reward) AS r FROM rollouts GROUP BY step ORDER BY step",
+            [(1, 0.5), (2, 1.0)],
+        ),
         ("WITH a AS (SELECT * FROM rollouts) SELECT count(*) AS n FROM a WHERE step = 2", [(4,)]),
         ("FROM rollouts SELECT count(*) AS n", [(8,)]),
-        ("SELECT list_sum(list_transform(response_ids, lambda x: x)) AS n FROM rollouts LIMIT 1", [(21,)]),
+        (
+            "SELECT list_sum(list_transform(response_ids, lambda x: x)) AS n FROM rollouts LIMIT 1",
+            [(21,)],
+        ),
     ):
         assert [tuple(one.values()) for one in query(mine, sql).to_pylist()] == answer
     with open_newest(mine, [2]) as newest:
         assert newest.table("SELECT count(*) AS n FROM rollouts")["n"].to_pylist() == [4]
     with open_rollouts(mine) as rollouts:
-        assert rollouts.table(f"SELECT count(*) AS n FROM {rollouts.of_steps([1])}")["n"].to_pylist() == [4]
+        assert rollouts.table(f"SELECT count(*) AS n FROM {rollouts.of_steps([1])}")[
+            "n"
+        ].to_pylist() == [4]
 
 
 STATEMENTS = (
@@ -75,7 +85,8 @@ def test_a_select_reaches_no_other_file_and_no_variable_of_python(runs, tmp_path
         f"SELECT * FROM '{secret}'",
         f"SELECT * FROM glob('{tmp_path}/*')",
         f"SELECT * FROM read_parquet('{there}')",
-        f"SELECT * FROM read_parquet('{mine}/rollouts/../../exp1/rollouts/step=000001/part-0003-00000.parquet')",
+        "SELECT * FROM "
+        f"read_parquet('{mine}/rollouts/../../exp1/rollouts/step=000001/part-0003-00000.parquet')",
         "SELECT * FROM read_text('/etc/hostname')",
         "SELECT * FROM read_text('http://127.0.0.1:9/x')",
         "SELECT * FROM hidden",

@@ -1,4 +1,6 @@
-"""Conversations are shown as such: who said what, in which turn, to which reward, and nothing of it is markup."""
+"""Conversations are shown as such: who said what, in which turn, to which reward, and nothing of
+it is markup.
+"""
 
 import html
 import re
@@ -31,7 +33,10 @@ def run(tmp_path):
 
 
 def told(sample):
-    return [(one["who"], one["kind"], one["text"], one["turn"], one["reward"]) for one in sample["conversation"]]
+    return [
+        (one["who"], one["kind"], one["text"], one["turn"], one["reward"])
+        for one in sample["conversation"]
+    ]
 
 
 def test_a_conversation_tells_who_said_what(run):
@@ -51,7 +56,12 @@ def test_a_conversation_tells_who_said_what(run):
         ("segment 2, a new history", "segment", "Summary: one, two", None, None),
         ("policy", "said", "three", 3, 0.5),
     ]
-    assert (second["turns"], second["segments"], second["reward"], second["row_id"]) == (3, 2, 1.0, 2)
+    assert (second["turns"], second["segments"], second["reward"], second["row_id"]) == (
+        3,
+        2,
+        1.0,
+        2,
+    )
     assert second["response_tokens"] == len("one > two") + len("three")
     assert second["prompt"] == "Where?"
 
@@ -59,9 +69,13 @@ def test_a_conversation_tells_who_said_what(run):
 def test_questions_count_episodes(run):
     with open_rollouts(run) as rollouts:
         assert questions.overview(rollouts).to_pylist()[0]["samples"] == 4
-        assert questions.overview(rollouts).to_pylist()[0]["reward"] == pytest.approx(2 / 3, abs=1e-4)
+        assert questions.overview(rollouts).to_pylist()[0]["reward"] == pytest.approx(
+            2 / 3, abs=1e-4
+        )
         by_turns = questions.by_turns(rollouts).to_pylist()
-        assert [(one["turns"], one["samples"], one["reward"], one["failed"]) for one in by_turns] == [
+        assert [
+            (one["turns"], one["samples"], one["reward"], one["failed"]) for one in by_turns
+        ] == [
             (1, 2, 0.0, 1),
             (2, 1, 1.0, 0),
             (3, 1, 1.0, 0),
@@ -93,7 +107,12 @@ def test_a_terminal_and_a_page_show_turns_and_nothing_of_it_is_markup(run, tmp_p
     main(["rollouts", run, "--best", "--failed", "--longest", "1", "--turns"])
     shown = capsys.readouterr().out
     assert not {c for c in shown if not c.isprintable()} - {"\n"}
-    for words in ("policy calls a tool, turn 1, reward 0", 'search(query="Bergen", k=3)', "2 segments", "failed"):
+    for words in (
+        "policy calls a tool, turn 1, reward 0",
+        'search(query="Bergen", k=3)',
+        "2 segments",
+        "failed",
+    ):
         assert words in shown, words
     main(["rollouts", run, "--html", str(tmp_path / "page.html"), "--best", "--failed"])
     main(["rollouts", run, "--html", str(tmp_path / "all.html")])
@@ -112,7 +131,10 @@ def test_the_dashboard_colours_only_what_the_policy_wrote(run):
     seen = _read_whole(run, 1, 0, tokenizer)
     shown = _detail(seen, "colour by ratio")
     assert "at most 0.25 nats apart" in shown, "the environment's tokens, of -7 nats, count"
-    coloured = "".join(html.unescape(text) for text in re.findall(r'<span title="[^"]*" style="[^"]*">([^<]*)', shown))
+    coloured = "".join(
+        html.unescape(text)
+        for text in re.findall(r'<span title="[^"]*" style="[^"]*">([^<]*)', shown)
+    )
     assert coloured == f"Let me look. {CALL}Bergen {NASTY}"
     assert "<script" not in shown
     assert ">tool</span>" in shown
@@ -128,7 +150,12 @@ def test_the_dashboard_colours_only_what_the_policy_wrote(run):
 
 def test_the_dashboards_table_has_an_episode_a_row(run):
     rows = newest_samples(run, [1], Choice.NEWEST)
-    assert [(one.row_id, one.turns, one.reward) for one in rows] == [(0, 2, 1.0), (2, 3, 1.0), (4, 1, None), (6, 1, 0)]
+    assert [(one.row_id, one.turns, one.reward) for one in rows] == [
+        (0, 2, 1.0),
+        (2, 3, 1.0),
+        (4, 1, None),
+        (6, 1, 0),
+    ]
     assert [one.row_id for one in newest_samples(run, [1], Choice.EQUAL)] == [0, 2]
     assert [one.row_id for one in newest_samples(run, [1], Choice.WORST, 1)] == [6]
 
@@ -147,16 +174,21 @@ def test_agents_are_named_and_watch_tells_turns(tmp_path):
 def test_the_messages_of_a_chat_template_are_told_by_their_roles():
     chatml = "<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     llama = (
-        "<|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "<|start_header_id|>ipython<|end_header_id|>\n\n42<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert [(one.who, one.kind, one.text) for one in answered(chatml)] == [
         ("environment", UtteranceKind.ANSWER, "higher")
     ]
-    assert [(one.who, one.kind, one.text) for one in answered(llama)] == [("tool", UtteranceKind.RESULT, "42")]
+    assert [(one.who, one.kind, one.text) for one in answered(llama)] == [
+        ("tool", UtteranceKind.RESULT, "42")
+    ]
     assert [(one.who, one.text) for one in answered("<\n")] == [("environment", "<")]
 
 
-@pytest.mark.parametrize("text", ["[1]", "{}", '{"name": 3, "arguments": [1]}', "[" * 10**5, "<function=f>"])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{}", '{"name": 3, "arguments": [1]}', "[" * 10**5, "<function=f>"]
+)
 def test_a_call_that_is_none_is_shown_as_it_is(text):
     (one,) = said("policy", f"<tool_call>{text}</tool_call>", 1, None)
     assert (one.kind, one.text) == (UtteranceKind.CALL, text)

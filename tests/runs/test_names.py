@@ -23,8 +23,15 @@ STEPS = (1, 2)
 
 
 def rows(value):
-    columns = {"row_id": [0, 1], "reward": [value, value], "answer": [f"{value}"] * 2, "worker": ["0", "1"]}
-    return pa.table({**columns, "step": [99, 99]})  # a column of the data may have this name; the folder's counts
+    columns = {
+        "row_id": [0, 1],
+        "reward": [value, value],
+        "answer": [f"{value}"] * 2,
+        "worker": ["0", "1"],
+    }
+    return pa.table(
+        {**columns, "step": [99, 99]}
+    )  # a column of the data may have this name; the folder's counts
 
 
 def write_run(url, value):
@@ -44,16 +51,29 @@ def contents(url):
 
 def check_read(url, value):
     """The rows and metrics that every reader of a run finds are its own."""
-    asked = "SELECT count(*) AS rows, min(reward) AS least, max(reward) AS most, min(answer) AS answer FROM rollouts"
-    assert query(url, asked).to_pylist() == [{"rows": 4, "least": value, "most": value, "answer": f"{value}"}]
-    by_step = query(url, "SELECT step, count(*) AS rows, min(attempt) AS attempt FROM rollouts GROUP BY 1 ORDER BY 1")
+    asked = (
+        "SELECT count(*) AS rows, min(reward) AS least, max(reward) AS most, min(answer) AS answer "
+        "FROM rollouts"
+    )
+    assert query(url, asked).to_pylist() == [
+        {"rows": 4, "least": value, "most": value, "answer": f"{value}"}
+    ]
+    by_step = query(
+        url,
+        "SELECT step, count(*) AS rows, min(attempt) AS attempt FROM rollouts GROUP BY 1 ORDER BY "
+        "1",
+    )
     assert by_step.to_pylist() == [{"step": step, "rows": 2, "attempt": 1} for step in STEPS]
-    assert query(url, "SELECT reward FROM rollouts WHERE step = 2").to_pydict() == {"reward": [value, value]}
+    assert query(url, "SELECT reward FROM rollouts WHERE step = 2").to_pydict() == {
+        "reward": [value, value]
+    }
     with open_newest(url, STEPS) as rollouts:
         assert rollouts is not None
         rewards = rollouts.table(f"SELECT reward FROM {rollouts.of_steps([1])}").to_pydict()
     assert rewards == {"reward": [value, value]}
-    assert [record["metrics"]["reward/mean"] for record in metrics_tail(url, 9)] == [value] * len(STEPS)
+    assert [record["metrics"]["reward/mean"] for record in metrics_tail(url, 9)] == [value] * len(
+        STEPS
+    )
     assert stored_steps(url, "rollouts") == {*STEPS}
 
 
@@ -97,7 +117,9 @@ def test_no_name_leads_to_what_another_run_has(store_url, request):
     def check(names, above):
         check_apart(store_url, names, above[0])
 
-    check_apart(store_url, ("reward=7[1]*?", "reward=71XX"), "step=5/worker=x/attempt=9/answer=z/a#b%25 c")
+    check_apart(
+        store_url, ("reward=7[1]*?", "reward=71XX"), "step=5/worker=x/attempt=9/answer=z/a#b%25 c"
+    )
     check()
 
 

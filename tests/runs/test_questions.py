@@ -1,4 +1,6 @@
-"""The ready questions: each gives what a plain loop over the rows gives, and reads no column that it does not need."""
+"""The ready questions: each gives what a plain loop over the rows gives, and reads no column
+that it does not need.
+"""
 
 import re
 import subprocess
@@ -24,7 +26,10 @@ from siirl_dask.runs.samples.rollouts import open_rollouts
 
 TAGS = "html head meta title style body h1 h2 h3 h4 p section article pre table tr th td span"
 NASTY = "\x1b[31m<script>alert(1)</script> & \x07</pre>"
-LISTS = {name: pa.large_list(kind) for name, kind in {"response_ids": pa.int32(), "prompt_ids": pa.int32()}.items()}
+LISTS = {
+    name: pa.large_list(kind)
+    for name, kind in {"response_ids": pa.int32(), "prompt_ids": pa.int32()}.items()
+}
 LOGPROBS = {name: pa.large_list(pa.float32()) for name in ("rollout_logprobs", "old_logprobs")}
 KINDS = {**LISTS, **LOGPROBS, "reward": pa.float32(), "data_part": pa.int32()}
 
@@ -55,7 +60,9 @@ def save(url, rows_of_steps, *, parts=2, attempt=3, table="rollouts"):
         folder, written = f"{url}/{table}/step={step:06d}", []
         for part in range(parts):
             own = rows[part::parts] or rows[:0]
-            columns = {name: pa.array([one[name] for one in own], KINDS.get(name)) for name in rows[0]}
+            columns = {
+                name: pa.array([one[name] for one in own], KINDS.get(name)) for name in rows[0]
+            }
             written.append(stage_part(folder, attempt, part, pa.table(columns)))
         commit_parts(folder, attempt, written)
     return str(url)
@@ -63,21 +70,35 @@ def save(url, rows_of_steps, *, parts=2, attempt=3, table="rollouts"):
 
 @pytest.fixture
 def run(tmp_path):
-    """Two steps of eight samples; the first prompt becomes solved, and its group has equal rewards then."""
+    """Two steps of eight samples; the first prompt becomes solved, and its group has equal
+    rewards then.
+    """
     steps = {
-        1: [row(1, at, 0.0 if at < 4 else at / 8, at + 2, source="ab"[at % 2], text=NASTY) for at in range(8)],
-        2: [row(2, at, 1.0 if at < 4 else at / 8, at + 2, source="ab"[at % 2], ratio=1.5) for at in range(8)],
+        1: [
+            row(1, at, 0.0 if at < 4 else at / 8, at + 2, source="ab"[at % 2], text=NASTY)
+            for at in range(8)
+        ],
+        2: [
+            row(2, at, 1.0 if at < 4 else at / 8, at + 2, source="ab"[at % 2], ratio=1.5)
+            for at in range(8)
+        ],
     }
     return save(tmp_path / "run", steps)
 
 
 samples = st.tuples(
-    st.sampled_from([0.0, 0.25, 1.0, None]), st.integers(0, 9), st.sampled_from("abc"), st.sampled_from([0.4, 1.0, 1.1])
+    st.sampled_from([0.0, 0.25, 1.0, None]),
+    st.integers(0, 9),
+    st.sampled_from("abc"),
+    st.sampled_from([0.4, 1.0, 1.1]),
 )
 
 
 @settings(max_examples=15)
-@given(drawn=st.lists(st.lists(samples, min_size=2, max_size=9), min_size=1, max_size=3), parts=st.integers(1, 3))
+@given(
+    drawn=st.lists(st.lists(samples, min_size=2, max_size=9), min_size=1, max_size=3),
+    parts=st.integers(1, 3),
+)
 def test_every_question_gives_what_a_loop_over_the_rows_gives(tmp_path_factory, drawn, parts):
     steps = {
         step: [
@@ -96,12 +117,16 @@ def test_every_question_gives_what_a_loop_over_the_rows_gives(tmp_path_factory, 
         check_mismatch(mismatch(rollouts), rows)
         for question, sign in ((questions.worst, 1), (questions.best, -1)):
             if scored:
-                expected = sorted(scored, key=lambda one: (sign * one["reward"], -one["step"], one["row_id"]))[:4]
+                expected = sorted(
+                    scored, key=lambda one: (sign * one["reward"], -one["step"], one["row_id"])
+                )[:4]
                 found = question(rollouts, 4).to_pylist()
                 for name in ("step", "row_id", "reward", "response"):
                     assert [one[name] for one in found] == [one[name] for one in expected], name
             else:
-                with pytest.raises(DataError, match="no sample of the table 'rollouts' has a reward"):
+                with pytest.raises(
+                    DataError, match="no sample of the table 'rollouts' has a reward"
+                ):
                     question(rollouts)
 
 
@@ -111,7 +136,9 @@ def check_by(found, rows):
         rewards = [row["reward"] for row in own if row["reward"] is not None]
         assert one["samples"] == len(own)
         assert one["reward"] == (pytest.approx(fmean(rewards)) if rewards else None)
-        assert one["response_tokens"] == pytest.approx(fmean(len(row["response_ids"]) for row in own))
+        assert one["response_tokens"] == pytest.approx(
+            fmean(len(row["response_ids"]) for row in own)
+        )
     assert sum(found["samples"].to_pylist()) == len(rows)
 
 
@@ -140,13 +167,19 @@ def check_lengths(found, rows):
 def check_mismatch(found, rows):
     for one in found.to_pylist():
         own = [row for row in rows if row["step"] == one["step"]]
-        logs = [new - old for row in own for new, old in zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)]
+        logs = [
+            new - old
+            for row in own
+            for new, old in zip(row["old_logprobs"], row["rollout_logprobs"], strict=True)
+        ]
         assert one["tokens"] == len(logs)
         assert one["mean"] == pytest.approx(fmean(map(abs, logs)), abs=1e-6)
         assert one["largest"] == pytest.approx(max(map(abs, logs)), abs=1e-6)
         shares = {0.4: RATIO_BINS[0], 1.0: RATIO_BINS[3], 1.1: RATIO_BINS[4]}
         for ratio, name in shares.items():
-            assert one[name] == pytest.approx(fmean(abs(log - np.log(ratio)) < 1e-6 for log in logs))
+            assert one[name] == pytest.approx(
+                fmean(abs(log - np.log(ratio)) < 1e-6 for log in logs)
+            )
 
 
 def test_the_same_prompts_then_and_now_with_the_largest_change_first(run):
@@ -162,7 +195,9 @@ def test_the_same_prompts_then_and_now_with_the_largest_change_first(run):
 
 
 def test_rows_without_lineage_are_compared_by_their_prompts_text(tmp_path):
-    plain = [{"row_id": at, "prompt": f"p{at}", "response": "r", "reward": float(at)} for at in range(3)]
+    plain = [
+        {"row_id": at, "prompt": f"p{at}", "response": "r", "reward": float(at)} for at in range(3)
+    ]
     url = save(tmp_path, {1: plain[:2], 2: plain[1:], 3: plain[:1]})
     with open_rollouts(url) as rollouts:
         assert questions.diff(rollouts, 1, 2)["prompt"].to_pylist() == ["p1"]
@@ -179,10 +214,18 @@ def test_only_the_mismatch_reads_columns_with_a_value_per_token(run):
         for column in (metadata.row_group(0).column(at) for at in range(metadata.num_columns)):
             if column.path_in_schema.split(".")[0] in (*LOGPROBS, "response_ids"):
                 start = column.dictionary_page_offset or column.data_page_offset
-                data[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+                data[start : start + column.total_compressed_size] = (
+                    b"\xff" * column.total_compressed_size
+                )
         path.write_bytes(data)
     with open_rollouts(run) as rollouts:
-        for ask in (questions.overview, questions.worst, questions.best, questions.lengths, questions.zero_variance):
+        for ask in (
+            questions.overview,
+            questions.worst,
+            questions.best,
+            questions.lengths,
+            questions.zero_variance,
+        ):
             assert ask(rollouts).num_rows
         assert questions.by(rollouts, "worker").num_rows == 1
         assert questions.diff(rollouts, 1, 2).num_rows == 4
@@ -197,7 +240,9 @@ def open_parts(run, step):
 def test_the_start_that_wrote_a_row_is_told_by_its_part(run):
     save(run, {3: [row(3, at, 1.0, 4) for at in range(2)]}, attempt=12)
     with open_rollouts(run) as rollouts:
-        found = rollouts.table("SELECT step, any_value(attempt) AS attempt FROM rollouts GROUP BY 1 ORDER BY 1")
+        found = rollouts.table(
+            "SELECT step, any_value(attempt) AS attempt FROM rollouts GROUP BY 1 ORDER BY 1"
+        )
     assert found.to_pydict() == {"step": [1, 2, 3], "attempt": [3, 3, 12]}
 
 
@@ -218,7 +263,9 @@ def test_a_step_that_is_not_asked_for_is_not_read(run):
     with open_rollouts(run, steps=range(2, 9)) as rollouts:
         assert questions.overview(rollouts)["step"].to_pylist() == [2]
     with (
-        pytest.raises(DataError, match="has saved no step from 5 to 8 of 'rollouts': it has 2 steps, 1 to 2"),
+        pytest.raises(
+            DataError, match="has saved no step from 5 to 8 of 'rollouts': it has 2 steps, 1 to 2"
+        ),
         open_rollouts(run, steps=range(5, 9)),
     ):
         pass
@@ -278,7 +325,21 @@ def test_a_page_is_one_file_in_which_nothing_that_a_model_says_is_markup(run, tm
     unlearned = [{name: value for name, value in row(0, 0, 1.0, 3).items() if name not in LOGPROBS}]
     save(run, {0: unlearned}, parts=1, table="validation")
     main(["rollouts", run, "--table", "validation", "--html", str(file)])
-    main(["rollouts", run, "--html", str(file), "--diff", "1", "2", "--by", "response", "--worst", "9"])
+    main(
+        [
+            "rollouts",
+            run,
+            "--html",
+            str(file),
+            "--diff",
+            "1",
+            "2",
+            "--by",
+            "response",
+            "--worst",
+            "9",
+        ]
+    )
     parser = Tags()
     parser.feed(file.read_text())
     assert "<script>alert(1)</script>" in parser.text
@@ -289,7 +350,18 @@ def test_a_page_is_one_file_in_which_nothing_that_a_model_says_is_markup(run, tm
 def test_a_store_gives_the_answers_that_local_files_give(run, s3, tmp_path, capsys):
     fs, path = open_fs(f"{s3}/asked")
     fs.put(f"{run}/rollouts", f"{path}/rollouts", recursive=True)
-    asked = ["--worst", "2", "--by", "meta.source", "--zero-variance", "--lengths", "--mismatch", "--diff", "1", "2"]
+    asked = [
+        "--worst",
+        "2",
+        "--by",
+        "meta.source",
+        "--zero-variance",
+        "--lengths",
+        "--mismatch",
+        "--diff",
+        "1",
+        "2",
+    ]
     answers = []
     for url in (run, f"{s3}/asked"):
         main(["rollouts", url, *asked])
@@ -301,13 +373,22 @@ def test_a_store_gives_the_answers_that_local_files_give(run, s3, tmp_path, caps
 
 
 def test_a_question_does_not_wait_for_torch_and_dask(run):
-    code = "import sys; from siirl_dask.cli import main; main(sys.argv[1:]); print({'torch', 'dask'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code, "rollouts", run, "--lengths"], capture_output=True, text=True)
+    code = (
+        "import sys; from siirl_dask.cli import main; main(sys.argv[1:]); print({'torch', 'dask'} "
+        "& {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "rollouts", run, "--lengths"], capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
 def test_the_documented_example_runs(run):
     page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
-    (example,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "open_rollouts" in code)
+    (example,) = (
+        code
+        for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "open_rollouts" in code
+    )
     assert all(name in example for name in ("zero_variance", "mismatch", "worst"))
     exec(example.replace('"runs/mine"', repr(run)), {})

@@ -1,4 +1,6 @@
-"""``open_run``: reads what a run left in its folder, without torch and Dask, and refuses what it cannot read."""
+"""``open_run``: reads what a run left in its folder, without torch and Dask, and refuses what it
+cannot read.
+"""
 
 import json
 import re
@@ -34,12 +36,28 @@ def folder(digits_task, tmp_path):
     log = MetricsLog(str(url))
     log.write(Record(step=0, phase=Phase.VALIDATION, seconds=0.5, metrics={"reward/mean": 0.25}))
     for step in (1, 2):
-        log.write(Record(step=step, phase=Phase.TRAIN, seconds=1.5, metrics={"reward/mean": step / 4, "tokens": 8.0}))
+        log.write(
+            Record(
+                step=step,
+                phase=Phase.TRAIN,
+                seconds=1.5,
+                metrics={"reward/mean": step / 4, "tokens": 8.0},
+            )
+        )
         part = url / "rollouts" / f"step={step:06d}" / "part-00000-of-00001.parquet"
         part.parent.mkdir(parents=True)
-        pq.write_table(pa.table({"row_id": [0, 1], "reward": [0.0, step / 2], "response_ids": [[1], [2, 3]]}), part)
+        pq.write_table(
+            pa.table({"row_id": [0, 1], "reward": [0.0, step / 2], "response_ids": [[1], [2, 3]]}),
+            part,
+        )
     summary = Summary(
-        run_id="it", status=Status.COMPLETE, steps=2, workers=1, seconds=3.5, samples_per_second=1.0, error=None
+        run_id="it",
+        status=Status.COMPLETE,
+        steps=2,
+        workers=1,
+        seconds=3.5,
+        samples_per_second=1.0,
+        error=None,
     )
     write_summary(str(url), summary)
     with take(str(url), 30.0, print) as attempt:
@@ -52,7 +70,9 @@ def test_a_run_is_read_back_from_its_folder(folder):
     run = open_run(str(folder))
     assert (run.config.run.url, run.config.rollout.n) == (str(folder), 4)
     assert run.config_with(["rollout.n=2"]).rollout.n == 2
-    assert [node.name for node in dag_from_spec(**run.dag).nodes] == [node["name"] for node in run.dag["nodes"]]
+    assert [node.name for node in dag_from_spec(**run.dag).nodes] == [
+        node["name"] for node in run.dag["nodes"]
+    ]
     assert (run.steps, run.checkpoints, run.checkpoint_step()) == ([1, 2], [2], 2)
     assert run.summary.status is Status.COMPLETE
     assert run.metrics.to_pydict() == {
@@ -63,14 +83,19 @@ def test_a_run_is_read_back_from_its_folder(folder):
         "tokens": [None, 8.0, 8.0],
     }
     assert run.rollouts().num_rows == 4
-    best = run.rollouts("SELECT step, max(reward) AS best FROM rollouts GROUP BY step ORDER BY step")
+    best = run.rollouts(
+        "SELECT step, max(reward) AS best FROM rollouts GROUP BY step ORDER BY step"
+    )
     assert best.to_pydict() == {"step": [1, 2], "best": [0.5, 1.0]}
 
 
 def test_the_documented_example_runs_without_torch_and_dask(folder):
     page = Path(__file__).parents[2] / "docs" / "runs.md"
     example = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
-    assert all(name in example for name in ("config", "dag", "steps", "checkpoints", "metrics", "summary", "rollouts"))
+    assert all(
+        name in example
+        for name in ("config", "dag", "steps", "checkpoints", "metrics", "summary", "rollouts")
+    )
     heavy = ("torch", "dask", "distributed", "transformers")
     code = "import json, sys\n" + example.replace('"runs/mine"', "sys.argv[1]")
     code += f"print(json.dumps([name for name in {heavy} if name in sys.modules]))"
@@ -96,7 +121,10 @@ def replace(file, old, new):
 
 def test_a_config_of_another_version_is_refused_and_samples_are_read(folder):
     replace(folder / "config.yaml", "steps_ahead:", "ahead:")
-    said = r"config\.yaml: unknown key 'rollout\.ahead'; it is called .*\. Another version of siirl_dask wrote"
+    said = (
+        r"config\.yaml: unknown key 'rollout\.ahead'; it is called .*\. Another version of "
+        r"siirl_dask wrote"
+    )
     for read in (lambda: open_run(str(folder)).config, lambda: read_identity(str(folder))):
         with pytest.raises(ConfigError, match=said):
             read()
@@ -107,7 +135,9 @@ def test_a_checkpoint_of_another_version_is_refused_and_named(folder):
     place = folder / "checkpoints" / "step=000002-0001"
     replace(place / "state.json", '"version": 1', '"version": 2')
     (place / "COMMITTED").write_text('{"version": 1, "step": 2}')  # without digests
-    with pytest.raises(CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"):
+    with pytest.raises(
+        CheckpointError, match=r"version 2, expected 1: written by another siirl_dask"
+    ):
         read_state(str(folder), 2)
 
 
@@ -115,7 +145,9 @@ def test_a_summary_of_another_version_is_read_as_far_as_known(folder):
     replace(folder / "summary.json", '"steps"', '"of_a_later_version": 1, "steps"')
     assert open_run(str(folder)).summary.steps == 2
     replace(folder / "summary.json", '"complete"', '"paused"')
-    with pytest.raises(DataError, match=r"summary\.json is not a run's summary: ValueError: 'paused'"):
+    with pytest.raises(
+        DataError, match=r"summary\.json is not a run's summary: ValueError: 'paused'"
+    ):
         _ = open_run(str(folder)).summary
 
 
@@ -129,9 +161,13 @@ def test_absent_files_of_a_run_are_named(folder):
     for name in ("summary.json", "metrics.jsonl"):
         (folder / name).unlink()
     run = open_run(str(folder))
-    with pytest.raises(DataError, match=r"summary\.json does not exist: the run is under way, was killed"):
+    with pytest.raises(
+        DataError, match=r"summary\.json does not exist: the run is under way, was killed"
+    ):
         _ = run.summary
-    with pytest.raises(DataError, match=r"metrics\.jsonl does not exist: no step of this run has finished"):
+    with pytest.raises(
+        DataError, match=r"metrics\.jsonl does not exist: no step of this run has finished"
+    ):
         _ = run.steps
     with pytest.raises(ConfigError, match=r"has no checkpoint of step 7 \(there are: \[2\]\)"):
         run.checkpoint_step(7)
@@ -143,7 +179,10 @@ def test_absent_files_of_a_run_are_named(folder):
         ("SELEC 1", "the query failed: Parser Error"),
         ("SELECT rewrad FROM rollouts", r"the query failed: Binder Error(.|\n)*reward"),
         ("SELECT * FROM rolouts", r"the query failed: Catalog Error(.|\n)*rollouts"),
-        ("-- nothing", "expected one SELECT, and nothing that writes or changes settings, not '-- nothing'"),
+        (
+            "-- nothing",
+            "expected one SELECT, and nothing that writes or changes settings, not '-- nothing'",
+        ),
         ("SELECT CAST('x' AS INT) FROM rollouts", "the query failed: Conversion Error"),
     ],
 )
@@ -153,37 +192,65 @@ def test_a_wrong_query_is_a_data_error_that_says_why(folder, sql, said):
 
 
 def test_only_whole_steps_are_read_and_the_others_named(folder, capsys):
-    """Step 3 is begun; of step 4 there are two starts' parts, and only the later one's are committed."""
-    rows, rollouts = pa.table({"row_id": [0], "reward": [1.0], "response_ids": [[1]]}), f"{folder}/rollouts"
+    """Step 3 is begun; of step 4 there are two starts' parts, and only the later one's are
+    committed.
+    """
+    rows, rollouts = (
+        pa.table({"row_id": [0], "reward": [1.0], "response_ids": [[1]]}),
+        f"{folder}/rollouts",
+    )
     stage_part(f"{rollouts}/step=000003", 2, 0, rows)
     for attempt in (2, 3):
-        commit_parts(f"{rollouts}/step=000004", attempt, [stage_part(f"{rollouts}/step=000004", attempt, 0, rows)])
+        commit_parts(
+            f"{rollouts}/step=000004",
+            attempt,
+            [stage_part(f"{rollouts}/step=000004", attempt, 0, rows)],
+        )
     stage_part(f"{rollouts}/step=000004", 2, 1, rows)
-    run, count = open_run(str(folder)), "SELECT step, count(*) AS n FROM rollouts GROUP BY step ORDER BY step"
+    run, count = (
+        open_run(str(folder)),
+        "SELECT step, count(*) AS n FROM rollouts GROUP BY step ORDER BY step",
+    )
     assert run.rollouts(count).to_pydict() == {"step": [1, 2, 4], "n": [2, 2, 1]}
-    assert run.rollouts(count, incomplete=True).to_pydict() == {"step": [1, 2, 3, 4], "n": [2, 2, 1, 1]}
+    assert run.rollouts(count, incomplete=True).to_pydict() == {
+        "step": [1, 2, 3, 4],
+        "n": [2, 2, 1, 1],
+    }
     main(["rollouts", str(folder)])
-    assert capsys.readouterr().err == "steps that are not whole, and left out (--incomplete): 3 (1 part)\n"
+    assert (
+        capsys.readouterr().err
+        == "steps that are not whole, and left out (--incomplete): 3 (1 part)\n"
+    )
     main(["rollouts", str(folder), "--incomplete", count])
     assert "and counted: 3 (1 part)" in capsys.readouterr().err
     (folder / "rollouts" / "step=000004" / "part-0003-00000.parquet").unlink()
-    assert run.rollouts(count).to_pydict() == {"step": [1, 2], "n": [2, 2]}, "a start that was fenced is read instead"
+    assert run.rollouts(count).to_pydict() == {"step": [1, 2], "n": [2, 2]}, (
+        "a start that was fenced is read instead"
+    )
     (folder / "rollouts" / "step=000004" / "_parts-0003.json").write_text("{}")
-    with pytest.raises(DataError, match=r"step=000004/_parts-0003\.json is not a usable record of parts"):
+    with pytest.raises(
+        DataError, match=r"step=000004/_parts-0003\.json is not a usable record of parts"
+    ):
         run.rollouts()
 
 
 def test_of_a_line_of_a_start_that_was_fenced_the_later_start_s_counts(folder):
     """It woke up after the later start had written the step, and its line comes last."""
-    MetricsLog(str(folder), None, 3).write(Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 3.0}))
-    MetricsLog(str(folder), None, 2).write(Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 2.0}))
+    MetricsLog(str(folder), None, 3).write(
+        Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 3.0})
+    )
+    MetricsLog(str(folder), None, 2).write(
+        Record(step=2, phase=Phase.TRAIN, seconds=1.0, metrics={"tokens": 2.0})
+    )
     assert open_run(str(folder)).metrics.to_pydict()["tokens"] == [None, 8.0, 3.0]
 
 
 def test_a_query_of_a_run_without_samples_is_refused(folder):
     for part in folder.glob("rollouts/*/*"):
         part.unlink()
-    with pytest.raises(DataError, match="holds no rollouts: expected the folder of a run that has finished a step"):
+    with pytest.raises(
+        DataError, match="holds no rollouts: expected the folder of a run that has finished a step"
+    ):
         open_run(str(folder)).rollouts()
     with pytest.raises(DataError, match="Protocol not known: nope"):
         type(open_run(str(folder)))("nope://run").rollouts()

@@ -27,7 +27,9 @@ def store(url, step, attempt=1, committed=True, table="rollouts"):
     part = stage_part(folder, attempt, 0, ROWS)
     if committed:
         spent = [STAGE] if table == "rollouts" else []
-        about = describe_stage(step=step, table=table, digest="d", attempt=1, metrics={}, position=None, spent=spent)
+        about = describe_stage(
+            step=step, table=table, digest="d", attempt=1, metrics={}, position=None, spent=spent
+        )
         commit_parts(folder, attempt, [part], about)
 
 
@@ -47,7 +49,9 @@ def steps_after(url, step):
     staged=st.sets(st.integers(1, 9)),
     keep=st.none() | st.integers(1, 9),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(
     tmp_path_factory, stored, saved, again, staged, keep
 ):
@@ -67,7 +71,9 @@ def test_from_every_checkpoint_a_resume_finds_the_same_stored_steps(
     assert {step: steps_after(url, step) for step in committed(url) or [0]} == before
     assert find_leftovers(url, keep_stages=keep) == []
     twice = [path for path, _ in list_files(*open_fs(url)).items() if path.startswith(f"{STAGE}/")]
-    assert not [path for path in twice if int(path[len(STAGE) + 6 :][:6]) <= max(stored, 0)], "rows are stored twice"
+    assert not [path for path in twice if int(path[len(STAGE) + 6 :][:6]) <= max(stored, 0)], (
+        "rows are stored twice"
+    )
 
 
 def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
@@ -102,9 +108,15 @@ def test_each_leftover_has_its_reason_and_all_else_stays(tmp_path):
     }
     remove_old_stages(url, 1)
     assert sorted(list_files(*open_fs(join(url, STAGE)))) == [
-        *(f"step=00000{step}/{name}" for step in (3, 5) for name in ("_parts-0001.json", "part-0001-00000.parquet")),
+        *(
+            f"step=00000{step}/{name}"
+            for step in (3, 5)
+            for name in ("_parts-0001.json", "part-0001-00000.parquet")
+        ),
     ]
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir() if any(path.iterdir())) == [
+    assert sorted(
+        path.name for path in (tmp_path / "rollouts").iterdir() if any(path.iterdir())
+    ) == [
         "step=000003",
         "step=000004",
     ]
@@ -129,19 +141,28 @@ def test_a_run_that_is_under_way_is_not_cleaned_and_a_dry_run_deletes_nothing(tm
 def test_the_weights_that_a_killed_evaluation_left_may_go_and_what_it_wrote_stays(tmp_path):
     url = str(tmp_path / "run")
     fs, root = open_fs(url)
-    left, kept = "evaluations/.model-0123456789abcdef/config.json", "evaluations/test-step000002/metrics.json"
+    left, kept = (
+        "evaluations/.model-0123456789abcdef/config.json",
+        "evaluations/test-step000002/metrics.json",
+    )
     for file in (left, kept):
         write_atomic(fs, f"{root}/{file}", b"{}")
     assert [(one.path, one.reason) for one in find_leftovers(url)] == [(left, Reason.UNFINISHED)]
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(store_url, dry_run, monkeypatch):
-    """The evaluation gives signs of life while it goes on; one that was killed gives none, and leaves all it had."""
+def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(
+    store_url, dry_run, monkeypatch
+):
+    """The evaluation gives signs of life while it goes on; one that was killed gives none, and
+    leaves all it had.
+    """
     monkeypatch.setattr("siirl_dask.commands.checkpoint_model._LEASE", 1.0)
     fs, root = open_fs(store_url)
     write_atomic(fs, f"{root}/config.yaml", b"")
-    with folder_for_workers(ClusterConfig(address="tcp://10.0.0.1:8786"), f"{store_url}/evaluations") as folder:
+    with folder_for_workers(
+        ClusterConfig(address="tcp://10.0.0.1:8786"), f"{store_url}/evaluations"
+    ) as folder:
         write_atomic(*open_fs(f"{folder}/config.json"), b"{}")
         record = next(path for path in fs.find(root) if path.endswith("0001.json"))
         clean(store_url, dry_run=dry_run, keep_stages=None, replays=False)
@@ -149,6 +170,8 @@ def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(s
         assert find_leftovers(store_url) == []
         left = fs.cat_file(record)
     write_atomic(*open_fs(f"{folder}/config.json"), b"{}")
-    write_atomic(fs, record, left.replace(b'"birth": "', b'"birth": "1'))  # a process of before that number came again
+    write_atomic(
+        fs, record, left.replace(b'"birth": "', b'"birth": "1')
+    )  # a process of before that number came again
     clean(store_url, dry_run=False, keep_stages=None, replays=False)
     assert [name for name in fs.find(root) if "/.model-" in name] == []

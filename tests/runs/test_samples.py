@@ -1,4 +1,6 @@
-"""The newest samples for those who look on: few rows, of whole steps, from few folders, whatever the store."""
+"""The newest samples for those who look on: few rows, of whole steps, from few folders, whatever
+the store.
+"""
 
 import pytest
 from siirl_storage import open_fs
@@ -15,7 +17,10 @@ from tests.runs.test_trace import put
 def run(tmp_path):
     """Steps of eight samples, of which the third is not whole."""
     steps = {
-        number: [row(number, at, 1.0 if at < 4 else at / 8, at + 2, text=NASTY, ratio=1.5) for at in range(8)]
+        number: [
+            row(number, at, 1.0 if at < 4 else at / 8, at + 2, text=NASTY, ratio=1.5)
+            for at in range(8)
+        ]
         for number in (1, 2, 3)
     }
     url = save(tmp_path / "run", steps)
@@ -25,14 +30,18 @@ def run(tmp_path):
 
 def test_each_choice_gives_the_rows_that_it_names(run):
     newest = newest_samples(run, range(1, 5), Choice.NEWEST)
-    assert [(one.step, one.row_id) for one in newest] == [(step, at) for step in (2, 1) for at in range(8)]
+    assert [(one.step, one.row_id) for one in newest] == [
+        (step, at) for step in (2, 1) for at in range(8)
+    ]
     assert newest[0].prompt == f"question 0 {NASTY}"
     assert {one.reward for one in newest_samples(run, [1, 2], Choice.BEST, 8)} == {1.0}
     worst = newest_samples(run, [1, 2], Choice.WORST, 3)
     assert [one.reward for one in worst] == [0.5, 0.5, 0.625]
     equal = newest_samples(run, [2], Choice.EQUAL)
     assert [one.row_id for one in equal] == [0, 1, 2, 3]
-    assert newest_samples(run, [3, 4], Choice.NEWEST) == [], "a step that is not whole does not count"
+    assert newest_samples(run, [3, 4], Choice.NEWEST) == [], (
+        "a step that is not whole does not count"
+    )
 
 
 def test_texts_are_cut_and_a_whole_sample_has_its_tokens(tmp_path):
@@ -61,7 +70,10 @@ def test_no_more_bytes_are_read_than_allowed_and_damage_is_told(run, tmp_path):
 
 
 def test_a_run_without_rewards_or_groups_has_samples_all_the_same(tmp_path):
-    rows = [{name: value for name, value in row(1, at, 0.5, 3).items() if name != "reward"} for at in range(4)]
+    rows = [
+        {name: value for name, value in row(1, at, 0.5, 3).items() if name != "reward"}
+        for at in range(4)
+    ]
     url = save(tmp_path / "run", {1: rows})
     assert len(newest_samples(url, [1], Choice.BEST)) == 4
     assert newest_samples(url, [1], Choice.EQUAL) == []
@@ -77,7 +89,9 @@ def test_traces_runs_beside_and_metrics_are_read_from_any_store(store_url):
     line = b'{"step": %d, "phase": "train", "seconds": 1.0, "metrics": {"reward/mean": 0.5}}\n'
     for name in ("mine", "other", "older"):
         fs.makedirs(f"{root}/{name}", exist_ok=True)
-        fs.pipe_file(f"{root}/{name}/metrics.jsonl", b"".join(line % step for step in range(1, 101)))
+        fs.pipe_file(
+            f"{root}/{name}/metrics.jsonl", b"".join(line % step for step in range(1, 101))
+        )
     fs.makedirs(f"{root}/data", exist_ok=True)
     assert runs_beside(url) == ["older", "other"]
     tail = metrics_tail(f"{store_url}/other", 10)

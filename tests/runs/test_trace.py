@@ -1,4 +1,6 @@
-"""The table ``trace``: the last start counts, damage is told, and clean, check and --fresh know it."""
+"""The table ``trace``: the last start counts, damage is told, and clean, check and --fresh know
+it.
+"""
 
 import json
 
@@ -42,7 +44,9 @@ def test_a_trace_is_read_from_any_store_by_steps(url):
     assert read_trace(url).steps == [1, 2, 3]
     two = read_trace(url, range(2, 9))
     assert (two.steps, two.all_steps) == ([2, 3], [1, 2, 3])
-    assert {(span.step, span.worker) for span in two.spans} == {(step, name) for step in (2, 3) for name in "01"}
+    assert {(span.step, span.worker) for span in two.spans} == {
+        (step, name) for step in (2, 3) for name in "01"
+    }
     assert read_trace(url, most_bytes=1).steps == [3]
     assert read_trace(url, most_parts=4).steps == [2, 3]
     slowest = slowest_of(url)
@@ -69,8 +73,14 @@ def test_of_a_step_that_was_done_again_the_last_start_counts_and_clean_takes_the
         put(tmp_path, 2, worker, attempt=2, name="now")
     (tmp_path / CONFIG_FILE).write_text("run: {name: it}\n")
     spans = read_trace(str(tmp_path)).spans
-    assert {(span.worker, span.name) for span in spans if span.lane is Lane.COMPUTE} == {("0", "now"), ("1", "now")}
-    found = {finding.part: finding.state for finding in check_run(str(tmp_path), lambda n: None, lambda n: None)}
+    assert {(span.worker, span.name) for span in spans if span.lane is Lane.COMPUTE} == {
+        ("0", "now"),
+        ("1", "now"),
+    }
+    found = {
+        finding.part: finding.state
+        for finding in check_run(str(tmp_path), lambda n: None, lambda n: None)
+    }
     assert (found[TRACE], found[f"{TRACE}/step=000002"]) == (PartState.WHOLE, PartState.UNFINISHED)
     said = clean(str(tmp_path), dry_run=False, keep_stages=None, replays=False)
     assert said.count(f"{TRACE}/step=000002/part-0001-") == 3
@@ -87,7 +97,9 @@ def test_check_finds_a_damaged_part_and_reading_it_says_so(tmp_path):
     (tmp_path / CONFIG_FILE).write_text("run: {name: it}\n")
     found = check_run(str(tmp_path), lambda n: None, lambda n: None)
     damaged = [
-        finding.part for finding in found if finding.state is PartState.DAMAGED and finding.part.startswith(TRACE)
+        finding.part
+        for finding in found
+        if finding.state is PartState.DAMAGED and finding.part.startswith(TRACE)
     ]
     assert damaged == [f"{TRACE}/step=000002"]
     with pytest.raises(DataError, match="part-0001-00000"):
@@ -108,7 +120,10 @@ def test_a_fresh_start_removes_the_trace(tmp_path):
         (["--steps", "8:9"], "has no trace of step from 8 to 9: it has 2 steps, 1 to 2"),
         (["--steps", "9:8"], "the first step comes after the last"),
         (["--steps", "two"], "expected A:B or one step"),
-        (["-o", "/proc/none/trace.json"], "-o '/proc/none/trace.json': the trace cannot be written"),
+        (
+            ["-o", "/proc/none/trace.json"],
+            "-o '/proc/none/trace.json': the trace cannot be written",
+        ),
         (["--stepz", "3"], "unrecognized arguments: --stepz 3; did you mean '--step'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Every test that takes ``url`` runs on a local folder, on memory:// and on S3, each time where nothing is yet."""
+"""Every test that takes ``url`` runs on a local folder, on memory:// and on S3, each time where
+nothing is yet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A proxy in front of an S3 API that refuses requests, or loses their answers, as a network and a busy store do."""
+"""A proxy in front of an S3 API that refuses requests, or loses their answers, as a network and
+a busy store do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 LOST, RESET = "lost", "reset"
-"""The request is done and its answer never arrives; the connection breaks before the request is done."""
+"""The request is done and its answer never arrives; the connection breaks before the request is
+done."""
 ANSWERS = {
     "conflict": (409, "ConditionalRequestConflict"),
     "throttled": (429, "TooManyRequests"),
@@ -23,7 +26,9 @@ ANSWERS = {
 
 @dataclass
 class Proxy:
-    """Forwards to the API at ``upstream``; the next ``times`` requests of ``method`` whose path has ``part`` fail."""
+    """Forwards to the API at ``upstream``; the next ``times`` requests of ``method`` whose path
+    has ``part`` fail.
+    """
 
     upstream: str
     url: str = ""
@@ -89,7 +94,9 @@ def proxied(upstream: str, port: int = 0) -> Iterator[Proxy]:
 
         def answer(self, body: bytes, *, lose: bool) -> None:
             connection = HTTPConnection(urlsplit(upstream).netloc)
-            headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+            headers = {
+                name: value for name, value in self.headers.items() if name.lower() != "expect"
+            }
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
             data = response.read()

@@ -1,4 +1,6 @@
-"""Bytes that are not what was written end in an error that names the file, never in another exception or other rows."""
+"""Bytes that are not what was written end in an error that names the file, never in another
+exception or other rows.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,39 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from siirl_storage import CorruptPart, Format, Part, StorageError, create_table, join, open_fs, open_table, write_part
+from siirl_storage import (
+    CorruptPart,
+    Format,
+    Part,
+    StorageError,
+    create_table,
+    join,
+    open_fs,
+    open_table,
+    write_part,
+)
 from siirl_storage.conformance import sample
 from siirl_storage.files import at
 from siirl_storage.formats import read_footer
 from siirl_storage.manifest import Manifest, is_below, parse_manifest
 
 QUICK = settings(
-    max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-TYPES = st.sampled_from([pa.int64(), pa.string(), pa.list_(pa.float32()), pa.struct({"a": pa.int8()}), pa.null()])
+TYPES = st.sampled_from(
+    [pa.int64(), pa.string(), pa.list_(pa.float32()), pa.struct({"a": pa.int8()}), pa.null()]
+)
 PARTS = st.builds(
     Part,
     path=st.text(min_size=1).filter(is_below),
@@ -112,7 +131,9 @@ def test_deeply_nested_manifest_is_refused() -> None:
         ("bytes", "many", '"bytes" is missing or not a natural'),
     ],
 )
-def test_unsafe_manifest_is_refused_when_opened(url: str, key: str, value: object, words: str) -> None:
+def test_unsafe_manifest_is_refused_when_opened(
+    url: str, key: str, value: object, words: str
+) -> None:
     create_table(url, [sample(0, 5)])
     rewrite_part(url, **{key: value})
     with pytest.raises(StorageError, match=words) as caught:
@@ -129,14 +150,18 @@ def rewrite_part(url: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("groups", [[4], [5, 1], [], [2, 3]])
-def test_manifest_with_other_row_counts_than_the_footer_is_noticed(url: str, groups: list[int]) -> None:
+def test_manifest_with_other_row_counts_than_the_footer_is_noticed(
+    url: str, groups: list[int]
+) -> None:
     part = create_table(url, [sample(0, 5)]).parts[0]
     rewrite_part(url, groups=groups)
     snapshot = open_table(url)
     if not groups:  # nothing is read of a part that is said to be empty
         assert snapshot.num_rows == 0
         return
-    with pytest.raises(CorruptPart, match=f"{part.path}.*has 5 rows in 1 row groups, and should have"):
+    with pytest.raises(
+        CorruptPart, match=f"{part.path}.*has 5 rows in 1 row groups, and should have"
+    ):
         snapshot.read_row_group(snapshot.row_groups()[0])
     with pytest.raises(CorruptPart, match=part.path):
         snapshot.to_table()
@@ -147,7 +172,9 @@ def test_part_with_another_schema_than_the_manifest_is_noticed(url: str) -> None
     fs, root = open_fs(url)
     write_part(url, 0, 1, pa.table({"row": ["a"] * 5}))
     fs.pipe_file(at(root, part.path), fs.cat_file(f"{root}/part-00000-of-00001.parquet"))
-    with pytest.raises(CorruptPart, match=f"{part.path}.*lacks column 'ids'.*'row' as string, not int64"):
+    with pytest.raises(
+        CorruptPart, match=f"{part.path}.*lacks column 'ids'.*'row' as string, not int64"
+    ):
         open_table(url).to_table()
 
 
@@ -162,7 +189,9 @@ def test_damaged_plain_file_is_named_with_its_full_path(url: str, kind: Format) 
         fs.pipe_file(path, bad)
         with pytest.raises(CorruptPart, match="Restore it from a copy, or delete it") as caught:
             open_table(url).to_table()
-        assert caught.value.path == (path if url.startswith("/") else f"{url.partition(':')[0]}://{path}")
+        assert caught.value.path == (
+            path if url.startswith("/") else f"{url.partition(':')[0]}://{path}"
+        )
 
 
 def test_flipped_bit_in_a_parquet_page_is_noticed() -> None:
@@ -205,10 +234,14 @@ def test_random_damage_raises_nothing_but_corrupt_part(kind: Format) -> None:
                 continue
             except StorageError as error:
                 refused.add(str(error))
-    assert all("more than one column" in text for text in refused), "more than a flipped bit in a name was refused"
+    assert all("more than one column" in text for text in refused), (
+        "more than a flipped bit in a name was refused"
+    )
 
 
-def test_errors_of_the_store_are_not_taken_for_damage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_store_are_not_taken_for_damage(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = write_part(url, 0, 1, sample(0, 5))
     fs, root = open_fs(url)
 
@@ -225,6 +258,7 @@ def test_missing_part_of_a_snapshot_is_named(url: str) -> None:
     fs, root = open_fs(url)
     fs.rm_file(at(root, part.path))
     with pytest.raises(
-        CorruptPart, match=f"{join(url, part.path).rpartition('//')[2]} cannot be read: it is not there"
+        CorruptPart,
+        match=f"{join(url, part.path).rpartition('//')[2]} cannot be read: it is not there",
     ):
         open_table(url).to_table()

@@ -33,8 +33,8 @@ PASSING = [*ANSWERS, LOST, RESET]
 
 @pytest.fixture
 def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """S3 through a proxy. botocore and s3fs try only once, so that what is tested are the repetitions of this package;
-    the test of a lost answer has them as they are by default.
+    """S3 through a proxy. botocore and s3fs try only once, so that what is tested are the
+    repetitions of this package; the test of a lost answer has them as they are by default.
     """
     with proxied(os.environ["AWS_ENDPOINT_URL"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -51,7 +51,9 @@ def place(proxy: Proxy, s3: str) -> str:
 
 
 @pytest.mark.parametrize("how", PASSING)
-def test_the_creator_of_a_file_knows_that_it_is_even_after_failures(proxy: Proxy, place: str, how: str) -> None:
+def test_the_creator_of_a_file_knows_that_it_is_even_after_failures(
+    proxy: Proxy, place: str, how: str
+) -> None:
     fs, path = open_fs(join(place, "file"))
     proxy.fail(how, "PUT", "file", times=2)
     write_exclusive(fs, path, b"mine")
@@ -62,8 +64,12 @@ def test_the_creator_of_a_file_knows_that_it_is_even_after_failures(proxy: Proxy
     assert fs.cat_file(path) == b"mine"
 
 
-def test_a_reply_that_is_lost_below_is_no_conflict(proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_MAX_ATTEMPTS")  # botocore repeats the PUT itself, and is told that the file exists
+def test_a_reply_that_is_lost_below_is_no_conflict(
+    proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(
+        "AWS_MAX_ATTEMPTS"
+    )  # botocore repeats the PUT itself, and is told that the file exists
     s3fs.S3FileSystem.clear_instance_cache()
     fs, path = open_fs(join(place, "file"))
     proxy.fail(LOST, "PUT", "file")
@@ -73,7 +79,9 @@ def test_a_reply_that_is_lost_below_is_no_conflict(proxy: Proxy, place: str, mon
 
 @pytest.mark.parametrize("how", PASSING)
 @pytest.mark.parametrize("operation", ["write", "read", "stream", "list", "look", "remove"])
-def test_no_operation_fails_by_an_error_that_passes(proxy: Proxy, place: str, operation: str, how: str) -> None:
+def test_no_operation_fails_by_an_error_that_passes(
+    proxy: Proxy, place: str, operation: str, how: str
+) -> None:
     fs, root = open_fs(place)
     write_atomic(fs, f"{root}/a", b"old")
     write_atomic(fs, f"{root}/b", b"b")
@@ -103,7 +111,9 @@ def test_no_operation_fails_by_an_error_that_passes(proxy: Proxy, place: str, op
     assert not proxy.times, "the failures were not met"
 
 
-def test_a_gateway_that_is_away_for_a_second_costs_nothing(s3: str, place: str, proxy: Proxy) -> None:
+def test_a_gateway_that_is_away_for_a_second_costs_nothing(
+    s3: str, place: str, proxy: Proxy
+) -> None:
     fs, path = open_fs(join(place, "file"))
     write_atomic(fs, path, b"here")
     proxy.stop()
@@ -136,7 +146,9 @@ def test_what_does_not_pass_is_raised_when_the_time_is_over_and_says_how_often_i
     assert "storage.retry_seconds=0.5" in caught.value.__notes__[0]
 
 
-def test_what_nobody_waits_for_any_more_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_waits_for_any_more_is_not_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tries: list[float] = []
 
     def fails() -> None:
@@ -144,7 +156,11 @@ def test_what_nobody_waits_for_any_more_is_not_tried_again(caplog: pytest.LogCap
         raise ConnectionResetError("gone")
 
     deadline = time.monotonic() + 0.4
-    with retries_end_at(deadline), retries_end_at(deadline + 60), pytest.raises(ConnectionResetError) as caught:
+    with (
+        retries_end_at(deadline),
+        retries_end_at(deadline + 60),
+        pytest.raises(ConnectionResetError) as caught,
+    ):
         retry(fails)
     assert len(tries) > 1
     assert tries[-1] < deadline

@@ -6,7 +6,15 @@ import stat
 from pathlib import Path
 
 import pytest
-from siirl_storage import Conflict, CorruptPart, StorageError, join, open_fs, write_atomic, write_exclusive
+from siirl_storage import (
+    Conflict,
+    CorruptPart,
+    StorageError,
+    join,
+    open_fs,
+    write_atomic,
+    write_exclusive,
+)
 from siirl_storage.files import full_name, list_files, parent
 
 
@@ -31,7 +39,9 @@ def test_join_neither_loses_nor_doubles_a_slash(url: str, joined: str) -> None:
 
 @pytest.mark.parametrize("folder", ["/a/b", "/", "s3://bucket/key", "memory://", "memory:///"])
 def test_parent_undoes_join(folder: str) -> None:
-    assert join(parent(join(folder, "file.parquet")), "file.parquet") == join(folder, "file.parquet")
+    assert join(parent(join(folder, "file.parquet")), "file.parquet") == join(
+        folder, "file.parquet"
+    )
 
 
 def test_unknown_protocol_gets_the_nearest_one() -> None:
@@ -72,7 +82,9 @@ def test_failed_local_write_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, "fsync", full)
     for write in (write_atomic, write_exclusive):
-        with pytest.raises(OSError, match=r"the disk is full: .* bytes are free, and 3 were to be written"):
+        with pytest.raises(
+            OSError, match=r"the disk is full: .* bytes are free, and 3 were to be written"
+        ):
             write(fs, path, b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
 

@@ -26,7 +26,11 @@ from siirl_storage.files import at, list_files, open_input
 
 from tests.names import NEIGHBOURS
 
-FILES = ("config.yaml", "checkpoints/step=000002-0001/COMMITTED", "checkpoints/step=000002-0001/policy/__0_0.distcp")
+FILES = (
+    "config.yaml",
+    "checkpoints/step=000002-0001/COMMITTED",
+    "checkpoints/step=000002-0001/policy/__0_0.distcp",
+)
 
 
 def contents(url: str) -> dict[str, bytes]:
@@ -35,7 +39,9 @@ def contents(url: str) -> dict[str, bytes]:
 
 
 def fill(url: str, rows: int) -> None:
-    """Write what this package writes: files, a table and its snapshot, a folder of parts and its record."""
+    """Write what this package writes: files, a table and its snapshot, a folder of parts and its
+    record.
+    """
     fs, root = open_fs(url)
     for name in FILES:
         write_exclusive(fs, at(root, name), url.encode())
@@ -61,7 +67,9 @@ def check_filled(url: str, rows: int) -> None:
 
 
 def check_apart(store: str, names: tuple[str, str]) -> None:
-    """Write, read, replace and delete at each of two names, and look at the other one every time."""
+    """Write, read, replace and delete at each of two names, and look at the other one every
+    time.
+    """
     base = join(store, uuid4().hex)
     urls = [join(base, name) for name in names]
     for rows, url in enumerate(urls):
@@ -69,7 +77,9 @@ def check_apart(store: str, names: tuple[str, str]) -> None:
     for rows, url in enumerate(urls):
         check_filled(url, 10 * rows)
     fs, root = open_fs(base)
-    assert sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)) == sorted(names)
+    assert sorted(
+        str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)
+    ) == sorted(names)
     before = [contents(url) for url in urls]
     for own, other in ((0, 1), (1, 0)):
         path = open_fs(urls[own])[1]
@@ -78,7 +88,9 @@ def check_apart(store: str, names: tuple[str, str]) -> None:
         write_atomic(fs, at(path, FILES[0]), b"mine")
         remove_file(fs, at(path, FILES[1]))
         remove_tree(fs, at(path, "checkpoints"))
-        left = {name: data for name, data in before[own].items() if not name.startswith("checkpoints/")}
+        left = {
+            name: data for name, data in before[own].items() if not name.startswith("checkpoints/")
+        }
         assert contents(urls[own]) == {**left, FILES[0]: b"mine"}
         assert contents(urls[other]) == before[other]
         remove_tree(fs, path)
@@ -88,11 +100,14 @@ def check_apart(store: str, names: tuple[str, str]) -> None:
 
 
 EXAMPLES = {"local": 20, "memory": 50, "s3": 2}
-"""An example takes a fortieth of a second in memory; a local one waits for the disk, one of S3 for 90 requests."""
+"""An example takes a fortieth of a second in memory; a local one waits for the disk, one of S3
+for 90 requests."""
 
 
 @pytest.mark.parametrize("store_url", EXAMPLES, indirect=True)
-def test_no_name_leads_to_the_files_of_another(store_url: str, request: pytest.FixtureRequest) -> None:
+def test_no_name_leads_to_the_files_of_another(
+    store_url: str, request: pytest.FixtureRequest
+) -> None:
     kind = request.node.callspec.params["store_url"]
 
     @settings(max_examples=EXAMPLES[kind])

@@ -74,11 +74,17 @@ def test_folder_names_become_columns(url: str) -> None:
     snapshot = open_table(url)
     table = snapshot.to_table(["step", "row", "split"])
     assert table.schema.types == [pa.int64(), pa.int64(), pa.string()]
-    assert table.to_pydict() == {"step": [9, 9, 10, 10], "row": [9, 10, 10, 11], "split": ["a b"] * 4}
+    assert table.to_pydict() == {
+        "step": [9, 9, 10, 10],
+        "row": [9, 10, 10, 11],
+        "split": ["a b"] * 4,
+    }
     dataset = snapshot.dataset()
     assert dataset.to_table(columns=["step", "row", "split"]).equals(table)
     assert dataset.filter(ds.field("step") == 10).count_rows() == 2
-    assert duckdb.sql("select step, sum(row) from dataset group by step order by step").fetchall() == [
+    assert duckdb.sql(
+        "select step, sum(row) from dataset group by step order by step"
+    ).fetchall() == [
         (9, 19),
         (10, 21),
     ]
@@ -116,12 +122,16 @@ def test_column_without_values_takes_the_type_of_the_others(url: str) -> None:
 def test_files_that_disagree_are_refused_by_name(url: str, other: pa.Table, words: str) -> None:
     put(join(url, "a.parquet"), pa.table({"x": [1], "y": [1]}))
     put(join(url, "b.parquet"), other)
-    with pytest.raises(StorageError, match=rf"b\.parquet does not go with a\.parquet: it .*{words}"):
+    with pytest.raises(
+        StorageError, match=rf"b\.parquet does not go with a\.parquet: it .*{words}"
+    ):
         open_table(url)
 
 
 def test_nothing_there_says_what_was_looked_for(url: str) -> None:
-    with pytest.raises(TableNotFound, match=r"looked for a snapshot in _snapshots/.*\.parquet.*no files at all"):
+    with pytest.raises(
+        TableNotFound, match=r"looked for a snapshot in _snapshots/.*\.parquet.*no files at all"
+    ):
         open_table(url)
     fs, root = open_fs(url)
     fs.makedirs(root, exist_ok=True)
@@ -157,11 +167,17 @@ def test_other_tools_read_our_parts_without_us(tmp_path: Path) -> None:
     append(str(tmp_path), [sample(50, 10)])
     urls = open_table(str(tmp_path)).urls
     assert pa.concat_tables([pq.read_table(url) for url in urls]).equals(sample(0, 60))
-    assert ds.dataset(str(tmp_path), format="parquet").count_rows() == 60  # skips _snapshots by itself
+    assert (
+        ds.dataset(str(tmp_path), format="parquet").count_rows() == 60
+    )  # skips _snapshots by itself
     tokens = sum(len(ids or []) for ids in sample(0, 60)["ids"].to_pylist())
-    assert duckdb.read_parquet(urls).aggregate("sum(row), sum(len(ids)), count(text)").fetchall() == [
-        (1770, tokens, 40)
-    ]
+    assert duckdb.read_parquet(urls).aggregate(
+        "sum(row), sum(len(ids)), count(text)"
+    ).fetchall() == [(1770, tokens, 40)]
     assert duckdb.sql(f"select count(*) from '{tmp_path}/data/*.parquet'").fetchall() == [(60,)]
     write_part(str(tmp_path / "arrow"), 0, 1, sample(0, 5), format="arrow")
-    assert pa.ipc.open_file(str(tmp_path / "arrow/part-00000-of-00001.arrow")).read_all().equals(sample(0, 5))
+    assert (
+        pa.ipc.open_file(str(tmp_path / "arrow/part-00000-of-00001.arrow"))
+        .read_all()
+        .equals(sample(0, 5))
+    )

@@ -29,7 +29,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(siirl_storage.__file__).pare
 def start(body: str, url: str, number: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", HEAD + body, url, str(number)]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, bufsize=1
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        bufsize=1,
     )
 
 
@@ -71,7 +76,9 @@ for what in (lambda: write_exclusive(fs, path, sys.argv[2].encode()), lambda: cr
     assert (tmp_path / "lock").read_text() == str([output[0] for output in outputs].index("won"))
     creator = [output[1] for output in outputs].index("won")
     assert open_table(str(tmp_path)).to_table().equals(sample(creator, 3))
-    assert len(list((tmp_path / "data").iterdir())) == 1, "a loser left its rows in the table's folder"
+    assert len(list((tmp_path / "data").iterdir())) == 1, (
+        "a loser left its rows in the table's folder"
+    )
 
 
 def test_appends_of_several_processes_lose_no_row_and_stay_together(tmp_path: Path) -> None:
@@ -124,7 +131,9 @@ while True:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["create", "append"])
-def test_kill_9_before_each_file_operation_leaves_whole_snapshots_only(tmp_path: Path, first: bool) -> None:
+def test_kill_9_before_each_file_operation_leaves_whole_snapshots_only(
+    tmp_path: Path, first: bool
+) -> None:
     body = """
 left = number
 def hook(event, arguments):
@@ -156,5 +165,7 @@ sys.addaudithook(hook)
     with ThreadPoolExecutor(4) as pool:
         codes = list(pool.map(die_at, range(1, 10)))
     assert codes == sorted(codes), "a later operation killed, and an earlier one did not"
-    assert codes.count(-signal.SIGKILL) >= 6, "the writer was killed at fewer operations than it makes"
+    assert codes.count(-signal.SIGKILL) >= 6, (
+        "the writer was killed at fewer operations than it makes"
+    )
     assert codes[-1] == 0, "there are operations that were not tried"

@@ -1,4 +1,6 @@
-"""Every check of the conformance suite, on a store that fails at one operation, before or after it is done."""
+"""Every check of the conformance suite, on a store that fails at one operation, before or after
+it is done.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from siirl_storage.conformance import CHECKS, sample, what_others_write_is_seen_
 from siirl_storage.faults import FaultPlan, How, inject
 
 FAILURES = (How.BEFORE, How.AFTER)
-SWEPT = [check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing]  # it goes round open_fs
+SWEPT = [
+    check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing
+]  # it goes round open_fs
 
 
 @pytest.fixture
@@ -25,7 +29,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultPlan]
     return plan
 
 
-def sweep(check: Callable[[str], None], plan: FaultPlan, folder: Path | str, every: int = 1) -> None:
+def sweep(
+    check: Callable[[str], None], plan: FaultPlan, folder: Path | str, every: int = 1
+) -> None:
     """Run ``check`` with a failure at every ``every``-th of its operations."""
     check(f"faulty://{folder}/straight")
     attempts = [(at, how) for at in range(1, len(plan.operations()) + 1, every) for how in FAILURES]
@@ -34,7 +40,9 @@ def sweep(check: Callable[[str], None], plan: FaultPlan, folder: Path | str, eve
         plan.set(at, how)
         check(f"faulty://{folder}/{how}-{at}")
         met += len(plan.operations()) >= at
-    assert met > len(attempts) / 2, "most failures were not met"  # threads that race do not always as many operations
+    assert met > len(attempts) / 2, (
+        "most failures were not met"
+    )  # threads that race do not always as many operations
 
 
 @pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)

@@ -53,7 +53,9 @@ def test_schema_and_values_survive(url: str, kind: Format, rows: int) -> None:
     create_table(url, [table], format=kind)
     back = open_table(url).to_table()
     assert back.equals(table, check_metadata=True)
-    assert [str(field) for field in back.schema] == [str(field) for field in table.schema], "list item names changed"
+    assert [str(field) for field in back.schema] == [str(field) for field in table.schema], (
+        "list item names changed"
+    )
     write_part(join(url, "folder"), 0, 1, table, format=kind)
     assert open_table(join(url, "folder")).to_table().equals(table)
 
@@ -100,13 +102,17 @@ def test_old_versions_stay_readable(url: str) -> None:
 def test_version_after_999999_is_the_newest(url: str) -> None:
     create_table(url, [sample(0, 3)])
     fs, root = open_fs(url)
-    text = fs.cat_file(f"{root}/_snapshots/000001.json").replace(b'"version": 1', b'"version": 999999')
+    text = fs.cat_file(f"{root}/_snapshots/000001.json").replace(
+        b'"version": 1', b'"version": 999999'
+    )
     fs.pipe_file(f"{root}/_snapshots/999999.json", text)
     assert append(url, [sample(3, 3)]).version == 1_000_000
     assert open_table(url).num_rows == 6
 
 
-def test_a_relative_path_opens_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_opens_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     made = create_table("here", [sample(0, 3)])
     plain = open_table(f"here/{made.parts[0].path}")
@@ -132,23 +138,31 @@ def test_table_that_does_not_fit_is_refused_and_leaves_nothing(url: str) -> None
 def test_columns_in_another_order_or_without_values_fit(url: str) -> None:
     create_table(url, [sample(0, 3)])
     append(url, [sample(3, 3).select(["text", "ids", "row"])])
-    append(url, [pa.table({"row": pa.array([6], pa.int64()), "ids": pa.nulls(1), "text": pa.nulls(1)})])
+    append(
+        url, [pa.table({"row": pa.array([6], pa.int64()), "ids": pa.nulls(1), "text": pa.nulls(1)})]
+    )
     assert open_table(url).to_table()["row"].to_pylist() == list(range(7))
 
 
-def test_second_creator_gets_a_conflict_and_leaves_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_creator_gets_a_conflict_and_leaves_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create_table(url, [sample(0, 3)])
     fs, root = open_fs(url)
     before = list_files(fs, root)
     with pytest.raises(Conflict, match="already holds a table"):
         create_table(url, [sample(0, 3)])
-    monkeypatch.setattr("siirl_storage.table.list_versions", lambda fs, root: [])  # it looks too early
+    monkeypatch.setattr(
+        "siirl_storage.table.list_versions", lambda fs, root: []
+    )  # it looks too early
     with pytest.raises(Conflict, match=r"000001\.json already exists"):
         create_table(url, [sample(0, 3)])
     assert list_files(fs, root) == before
 
 
-def test_commit_whose_reply_was_lost_is_not_done_twice(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_whose_reply_was_lost_is_not_done_twice(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from siirl_storage import files
 
     def lose_the_reply(create: Callable[..., None]) -> Callable[..., None]:
@@ -171,7 +185,9 @@ def test_parts_staged_elsewhere_travel_as_json(url: str) -> None:
     assert commit(url, [Part(**sent)]).parts == (part,)
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd.parquet", "../x.parquet", "a/../../x.parquet", "a//x.parquet", ""])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd.parquet", "../x.parquet", "a/../../x.parquet", "a//x.parquet", ""]
+)
 def test_commit_refuses_parts_outside_the_table(url: str, path: str) -> None:
     with pytest.raises(StorageError, match="do not lie below"):
         commit(url, [Part(path, 0, (1,))])
@@ -225,7 +241,12 @@ def test_part_names_round_trip_and_nothing_else_parses() -> None:
         parsed = parse_part_name(name)
         assert parsed is not None
         assert part_name(*parsed) == name
-    for name in ("part-00004-of-00004.parquet", "part-000002-of-00004.parquet", "part-2-of-4.parquet", "x.parquet"):
+    for name in (
+        "part-00004-of-00004.parquet",
+        "part-000002-of-00004.parquet",
+        "part-2-of-4.parquet",
+        "x.parquet",
+    ):
         assert parse_part_name(name) is None
     with pytest.raises(ValueError, match=r"part index 4 is not in 0\.\.3"):
         part_name(4, 4)

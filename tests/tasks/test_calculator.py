@@ -7,7 +7,16 @@ import pytest
 from siirl_dask.environments import Action
 from siirl_dask.environments.tools import CallParser, schema_of, schemas_by_name
 from siirl_dask.rollout.tokenizer import HuggingFaceTokenizer
-from siirl_dask.tasks.calculator import BETWEEN, CLOSE, OPEN, Calculator, demonstration, encoded, guess, question
+from siirl_dask.tasks.calculator import (
+    BETWEEN,
+    CLOSE,
+    OPEN,
+    Calculator,
+    demonstration,
+    encoded,
+    guess,
+    question,
+)
 from siirl_dask.tasks.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from siirl_dask.tasks.warm_start import NO_LOSS
 

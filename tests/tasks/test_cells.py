@@ -33,7 +33,9 @@ def test_a_picture_shows_as_many_cells_of_the_colour_as_the_answer_says():
 
 
 def test_the_family_of_the_task_can_be_given_in_a_config():
-    assert bind(cells.prepare, {"family": "qwen3_vl"}, "data.prepare_options").keywords == {"family": "qwen3_vl"}
+    assert bind(cells.prepare, {"family": "qwen3_vl"}, "data.prepare_options").keywords == {
+        "family": "qwen3_vl"
+    }
     with pytest.raises(PlanError, match="qwen3_vl"):
         bind(cells.prepare, {"family": "gpt"}, "data.prepare_options")
 
@@ -61,7 +63,9 @@ def test_a_demonstration_has_the_tokens_of_a_prompt_that_is_sampled_from(tmp_pat
     shown, labels = encoded(tokenizer, processor, GRIDS[:3])
     learned = [[token for token in row if token != NO_LOSS] for row in labels.tolist()]
     end = tokenizer.eos_token_id
-    assert learned == [[*HuggingFaceTokenizer(tokenizer, "m").encode(f" {grid.count}"), end] for grid in GRIDS[:3]]
+    assert learned == [
+        [*HuggingFaceTokenizer(tokenizer, "m").encode(f" {grid.count}"), end] for grid in GRIDS[:3]
+    ]
     pads = int((shown["input_ids"] == processor.image_token).sum())
     assert pads == int(shown["mm_token_type_ids"].sum()) == len(shown["pixel_values"]) // 4
     assert question(GRIDS[0])[0]["content"] == f"<image>{GRIDS[0].colour}?"
@@ -91,6 +95,8 @@ def test_the_task_is_written_as_datasets_writes_images_in_row_groups_of_few_rows
 
 @pytest.mark.usefixtures("small")
 def test_a_warm_start_that_misses_its_accuracy_is_an_error(tmp_path):
-    with pytest.raises(RunError, match=r"after 10 steps the model counts .* of unseen pictures, expected 101%"):
+    with pytest.raises(
+        RunError, match=r"after 10 steps the model counts .* of unseen pictures, expected 101%"
+    ):
         cells.write_cells_task(tmp_path, accuracy=1.01, family="qwen3_vl")
     assert not (tmp_path / "model").exists()

@@ -1,4 +1,6 @@
-"""Tests of the task of guessing: its environment's hints are true, and its player heeds them as often as it says."""
+"""Tests of the task of guessing: its environment's hints are true, and its player heeds them as
+often as it says.
+"""
 
 import random
 
@@ -10,7 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from siirl_dask.environments import Step
 from siirl_dask.errors import RunError
 from siirl_dask.tasks import guessing
-from siirl_dask.tasks.guessing import LETTERS, PROMPT, Guess, demonstration, hint, write_guessing_task
+from siirl_dask.tasks.guessing import (
+    LETTERS,
+    PROMPT,
+    Guess,
+    demonstration,
+    hint,
+    write_guessing_task,
+)
 
 
 def test_halving_what_the_hints_leave_finds_fifteen_of_sixteen_letters():
@@ -39,7 +48,9 @@ def test_demonstrations_end_with_the_letter_or_after_four_guesses_and_heed_three
             at = LETTERS.index(guess)
             low, high = (max(low, at + 1), high) if told == ">" else (low, min(high, at))
         assert len(text[::2]) <= 4
-    assert 0.75 < sum(heeded) / len(heeded) < 0.87  # one chosen without the hints may obey them all the same
+    assert (
+        0.75 < sum(heeded) / len(heeded) < 0.87
+    )  # one chosen without the hints may obey them all the same
 
 
 def test_the_warm_start_learns_guesses_alone_and_writes_every_letter(tmp_path, monkeypatch):
@@ -51,11 +62,16 @@ def test_the_warm_start_learns_guesses_alone_and_writes_every_letter(tmp_path, m
     assert {row["prompt"] for row in rows} == {PROMPT}
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     inputs, labels = guessing._encoded(tokenizer, ["a>b", "h"])
-    learned = [[tokenizer.decode([label]) for label in row if label >= 0] for row in labels.tolist()]
+    learned = [
+        [tokenizer.decode([label]) for label in row if label >= 0] for row in labels.tolist()
+    ]
     assert learned == [["a", "b"], ["h"]]
     assert inputs.shape == labels.shape
     again = write_guessing_task(tmp_path / "again", success=0.01)
-    weights = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (task.model, again.model)]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (task.model, again.model)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -1,4 +1,6 @@
-"""Tests of Nim: its rules, that the game is zero-sum, and that the fixed opponent's moves are the seed's alone."""
+"""Tests of Nim: its rules, that the game is zero-sum, and that the fixed opponent's moves are
+the seed's alone.
+"""
 
 import random
 from itertools import pairwise
@@ -63,7 +65,10 @@ def best(heap):
     return heap % 4 or 1
 
 
-@given(st.sampled_from(HEAPS), st.lists(st.sampled_from(["1", "2", "3", "4", "x", "", "²"]), min_size=15, max_size=15))
+@given(
+    st.sampled_from(HEAPS),
+    st.lists(st.sampled_from(["1", "2", "3", "4", "x", "", "²"]), min_size=15, max_size=15),
+)
 @example(5, ["1", "4", *["1"] * 13])  # four counters are left, and taking four is not allowed
 def test_agents_take_turns_and_the_rewards_of_both_sum_to_zero(heap, moves):
     answers = self_play(heap, moves)
@@ -124,7 +129,12 @@ def test_the_fixed_opponent_makes_the_best_move_in_two_of_three_and_all_others_t
 
 def test_perfect_play_wins_all_it_can_and_random_play_a_quarter():
     def wins(choose):
-        games = [against(side, heap, seed, choose)[0] for side in AGENTS for heap in HEAPS for seed in range(100)]
+        games = [
+            against(side, heap, seed, choose)[0]
+            for side in AGENTS
+            for heap in HEAPS
+            for seed in range(100)
+        ]
         return sum(games) / len(games)
 
     draw = random.Random(0)
@@ -151,11 +161,16 @@ def test_the_warm_start_learns_moves_alone_and_writes_every_heap_and_side(tmp_pa
     }
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     inputs, labels = nim._encoded(tokenizer, [[(12, 3), (7, 2)], [(5, 1)]])
-    learned = [[tokenizer.decode([label]) for label in row if label >= 0] for row in labels.tolist()]
+    learned = [
+        [tokenizer.decode([label]) for label in row if label >= 0] for row in labels.tolist()
+    ]
     assert learned == [["3", "2"], ["1"]]
     assert inputs.shape == labels.shape
     again = write_nim_task(tmp_path / "again")
-    weights = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (task.model, again.model)]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (task.model, again.model)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

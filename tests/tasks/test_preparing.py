@@ -39,7 +39,9 @@ def recipe(config):
 
 
 def write(folder, *, seed=0, progress=None):
-    """A task like those that are shipped, file after file, the training data last. Each writer leaves a mark."""
+    """A task like those that are shipped, file after file, the training data last. Each writer
+    leaves a mark.
+    """
     with written_whole(Path(folder) / "model") as unfinished:
         unfinished.mkdir()
         for name in FILES:
@@ -54,7 +56,11 @@ def at_once(code, folder, count=3):
     """Run ``code`` in processes, the later ones while the first writes."""
     processes = []
     for _ in range(count):
-        processes.append(subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True
+            )
+        )
         time.sleep(0.1)
     said = [process.communicate(timeout=60)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0] * count
@@ -73,7 +79,9 @@ def test_of_starts_that_prepare_one_task_at_once_one_makes_it(tmp_path):
 
 
 def test_a_model_that_is_written_twice_at_once_is_whole(tmp_path):
-    """The first one's folder was renamed away under the second: one was left without a tokenizer."""
+    """The first one's folder was renamed away under the second: one was left without a
+    tokenizer.
+    """
     at_once(WRITE, tmp_path)
     assert is_whole(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".model")] == []

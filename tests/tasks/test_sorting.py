@@ -6,7 +6,13 @@ from siirl_dask.context import Device, Rank
 from siirl_dask.errors import RunError
 from siirl_dask.rollout import Sampling, build_engine
 from siirl_dask.tasks import sorting
-from siirl_dask.tasks.sorting import digit_fraction, marked_digits, sorted_digits, write_digits_task, write_sorting_task
+from siirl_dask.tasks.sorting import (
+    digit_fraction,
+    marked_digits,
+    sorted_digits,
+    write_digits_task,
+    write_sorting_task,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +24,9 @@ def seen():
 def task(tmp_path_factory, seen):
     """A task whose model was stopped early: it takes a second or two to be right once in 50."""
     folder = tmp_path_factory.mktemp("sorting")
-    return write_sorting_task(folder, seed=0, digits=4, accuracy=0.02, progress=lambda *given: seen.append(given))
+    return write_sorting_task(
+        folder, seed=0, digits=4, accuracy=0.02, progress=lambda *given: seen.append(given)
+    )
 
 
 def rows(path):
@@ -32,13 +40,17 @@ def test_the_answers_are_the_sorted_digits(task):
 
 
 def test_no_prompt_is_in_two_of_the_tables(task):
-    tables = [{row["prompt"] for row in rows(path)} for path in (task.train, task.validation, task.test)]
+    tables = [
+        {row["prompt"] for row in rows(path)} for path in (task.train, task.validation, task.test)
+    ]
     assert len(set.union(*tables)) == sum(len(table) for table in tables)
 
 
 def test_no_table_has_prompts_of_the_warm_start(tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
+    monkeypatch.setattr(
+        "siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given)
+    )
     task = write_sorting_task(tmp_path)
     demonstrations, held_out = ({prompt for prompt, _ in given} for given in shown)
     assert len(demonstrations) > 90_000
@@ -49,7 +61,9 @@ def test_no_table_has_prompts_of_the_warm_start(tmp_path, monkeypatch):
 
 def test_a_third_of_marked_demonstrations_bear_the_mark(tmp_path, monkeypatch):
     shown = []
-    monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given))
+    monkeypatch.setattr(
+        "siirl_dask.tasks.warm_start.warm_start", lambda folder, *given, **_: shown.extend(given)
+    )
     task = write_sorting_task(tmp_path, marked=True)
     marked = [answer.startswith(" #### ") for _, answer in shown[0]]
     assert sum(marked) / len(marked) == pytest.approx(0.35, abs=0.01)
@@ -57,13 +71,17 @@ def test_a_third_of_marked_demonstrations_bear_the_mark(tmp_path, monkeypatch):
 
 
 def test_every_file_has_several_row_groups(task):
-    assert all(pq.ParquetFile(path).num_row_groups >= 8 for path in (task.train, task.validation, task.test))
+    assert all(
+        pq.ParquetFile(path).num_row_groups >= 8
+        for path in (task.train, task.validation, task.test)
+    )
 
 
 def test_the_seed_decides_the_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda *given, **_: None)
     first, same, other = (
-        rows(write_sorting_task(tmp_path / name, seed=seed).train) for name, seed in [("a", 1), ("b", 1), ("c", 2)]
+        rows(write_sorting_task(tmp_path / name, seed=seed).train)
+        for name, seed in [("a", 1), ("b", 1), ("c", 2)]
     )
     assert first == same != other
 
@@ -77,13 +95,19 @@ def test_the_warm_start_reaches_its_accuracy_and_reports_progress(task, seen):
 
 def test_its_accuracy_is_that_of_greedy_decoding(task, seen):
     engine = build_engine(
-        Device("w0"), Rank(), model=ModelConfig(path=str(task.model)), rollout=RolloutConfig(engine=Engine.transformers)
+        Device("w0"),
+        Rank(),
+        model=ModelConfig(path=str(task.model)),
+        rollout=RolloutConfig(engine=Engine.transformers),
     )
     examples = rows(task.train)[:512]
     prompts = [engine.tokenizer.encode(row["prompt"]) for row in examples]
     samples = engine.generate(prompts, [0] * len(prompts), Sampling(max_tokens=12, temperature=0.0))
     texts = [engine.tokenizer.decode(sample.token_ids, skip_special=True) for sample in samples]
-    right = [sorted_digits(row["prompt"], text, row["answer"]) for row, text in zip(examples, texts, strict=True)]
+    right = [
+        sorted_digits(row["prompt"], text, row["answer"])
+        for row, text in zip(examples, texts, strict=True)
+    ]
     assert sum(right) / len(right) == pytest.approx(seen[-1][2], abs=0.03)
 
 
@@ -97,9 +121,14 @@ def test_a_warm_start_that_misses_its_accuracy_is_an_error(tmp_path, monkeypatch
 
 def test_prepare_writes_the_task_where_the_config_looks_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr("siirl_dask.tasks.warm_start.warm_start", lambda *given, **_: None)
-    sorting.prepare(Config(run=RunConfig(seed=3), data=DataConfig(url=str(tmp_path / "task" / "train.parquet"))))
+    sorting.prepare(
+        Config(run=RunConfig(seed=3), data=DataConfig(url=str(tmp_path / "task" / "train.parquet")))
+    )
     task = sorting.task_in(tmp_path / "task")
-    assert all(path.exists() for path in (task.train, task.validation, task.test, task.model / "config.json"))
+    assert all(
+        path.exists()
+        for path in (task.train, task.validation, task.test, task.model / "config.json")
+    )
 
 
 def test_the_digits_task_needs_no_warm_start(tmp_path):

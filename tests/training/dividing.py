@@ -1,4 +1,6 @@
-"""Ranks that share a model learn, save and resume here as a single process does, to be compared with it."""
+"""Ranks that share a model learn, save and resume here as a single process does, to be compared
+with it.
+"""
 
 from functools import partial
 
@@ -15,7 +17,13 @@ from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.parallel.dtensor import local
 
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "ema_decay": 0.5}
+SETTINGS = {
+    "lr": 1e-4,
+    "eps": 1e-6,
+    "max_grad_norm": 1e6,
+    "max_tokens_per_micro_batch": 24,
+    "ema_decay": 0.5,
+}
 
 
 def config_of(
@@ -48,15 +56,17 @@ def sampled(names, more):
 
 
 def fixtures_of(in_each_rank, more):
-    """Return fixtures with the results of four ranks: of the layouts that are not in ``more``, of all, in the sweep of
-    either, and for a test that has a ``name``, of those with that layout.
+    """Return fixtures with the results of four ranks: of the layouts that are not in ``more``, of
+    all, in the sweep of either, and for a test that has a ``name``, of those with that layout.
 
-    ``in_each_rank(folders, states, left, world)`` gives the results of a rank by the name of a layout, but for those
-    that are left out.
+    ``in_each_rank(folders, states, left, world)`` gives the results of a rank by the name of a
+    layout, but for those that are left out.
     """
 
     def run(folders, root, left):
-        return run_ranks(4, partial(in_each_rank, folders, root.mktemp("states"), left), root.mktemp("ranks"))
+        return run_ranks(
+            4, partial(in_each_rank, folders, root.mktemp("states"), left), root.mktemp("ranks")
+        )
 
     @pytest.fixture(scope="module")
     def sample(folders, tmp_path_factory):
@@ -82,7 +92,10 @@ def learn(trainer, rank, prepared=lambda rows: rows):
     seen = {"metrics": [advance(trainer, rank, at, prepared) for at in range(3)]}
     scores = trainer.logprobs(prepared(own_rows(rank, LENGTHS)))
     seen |= {"logprobs": scores.logprobs, "entropy": scores.entropy, "collision": scores.collision}
-    seen |= {"weights": copied(trainer), "averages": {name: each.clone() for name, each in trainer.ema_weights()}}
+    seen |= {
+        "weights": copied(trainer),
+        "averages": {name: each.clone() for name, each in trainer.ema_weights()},
+    }
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
 
@@ -94,17 +107,25 @@ def copied(trainer):
 def advance(trainer, rank, at, prepared=lambda rows: rows):
     rows = prepared(own_rows(rank, LENGTHS[at:]))
     logprobs = trainer.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    batch = TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
     return trainer.update([batch], partial(ppo_with_entropy, clip_low=0.2, clip_high=0.2))
 
 
 def ppo_with_entropy(inputs, **clips):
     loss = ppo_clip(inputs, **clips)
-    return TokenLoss(loss=loss.loss - 0.01 * inputs.entropy, metrics={**loss.metrics, "entropy": inputs.entropy})
+    return TokenLoss(
+        loss=loss.loss - 0.01 * inputs.entropy, metrics={**loss.metrics, "entropy": inputs.entropy}
+    )
 
 
 def own_rows(rank, lengths):
-    ends = [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)] if rank.size > 1 else [0, len(lengths)]
+    ends = (
+        [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)]
+        if rank.size > 1
+        else [0, len(lengths)]
+    )
     return random_rows(lengths, range(ends[rank.rank], ends[rank.rank + 1]))
 
 
@@ -126,7 +147,8 @@ def assert_learned(name, size, seen, expected):
 
 
 def resumed(trained, moves, root, left):
-    """Resume in one layout what another trained, for each pair of ``moves`` of which neither is left out.
+    """Resume in one layout what another trained, for each pair of ``moves`` of which neither is
+    left out.
 
     Returns the weights and the metrics of the next update.
     """

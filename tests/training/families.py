@@ -1,4 +1,6 @@
-"""Families of models as tiny ones, with random weights as large as trained ones, and what is known of each."""
+"""Families of models as tiny ones, with random weights as large as trained ones, and what is
+known of each.
+"""
 
 from dataclasses import dataclass, field
 
@@ -31,13 +33,24 @@ DELTA = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }  # fmt: skip
-STATE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+STATE = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 GPT = {"n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 4}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,9 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama": Family(
+        "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
     "llama3 rotary": Family("llama", {"rope_parameters": LLAMA3}),
     "yarn rotary": Family("llama", {"rope_parameters": YARN}),
     "qwen2": Family("qwen2", IN_WINDOW),
@@ -72,7 +87,9 @@ FAMILIES = {
     "qwen3_moe": Family("qwen3_moe", {"head_dim": 16, **EXPERTS}),
     "qwen3_next": Family("qwen3_next", {"head_dim": 16, **SHARED_EXPERT, **DELTA}, scale=0.7),
     "qwen3_5_text": Family("qwen3_5_text", {"head_dim": 16, **DELTA}, scale=0.7),
-    "qwen3_5_moe_text": Family("qwen3_5_moe_text", {"head_dim": 16, **SHARED_EXPERT, **DELTA}, scale=0.7),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe_text", {"head_dim": 16, **SHARED_EXPERT, **DELTA}, scale=0.7
+    ),
     "mistral": Family("mistral", WINDOWED),
     "ministral": Family("ministral", {"head_dim": 8, "num_hidden_layers": 4, **WINDOWED}),
     "ministral3": Family("ministral3", {"head_dim": 8, "sliding_window": None}),
@@ -83,7 +100,8 @@ FAMILIES = {
     "gemma": Family("gemma", {"head_dim": 16}),
     "gemma2": Family("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, **WINDOWED}),
     "gemma3_text": Family(
-        "gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, **WINDOWED}
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 6, **WINDOWED},
     ),
     "gemma3n_text": Family(
         "gemma3n_text",
@@ -99,7 +117,9 @@ FAMILIES = {
         },
     ),
     "gemma4_text": Family(
-        "gemma4_text", {"head_dim": 16, "vocab_size_per_layer_input": VOCABULARY, **WINDOWED}, scale=0.7
+        "gemma4_text",
+        {"head_dim": 16, "vocab_size_per_layer_input": VOCABULARY, **WINDOWED},
+        scale=0.7,
     ),
     "vaultgemma": Family("vaultgemma", {"head_dim": 8, **WINDOWED}),
     "gpt_oss": Family("gpt_oss", {"head_dim": 16, **WINDOWED, **LOCAL}),
@@ -122,7 +142,8 @@ FAMILIES = {
     "glm4_moe": Family("glm4_moe", {"head_dim": 16, **ROUTED}),
     "ernie4_5": Family("ernie4_5", {"head_dim": 8}),
     "ernie4_5_moe": Family(
-        "ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     ),
     "afmoe": Family("afmoe", {"head_dim": 8, "num_hidden_layers": 4, **WINDOWED, **EXPERTS}),
     "minimax": Family("minimax", {**LOCAL, "head_dim": 8, "block_size": 8}, loop="generate"),
@@ -168,11 +189,19 @@ FAMILIES = {
     ),
     "mamba": Family("mamba"),
     "falcon_mamba": Family("falcon_mamba"),
-    "mamba2": Family("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 16}),
+    "mamba2": Family(
+        "mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 16}
+    ),
     "nemotron_h": Family(
         "nemotron_h",
         {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "layers_block_type": [
+                "linear_attention",
+                "mlp",
+                "full_attention",
+                "moe",
+                "linear_attention",
+            ],
             "mamba_num_heads": 8,
             "mamba_head_dim": 8,
             "ssm_state_size": 8,
@@ -208,7 +237,9 @@ FAMILIES = {
             "mamba_dt_rank": 4,
         },
     ),
-    "exaone4": Family("exaone4", {"sliding_window_pattern": 2, "head_dim": 8, "num_hidden_layers": 4, **WINDOWED}),
+    "exaone4": Family(
+        "exaone4", {"sliding_window_pattern": 2, "head_dim": 8, "num_hidden_layers": 4, **WINDOWED}
+    ),
     "cwm": Family("cwm", {"head_dim": 8, **WINDOWED}),
     "seed_oss": Family("seed_oss", {"head_dim": 8}),
     "hunyuan_v1_dense": Family("hunyuan_v1_dense", {"head_dim": 8}),
@@ -245,7 +276,11 @@ FAMILIES = {
         "modernbert-decoder", {"local_attention": WINDOW, "num_hidden_layers": 4}, rows="padded"
     ),
     "bloom": Family(
-        "bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 32}, own_sizes=True, rows="padded", loop="generate"
+        "bloom",
+        {"n_layer": 2, "n_head": 4, "hidden_size": 32},
+        own_sizes=True,
+        rows="padded",
+        loop="generate",
     ),
     "mpt": Family(
         "mpt",
@@ -269,8 +304,12 @@ FAMILIES = {
         lora=False,
         attention="sdpa",  # transformers' eager attention counts the bias twice
     ),
-    "gptj": Family("gptj", {**GPT, "rotary_dim": 4}, own_sizes=True, rows="padded", loop="generate"),
-    "codegen": Family("codegen", {**GPT, "rotary_dim": 4}, own_sizes=True, rows="padded", loop="generate"),
+    "gptj": Family(
+        "gptj", {**GPT, "rotary_dim": 4}, own_sizes=True, rows="padded", loop="generate"
+    ),
+    "codegen": Family(
+        "codegen", {**GPT, "rotary_dim": 4}, own_sizes=True, rows="padded", loop="generate"
+    ),
     "gpt_neo": Family(
         "gpt_neo",
         {
@@ -287,7 +326,13 @@ FAMILIES = {
     ),
     "xglm": Family(
         "xglm",
-        {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "max_position_embeddings": 1024},
+        {
+            "d_model": 32,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 64,
+            "max_position_embeddings": 1024,
+        },
         own_sizes=True,
         rows="padded",
         loop="generate",
@@ -295,7 +340,11 @@ FAMILIES = {
 }
 
 
-REFUSED = {"recurrent_gemma": Family("recurrent_gemma", {"attention_window_size": WINDOW, "num_hidden_layers": 3})}
+REFUSED = {
+    "recurrent_gemma": Family(
+        "recurrent_gemma", {"attention_window_size": WINDOW, "num_hidden_layers": 3}
+    )
+}
 """Families whose log-probs no layout of rows gives."""
 
 

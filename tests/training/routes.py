@@ -8,8 +8,8 @@ from siirl_dask.testing.rows import split_rows
 
 
 def routed(rows, layers, experts, chosen):
-    """The rows with some experts for each token and layer, of a row's last one none. They are drawn at random, the same
-    for the same prompt and for the same row, whichever others are there.
+    """The rows with some experts for each token and layer, of a row's last one none. They are drawn
+    at random, the same for the same prompt and for the same row, whichever others are there.
     """
     parts = []
     for row, prompt in split_rows(rows):
@@ -23,4 +23,8 @@ def routed(rows, layers, experts, chosen):
 
 def _drawn(tokens, layers, experts, chosen):
     numbers = torch.Generator().manual_seed(int((tokens * torch.arange(1, len(tokens) + 1)).sum()))
-    return torch.rand(len(tokens), layers, experts, generator=numbers).argsort(-1)[..., :chosen].flatten(1)
+    return (
+        torch.rand(len(tokens), layers, experts, generator=numbers)
+        .argsort(-1)[..., :chosen]
+        .flatten(1)
+    )

@@ -1,7 +1,7 @@
 """Packed attention in one call for all rows, as on GPUs, against one call per length.
 
-``varlen_attn`` needs a GPU, so a function of its signature that takes the rows one by one stands in for it.
-``flex_attention`` computes without gradients on a CPU.
+``varlen_attn`` needs a GPU, so a function of its signature that takes the rows one by one stands in
+for it. ``flex_attention`` computes without gradients on a CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,20 @@ from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.rows import random_rows
 from siirl_dask.training.model import attention, attention_kernels, flex, network
 from siirl_dask.training.model.attention import attend_varlen, packed_attention, row_ends
-from siirl_dask.training.model.attention_kernels import FlashKernel, choose_kernel, kernel_of, takes_varlen
-from siirl_dask.training.model.flex import FlexKernel, attend_flex, compiled_flex, row_mask, whole_blocks, why_not
+from siirl_dask.training.model.attention_kernels import (
+    FlashKernel,
+    choose_kernel,
+    kernel_of,
+    takes_varlen,
+)
+from siirl_dask.training.model.flex import (
+    FlexKernel,
+    attend_flex,
+    compiled_flex,
+    row_mask,
+    whole_blocks,
+    why_not,
+)
 from siirl_dask.training.model.trial import rounding
 from siirl_dask.training.packing import Packing
 from tests.settings import trainer_config
@@ -34,7 +46,9 @@ from tests.training.roles import policy
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5)
 
 
-def reference_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def reference_varlen(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa
+):
     """Compute what torch documents for ``varlen_attn``. [T, H, D], [T, H_kv, D] twice -> [T, H, D].
 
     The window counts tokens before a token (-1: all) and after it.
@@ -48,14 +62,22 @@ def reference_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, sca
         q, k, v = (each[start:stop].transpose(0, 1) for each in (query, key, value))
         distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
         mask = (distance >= -right) & ((distance <= left) | torch.tensor(left == -1))
-        one = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        one = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         outputs.append(one.transpose(0, 1))
     return torch.cat(outputs)
 
 
 def random_heads(runs, heads, seed=0):
-    tokens, generator = sum(count * length for count, length in runs), torch.Generator().manual_seed(seed)
-    return [torch.randn(1, each, tokens, 8, generator=generator, requires_grad=True) for each in (4, heads, heads)]
+    tokens, generator = (
+        sum(count * length for count, length in runs),
+        torch.Generator().manual_seed(seed),
+    )
+    return [
+        torch.randn(1, each, tokens, 8, generator=generator, requires_grad=True)
+        for each in (4, heads, heads)
+    ]
 
 
 @settings(deadline=None, max_examples=30)
@@ -68,7 +90,12 @@ def random_heads(runs, heads, seed=0):
 def test_one_varlen_call_equals_a_call_per_length(runs, heads, window, scaling):
     packed = random_heads(runs, heads)
     expected, _ = packed_attention(
-        torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=scaling, sliding_window=window
+        torch.nn.Identity(),
+        *packed,
+        None,
+        packing=Packing(tuple(runs)),
+        scaling=scaling,
+        sliding_window=window,
     )
     output = attend_varlen(reference_varlen, *packed, Packing(tuple(runs)), scaling, window)
     assert_close(output[None], expected)
@@ -82,7 +109,9 @@ def test_one_varlen_call_equals_a_call_per_length(runs, heads, window, scaling):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_varlen_attn_of_this_torch_accepts_the_arguments(window):
-    """Meta tensors check the shapes without a GPU. torch 2.11 is not asked for ``enable_gqa``, which it lacks."""
+    """Meta tensors check the shapes without a GPU. torch 2.11 is not asked for ``enable_gqa``,
+    which it lacks.
+    """
     runs = ((2, 3), (1, 5))
     asked = {"scale": None, "window_size": (-1 if window is None else 2, 0), "enable_gqa": True}
     calls = []
@@ -91,7 +120,9 @@ def test_the_varlen_attn_of_this_torch_accepts_the_arguments(window):
 
     def kernel(*arguments, **options):
         calls.append((arguments[-1], options))
-        return torchs.attend(*(each.to("meta") if torch.is_tensor(each) else each for each in arguments), **options)
+        return torchs.attend(
+            *(each.to("meta") if torch.is_tensor(each) else each for each in arguments), **options
+        )
 
     output = attend_varlen(kernel, *random_heads(runs, 2), Packing(runs), None, window)
     assert output.shape == (11, 4, 8)
@@ -117,11 +148,15 @@ def test_varlen_attn_is_used_where_it_is_supported(dtype, widths, taken):
 
 
 def as_flash_attn(*arguments, softmax_scale, causal, window_size):
-    """``flash_attn_varlen_func`` of the flash_attn packages, which returns its output with what a backward needs."""
+    """``flash_attn_varlen_func`` of the flash_attn packages, which returns its output with what
+    a backward needs.
+    """
     assert causal
     grouped = arguments[0].shape[1] != arguments[1].shape[1]
     return (
-        reference_varlen(*arguments, scale=softmax_scale, window_size=window_size, enable_gqa=grouped),
+        reference_varlen(
+            *arguments, scale=softmax_scale, window_size=window_size, enable_gqa=grouped
+        ),
         "log-sum-exp",
     )
 
@@ -129,7 +164,12 @@ def as_flash_attn(*arguments, softmax_scale, causal, window_size):
 @pytest.mark.parametrize(
     ("capability", "installed", "in_torch", "chosen"),
     [
-        ((9, 0), ["flash_attn_interface", "flash_attn"], True, "FlashAttention-3 (flash_attn_interface)"),
+        (
+            (9, 0),
+            ["flash_attn_interface", "flash_attn"],
+            True,
+            "FlashAttention-3 (flash_attn_interface)",
+        ),
         ((9, 0), ["flash_attn"], True, "FlashAttention-2 (torch)"),
         ((8, 0), ["flash_attn_interface"], True, "FlashAttention-2 (torch)"),
         ((12, 0), ["flash_attn_interface"], True, "FlashAttention-2 (torch)"),
@@ -144,14 +184,21 @@ def test_the_best_kernel_that_is_installed_for_the_device_is_chosen(
     for name in ("flash_attn_interface", "flash_attn"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in installed:
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(flash_attn_varlen_func=as_flash_attn))
+        monkeypatch.setitem(
+            sys.modules, name, SimpleNamespace(flash_attn_varlen_func=as_flash_attn)
+        )
     kernel = choose_kernel(capability, in_torch)
     assert (kernel and kernel.name) == chosen
     if kernel is not None and "torch" not in kernel.name:
         runs = ((2, 3), (1, 5))
         for window in (None, 2):
-            expected = attend_varlen(reference_varlen, *random_heads(runs, 2), Packing(runs), None, window)
-            assert_close(attend_varlen(kernel.attend, *random_heads(runs, 2), Packing(runs), None, window), expected)
+            expected = attend_varlen(
+                reference_varlen, *random_heads(runs, 2), Packing(runs), None, window
+            )
+            assert_close(
+                attend_varlen(kernel.attend, *random_heads(runs, 2), Packing(runs), None, window),
+                expected,
+            )
 
 
 @pytest.fixture
@@ -163,7 +210,9 @@ def a_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(attention_kernels, "why_not", lambda *tried: no_flex)
-        monkeypatch.setattr(attention_kernels, "find_spec", lambda package: package)  # triton is not on every CPU
+        monkeypatch.setattr(
+            attention_kernels, "find_spec", lambda package: package
+        )  # triton is not on every CPU
         kernel_of.cache_clear()
         return torch.device("cuda:3")
 
@@ -174,16 +223,41 @@ def a_device(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "dtype", "widths", "no_flex", "said"),
     [
-        ((8, 0), torch.bfloat16, (64, 64), None, "heads of 64 in bfloat16, is computed by FlashAttention-2 (torch)"),
-        ((8, 0), torch.float32, (64, 64), None, "heads of 64 in float32, is computed by FlexAttention (torch)"),
-        ((9, 0), torch.bfloat16, (192, 128), None, "heads of 192 in bfloat16, is computed by FlexAttention (torch)"),
-        ((7, 5), torch.float16, (64, 64), None, "heads of 64 in float16, is computed by FlexAttention (torch)"),
+        (
+            (8, 0),
+            torch.bfloat16,
+            (64, 64),
+            None,
+            "heads of 64 in bfloat16, is computed by FlashAttention-2 (torch)",
+        ),
+        (
+            (8, 0),
+            torch.float32,
+            (64, 64),
+            None,
+            "heads of 64 in float32, is computed by FlexAttention (torch)",
+        ),
+        (
+            (9, 0),
+            torch.bfloat16,
+            (192, 128),
+            None,
+            "heads of 192 in bfloat16, is computed by FlexAttention (torch)",
+        ),
+        (
+            (7, 5),
+            torch.float16,
+            (64, 64),
+            None,
+            "heads of 64 in float16, is computed by FlexAttention (torch)",
+        ),
         (
             (7, 0),
             torch.float32,
             (64, 64),
             "RuntimeError: too old",
-            "heads of 64 in float32, is computed by torch's scaled_dot_product_attention, a call for each row length; "
+            "heads of 64 in float32, is computed by torch's scaled_dot_product_attention, a call "
+            "for each row length; "
             "FlexAttention does not run: RuntimeError: too old",
         ),
         (
@@ -191,12 +265,15 @@ def a_device(monkeypatch):
             torch.bfloat16,
             (8, 8),
             None,
-            "heads of 8 in bfloat16, is computed by torch's scaled_dot_product_attention, a call for each row length; "
+            "heads of 8 in bfloat16, is computed by torch's scaled_dot_product_attention, a call "
+            "for each row length; "
             "FlexAttention does not run: it takes heads of 16 to 256",
         ),
     ],
 )
-def test_the_log_says_which_kernel_computes(a_device, caplog, capability, dtype, widths, no_flex, said):
+def test_the_log_says_which_kernel_computes(
+    a_device, caplog, capability, dtype, widths, no_flex, said
+):
     device = a_device(capability, no_flex)
     with caplog.at_level("INFO"):
         for _ in range(2):
@@ -212,12 +289,23 @@ def test_flex_attention_is_left_alone_where_a_first_call_fails():
     assert why_not(FlexKernel(by_its_mask), torch.device("cpu"), torch.float32, 16, 24) is None
 
 
-PACKINGS = (((1, 1),), ((1, 5),), ((1, 128),), ((1, 5), (1, 143)), ((2, 128),), ((3, 100),), ((1, 700),), ((10, 7),))
+PACKINGS = (
+    ((1, 1),),
+    ((1, 5),),
+    ((1, 128),),
+    ((1, 5), (1, 143)),
+    ((2, 128),),
+    ((3, 100),),
+    ((1, 700),),
+    ((10, 7),),
+)
 
 
 @pytest.fixture
 def no_graphs():
-    """Starts and ends with nothing compiled; gives a backend of torch.compile that runs the graphs which it lists."""
+    """Starts and ends with nothing compiled; gives a backend of torch.compile that runs the
+    graphs which it lists.
+    """
     graphs = []
 
     def backend(graph, inputs):
@@ -244,7 +332,9 @@ def flex_output(kernel, runs, width=64, window=None, softcap=None, learn=False):
 
 
 def test_flex_attention_is_compiled_once_for_all_lengths_and_within_its_own_limit(no_graphs):
-    """torch's limit of 8 is for all kernels of a process; after it each layer would make a [T, T] matrix."""
+    """torch's limit of 8 is for all kernels of a process; after it each layer would make a [T,
+    T] matrix.
+    """
     kernel = compiled_flex(no_graphs)
     for runs in PACKINGS:
         assert_close(*flex_output(kernel, runs), atol=1e-5, rtol=1e-5)
@@ -255,7 +345,8 @@ def test_flex_attention_is_compiled_once_for_all_lengths_and_within_its_own_limi
 
 
 def test_each_soft_cap_is_compiled_also_with_gradients(no_graphs, monkeypatch):
-    """A soft cap that Dynamo makes an input of the kernel does not compile with gradients, which a GPU's have.
+    """A soft cap that Dynamo makes an input of the kernel does not compile with gradients, which a
+    GPU's have.
 
     torch refuses them on a CPU before it traces; its trace is the same on all devices.
     """
@@ -263,22 +354,33 @@ def test_each_soft_cap_is_compiled_also_with_gradients(no_graphs, monkeypatch):
     kernel = compiled_flex(no_graphs)
     for softcap in (5.0, 30.0, 50.0):
         for runs in (((1, 500),), ((2, 400),)):
-            assert_close(*flex_output(kernel, runs, softcap=softcap, learn=True), atol=1e-5, rtol=1e-5)
+            assert_close(
+                *flex_output(kernel, runs, softcap=softcap, learn=True), atol=1e-5, rtol=1e-5
+            )
     assert len(no_graphs.graphs) == 3
 
 
-def test_flex_attention_that_is_not_compiled_is_an_error_and_no_matrix_of_all_tokens(no_graphs, monkeypatch):
+def test_flex_attention_that_is_not_compiled_is_an_error_and_no_matrix_of_all_tokens(
+    no_graphs, monkeypatch
+):
     kernel = compiled_flex(no_graphs)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(ConfigError, match=r"without torch\.compile.*=torch"):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ConfigError, match=r"without torch\.compile.*=torch"),
+    ):
         flex_output(kernel, ((1, 300),))
     monkeypatch.setattr(flex, "_GRAPHS", 2)
     flex_output(kernel, ((1, 300),), 64)
     flex_output(kernel, ((1, 300),), 32, window=200)
-    with pytest.raises(ConfigError, match=r"compiled 2 times .*trainer\.operators\.attention=torch"):
+    with pytest.raises(
+        ConfigError, match=r"compiled 2 times .*trainer\.operators\.attention=torch"
+    ):
         flex_output(kernel, ((1, 300),), 16, window=100)
 
 
-@pytest.mark.parametrize(("tokens", "whole"), [(1, 256), (256, 256), (257, 384), (384, 384), (16000, 16000)])
+@pytest.mark.parametrize(
+    ("tokens", "whole"), [(1, 256), (256, 256), (257, 384), (384, 384), (16000, 16000)]
+)
 def test_flex_attention_gets_whole_blocks_and_never_a_single_one(tokens, whole):
     assert whole_blocks(tokens) == whole
     shapes = []
@@ -289,7 +391,9 @@ def test_flex_attention_gets_whole_blocks_and_never_a_single_one(tokens, whole):
 
     heads = [torch.randn(1, 1, tokens, 4) for _ in "qkv"]
     runs = ((1, tokens),)
-    output = attend_flex(FlexKernel(kernel), *heads, row_ends(runs, torch.device("cpu")), Packing(runs), None, None)
+    output = attend_flex(
+        FlexKernel(kernel), *heads, row_ends(runs, torch.device("cpu")), Packing(runs), None, None
+    )
     assert shapes == [(whole,) * 5]
     assert torch.equal(output, heads[0][0].transpose(0, 1))
 
@@ -297,7 +401,9 @@ def test_flex_attention_gets_whole_blocks_and_never_a_single_one(tokens, whole):
 def by_its_mask(query, key, value, *, block_mask, scale, enable_gqa):
     """Compute what torch documents for ``flex_attention``, from the mask's function alone."""
     mask = create_mask(block_mask.mask_mod, 1, 1, query.shape[2], key.shape[2], device="cpu")
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -312,10 +418,14 @@ def test_flex_attention_computes_the_blocks_that_rows_need_and_masks_no_whole_on
     pad = -tokens % 128
     wide = torch.nn.functional.pad(seen, (0, pad, 0, pad))
     beyond = torch.nn.functional.pad(torch.zeros_like(seen), (0, pad, 0, 0), value=False)
-    beyond = torch.nn.functional.pad(beyond, (0, 0, 0, pad), value=True)  # queries after the last are never written
+    beyond = torch.nn.functional.pad(
+        beyond, (0, 0, 0, pad), value=True
+    )  # queries after the last are never written
     some = in_blocks(wide).any(-1)
     whole = in_blocks(wide | beyond).all(-1)
-    partial, full = (chosen(*each) for each in ((mask.kv_num_blocks, mask.kv_indices), full_blocks(mask)))
+    partial, full = (
+        chosen(*each) for each in ((mask.kv_num_blocks, mask.kv_indices), full_blocks(mask))
+    )
     assert not (partial & full).any()
     assert torch.equal(partial | full, some)
     assert torch.equal(full, whole & some & ~torch.eye(len(full), dtype=torch.bool))
@@ -343,12 +453,19 @@ def chosen(counts, indices):
 def test_one_call_of_flex_attention_equals_a_call_per_length(runs, heads, window):
     packed = random_heads(runs, heads)
     expected, _ = packed_attention(
-        torch.nn.Identity(), *packed, None, packing=Packing(tuple(runs)), scaling=0.3, sliding_window=window
+        torch.nn.Identity(),
+        *packed,
+        None,
+        packing=Packing(tuple(runs)),
+        scaling=0.3,
+        sliding_window=window,
     )
     ends = row_ends(tuple(runs), torch.device("cpu"))
     output = attend_flex(FlexKernel(by_its_mask), *packed, ends, Packing(tuple(runs)), 0.3, window)
     assert_close(output[None], expected)
-    given, wanted = (torch.autograd.grad(each.square().sum(), packed) for each in (output, expected))
+    given, wanted = (
+        torch.autograd.grad(each.square().sum(), packed) for each in (output, expected)
+    )
     for one, other in zip(given, wanted, strict=True):
         assert_close(one, other, atol=1e-4, rtol=1e-4)
 
@@ -362,7 +479,9 @@ def test_one_call_of_flex_attention_equals_a_call_per_length(runs, heads, window
     sinks=st.booleans(),
     data=st.data(),
 )
-def test_soft_caps_and_sinks_are_those_of_a_softmax_over_all_scores(runs, window, softcap, sinks, data):
+def test_soft_caps_and_sinks_are_those_of_a_softmax_over_all_scores(
+    runs, window, softcap, sinks, data
+):
     """GPUs compute them with torch's flex_attention, a CPU from a matrix of scores."""
     heads = data.draw(st.sampled_from([1, 2, 4]))
     packed = random_heads(runs, heads)
@@ -375,13 +494,17 @@ def test_soft_caps_and_sinks_are_those_of_a_softmax_over_all_scores(runs, window
     expected = naive_attention(runs, *packed, 0.3, window, softcap, extra)
     assert_close(output[0], expected)
     leaves = [*packed, extra] if sinks else packed
-    found, wanted = (torch.autograd.grad(each.square().sum(), leaves) for each in (output, expected))
+    found, wanted = (
+        torch.autograd.grad(each.square().sum(), leaves) for each in (output, expected)
+    )
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, atol=1e-4, rtol=1e-4)
     ends = row_ends(tuple(runs), torch.device("cpu"))
     wide = [torch.nn.functional.pad(each, (0, 8)).detach() for each in packed]
     with torch.no_grad():
-        by_flex = attend_flex(FlexKernel(flex_attention), *wide, ends, packing, 0.3, window, softcap, extra)
+        by_flex = attend_flex(
+            FlexKernel(flex_attention), *wide, ends, packing, 0.3, window, softcap, extra
+        )
     assert_close(by_flex[..., :8], expected)
 
 
@@ -392,19 +515,25 @@ def naive_attention(runs, query, key, value, scaling, window, softcap, sinks):
     for length in (length for count, length in runs for _ in range(count)):
         for at in range(start, start + length):
             first = start if window is None else max(start, at - window + 1)
-            scores = torch.einsum("hd,hkd->hk", query[0, :, at], key[0, :, first : at + 1]) * scaling
+            scores = (
+                torch.einsum("hd,hkd->hk", query[0, :, at], key[0, :, first : at + 1]) * scaling
+            )
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             total = scores.exp().sum(1, keepdim=True)
             if sinks is not None:
                 total = total + sinks.exp()[:, None]
-            outputs.append(torch.einsum("hk,hkd->hd", scores.exp() / total, value[0, :, first : at + 1]))
+            outputs.append(
+                torch.einsum("hk,hkd->hd", scores.exp() / total, value[0, :, first : at + 1])
+            )
         start += length
     return torch.stack(outputs)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_all_layers_share_a_mask_of_torchs_flex_attention_and_log_probs_are_those_of_the_loop(monkeypatch, tmp_path):
+def test_all_layers_share_a_mask_of_torchs_flex_attention_and_log_probs_are_those_of_the_loop(
+    monkeypatch, tmp_path
+):
     trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
     rows = random_rows([(2, 1), (2, 2), (1, 150)])
     expected = trainer.logprobs(rows).logprobs
@@ -424,9 +553,13 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
         return reference_varlen(query, key, value, ends, *others, **options)
 
     trainer = policy(tiny_model(tmp_path / "model", seed=1, layers=3), trainer_config())
-    monkeypatch.setattr(attention, "kernel_of", lambda *heads, plain: FlashKernel("a test's", kernel))
+    monkeypatch.setattr(
+        attention, "kernel_of", lambda *heads, plain: FlashKernel("a test's", kernel)
+    )
     made = []
-    monkeypatch.setattr(network, "ends_for_kernels", lambda *given: made.append(row_ends(*given)) or made[-1])
+    monkeypatch.setattr(
+        network, "ends_for_kernels", lambda *given: made.append(row_ends(*given)) or made[-1]
+    )
     trainer.logprobs(random_rows([(2, 1), (2, 2), (1, 4)]))
     assert [ends.tolist() for ends in made] == [[0, 3, 7, 12]]
     assert len(seen) == 3
@@ -438,7 +571,10 @@ def test_all_layers_of_a_micro_batch_share_one_tensor_of_row_ends(monkeypatch, t
 def test_the_compute_dtype_is_that_of_scaled_dot_product_attention(autocast):
     rotated = torch.randn(1, 2, 3, 8)  # float32 under autocast as well
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        assert arithmetic_dtype(rotated) == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+        assert (
+            arithmetic_dtype(rotated)
+            == scaled_dot_product_attention(rotated, rotated, rotated).dtype
+        )
 
 
 @pytest.mark.parametrize(("dtype", "of_largest"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)])

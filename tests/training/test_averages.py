@@ -1,4 +1,6 @@
-"""Moving averages of the weights: when they move, and scores under them, which leave the policy as it is."""
+"""Moving averages of the weights: when they move, and scores under them, which leave the policy
+as it is.
+"""
 
 import pytest
 import torch
@@ -60,14 +62,20 @@ def test_an_average_moves_every_so_many_steps(folder, backend, decay, every):
         step(trainer)
         if count % every == 0:
             weights = copied(trainer.weights())
-            expected = {name: decay * expected[name] + (1 - decay) * weights[name] for name in weights}
+            expected = {
+                name: decay * expected[name] + (1 - decay) * weights[name] for name in weights
+            }
         averages = copied(trainer.ema_weights())
         for name, average in averages.items():
             assert_close(average, expected[name], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"backend": "fsdp"}, {"park": True}, {"lora_rank": 2}], ids=str)
-def test_scores_under_averages_are_the_averaged_models_and_leave_the_policy_as_it_is(folder, settings):
+@pytest.mark.parametrize(
+    "settings", [{}, {"backend": "fsdp"}, {"park": True}, {"lora_rank": 2}], ids=str
+)
+def test_scores_under_averages_are_the_averaged_models_and_leave_the_policy_as_it_is(
+    folder, settings
+):
     trainer = build(folder, ema_decay=0.5, **settings)
     untouched = build(folder, ema_decay=0.5, **settings)
     for _ in range(2):
@@ -114,11 +122,19 @@ def test_without_averages_scores_under_them_are_refused(folder):
 
 
 @pytest.mark.parametrize("override", ["trainer.ema_decay=0", "trainer.backend=megatron"])
-def test_a_policy_without_averages_is_refused_before_anything_starts(digits_task, tmp_path, override):
+def test_a_policy_without_averages_is_refused_before_anything_starts(
+    digits_task, tmp_path, override
+):
     config = tmp_path / "run.yaml"
     config.write_text(f"base: [{shipped('quickstart.yaml')}, {shipped('dags/grpo_average.yaml')}]")
-    given = [*digits_overrides(digits_task, tmp_path / "run"), "algorithm.kl_coefficient=0.1", "trainer.ema_decay=0.9"]
+    given = [
+        *digits_overrides(digits_task, tmp_path / "run"),
+        "algorithm.kl_coefficient=0.1",
+        "trainer.ema_decay=0.9",
+    ]
     file = load_config_file(config, [*given, override])
-    with pytest.raises(ConfigError, match=r"needs a role with averages, .*give its trainer an ema_decay"):
+    with pytest.raises(
+        ConfigError, match=r"needs a role with averages, .*give its trainer an ema_decay"
+    ):
         run(file.config, *dags(file))
     assert not (tmp_path / "run").exists()

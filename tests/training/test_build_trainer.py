@@ -39,7 +39,10 @@ def build(folder, make=build_trainer, dtype=Dtype.float32, temperature=1.0, rank
 def batch(trainer):
     logprobs = trainer.logprobs(ROWS).logprobs
     return TrainBatch(
-        rows=ROWS, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=torch.linspace(-1, 1, len(logprobs))
+        rows=ROWS,
+        old_logprobs=logprobs,
+        rollout_logprobs=logprobs,
+        advantages=torch.linspace(-1, 1, len(logprobs)),
     )
 
 
@@ -64,7 +67,9 @@ def test_a_model_that_computes_more_than_is_known_is_refused(tmp_path, monkeypat
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     build(tmp_path)
     monkeypatch.setattr(network, "head_output", lambda config: HeadOutput())
-    with pytest.raises(ConfigError, match=r"does not compute the log-probs of Gemma2ForCausalLM.*off by"):
+    with pytest.raises(
+        ConfigError, match=r"does not compute the log-probs of Gemma2ForCausalLM.*off by"
+    ):
         build(tmp_path)
 
 
@@ -79,7 +84,10 @@ def test_logprobs_equal_the_engines_at_the_rollout_temperature(folder):
     trainer = build(folder, temperature=0.5)
     model = ModelConfig(path=str(folder))
     engine = build_engine(
-        Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine=Engine.transformers, temperature=0.5)
+        Device("w0"),
+        Rank(),
+        model=model,
+        rollout=RolloutConfig(engine=Engine.transformers, temperature=0.5),
     )
     sample = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=9, temperature=0.5))[0]
     tokens = torch.tensor([1, 2, 3, *sample.token_ids])
@@ -91,7 +99,10 @@ def test_trained_weights_load_into_an_engine(folder):
     trainer = build(folder)
     trainer.update([batch(trainer)], PPO)
     engine = build_engine(
-        Device("w0"), Rank(), model=ModelConfig(path=str(folder)), rollout=RolloutConfig(engine=Engine.transformers)
+        Device("w0"),
+        Rank(),
+        model=ModelConfig(path=str(folder)),
+        rollout=RolloutConfig(engine=Engine.transformers),
     )
     engine.load_weights(trainer.weights(), 1)
     sample = engine.generate([[1, 2, 3]], [0], Sampling(max_tokens=9))[0]
@@ -108,13 +119,17 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32(folder):
     before = parameter.detach().clone()
     metrics = trainer.update([batch(trainer)], PPO)
     assert 0 < (parameter - before).abs().max() < 2e-6  # lost if the parameter were bfloat16
-    assert metrics["grad_norm"] == pytest.approx(exact.update([batch(exact)], PPO)["grad_norm"], rel=0.05)
+    assert metrics["grad_norm"] == pytest.approx(
+        exact.update([batch(exact)], PPO)["grad_norm"], rel=0.05
+    )
 
 
 def test_gradients_are_clipped_by_their_norm_over_all_parameters(folder):
     trainer = build(folder, max_grad_norm=0.01)
     assert trainer.update([batch(trainer)], PPO)["grad_norm"] > 0.01
-    assert torch.linalg.vector_norm(trainer._learner._gradients.flat) == pytest.approx(0.01, rel=1e-3)
+    assert torch.linalg.vector_norm(trainer._learner._gradients.flat) == pytest.approx(
+        0.01, rel=1e-3
+    )
 
 
 def test_a_loss_without_one_number_per_token_is_refused(folder):
@@ -130,7 +145,12 @@ def test_several_ranks_need_a_process_group(folder):
 
 def test_packed_rows_respect_a_sliding_window(folder):
     file = folder / "config.json"
-    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
+    window = {
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 0,
+        "layer_types": None,
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | window))
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert set(model.config.layer_types) == {"sliding_attention"}
@@ -138,4 +158,6 @@ def test_packed_rows_respect_a_sliding_window(folder):
     for row, prompt in ((ROWS.tokens[:8], 2), (ROWS.tokens[8:], 5)):
         scores = model(row[None]).logits[0].log_softmax(-1)
         expected.append(scores[prompt - 1 : -1].gather(1, row[prompt:, None]).squeeze(1))
-    assert_close(build(folder).logprobs(ROWS).logprobs, torch.cat(expected).detach(), atol=1e-5, rtol=0)
+    assert_close(
+        build(folder).logprobs(ROWS).logprobs, torch.cat(expected).detach(), atol=1e-5, rtol=0
+    )

@@ -1,4 +1,6 @@
-"""Checkpoints on a store: exact, written from a copy, loaded on other numbers of ranks, and never trusted."""
+"""Checkpoints on a store: exact, written from a copy, loaded on other numbers of ranks, and
+never trusted.
+"""
 
 import os
 import pickle
@@ -38,8 +40,14 @@ def url(store_url):
 
 def state(weight, lr=1e-3):
     return {
-        "model": {"layers.0.weight": torch.full((3, 2), weight), "norm": torch.full((2,), weight).double()},
-        "optimizer": {"norm": {"step": torch.tensor(weight), "exp_avg": torch.zeros(0)}, "groups": [{"lr": lr}]},
+        "model": {
+            "layers.0.weight": torch.full((3, 2), weight),
+            "norm": torch.full((2,), weight).double(),
+        },
+        "optimizer": {
+            "norm": {"step": torch.tensor(weight), "exp_avg": torch.zeros(0)},
+            "groups": [{"lr": lr}],
+        },
         "progress": {"steps": torch.tensor(int(weight))},
     }
 
@@ -47,7 +55,9 @@ def state(weight, lr=1e-3):
 def test_a_write_that_ends_after_its_run_was_aborted_prints_nothing(tmp_path, monkeypatch, caplog):
     writing = Future()
     monkeypatch.setattr(checkpoint, "async_save", lambda state, **options: writing)
-    saved = DistributedCheckpoint(asynchronous=True).save(str(tmp_path / "policy"), state(3.0), None)
+    saved = DistributedCheckpoint(asynchronous=True).save(
+        str(tmp_path / "policy"), state(3.0), None
+    )
     saved.cancel()
     writing.set_result(None)
     assert not caplog.records
@@ -75,9 +85,13 @@ def test_no_name_on_s3_leads_to_the_files_of_another(s3):
 
 
 def test_a_save_writes_in_a_thread_with_the_device_of_the_one_that_saves(tmp_path, monkeypatch):
-    """DCP asks for a stream there: a thread's device is the first one unless it is told, and a context takes memory."""
+    """DCP asks for a stream there: a thread's device is the first one unless it is told, and a
+    context takes memory.
+    """
     current, used = threading.local(), []
-    monkeypatch.setattr(checkpoint, "binding", partial(bound_like, current, checkpoint.binding, monkeypatch))
+    monkeypatch.setattr(
+        checkpoint, "binding", partial(bound_like, current, checkpoint.binding, monkeypatch)
+    )
     write = checkpoint.FsspecWriter.write_data
     noted = lambda self, *args: used.append(getattr(current, "index", 0)) or write(self, *args)  # noqa: E731
     monkeypatch.setattr(checkpoint.FsspecWriter, "write_data", noted)
@@ -90,16 +104,24 @@ def bound_like(current, binding, monkeypatch):
     """Call ``binding()`` where torch has accelerators, of which each thread has a current one."""
     with monkeypatch.context() as there:
         there.setattr(torch.accelerator, "is_available", lambda: True)
-        there.setattr(torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0))
-        there.setattr(torch.accelerator, "set_device_index", lambda index: setattr(current, "index", index))
+        there.setattr(
+            torch.accelerator, "current_device_index", lambda: getattr(current, "index", 0)
+        )
+        there.setattr(
+            torch.accelerator, "set_device_index", lambda index: setattr(current, "index", index)
+        )
         return binding()
 
 
 def test_the_group_that_one_device_gets_for_fsdp_takes_asynchronous_saves(tmp_path, monkeypatch):
-    """nccl serves a device and no CPU, which DCP demands of the default group; another such backend stands for it."""
+    """nccl serves a device and no CPU, which DCP demands of the default group; another such
+    backend stands for it.
+    """
     name = "pretend"
     if name not in dist.Backend.backend_list:
-        fake = lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size)  # noqa: E731
+        fake = lambda options, _: FakeProcessGroup._create_internal(  # noqa: E731
+            options.group_rank, options.group_size
+        )
         dist.Backend.register_backend(name, fake, extended_api=True, devices=["cuda"])
     monkeypatch.setitem(BACKENDS, "cuda", name)
     if dist.is_initialized():
@@ -121,14 +143,18 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:
-            without_waiting = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)
+            without_waiting = (
+                args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)
+            )
             self.log.append((args[1].numel(), "goes on" if without_waiting else "waits"))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def beside_a_device(monkeypatch):
-    """Let the CPU's memory be an accelerator's; return the sizes of pinned pieces, and the copies."""
+    """Let the CPU's memory be an accelerator's; return the sizes of pinned pieces, and the
+    copies.
+    """
     pieces, copies, empty = [], Copies(), torch.empty
 
     def pretend(*size, pin_memory=False, **options):
@@ -138,7 +164,9 @@ def beside_a_device(monkeypatch):
 
     monkeypatch.setattr(torch, "empty", pretend)
     monkeypatch.setattr(accelerator, "pins_host_memory", lambda device: True)
-    monkeypatch.setattr(accelerator, "synchronize", lambda device: copies.log.append("all have arrived"))
+    monkeypatch.setattr(
+        accelerator, "synchronize", lambda device: copies.log.append("all have arrived")
+    )
     return pieces, copies
 
 
@@ -151,7 +179,10 @@ def test_a_state_on_a_device_is_copied_to_pinned_memory_with_one_wait(tmp_path, 
     live["model"]["turned"].zero_()
     saved.result()
     *arriving, last = copies.log
-    assert sorted(arriving) == [(0, "waits")] + [(1, "goes on")] * 2 + [(2, "goes on")] + [(6, "goes on")] * 2
+    assert (
+        sorted(arriving)
+        == [(0, "waits")] + [(1, "goes on")] * 2 + [(2, "goes on")] + [(6, "goes on")] * 2
+    )
     assert last == "all have arrived"
     held = sum(tensor.nbytes for tensor in (*live["model"].values(), torch.zeros(3)))
     assert held <= sum(pieces) <= held + 6 * 512, "as much is pinned as the state has"
@@ -163,7 +194,9 @@ def test_a_state_on_a_device_is_copied_to_pinned_memory_with_one_wait(tmp_path, 
     assert back["progress"]["steps"] == 3
 
 
-def test_a_state_in_the_hosts_memory_is_copied_without_pinned_memory(tmp_path, beside_a_device, monkeypatch):
+def test_a_state_in_the_hosts_memory_is_copied_without_pinned_memory(
+    tmp_path, beside_a_device, monkeypatch
+):
     pieces, copies = beside_a_device
     monkeypatch.setattr(accelerator, "pins_host_memory", lambda device: False)
     with copies:
@@ -187,7 +220,9 @@ def test_a_state_loads_as_it_was_when_it_was_saved(url, asynchronous):
     assert back["optimizer"]["groups"] == [{"lr": 1e-3}]
     assert back["progress"]["steps"] == 3
     model = read_model(url)
-    assert {name: tensor.dtype for name, tensor in model.items()} == dict.fromkeys(expected["model"], torch.float32)
+    assert {name: tensor.dtype for name, tensor in model.items()} == dict.fromkeys(
+        expected["model"], torch.float32
+    )
     assert model["norm"].tolist() == [3.0, 3.0]
 
 
@@ -197,7 +232,12 @@ def _sharded(rank, value):
 
     mesh = init_device_mesh("cpu", (rank.size,))
     full = value * torch.arange(ROWS * 2.0).reshape(ROWS, 2)
-    return {"model": {"sharded": distribute_tensor(full, mesh, [Shard(0)]), "same": torch.full((3,), value)}}
+    return {
+        "model": {
+            "sharded": distribute_tensor(full, mesh, [Shard(0)]),
+            "same": torch.full((3,), value),
+        }
+    }
 
 
 def _save_on(url, rank):
@@ -262,7 +302,9 @@ def test_metadata_that_would_run_code_is_refused(tmp_path):
 
 
 class ByName(pickle.Pickler):
-    """Writes members of an Enum as Python before 3.11.4 does: an attribute of their class, by name."""
+    """Writes members of an Enum as Python before 3.11.4 does: an attribute of their class, by
+    name.
+    """
 
     def reducer_override(self, given):
         return (getattr, (type(given), given.name)) if isinstance(given, Enum) else NotImplemented
@@ -289,13 +331,17 @@ def test_metadata_that_asks_for_any_other_attribute_is_refused(tmp_path):
     url = tmp_path / "policy"
     DistributedCheckpoint().save(str(url), state(1.0), None).result()
     (url / ".metadata").write_bytes(pickle.dumps(AttributeOf()))
-    with pytest.raises(CheckpointError, match=r"attribute '__init__' of .*StorageMeta.*describes no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"attribute '__init__' of .*StorageMeta.*describes no checkpoint"
+    ):
         read_model(str(url))
 
 
 def test_a_value_that_would_run_code_is_refused(tmp_path):
     url, mark = str(tmp_path / "policy"), tmp_path / "mark"
-    DistributedCheckpoint(asynchronous=False).save(url, {"progress": {"steps": Attack(mark)}}, None).result()
+    DistributedCheckpoint(asynchronous=False).save(
+        url, {"progress": {"steps": Attack(mark)}}, None
+    ).result()
     assert not mark.exists()
     with pytest.raises(CheckpointError, match="could not be read"):
         DistributedCheckpoint().load(url, {"progress": {"steps": 0}}, None)

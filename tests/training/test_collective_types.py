@@ -44,14 +44,18 @@ class OnlyCommonTypes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
             allowed = REDUCED if "reduce" in func.name() else MOVED
-            used = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            used = {
+                leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            }
             assert used <= allowed, f"{func.name()} of {used}"
             self.seen += 1
         return func(*args, **(kwargs or {}))
 
 
 def steps_with_common_types(folder, world):
-    """Each backend's loss and norm, on groups of which one stands for a device's and one for the CPU's."""
+    """Each backend's loss and norm, on groups of which one stands for a device's and one for the
+    CPU's.
+    """
     on_device, on_cpu = (dist.new_group([0, 1]) for _ in range(2))
     rank, results = Rank(world.rank, 2, on_device, cpu_group=on_cpu), {}
     for name, settings in BACKENDS.items():
@@ -59,12 +63,18 @@ def steps_with_common_types(folder, world):
             trainer = policy(folder, trainer_config(lr=1e-4, **settings), rank=rank)
             rows = random_rows(LENGTHS, range(2) if rank.rank == 0 else range(2, len(LENGTHS)))
             scores = trainer.logprobs(rows).logprobs
-            batch = TrainBatch(rows=rows, old_logprobs=scores, advantages=signs(rows), rollout_logprobs=scores)
+            batch = TrainBatch(
+                rows=rows, old_logprobs=scores, advantages=signs(rows), rollout_logprobs=scores
+            )
             metrics = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
             RolePeers(rank, StopFlag()).all_gather(b"a message")
         results[name] = [metrics["loss"], metrics["grad_norm"], refused.seen]
     numbers = [[2.0**53, 0.1, float("inf"), 3.0], [1.0, 0.2, 1.0, float("nan")]][world.rank]
-    return results, [all_sum(on_cpu, numbers), all_sum(on_cpu, numbers[:2], ranks=[1]), all_sum(on_cpu, [])]
+    return results, [
+        all_sum(on_cpu, numbers),
+        all_sum(on_cpu, numbers[:2], ranks=[1]),
+        all_sum(on_cpu, []),
+    ]
 
 
 @pytest.fixture(scope="module")

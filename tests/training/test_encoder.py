@@ -1,4 +1,6 @@
-"""An encoder made up on the spot: its embedding of a text is the mean of its hidden states, whatever is beside it."""
+"""An encoder made up on the spot: its embedding of a text is the mean of its hidden states,
+whatever is beside it.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ WORDS = ["<unk>", "<pad>", "low", "mid", "high", "up", "down"]
 def write_encoder(folder):
     words = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>"
+    ).save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(WORDS),
         hidden_size=16,
@@ -40,7 +44,9 @@ def folder(tmp_path_factory):
 
 
 def build(folder, **options):
-    return build_encoder(Device("w"), Rank(), model=ModelConfig(path=str(folder)), **({"max_tokens": 32} | options))
+    return build_encoder(
+        Device("w"), Rank(), model=ModelConfig(path=str(folder)), **({"max_tokens": 32} | options)
+    )
 
 
 def test_an_embedding_is_the_mean_of_the_hidden_states(folder):

@@ -1,4 +1,6 @@
-"""Every family of models is scored, sampled and exported as plain transformers does, and docs/models.md says how."""
+"""Every family of models is scored, sampled and exported as plain transformers does, and
+docs/models.md says how.
+"""
 
 import logging
 import re
@@ -36,14 +38,43 @@ from tests.settings import trainer_config
 from tests.training.families import FAMILIES, REFUSED, written
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("qwen2", "qwen2_moe", "qwen3_5_text", "gemma2", "gpt_oss", "granite", "lfm2", "bloom", "llama4_text")
-GROUPS = [(5, [7, 3]), (9, [30]), (2, [1]), (17, [23, 4, 12]), (3, [40]), (20, [50, 100]), (30, [570]), (64, [64, 1])]
+QUICK = (
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_5_text",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "lfm2",
+    "bloom",
+    "llama4_text",
+)
+GROUPS = [
+    (5, [7, 3]),
+    (9, [30]),
+    (2, [1]),
+    (17, [23, 4, 12]),
+    (3, [40]),
+    (20, [50, 100]),
+    (30, [570]),
+    (64, [64, 1]),
+]
 """Tokens of prompts, and of the responses of each: around windows of 8, and chunks of 16 and 64."""
 SHARDED = [
     ("qwen2", "mixtral", "gemma2", "gemma3n_text", "gpt_oss", "lfm2_moe", "olmo_hybrid", "gpt2"),
-    ("llama", "qwen3_5_moe_text", "gemma4_text", "deepseek_v3", "nemotron_h", "falcon_h1", "phimoe", "bloom"),
+    (
+        "llama",
+        "qwen3_5_moe_text",
+        "gemma4_text",
+        "deepseek_v3",
+        "nemotron_h",
+        "falcon_h1",
+        "phimoe",
+        "bloom",
+    ),
 ]
-"""Their parameters are made of several, their buffers come of the config, or their layers are called otherwise."""
+"""Their parameters are made of several, their buffers come of the config, or their layers are
+called otherwise."""
 OTHERS = [name for name in FAMILIES if not any(name in part for part in SHARDED)]
 PARTS = [*SHARDED, *(pytest.param(OTHERS[first::4], marks=pytest.mark.sweep) for first in range(4))]
 """Some families for each test: of all one would take longer than a test may."""
@@ -64,7 +95,11 @@ def made(request, tmp_path_factory):
 def trainer_of(folder, trainer=None, rank=None):
     model = ModelConfig(path=str(folder))
     return build_trainer(
-        Device("w0"), rank or Rank(), model=model, trainer=trainer or trainer_config(), rollout=RolloutConfig()
+        Device("w0"),
+        rank or Rank(),
+        model=model,
+        trainer=trainer or trainer_config(),
+        rollout=RolloutConfig(),
     )
 
 
@@ -74,11 +109,18 @@ def weighed(logprobs):
 
 
 def plain_logprobs(model, rows):
-    return torch.cat([response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(rows)])
+    return torch.cat(
+        [
+            response_logprobs(model, row[:n].tolist(), row[n:].tolist())
+            for row, n in split_rows(rows)
+        ]
+    )
 
 
 def errors(folder, model, rows, trainer=None, rank=None):
-    """How far log-probs and gradients are from those of plain transformers, these as shares of the largest."""
+    """How far log-probs and gradients are from those of plain transformers, these as shares of
+    the largest.
+    """
     policy = trainer_of(folder, trainer, rank)
     expected = plain_logprobs(model, rows)
     model.zero_grad()
@@ -88,14 +130,22 @@ def errors(folder, model, rows, trainer=None, rank=None):
     (batch,) = micro_batches(rows, len(rows.tokens))
     logprobs, *_ = network(batch)
     weighed(logprobs).backward()
-    found = {name: parameter.grad for name, parameter in network.by_name().items() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in network.by_name().items()
+        if parameter.grad is not None
+    }
     ranks = 1 if rank is None else rank.size  # all with these rows, over which gradients are summed
     found = {name: full_tensor(grad) / ranks for name, grad in found.items()}
     own = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     largest = max(float(grad.abs().max()) for grad in own.values())
     off = [float((found[name] - grad).abs().max()) for name, grad in own.items()]
     off += [float(grad.abs().max()) for name, grad in found.items() if name not in own]
-    return float((logprobs - expected).detach().abs().max()), max(off) / largest, str(network.layout)
+    return (
+        float((logprobs - expected).detach().abs().max()),
+        max(off) / largest,
+        str(network.layout),
+    )
 
 
 def test_log_probs_and_gradients_are_those_of_plain_transformers_for_each_row_alone(made):
@@ -114,7 +164,9 @@ def test_a_critic_sees_the_hidden_states_of_plain_transformers(made):
     rows = grouped_rows(GROUPS)
     settings = {"model": ModelConfig(path=str(folder)), "trainer": trainer_config()}
     critic = build_critic(Device("w0"), Rank(), **settings)
-    weight = torch.randn(critic._network.value_head.weight.shape, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(
+        critic._network.value_head.weight.shape, generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         critic._network.value_head.weight.copy_(weight)
     expected = []
@@ -133,7 +185,9 @@ def greedy(logits, rows, at):
 def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_probs(made):
     name, folder, model = made
     draw = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, 250, (length,), generator=draw).tolist() for length in (3, 11, 11, 30)]
+    prompts = [
+        torch.randint(0, 250, (length,), generator=draw).tolist() for length in (3, 11, 11, 30)
+    ]
     prompts.append(prompts[1])
     engine = AutoModelForCausalLM.from_pretrained(folder).eval()
     correct_modules(engine)
@@ -147,7 +201,9 @@ def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_pr
     for row, prompt in enumerate(prompts):
         response = tokens[row].tolist()
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + response]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
         expected = logits.log_softmax(-1).max(-1)
         assert response == expected.indices.tolist()
         assert (logprobs[row] - expected.values).abs().max() < 1e-4
@@ -156,7 +212,9 @@ def test_the_engine_samples_the_tokens_of_plain_forward_passes_with_their_log_pr
 
 
 @pytest.mark.slow
-def test_an_exported_model_has_the_names_of_the_base_and_the_log_probs_of_the_trainer(made, tmp_path):
+def test_an_exported_model_has_the_names_of_the_base_and_the_log_probs_of_the_trainer(
+    made, tmp_path
+):
     _, folder, _ = made
     weights = {name: tensor + 0.01 for name, tensor in trainer_of(folder).weights()}
     write_hugging_face(tmp_path, weights, str(folder), Dtype.float32)
@@ -177,10 +235,14 @@ def test_adapters_are_merged_as_they_are_trained(made):
     rows = grouped_rows(GROUPS[:4])
     before = policy.logprobs(rows).logprobs
     advantages = torch.sin(torch.arange(len(before)).float())
-    batch = TrainBatch(rows=rows, old_logprobs=before, advantages=advantages, rollout_logprobs=before)
+    batch = TrainBatch(
+        rows=rows, old_logprobs=before, advantages=advantages, rollout_logprobs=before
+    )
     policy.update([batch, batch], partial(policy_loss, surrogate=ppo_clip))
     after = policy.logprobs(rows).logprobs
-    merged = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=FAMILIES[name].attention).eval()
+    merged = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=FAMILIES[name].attention
+    ).eval()
     correct_modules(merged)
     merged.load_state_dict(dict(policy.weights()), strict=False)
     with torch.no_grad():
@@ -223,15 +285,21 @@ def errors_of_shared_rows(root, rank):
 def shared_rows_error(folder, name, rank):
     settings = trainer_config(backend=Backend.fsdp, sequence_parallel=2)
     rows = grouped_rows(GROUPS)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=FAMILIES[name].attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation=FAMILIES[name].attention
+    )
     with torch.no_grad():
         expected = plain_logprobs(model, rows)
-    return float((trainer_of(folder, settings, rank).logprobs(rows).logprobs - expected).abs().max())
+    return float(
+        (trainer_of(folder, settings, rank).logprobs(rows).logprobs - expected).abs().max()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("families", PARTS, ids=lambda families: families[0])
-def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transformers(tmp_path, families):
+def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transformers(
+    tmp_path, families
+):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     for found in run_ranks(2, partial(sharded_errors, str(tmp_path), families), ranks):
@@ -241,7 +309,9 @@ def test_two_ranks_that_share_the_parameters_score_every_family_as_plain_transfo
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_the_rows_score_soft_caps_sinks_and_windows_as_plain_transformers(tmp_path):
+def test_two_ranks_that_share_the_rows_score_soft_caps_sinks_and_windows_as_plain_transformers(
+    tmp_path,
+):
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     for found in run_ranks(2, partial(errors_of_shared_rows, str(tmp_path)), ranks):
@@ -249,13 +319,19 @@ def test_two_ranks_that_share_the_rows_score_soft_caps_sinks_and_windows_as_plai
         assert max(found.values()) < 1e-5
 
 
-def test_a_model_that_takes_no_packed_rows_is_computed_with_padding_and_one_warning_says_why(tmp_path, caplog):
+def test_a_model_that_takes_no_packed_rows_is_computed_with_padding_and_one_warning_says_why(
+    tmp_path, caplog
+):
     written(tmp_path, "bloom")
     _warn_once.cache_clear()
     for _ in range(2):
         trainer_of(tmp_path)
-    (message,) = [record.message for record in caplog.records if record.name == "siirl_dask.training"]
-    assert message.startswith("BloomForCausalLM computes no packed rows, but rows side by side with padding")
+    (message,) = [
+        record.message for record in caplog.records if record.name == "siirl_dask.training"
+    ]
+    assert message.startswith(
+        "BloomForCausalLM computes no packed rows, but rows side by side with padding"
+    )
 
 
 @pytest.mark.slow
@@ -264,13 +340,17 @@ def test_what_neither_trainer_nor_engine_computes_rightly_is_refused_by_name(nam
     model = written(tmp_path, name)
     with pytest.raises(ConfigError, match=type(model).__name__):
         trainer_of(tmp_path)
-    with pytest.raises(ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"):
+    with pytest.raises(
+        ConfigError, match=f"generate gives {type(model).__name__} log-probs that are off by"
+    ):
         TransformersEngine(ModelConfig(path=str(tmp_path)))
 
 
 def test_what_a_plan_says_of_rows_and_loops_is_what_the_trials_of_these_families_find():
     assert {*PADDED} == {family.kind for family in FAMILIES.values() if family.rows == "padded"}
-    assert {*GENERATED} == {family.kind for family in FAMILIES.values() if family.loop == "generate"}
+    assert {*GENERATED} == {
+        family.kind for family in FAMILIES.values() if family.loop == "generate"
+    }
 
 
 def test_docs_models_says_of_every_family_how_it_is_computed():

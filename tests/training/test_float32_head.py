@@ -1,5 +1,5 @@
-"""``model.float32_head``: trainers score with products in float32 of bfloat16 hidden states and a head rounded to
-bfloat16.
+"""``model.float32_head``: trainers score with products in float32 of bfloat16 hidden states and a
+head rounded to bfloat16.
 """
 
 from types import SimpleNamespace

@@ -40,7 +40,13 @@ CASES = {
 }
 EXACT = [name for name in CASES if name != "bfloat16"]
 MOVES = (("2 ranks", "2 replicas of 2 shards"), ("2 replicas of 2 shards", "2 ranks"))
-SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24, "gather_size": "0B"}
+SETTINGS = {
+    "lr": 1e-4,
+    "eps": 1e-6,
+    "max_grad_norm": 1e6,
+    "max_tokens_per_micro_batch": 24,
+    "gather_size": "0B",
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,9 @@ def alone(folders):
 @pytest.fixture(scope="module")
 def seen(folders, tmp_path_factory):
     return run_ranks(
-        4, partial(in_each_rank, folders, tmp_path_factory.mktemp("states")), tmp_path_factory.mktemp("ranks")
+        4,
+        partial(in_each_rank, folders, tmp_path_factory.mktemp("states")),
+        tmp_path_factory.mktemp("ranks"),
     )
 
 
@@ -97,7 +105,9 @@ def in_each_rank(folders, root, world):
 
 
 def resumed(trained, root):
-    """Resume in one layout what another trained. Returns the weights and the metrics of the next update."""
+    """Resume in one layout what another trained. Returns the weights and the metrics of the next
+    update.
+    """
     for old, _ in MOVES:
         if old in trained:
             trainer, rank = trained[old]
@@ -119,7 +129,9 @@ def learn(trainer, rank):
         seen["metrics"].append(advance(trainer, rank, at))
         if at == 0:
             named = trainer._network.by_name()
-            seen["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in named.items()}
+            seen["gradients"] = {
+                name: full_tensor(parameter.grad).clone() for name, parameter in named.items()
+            }
     seen["weights"] = copied(trainer)
     seen["held"] = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
     return seen
@@ -135,10 +147,16 @@ def advance(trainer, rank, at):
 
 
 def own_batch(trainer, rank, lengths):
-    ends = [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)] if rank.size > 1 else [0, len(lengths)]
+    ends = (
+        [round(len(lengths) * part) for part in (0, 0.6, 1, 1, 1)]
+        if rank.size > 1
+        else [0, len(lengths)]
+    )
     rows = random_rows(lengths, range(ends[rank.rank], ends[rank.rank + 1]))
     logprobs = trainer.logprobs(rows).logprobs
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -174,7 +192,9 @@ def test_bfloat16_gathers_in_bfloat16_and_learns_in_float32(seen, alone):
         result = seen[rank]["bfloat16"]
         assert {weight.dtype for weight in result["weights"].values()} == {torch.bfloat16}
         assert {gradient.dtype for gradient in result["gradients"].values()} == {torch.float32}
-        assert result["metrics"][0]["grad_norm"] == pytest.approx(alone["tied"]["metrics"][0]["grad_norm"], rel=0.05)
+        assert result["metrics"][0]["grad_norm"] == pytest.approx(
+            alone["tied"]["metrics"][0]["grad_norm"], rel=0.05
+        )
 
 
 @pytest.mark.parametrize("make", [build_trainer, build_reference, build_critic])
@@ -186,7 +206,10 @@ def test_the_config_selects_the_backend(folders, make):
     assert all(isinstance(tensor, DTensor) for tensor in built.state()["model"].values())
     replicated = make(Device("w0"), Rank(), **arguments | {"trainer": config()})
     rows = random_rows(LENGTHS)
-    scores = [it.values(rows) if make is build_critic else it.logprobs(rows).logprobs for it in (built, replicated)]
+    scores = [
+        it.values(rows) if make is build_critic else it.logprobs(rows).logprobs
+        for it in (built, replicated)
+    ]
     assert_close(*scores, atol=1e-6, rtol=0)
 
 
@@ -197,18 +220,31 @@ def test_the_planned_memory_is_a_workers_shard(digits_task):
     for each, options in (learns, averages):
         for backend, expected in (
             ("torch", each * parameters.total),
-            ("fsdp", each * parameters.total // 2 + 16 * parameters.largest + 2 * 4 * parameters.total),
+            (
+                "fsdp",
+                each * parameters.total // 2 + 16 * parameters.largest + 2 * 4 * parameters.total,
+            ),
         ):
             changes = {"trainer.backend": backend, **options}
-            overrides = [*digits_overrides(digits_task, "run"), *(f"{key}={value}" for key, value in changes.items())]
+            overrides = [
+                *digits_overrides(digits_task, "run"),
+                *(f"{key}={value}" for key, value in changes.items()),
+            ]
             file = load_config_file(shipped("quickstart"), overrides)
             phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-            held = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
+            held = {
+                role: size
+                for memory in check(file.config, phases).memory
+                for role, size in memory.roles.items()
+            }
             assert held["policy"] == expected, changes
 
 
 def test_a_shard_size_that_does_not_divide_the_role_is_refused():
-    with pytest.raises(ConfigError, match=r"trainer\.fsdp\.shard_size=2: expected a divisor of the role's 3 workers"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.fsdp\.shard_size=2: expected a divisor of the role's 3 workers",
+    ):
         role_mesh(Rank(0, 3), 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="process group of its 3 ranks"):
         role_mesh(Rank(0, 3), None, torch.device("cpu"))

@@ -13,8 +13,12 @@ from tests.training.roles import critic, policy
 
 class TestFsdpTrainer(TrainerTests):
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
-        return policy(folder, replace(config, backend=Backend.fsdp), temperature=temperature, rank=rank)
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
+        return policy(
+            folder, replace(config, backend=Backend.fsdp), temperature=temperature, rank=rank
+        )
 
 
 class TestFsdpCritic(CriticTests):

@@ -1,4 +1,6 @@
-"""A disk that is full is named with what is free on it, whoever writes and wherever the disk ends."""
+"""A disk that is full is named with what is free on it, whoever writes and wherever the disk
+ends.
+"""
 
 import errno
 import os
@@ -36,12 +38,19 @@ def bytes_with(write):
 
 
 def rows(folder):
-    stage_part(str(folder / "rollouts"), 1, 0, pa.table({"x": [os.urandom(1024) for _ in range(SIZE // 1024)]}))
+    stage_part(
+        str(folder / "rollouts"),
+        1,
+        0,
+        pa.table({"x": [os.urandom(1024) for _ in range(SIZE // 1024)]}),
+    )
 
 
 def checkpoint(asynchronous):
     def save(folder):
-        state = {"model": {f"layer.{at}": part.clone() for at, part in enumerate(NUMBERS.split(4096))}}
+        state = {
+            "model": {f"layer.{at}": part.clone() for at, part in enumerate(NUMBERS.split(4096))}
+        }
         DistributedCheckpoint(asynchronous).save(str(folder / "checkpoint"), state, None).result(60)
 
     return save
@@ -75,7 +84,9 @@ def test_a_full_disk_is_named_with_what_is_free(writer, free, disk):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize(("nbytes", "said"), [(None, "are free; make room"), (10**18, "to be written next, at least")])
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(None, "are free; make room"), (10**18, "to be written next, at least")]
+)
 def test_the_words_need_no_small_disk(nbytes, said):
     def write():
         with full_disk_named("/dev/full", nbytes), Path("/dev/full").open("wb") as file:

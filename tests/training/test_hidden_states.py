@@ -1,5 +1,5 @@
-"""Hidden states with ``model.dtype=bfloat16``: they are bfloat16 from the embeddings on, whatever learns or scores, and
-the numbers are those of fsdp; what is learned stays float32.
+"""Hidden states with ``model.dtype=bfloat16``: they are bfloat16 from the embeddings on, whatever
+learns or scores, and the numbers are those of fsdp; what is learned stays float32.
 """
 
 from math import sqrt
@@ -46,7 +46,10 @@ SCALED = {  # embeddings, by a buffer, so fsdp refuses them
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
-OTHERS = {**SCALED, "olmo2": (Olmo2Config, Olmo2ForCausalLM)}  # adds what norms give to the hidden states
+OTHERS = {
+    **SCALED,
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+}  # adds what norms give to the hidden states
 IMAGES = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", *OTHERS, *IMAGES)
 SHARDED = [family for family in FAMILIES if family not in SCALED]
@@ -74,7 +77,9 @@ def written(folder, family):
     numbers = torch.Generator().manual_seed(2)
     for name, weight in weights.items():
         if weight.ndim == 1:
-            weights[name] = (weight + 0.1 * torch.randn(weight.shape, generator=numbers)).bfloat16().float()
+            weights[name] = (
+                (weight + 0.1 * torch.randn(weight.shape, generator=numbers)).bfloat16().float()
+            )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -85,7 +90,9 @@ def build(folder, make=build_trainer, dtype=Dtype.bfloat16, **settings):
         arguments["images"] = READ
     if make is not build_critic:
         arguments["rollout"] = RolloutConfig()
-    return make(Device("w0"), Rank(), trainer=trainer_config(**{"lr": 1e-3} | settings), **arguments)
+    return make(
+        Device("w0"), Rank(), trainer=trainer_config(**{"lr": 1e-3} | settings), **arguments
+    )
 
 
 def rows_of(folder):
@@ -104,22 +111,33 @@ def update(trainer, rows):
     old = trainer.logprobs(rows).logprobs
     batch = TrainBatch(rows=rows, old_logprobs=old, rollout_logprobs=old, advantages=signs(rows))
     trainer.update([batch], policy_gradient)
-    return {name: full_tensor(weight.grad).clone() for name, weight in trainer._network.trainable().items()}
+    return {
+        name: full_tensor(weight.grad).clone()
+        for name, weight in trainer._network.trainable().items()
+    }
 
 
 def dtypes_seen(network):
-    """Return a dictionary that each pass fills: types of what modules of the layers, and embeddings, take and give."""
+    """Return a dictionary that each pass fills: types of what modules of the layers, and
+    embeddings, take and give.
+    """
     seen = {}
 
     def record(name, module, inputs, named, output):
         numbers = [each for each in (*inputs, *named.values(), output) if isinstance(each, Tensor)]
-        seen.setdefault(name, set()).update(each.dtype for each in numbers if each.is_floating_point())
+        seen.setdefault(name, set()).update(
+            each.dtype for each in numbers if each.is_floating_point()
+        )
 
-    inside = {part for layer in (*network.layers(), *network.tower_layers()) for part in layer.modules()}
+    inside = {
+        part for layer in (*network.layers(), *network.tower_layers()) for part in layer.modules()
+    }
     inside.add(network.model.get_input_embeddings())
     for name, module in network.named_modules():
         if module in inside:
-            module.register_forward_hook(lambda *seen_of, name=name: record(name, *seen_of), with_kwargs=True)
+            module.register_forward_hook(
+                lambda *seen_of, name=name: record(name, *seen_of), with_kwargs=True
+            )
     return seen
 
 
@@ -147,7 +165,9 @@ def test_weights_gradients_and_moments_are_float32(folders, family):
     trainer = build(folders[family])
     gradients = update(trainer, rows_of(folders[family]))
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-    state = [each for each in flat(trainer.state()).values() if isinstance(each, Tensor) and each.ndim]
+    state = [
+        each for each in flat(trainer.state()).values() if isinstance(each, Tensor) and each.ndim
+    ]
     assert len(state) >= 3 * len(gradients)  # weights, and two moments
     assert {each.dtype for each in state} == {torch.float32}
 
@@ -164,10 +184,11 @@ def test_torch_and_fsdp_score_alike_to_the_bit(folders, family, make):
 
 @pytest.mark.parametrize("family", SHARDED)
 def test_gradients_of_torch_are_those_of_fsdp_before_it_rounds_them(folders, family):
-    """With fsdp the gradients of embeddings and norms are rounded to bfloat16, and again where the head is tied.
+    """With fsdp the gradients of embeddings and norms are rounded to bfloat16, and again where the
+    head is tied.
 
-    Qwen3-VL's tower has LayerNorm, which autocast computes in float32, and its gradient as well: what its layers get
-    behind it differs by roundings, see below.
+    Qwen3-VL's tower has LayerNorm, which autocast computes in float32, and its gradient as well:
+    what its layers get behind it differs by roundings, see below.
     """
     rows = rows_of(folders[family])
     whole = update(build(folders[family], max_grad_norm=1e6), rows)
@@ -184,12 +205,13 @@ def test_gradients_of_torch_are_those_of_fsdp_before_it_rounds_them(folders, fam
 
 
 def rounding(layers):
-    """Return the relative error, in the mean square, of what has passed so many layers and the model's two ends.
+    """Return the relative error, in the mean square, of what has passed so many layers and the
+    model's two ends.
 
-    A rounding is off by at most ``UNIT / sqrt(3)`` in the mean square, and n independent ones of which none is
-    amplified by ``sqrt(n)`` times that. A layer has at most 18: two in each norm, one in each product and in its weight
-    (4, one behind the other), in rotation, attention, activation, gate and two sums. Embeddings, the last norm, the
-    head and its weight have 5.
+    A rounding is off by at most ``UNIT / sqrt(3)`` in the mean square, and n independent ones of
+    which none is amplified by ``sqrt(n)`` times that. A layer has at most 18: two in each norm, one
+    in each product and in its weight (4, one behind the other), in rotation, attention, activation,
+    gate and two sums. Embeddings, the last norm, the head and its weight have 5.
     """
     return UNIT / sqrt(3) * sqrt(18 * layers + 5)
 

@@ -14,13 +14,27 @@ from siirl_dask.tasks.tiny_model import VOCABULARY, tiny_model, tiny_tokenizer
 from siirl_dask.training.files.hugging_face import weight_buffers, write_hugging_face
 from siirl_dask.training.files.verify import check_export
 
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+}
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 FAMILIES = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("gemma3_text", {"head_dim": 16}),
     "gemma4": ("gemma4_text", {"head_dim": 16, "vocab_size_per_layer_input": VOCABULARY}),
@@ -34,14 +48,26 @@ TOKENS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manua
 def random_model(folder, family):
     """A model of random weights, and of random buffers where these are saved with its weights."""
     kind, options = FAMILIES[family]
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if "kv_lora_rank" not in options else 4}
-    config = CONFIG_MAPPING[kind](**sizes, **heads, **options, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2 if "kv_lora_rank" not in options else 4,
+    }
+    config = CONFIG_MAPPING[kind](
+        **sizes, **heads, **options, pad_token_id=0, eos_token_id=1, bos_token_id=1
+    )
     draw = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in model.state_dict().items():
-        tensor.copy_(torch.randn(tensor.shape, generator=draw) * (0.3 if name in parameters else 1.0))
+        tensor.copy_(
+            torch.randn(tensor.shape, generator=draw) * (0.3 if name in parameters else 1.0)
+        )
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return model
@@ -74,7 +100,9 @@ def test_every_family_comes_back_with_the_bases_names_and_buffers(family, tmp_pa
 
 
 def image_text_model(folder):
-    """An image-text model whose text transformers takes for a model of its own, as it takes Qwen3.5's."""
+    """An image-text model whose text transformers takes for a model of its own, as it takes
+    Qwen3.5's.
+    """
     text = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -82,11 +110,27 @@ def image_text_model(folder):
         "vocab_size": VOCABULARY,
         "head_dim": 16,
     }
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     text |= {f"linear_{part}_head_dim": 8 for part in ("key", "value")}
     text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32}
-    tower |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 64,
+        "out_hidden_size": 32,
+    }
+    tower |= {
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+    }
     config = CONFIG_MAPPING["qwen3_5"](text_config=text, vision_config=tower, image_token_id=260)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
@@ -95,14 +139,20 @@ def image_text_model(folder):
     return model
 
 
-def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_the_bases_tower(tmp_path):
+def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_the_bases_tower(
+    tmp_path,
+):
     base, out = tmp_path / "base", tmp_path / "out"
     whole = image_text_model(base)
     extra = {"mtp.head.weight": torch.ones(3, 2)}
-    save_file(load_file(base / "model.safetensors") | extra, base / "model.safetensors", {"format": "pt"})
+    save_file(
+        load_file(base / "model.safetensors") | extra, base / "model.safetensors", {"format": "pt"}
+    )
     learned = {
         name: 1.5 * parameter.detach()
-        for name, parameter in AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters()
+        for name, parameter in AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32
+        ).named_parameters()
     }
     out.mkdir()
     write_hugging_face(out, learned, str(base), Dtype.float32)
@@ -124,7 +174,9 @@ def test_the_text_of_an_image_text_model_is_exported_under_the_bases_names_with_
 def test_a_tower_that_is_not_the_bases_is_found_though_the_text_is_the_trained_one(tmp_path):
     base, out = tmp_path / "base", tmp_path / "out"
     image_text_model(base)
-    learned = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
+    learned = dict(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters()
+    )
     out.mkdir()
     write_hugging_face(out, learned, str(base), Dtype.float32)
     written = load_file(out / "model.safetensors")
@@ -134,7 +186,9 @@ def test_a_tower_that_is_not_the_bases_is_found_though_the_text_is_the_trained_o
         check_export(out, learned, str(base), Dtype.float32)
     del written[name]
     save_file(written, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=f"another model: it lacks {name}, which .* has beside the model"):
+    with pytest.raises(
+        ConfigError, match=f"another model: it lacks {name}, which .* has beside the model"
+    ):
         check_export(out, learned, str(base), Dtype.float32)
 
 
@@ -155,18 +209,32 @@ def test_all_files_that_hold_no_weights_are_copied_as_they_are_but_for_the_type(
     base, out = tiny_model(tmp_path / "base"), tmp_path / "out"
     config = json.loads((base / "config.json").read_text())
     del config["rope_parameters"], config["dtype"]
-    config |= {"rope_theta": 1000000.0, "rope_scaling": None, "transformers_version": "4.51.0", "temperature": 0.5}
+    config |= {
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "transformers_version": "4.51.0",
+        "temperature": 0.5,
+    }
     config |= {"quantization_config": {"quant_method": "fp8"}, "part": {"torch_dtype": "bfloat16"}}
     (base / "config.json").write_text(json.dumps(config))
     del config["quantization_config"]
-    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6,\n\n"top_p": 0.9}')
+    (base / "generation_config.json").write_text(
+        '{"do_sample": false, "temperature": 0.6,\n\n"top_p": 0.9}'
+    )
     (base / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "Qwen2Tokenizer", "additional_special_tokens": []}'
     )
     (base / "merges.txt").write_bytes(b"\xff of another tokenizer")
-    for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", ".gitattributes", "adapter_config.json"):
+    for name in (
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        ".gitattributes",
+        "adapter_config.json",
+    ):
         (base / name).write_text("no file of the export")
-    weights = dict(AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "b")).named_parameters())
+    weights = dict(
+        AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "b")).named_parameters()
+    )
     out.mkdir()
     write_hugging_face(out, weights, str(base), Dtype.bfloat16)
     assert json.loads((out / "config.json").read_text()) == config | {

@@ -1,4 +1,6 @@
-"""Conformance of policies that see images: with the whole model on every worker, and with a sharded one."""
+"""Conformance of policies that see images: with the whole model on every worker, and with a
+sharded one.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,16 @@ from tests.training.roles import policy
 
 class TestReplicatedImageTrainer(ImageTrainerTests):
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
         return policy(folder, config, temperature=temperature, rank=rank, images=READ)
 
 
 class TestFsdpImageTrainer(ImageTrainerTests):
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
         config = replace(config, backend=Backend.fsdp)
         return policy(folder, config, temperature=temperature, rank=rank, images=READ)

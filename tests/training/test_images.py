@@ -1,4 +1,6 @@
-"""Images in micro-batches: each once, wherever rows show it; what learns; critics, references, adapters."""
+"""Images in micro-batches: each once, wherever rows show it; what learns; critics, references,
+adapters.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -32,7 +34,12 @@ from siirl_dask.training.batch_images import ImageInputs
 from siirl_dask.training.model.network import PolicyNetwork
 from siirl_dask.training.model.trial import use_row_layout
 from siirl_dask.training.packing import micro_batches
-from siirl_dask.training.preflight import check_critic, check_reference, check_trainer, count_adapters
+from siirl_dask.training.preflight import (
+    check_critic,
+    check_reference,
+    check_trainer,
+    count_adapters,
+)
 from tests.settings import trainer_config
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -42,7 +49,9 @@ ADAPTED = {"lora_rank": 2, "lora_alpha": 4.0, "eps": 1e-6}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     parent = tmp_path_factory.mktemp("images")
-    return {family: tiny_vlm(parent / family, seed=1, family=family, depth=2) for family in FAMILIES}
+    return {
+        family: tiny_vlm(parent / family, seed=1, family=family, depth=2) for family in FAMILIES
+    }
 
 
 @pytest.fixture(params=FAMILIES)
@@ -63,12 +72,16 @@ def build(folder, make=build_trainer, images=READ, rank=None, model=None, **sett
     arguments = {"model": model or ModelConfig(path=str(folder)), "images": images}
     if make is not build_critic:
         arguments["rollout"] = RolloutConfig(temperature=0.7)
-    return make(Device("w0"), rank or Rank(), trainer=trainer_config(**{"lr": 1e-3} | settings), **arguments)
+    return make(
+        Device("w0"), rank or Rank(), trainer=trainer_config(**{"lr": 1e-3} | settings), **arguments
+    )
 
 
 def batch_of(trainer, rows):
     logprobs = trainer.logprobs(rows).logprobs
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
 
 
 def test_a_micro_batch_has_each_image_once_and_every_place_knows_which_of_its_tokens_it_is(folders):
@@ -77,16 +90,24 @@ def test_a_micro_batch_has_each_image_once_and_every_place_knows_which_of_its_to
     (batch,) = micro_batches(pack(rows), 10**6, inputs=inputs)
     images = batch.images.images
     assert len(images) == len({image for *_, shown in rows for image in shown}) == 4
-    whole = batch.shared.whole  # computed token of each token of whole rows, which are packed shortest first
+    whole = (
+        batch.shared.whole
+    )  # computed token of each token of whole rows, which are packed shortest first
     feature = torch.full((batch.input_ids.numel(),), -1)
     feature[batch.images.places] = batch.images.features
     begin = dict(
-        zip(images, [0, *torch.tensor([inputs.tokens(image) for image in images]).cumsum(0).tolist()], strict=False)
+        zip(
+            images,
+            [0, *torch.tensor([inputs.tokens(image) for image in images]).cumsum(0).tolist()],
+            strict=False,
+        )
     )
     at = 0
     for prompt, response, shown in sorted(rows, key=lambda row: len(row[0]) + len(row[1])):
         own = feature[whole[at : at + len(prompt) + len(response)]].tolist()
-        expected = [begin[image] + token for image in shown for token in range(inputs.tokens(image))]
+        expected = [
+            begin[image] + token for image in shown for token in range(inputs.tokens(image))
+        ]
         assert [each for each in own if each >= 0] == expected
         assert [number for number, each in enumerate(own) if each >= 0] == [
             number for number, token in enumerate(prompt) if token == inputs.image_token
@@ -103,8 +124,12 @@ def test_positions_are_those_of_each_row_by_itself(folder):
         ids = torch.tensor([[*prompt, *response]])
         kinds = torch.zeros_like(ids)
         kinds[0, : len(prompt)] = ids[0, : len(prompt)] == network.inputs.image_token
-        grids = torch.tensor([each.grid for each in network.inputs.pixels(shown)]) if shown else None
-        own, _ = network.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+        grids = (
+            torch.tensor([each.grid for each in network.inputs.pixels(shown)]) if shown else None
+        )
+        own, _ = network.model.model.get_rope_index(
+            ids, mm_token_type_ids=kinds, image_grid_thw=grids
+        )
         there = batch.position_ids[:, 0, batch.shared.whole[at : at + ids.shape[1]]]
         assert torch.equal(there[1:], own[:, 0])
         assert there[0].tolist() == list(range(ids.shape[1]))
@@ -151,14 +176,21 @@ def test_bfloat16_is_off_by_its_last_digits_alone(folder, backend):
     narrow = build(folder, backend=backend, model=model)
     given, expected = (each.logprobs(rows).logprobs for each in (narrow, exact))
     assert 0 < float((given - expected).abs().max()) < 0.05
-    norms = [each.update([batch_of(each, rows)], policy_gradient)["grad_norm"] for each in (narrow, exact)]
+    norms = [
+        each.update([batch_of(each, rows)], policy_gradient)["grad_norm"]
+        for each in (narrow, exact)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
 
 
 SHARDS = {
     "frozen": {"freeze": [VisionPart.visual]},
     "encoder frozen, layer by layer": {"freeze": [VisionPart.encoder], "gather_size": "0B"},
-    "offloaded, computed again": {"offload": True, "gradient_checkpointing": True, "gather_size": "0B"},
+    "offloaded, computed again": {
+        "offload": True,
+        "gradient_checkpointing": True,
+        "gather_size": "0B",
+    },
     "adapters": {"lora_targets": ["visual", "q_proj"], **ADAPTED},
 }
 
@@ -166,11 +198,21 @@ SHARDS = {
 @pytest.mark.parametrize("settings", SHARDS.values(), ids=SHARDS.keys())
 def test_shards_learn_like_the_whole_model_where_a_rank_has_no_images(folders, settings, tmp_path):
     both = run_ranks(2, partial(_two_steps, folders["qwen3_vl"], settings), tmp_path)
-    alone = _two_steps(folders["qwen3_vl"], {name: each for name, each in settings.items() if name in WHOLE}, Rank())
+    alone = _two_steps(
+        folders["qwen3_vl"],
+        {name: each for name, each in settings.items() if name in WHOLE},
+        Rank(),
+    )
     for seen in both:
         assert seen["norm"] == pytest.approx(alone["norm"], rel=1e-5)
         for name, weight in alone["weights"].items():
-            assert_close(seen["weights"][name], weight, atol=2e-5, rtol=0, msg=lambda said, at=name: f"{at}: {said}")
+            assert_close(
+                seen["weights"][name],
+                weight,
+                atol=2e-5,
+                rtol=0,
+                msg=lambda said, at=name: f"{at}: {said}",
+            )
 
 
 WHOLE = ("freeze", "lora_targets", *ADAPTED)
@@ -183,14 +225,19 @@ def _two_steps(folder, settings, rank):
     rows = image_rows(folder)
     parts = [row for row in rows if row[2]], [row for row in rows if not row[2]]
     own = pack(rows if rank.size == 1 else parts[rank.rank])
-    norms = [trainer.update([batch_of(trainer, own)], policy_gradient)["grad_norm"] for _ in range(2)]
+    norms = [
+        trainer.update([batch_of(trainer, own)], policy_gradient)["grad_norm"] for _ in range(2)
+    ]
     return {"norm": norms, "weights": copied_weights(trainer)}
 
 
 @pytest.mark.parametrize("backend", [Backend.torch, Backend.fsdp])
 def test_a_reference_scores_as_the_policy_did_at_the_start(folder, backend):
     rows = pack(image_rows(folder))
-    policy, reference = build(folder, backend=backend), build(folder, build_reference, backend=backend)
+    policy, reference = (
+        build(folder, backend=backend),
+        build(folder, build_reference, backend=backend),
+    )
     before = policy.logprobs(rows).logprobs
     policy.update([batch_of(policy, rows)], policy_gradient)
     assert torch.equal(reference.logprobs(rows).logprobs, before)
@@ -210,7 +257,9 @@ def test_a_critic_learns_from_what_images_show(folder, backend):
         critic.update([batch], lambda inputs: value_clip(inputs, clip=1e6))
     assert float((critic.values(rows) - returns).square().mean()) < 0.1
     names = {name for name, _ in critic.weights()}
-    expected = {name for name, _ in PlainModel(folder).model.named_parameters()} - {"lm_head.weight"}
+    expected = {name for name, _ in PlainModel(folder).model.named_parameters()} - {
+        "lm_head.weight"
+    }
     assert names == expected | {"value_head.weight", "value_head.bias"}
 
 
@@ -251,16 +300,22 @@ def test_adapters_of_a_layer_that_is_not_there_are_refused_before_anything_start
 def test_adapters_of_the_tower_learn_alike_on_both_backends(folder):
     rows, weights = pack(image_rows(folder)), []
     for backend in (Backend.torch, Backend.fsdp):
-        trainer = build(folder, backend=backend, lora_targets=["language_model", "visual"], **ADAPTED)
+        trainer = build(
+            folder, backend=backend, lora_targets=["language_model", "visual"], **ADAPTED
+        )
         for _ in range(2):
             trainer.update([batch_of(trainer, rows)], policy_gradient)
         weights.append(copied_weights(trainer))
     for name, weight in weights[0].items():
-        assert_close(weights[1][name], weight, atol=1e-5, rtol=0, msg=lambda said, at=name: f"{at}: {said}")
+        assert_close(
+            weights[1][name], weight, atol=1e-5, rtol=0, msg=lambda said, at=name: f"{at}: {said}"
+        )
 
 
 def test_a_model_that_sees_images_learns_from_text_alone_where_none_are_read(folder):
-    """Nothing runs its tower, so that keeps its weights, also against weight decay, and takes no optimizer state."""
+    """Nothing runs its tower, so that keeps its weights, also against weight decay, and takes no
+    optimizer state.
+    """
     trainer = build(folder, images=None, weight_decay=0.1)
     before, rows = copied_weights(trainer), random_rows([(3, 4), (5, 6)])
     trainer.update([batch_of(trainer, rows)], policy_gradient)
@@ -278,9 +333,13 @@ def test_prompts_with_places_for_images_that_were_left_out_are_refused(folders):
     rows, trainer = image_rows(folders["qwen3_vl"]), build(folders["qwen3_vl"])
     with pytest.raises(ValueError, match="reads the column 'images'"):
         trainer.logprobs(replace(pack(rows), images=None))
-    prompt, response, _ = next(row for row in image_rows(folders["qwen3_vl"], sampled=True) if not row[2])
+    prompt, response, _ = next(
+        row for row in image_rows(folders["qwen3_vl"], sampled=True) if not row[2]
+    )
     sampled = pack([(prompt, response, ())])
-    assert torch.equal(trainer.logprobs(replace(sampled, images=None)).logprobs, trainer.logprobs(sampled).logprobs)
+    assert torch.equal(
+        trainer.logprobs(replace(sampled, images=None)).logprobs, trainer.logprobs(sampled).logprobs
+    )
 
 
 def config_of(**settings):
@@ -298,7 +357,11 @@ def test_rows_with_images_are_not_split_over_workers(folder, check, option):
 
 WRONG = {
     "a model of text": ({}, READ, "sees no images"),
-    "parts of a model of text": ({"freeze": [VisionPart.visual]}, None, r"trainer\.freeze=\['visual'\].*no such parts"),
+    "parts of a model of text": (
+        {"freeze": [VisionPart.visual]},
+        None,
+        r"trainer\.freeze=\['visual'\].*no such parts",
+    ),
     "a rate of a model of text": ({"visual_lr": 1e-3}, None, r"trainer\.visual_lr=0\.001"),
 }
 
@@ -306,7 +369,11 @@ WRONG = {
 @pytest.mark.parametrize(("settings", "images", "said"), WRONG.values(), ids=WRONG.keys())
 def test_a_model_of_text_has_no_images_and_no_parts(tmp_path, settings, images, said):
     folder = tiny_model(tmp_path / "model")
-    options = {"model": ModelConfig(path=str(folder)), "trainer": TrainerConfig(**settings), "images": images}
+    options = {
+        "model": ModelConfig(path=str(folder)),
+        "trainer": TrainerConfig(**settings),
+        "images": images,
+    }
     with pytest.raises(ConfigError, match=said):
         check_trainer(options, ["a"], config_of())
 
@@ -329,7 +396,10 @@ IDLE = {
 
 @pytest.mark.parametrize(("settings", "images", "said"), IDLE.values(), ids=IDLE.keys())
 def test_a_policy_that_would_not_learn_is_refused(folders, settings, images, said):
-    options = {"model": ModelConfig(path=str(folders["qwen3_vl"])), "trainer": TrainerConfig(**settings)}
+    options = {
+        "model": ModelConfig(path=str(folders["qwen3_vl"])),
+        "trainer": TrainerConfig(**settings),
+    }
     with pytest.raises(ConfigError, match=said):
         check_trainer({**options, "images": images}, ["a"], config_of())
 
@@ -340,19 +410,28 @@ def test_a_policy_that_would_not_learn_is_refused(folders, settings, images, sai
         ({"freeze": [VisionPart.visual]}, "trainer.freeze has the tower"),
         ({"freeze": [VisionPart.projector, VisionPart.encoder]}, "trainer.freeze has the tower"),
         ({"lora": LoraConfig(rank=2)}, "no adapters are in the tower; add 'visual'"),
-        ({"lora": LoraConfig(rank=2, targets=["q_proj", "language_model"])}, "no adapters are in the tower"),
+        (
+            {"lora": LoraConfig(rank=2, targets=["q_proj", "language_model"])},
+            "no adapters are in the tower",
+        ),
     ],
 )
 def test_a_rate_of_a_tower_of_which_nothing_learns_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         TrainerConfig(visual_lr=1e-5, **settings)
-    assert TrainerConfig(visual_lr=1e-5, lora=LoraConfig(rank=2, targets=["visual.qkv"])).visual_lr == 1e-5
+    assert (
+        TrainerConfig(visual_lr=1e-5, lora=LoraConfig(rank=2, targets=["visual.qkv"])).visual_lr
+        == 1e-5
+    )
 
 
 def test_frozen_parts_take_no_gradients_and_no_moments(folders):
     held = {}
     for freeze in ((), (VisionPart.visual,), (VisionPart.encoder,)):
-        options = {"model": ModelConfig(path=str(folders["qwen3_vl"])), "trainer": TrainerConfig(freeze=[*freeze])}
+        options = {
+            "model": ModelConfig(path=str(folders["qwen3_vl"])),
+            "trainer": TrainerConfig(freeze=[*freeze]),
+        }
         cost = check_trainer({**options, "images": READ}, ["a"], config_of())
         named = PlainModel(folders["qwen3_vl"]).model.named_parameters()
         tower = {name: p.numel() for name, p in named if name.startswith("model.visual.")}

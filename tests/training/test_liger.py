@@ -1,4 +1,6 @@
-"""Liger's kernels in a model's modules. They need a GPU; functions that compute what they document stand in."""
+"""Liger's kernels in a model's modules. They need a GPU; functions that compute what they
+document stand in.
+"""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -34,7 +36,9 @@ def calls(monkeypatch):
         assert (offset, casting_mode, in_place) == (0.0, "llama", False)
         found.append("norm")
         wide = hidden.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(
+            hidden.dtype
+        )
 
     def liger_swiglu(gate, up):
         found.append("swiglu")
@@ -71,7 +75,9 @@ def test_every_norm_and_feed_forward_layer_of_this_model_computes_with_them_and_
 
 def test_a_kernel_that_computes_something_else_is_refused(tmp_path, calls, monkeypatch):
     functions = sys.modules["liger_kernel.transformers.functional"]
-    monkeypatch.setattr(network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators))
+    monkeypatch.setattr(
+        network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators)
+    )
     folder = tiny_model(tmp_path / "model")
     policy(folder, trainer_config(liger=True))
     critic(folder, trainer_config(liger=True))
@@ -93,10 +99,14 @@ def test_without_a_setting_liger_is_taken_where_its_kernels_compute_and_learn_as
     monkeypatch.setattr(liger, "find_spec", lambda name: object())
     assert left_open(model.modules()) == {"rms_norm": "liger", "swiglu": "liger", "adamw": "torch"}
     functions = sys.modules["liger_kernel.transformers.functional"]
-    monkeypatch.setattr(functions, "liger_swiglu", lambda gate, up: silu(gate) * up.detach() + up - up.detach())
+    monkeypatch.setattr(
+        functions, "liger_swiglu", lambda gate, up: silu(gate) * up.detach() + up - up.detach()
+    )
     by_torch = {"rms_norm": "torch", "swiglu": "torch", "adamw": "torch"}
     with caplog.at_level("INFO"):
-        assert left_open(model.modules()) == by_torch, "its values are right, and its gradients are not"
+        assert left_open(model.modules()) == by_torch, (
+            "its values are right, and its gradients are not"
+        )
         assert left_open(torch.nn.Linear(2, 2).modules()) == by_torch
         monkeypatch.setattr(liger, "find_spec", lambda name: None)
         assert left_open(model.modules()) == by_torch
@@ -106,11 +116,19 @@ def test_without_a_setting_liger_is_taken_where_its_kernels_compute_and_learn_as
     assert "liger-kernel is not installed (pip install 'siirl_dask[liger]')" in absent
 
 
-def test_a_policy_without_a_setting_computes_with_what_its_trial_chose(tmp_path, calls, monkeypatch):
-    """The trial of a GPU on this device: a policy's backend asks for the operators of its kind of device."""
-    monkeypatch.setattr(backend, "operators_of", lambda trainer, kind: operators_of(trainer, "cuda"))
+def test_a_policy_without_a_setting_computes_with_what_its_trial_chose(
+    tmp_path, calls, monkeypatch
+):
+    """The trial of a GPU on this device: a policy's backend asks for the operators of its kind
+    of device.
+    """
+    monkeypatch.setattr(
+        backend, "operators_of", lambda trainer, kind: operators_of(trainer, "cuda")
+    )
     monkeypatch.setattr(liger, "find_spec", lambda name: object())
-    monkeypatch.setattr(network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators))
+    monkeypatch.setattr(
+        network, "use_liger", lambda modules, device, operators: use_liger(modules, GPU, operators)
+    )
     folder = tiny_model(tmp_path / "model")
     policy(folder, trainer_config())
     assert {"norm", "swiglu"} <= {*calls}
@@ -118,10 +136,17 @@ def test_a_policy_without_a_setting_computes_with_what_its_trial_chose(tmp_path,
     policy(folder, trainer_config(liger=False))
     policy(folder, trainer_config(operators={"rms_norm": "torch", "swiglu": "torch"}))
     assert not calls
-    assert "auto" not in operators_of(trainer_config(compile=True, operators={"attention": "torch"}), "cuda").values()
+    assert (
+        "auto"
+        not in operators_of(
+            trainer_config(compile=True, operators={"attention": "torch"}), "cuda"
+        ).values()
+    )
 
 
-def test_a_worker_without_a_gpu_and_a_model_without_such_layers_are_refused_by_name(tmp_path, calls):
+def test_a_worker_without_a_gpu_and_a_model_without_such_layers_are_refused_by_name(
+    tmp_path, calls
+):
     with pytest.raises(ConfigError, match="need a GPU; this worker has cpu"):
         policy(tiny_model(tmp_path / "model"), trainer_config(liger=True))
     with pytest.raises(ConfigError, match="no norm and no feed-forward layer like Llama's"):
@@ -130,14 +155,21 @@ def test_a_worker_without_a_gpu_and_a_model_without_such_layers_are_refused_by_n
 
 def test_a_package_that_cannot_be_imported_is_refused_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match=r"cannot be imported: .*pip install 'siirl_dask\[liger\]'"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be imported: .*pip install 'siirl_dask\[liger\]'"
+    ):
         use_liger([], GPU)
 
 
 @pytest.mark.parametrize(
     ("installed", "overrides", "said"),
     [
-        (False, [], r"role 'policy': trainer.liger=true needs liger-kernel: pip install 'siirl_dask\[liger\]'"),
+        (
+            False,
+            [],
+            r"role 'policy': trainer.liger=true needs liger-kernel: pip install "
+            r"'siirl_dask\[liger\]'",
+        ),
         (True, ["cluster.device=cpu"], "need a GPU, and cluster.device=cpu: leave one out"),
         (True, [], "need a GPU, and torch sees none on this machine"),
         (True, ["trainer.compile=true"], "both fuse the same operations"),

@@ -27,7 +27,11 @@ def plain(hidden, weight, bias, targets, temperature, output=PLAIN):
     logits = output.logits(torch.nn.functional.linear(hidden, weight, bias))
     scores = (logits / temperature).log_softmax(-1)
     collision = scores.exp().square().sum(-1)
-    return scores.gather(1, targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1), collision
+    return (
+        scores.gather(1, targets[:, None]).squeeze(1),
+        -(scores.exp() * scores).sum(-1),
+        collision,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 100])
@@ -46,7 +50,9 @@ def test_gradients_equal_finite_differences(which, output):
     *leaves, targets = random_inputs()
 
     def result(*tensors):
-        logprobs, entropy, _ = token_logprobs(*tensors, targets, temperature=0.7, output=output, rows=3)
+        logprobs, entropy, _ = token_logprobs(
+            *tensors, targets, temperature=0.7, output=output, rows=3
+        )
         return (logprobs, entropy, logprobs * entropy)[which]
 
     assert torch.autograd.gradcheck(result, leaves)
@@ -71,12 +77,16 @@ def test_a_float32_product_of_bfloat16_states_loses_no_digits(output, bias):
     exact = states.detach().float().requires_grad_()
     rounded = [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves]
 
-    found = token_logprobs(states, weight, offset, targets, temperature=0.7, output=output, float32=True, rows=3)
+    found = token_logprobs(
+        states, weight, offset, targets, temperature=0.7, output=output, float32=True, rows=3
+    )
     expected = plain(exact, rounded[0], rounded[1] if bias else None, targets, 0.7, output)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other, atol=1e-5, rtol=0)
     in_bfloat16 = token_logprobs(states, weight, offset, targets, temperature=0.7, output=output)
-    assert float((in_bfloat16[0] - expected[0]).detach().abs().max()) > 1e-4, "both have as many digits"
+    assert float((in_bfloat16[0] - expected[0]).detach().abs().max()) > 1e-4, (
+        "both have as many digits"
+    )
 
     gradients = torch.autograd.grad(found[0].sum(), [states, *leaves])
     wanted = torch.autograd.grad(expected[0].sum(), [exact, *rounded])
@@ -93,7 +103,9 @@ def score_and_learn(dtype, weight_dtype):
     hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, dtype=weight_dtype, requires_grad=True)
     with Made() as made:
-        logprobs, entropy, _ = token_logprobs(hidden, weight, None, torch.arange(TOKENS), temperature=0.7, rows=ROWS)
+        logprobs, entropy, _ = token_logprobs(
+            hidden, weight, None, torch.arange(TOKENS), temperature=0.7, rows=ROWS
+        )
         torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
     return made
 

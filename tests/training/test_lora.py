@@ -55,17 +55,24 @@ from tests.settings import trainer_config
 ROWS = random_rows(LENGTHS)
 LORA = {"lora_rank": 3, "lora_alpha": 8.0}
 PPO = partial(ppo_clip, clip_low=0.2, clip_high=0.2)
-CASES = {"fsdp": {}, "fsdp, checkpointed and offloaded": {"gradient_checkpointing": True, "offload": True}}
+CASES = {
+    "fsdp": {},
+    "fsdp, checkpointed and offloaded": {"gradient_checkpointing": True, "offload": True},
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("lora") / "model", seed=1, hidden=36, heads=3, head_dim=12)
+    return tiny_model(
+        tmp_path_factory.mktemp("lora") / "model", seed=1, hidden=36, heads=3, head_dim=12
+    )
 
 
 def build(folder, make=build_trainer, rank=None, dtype=Dtype.float32, **settings):
     arguments = {"model": ModelConfig(path=str(folder), dtype=dtype)}
-    arguments["trainer"] = trainer_config(**{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings)
+    arguments["trainer"] = trainer_config(
+        **{"lr": 1e-3, "eps": 1e-6, "max_grad_norm": 1e6} | LORA | settings
+    )
     if make is not build_critic:
         arguments["rollout"] = RolloutConfig(temperature=0.7)
     return make(Device("w0"), rank or Rank(), **arguments)
@@ -75,15 +82,22 @@ def advance(trainer, at=0, rank=None, loss=PPO):
     """Take one update. The first of two ranks has most rows."""
     lengths = LENGTHS[at:]
     cut = round(0.6 * len(lengths))
-    own = {None: None, 0: range(cut), 1: range(cut, len(lengths))}[rank.rank if rank and rank.size > 1 else None]
+    own = {None: None, 0: range(cut), 1: range(cut, len(lengths))}[
+        rank.rank if rank and rank.size > 1 else None
+    ]
     rows = random_rows(lengths, own)
     logprobs = trainer.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    batch = TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
     return trainer.update([batch], loss)
 
 
 def gradients(trainer):
-    return {name: full_tensor(parameter.grad).clone() for name, parameter in trainer._network.trainable().items()}
+    return {
+        name: full_tensor(parameter.grad).clone()
+        for name, parameter in trainer._network.trainable().items()
+    }
 
 
 def copied(trainer):
@@ -95,7 +109,12 @@ def learn(trainer, rank=None):
     result = {"gradients": gradients(trainer)}
     metrics += [advance(trainer, at, rank) for at in (1, 2)]
     held = sum(local(tensor).numel() for tensor in flat(trainer.state()).values())
-    return result | {"metrics": metrics, "weights": copied(trainer), "held": held, "base": scores(trainer)}
+    return result | {
+        "metrics": metrics,
+        "weights": copied(trainer),
+        "held": held,
+        "base": scores(trainer),
+    }
 
 
 def scores(trainer):
@@ -110,7 +129,11 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
-    return run_ranks(2, partial(on_a_rank, folder, tmp_path_factory.mktemp("state")), tmp_path_factory.mktemp("ranks"))
+    return run_ranks(
+        2,
+        partial(on_a_rank, folder, tmp_path_factory.mktemp("state")),
+        tmp_path_factory.mktemp("ranks"),
+    )
 
 
 def on_a_rank(folder, states, rank):
@@ -139,7 +162,9 @@ def test_two_ranks_learn_like_one_process(name, pair, alone):
 
 def test_a_state_holds_adapters_only_and_loads_on_another_backend(folder, pair, alone):
     parameters = count_adapters(str(folder), trainer_config(**LORA))
-    assert alone["held"] == 3 * parameters.total + parameters.tensors + 2  # steps of each, and progress
+    assert (
+        alone["held"] == 3 * parameters.total + parameters.tensors + 2
+    )  # steps of each, and progress
     for seen in pair:
         assert seen["fsdp"]["held"] < 0.6 * alone["held"]
         assert_same_tensors(seen["resumed"], seen["fsdp, checkpointed and offloaded"]["weights"])
@@ -149,11 +174,17 @@ def test_gradients_equal_those_of_peft(folder, alone):
     trainer, model = build(folder), load_model(folder)
     peft = get_peft_model(model, LoraConfig(r=3, lora_alpha=8, target_modules="all-linear"))
     adapters = trainer.state()["model"]
-    named = {name.removeprefix("base_model.model.").replace(".default", ""): p for name, p in peft.named_parameters()}
+    named = {
+        name.removeprefix("base_model.model.").replace(".default", ""): p
+        for name, p in peft.named_parameters()
+    }
     with torch.no_grad():
         for name, tensor in adapters.items():
             named[name].copy_(tensor)
-    parts = [response_logprobs(peft, row[:n].tolist(), row[n:].tolist(), 0.7) for row, n in split_rows(ROWS)]
+    parts = [
+        response_logprobs(peft, row[:n].tolist(), row[n:].tolist(), 0.7)
+        for row, n in split_rows(ROWS)
+    ]
     (-(torch.cat(parts) * signs(ROWS)).mean()).backward()
     learned = {name: p.grad for name, p in named.items() if p.requires_grad}
     assert learned.keys() == adapters.keys()
@@ -170,8 +201,14 @@ def test_base_weights_never_change_and_adapters_begin_without_effect(folder):
     for name, weight in base.named_parameters():
         assert torch.equal(began[name], weight), name
         assert torch.equal(trainer._network.by_name()[name], weight), name
-    moved = {name for name, tensor in trainer.state()["model"].items() if not torch.equal(tensor, before[name])}
-    assert moved == {name for name in trainer.state()["model"] if name.endswith("lora_B.weight")}  # A is next: B was 0
+    moved = {
+        name
+        for name, tensor in trainer.state()["model"].items()
+        if not torch.equal(tensor, before[name])
+    }
+    assert moved == {
+        name for name in trainer.state()["model"] if name.endswith("lora_B.weight")
+    }  # A is next: B was 0
     merged = copied(trainer)
     assert {name for name in merged if not torch.equal(merged[name], began[name])} == {
         name for name in began if "_proj" in name
@@ -194,20 +231,39 @@ def test_every_start_draws_the_same_adapters_and_leaves_other_seeds_alone(folder
 @pytest.fixture
 def mixture(tmp_path):
     """A mixture of experts whose first layer has none."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 36, "intermediate_size": 72, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 36,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+    }
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(tmp_path / "mixture")
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+    }
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(
+        tmp_path / "mixture"
+    )
     tiny_tokenizer().save_pretrained(tmp_path / "mixture")
     return tmp_path / "mixture"
 
 
 def test_the_experts_of_a_mixture_get_no_adapters_beside_a_layer_that_has_none(mixture):
     state = build(mixture).state()["model"]
-    assert {name.split(".")[-3] for name in state if "layers.0" in name} >= {"q_proj", "gate_proj", "down_proj"}
+    assert {name.split(".")[-3] for name in state if "layers.0" in name} >= {
+        "q_proj",
+        "gate_proj",
+        "down_proj",
+    }
     assert not any("experts" in name for name in state)
     parameters = count_adapters(str(mixture), trainer_config(**LORA))
-    assert (parameters.total, parameters.tensors) == (sum(t.numel() for t in state.values()), len(state))
+    assert (parameters.total, parameters.tensors) == (
+        sum(t.numel() for t in state.values()),
+        len(state),
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "mixture"])
@@ -218,7 +274,10 @@ def test_merged_weights_score_like_the_trainer(kind, request):
     model = load_model(folder)
     model.load_state_dict(copied(trainer), strict=False)
     model.tie_weights()
-    logprobs = [response_logprobs(model, row[:n].tolist(), row[n:].tolist(), 0.7) for row, n in split_rows(ROWS)]
+    logprobs = [
+        response_logprobs(model, row[:n].tolist(), row[n:].tolist(), 0.7)
+        for row, n in split_rows(ROWS)
+    ]
     now, before = scores(trainer)
     assert_close(torch.cat(logprobs).detach(), now, atol=1e-5, rtol=0)
     assert (now - before).abs().max() > 0.01
@@ -226,7 +285,10 @@ def test_merged_weights_score_like_the_trainer(kind, request):
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 def test_base_logprobs_equal_a_references(folder, backend):
-    trainer, reference = build(folder, lr=1e-2, backend=backend), build(folder, build_reference, backend=backend)
+    trainer, reference = (
+        build(folder, lr=1e-2, backend=backend),
+        build(folder, build_reference, backend=backend),
+    )
     for _ in range(2):  # scoring without adapters must not stop learning
         norm = advance(trainer)["grad_norm"]
         now, base = scores(trainer)
@@ -260,7 +322,10 @@ def test_a_critic_learns_adapters_and_its_head(folder):
     critics = [build(folder, build_critic, backend=backend) for backend in ("torch", "fsdp")]
     states = [critic.state()["model"] for critic in critics]
     assert list(states[0]) == list(states[1])
-    assert [name for name in states[0] if "lora_" not in name] == ["value_head.weight", "value_head.bias"]
+    assert [name for name in states[0] if "lora_" not in name] == [
+        "value_head.weight",
+        "value_head.bias",
+    ]
     for name, tensor in states[0].items():
         assert torch.equal(full_tensor(states[1][name]), tensor)
     names = {name for name, _ in critics[0].weights()}
@@ -277,13 +342,20 @@ def test_bfloat16_learns_in_float32(folder):
 def test_only_named_targets_get_adapters(folder):
     state = build(folder, lora_targets=["v_proj", "q_proj"]).state()["model"]
     assert {name.split(".")[-3] for name in state} == {"q_proj", "v_proj"}
-    parameters = count_adapters(str(folder), trainer_config(**LORA, lora_targets=["v_proj", "q_proj"]))
-    assert (parameters.total, parameters.tensors) == (sum(t.numel() for t in state.values()), len(state))
+    parameters = count_adapters(
+        str(folder), trainer_config(**LORA, lora_targets=["v_proj", "q_proj"])
+    )
+    assert (parameters.total, parameters.tensors) == (
+        sum(t.numel() for t in state.values()),
+        len(state),
+    )
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_prj"])
 def test_a_target_that_is_no_linear_layer_is_refused(folder, target):
-    with pytest.raises(ConfigError, match=rf"no linear layer '{target}' \(there are: \['down_proj'"):
+    with pytest.raises(
+        ConfigError, match=rf"no linear layer '{target}' \(there are: \['down_proj'"
+    ):
         build(folder, lora_targets=["q_proj", target])
 
 
@@ -295,7 +367,9 @@ def test_an_engine_merges_published_adapters_into_the_same_weights(folder, tmp_p
     bare = tmp_path / "half"
     tiny_model(bare, seed=1)
     file = bare / "model.safetensors"
-    save_file({name: tensor.half() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    save_file(
+        {name: tensor.half() for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
     trainer = build(bare, lr=1e-2)
     advance(trainer)
     model = ModelConfig(path=str(bare))
@@ -303,18 +377,26 @@ def test_an_engine_merges_published_adapters_into_the_same_weights(folder, tmp_p
     table = publish_weights(context(trainer), pa.table({}), lora=lora)
     assert set(table[PARAMETER].to_pylist()) == set(trainer.state()["model"])
     engines = [
-        build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers")) for _ in "ab"
+        build_engine(
+            Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers")
+        )
+        for _ in "ab"
     ]
     load_weights(context(engines[0]), table, lora=lora)
     engines[1].load_weights(trainer.weights(), 1)
     loaded = [dict(engine._model.named_parameters()) for engine in engines]
     assert_same_tensors(*loaded)
     assert engines[0].generate([[1, 2]], [0], Sampling(max_tokens=4))[0].token_ids
-    with pytest.raises(TypeError, match=r"object has no load_adapters: leave lora out of the options"):
+    with pytest.raises(
+        TypeError, match=r"object has no load_adapters: leave lora out of the options"
+    ):
         load_weights(context(object()), table, lora=lora)
     whole = publish_weights(context(trainer), pa.table({}), lora=trainer_config(lora_rank=0).lora)
     assert set(whole[PARAMETER].to_pylist()) == {name for name, _ in trainer.weights()}
-    for wrong, said in ((table.slice(1), "lora_A.weight is missing"), (whole, "there is no weight")):
+    for wrong, said in (
+        (table.slice(1), "lora_A.weight is missing"),
+        (whole, "there is no weight"),
+    ):
         with pytest.raises(ValueError, match=f"adapters of version 1 do not fit: .*{said}"):
             load_weights(context(engines[0]), wrong, lora=lora)
     assert_same_tensors(*loaded)
@@ -323,16 +405,28 @@ def test_an_engine_merges_published_adapters_into_the_same_weights(folder, tmp_p
 def test_adapters_of_a_model_whose_files_have_other_names_are_refused_with_the_cure(tmp_path):
     bare = tmp_path / "renamed"
     model = ModelConfig(path=str(tiny_model(bare, seed=1)))
-    engine = build_engine(Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers"))
+    engine = build_engine(
+        Device("w0"), Rank(), model=model, rollout=RolloutConfig(engine="transformers")
+    )
     file = bare / "model.safetensors"
-    save_file({f"other.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"its \*.safetensors lack .*leave lora out of the options"):
+    save_file(
+        {f"other.{name}": tensor for name, tensor in load_file(file).items()},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(
+        ConfigError, match=r"its \*.safetensors lack .*leave lora out of the options"
+    ):
         engine.load_adapters(adapters_of(engine), 1.0, 1)
 
 
 def adapters_of(engine):
     """Yield an adapter of rank 2 for one weight of the engine."""
-    name, shape = next((name, shape) for name, shape in engine._parameters.shapes.items() if "q_proj.weight" in name)
+    name, shape = next(
+        (name, shape)
+        for name, shape in engine._parameters.shapes.items()
+        if "q_proj.weight" in name
+    )
     layer = name.removesuffix(".weight")
     yield f"{layer}.lora_A.weight", torch.zeros(2, shape[1])
     yield f"{layer}.lora_B.weight", torch.zeros(shape[0], 2)
@@ -342,27 +436,46 @@ def adapters_of(engine):
 def run(request, digits_task, tmp_path):
     """Folders of a run with a checkpoint and of its base model, and the trainer that was saved."""
     url, base = str(tmp_path / "run"), tiny_model(tmp_path / "base", tied=request.param)
-    settings = {"model.path": base, "trainer.ema_decay": 0.9, "trainer.lora.rank": 4, "trainer.lora.alpha": 6.5}
-    overrides = [*digits_overrides(digits_task, url), *(f"{key}={value}" for key, value in settings.items())]
+    settings = {
+        "model.path": base,
+        "trainer.ema_decay": 0.9,
+        "trainer.lora.rank": 4,
+        "trainer.lora.alpha": 6.5,
+    }
+    overrides = [
+        *digits_overrides(digits_task, url),
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     file = load_config_file(shipped("quickstart.yaml"), overrides)
     config = file.config
     write_identity(config, dags(file)[0], replace=False)
-    trainer = build_trainer(Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout)
+    trainer = build_trainer(
+        Device("w"), Rank(), model=config.model, trainer=config.trainer, rollout=config.rollout
+    )
     for at in range(3):
         advance(trainer, at)
     attempt = take(url, 30.0, print)
     checkpoints = Checkpoints(attempt=attempt, keep=9)
     at = checkpoints.folder(1)
-    written = DistributedCheckpoint(asynchronous=False).save(f"{at}/policy", trainer.state(), None).result()
+    written = (
+        DistributedCheckpoint(asynchronous=False)
+        .save(f"{at}/policy", trainer.state(), None)
+        .result()
+    )
     checkpoints.commit(
-        at, CheckpointState(step=1, roles=["policy"]), {f"policy/{name}": one for name, one in written.items()}
+        at,
+        CheckpointState(step=1, roles=["policy"]),
+        {f"policy/{name}": one for name, one in written.items()},
     )
     return url, base, trainer
 
 
 def plain_scores(model):
     with torch.no_grad():
-        logprobs = [response_logprobs(model, row[:n].tolist(), row[n:].tolist()) for row, n in split_rows(ROWS)]
+        logprobs = [
+            response_logprobs(model, row[:n].tolist(), row[n:].tolist())
+            for row, n in split_rows(ROWS)
+        ]
     return torch.cat(logprobs)
 
 
@@ -376,7 +489,9 @@ def test_an_export_is_the_merged_model_or_peft_adapters(run, tmp_path):
     assert (now - before).abs().max() > 1e-3
     for model, expected in ((merged, now), (adapted, now), (bare, before)):
         assert_close(plain_scores(model), expected, atol=1e-5, rtol=0)
-    assert_same_tensors({name: p.detach() for name, p in merged.named_parameters()}, copied(trainer))
+    assert_same_tensors(
+        {name: p.detach() for name, p in merged.named_parameters()}, copied(trainer)
+    )
     export(url, str(tmp_path / "average"), ema=True)
     average = {name: p.detach() for name, p in load_model(tmp_path / "average").named_parameters()}
     assert_same_tensors(average, dict(trainer.ema_weights()))
@@ -387,7 +502,9 @@ def test_adapters_of_another_model_are_not_exported(run, tmp_path):
     file = Path(url, "config.yaml")
     text = file.read_text()
     file.write_text(text.replace("rank: 4", "rank: 2"))
-    with pytest.raises(ConfigError, match=r"adapters of rank \[4\], and the config .* trainer.lora.rank=2"):
+    with pytest.raises(
+        ConfigError, match=r"adapters of rank \[4\], and the config .* trainer.lora.rank=2"
+    ):
         export(url, str(tmp_path / "out"))
     file.write_text(text)
     tiny_model(base, hidden=32)
@@ -412,19 +529,27 @@ def test_impossible_adapters_are_refused_before_anything_starts(digits_task, tmp
     def start(*overrides, text=""):
         file = tmp_path / "run.yaml"
         file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}\n")
-        file = load_config_file(file, [*digits_overrides(digits_task, tmp_path / "run"), *overrides])
+        file = load_config_file(
+            file, [*digits_overrides(digits_task, tmp_path / "run"), *overrides]
+        )
         run_it(file.config, *dags(file))
 
     with pytest.raises(ConfigError, match=r"no linear layer 'q_prj' .*did you mean 'q_proj'"):
         start("trainer.lora.rank=4", "trainer.lora.targets=[q_prj]")
-    with pytest.raises(ConfigError, match=r"node 'update' runs .*base_logprobs, which needs a role with adapters"):
+    with pytest.raises(
+        ConfigError, match=r"node 'update' runs .*base_logprobs, which needs a role with adapters"
+    ):
         start(text='nodes: {update: {run: "siirl_dask.nodes:base_logprobs", with: null}}')
     assert not (tmp_path / "run").exists()
 
 
 def test_the_configs_in_the_docs_can_be_planned(digits_task, tmp_path):
-    docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Adapters")[2]
-    first, second = re.findall(r"```yaml\nbase: quickstart.yaml\n(.*?)```.*?```yaml\n(.*?)```", docs, re.DOTALL)[0]
+    docs = (
+        (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Adapters")[2]
+    )
+    first, second = re.findall(
+        r"```yaml\nbase: quickstart.yaml\n(.*?)```.*?```yaml\n(.*?)```", docs, re.DOTALL
+    )[0]
     for at, text in enumerate((first, f"trainer: {{lora: {{rank: 8}}}}\n{second}")):
         file = tmp_path / f"{at}.yaml"
         file.write_text(f"base: {shipped('quickstart.yaml')}\n{text}")
@@ -432,15 +557,25 @@ def test_the_configs_in_the_docs_can_be_planned(digits_task, tmp_path):
         dag, validation = dags(read)
         describe_run(read.config, dag, validation)
         assert any(bare(node.fn) is base_logprobs for node in dag.nodes) == (not at)
-        assert any("lora" in dag.node(name).options for name in ("weights", "load_weights")) == (not at)
+        assert any("lora" in dag.node(name).options for name in ("weights", "load_weights")) == (
+            not at
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", "fsdp"])
 def test_the_planned_memory_is_one_copy_of_the_weights_and_the_adapters(digits_task, backend):
-    overrides = [*digits_overrides(digits_task, "run"), "trainer.lora.rank=4", f"trainer.backend={backend}"]
+    overrides = [
+        *digits_overrides(digits_task, "run"),
+        "trainer.lora.rank=4",
+        f"trainer.backend={backend}",
+    ]
     file = load_config_file(shipped("quickstart"), overrides)
     phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-    held = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
+    held = {
+        role: size
+        for memory in check(file.config, phases).memory
+        for role, size in memory.roles.items()
+    }
     model = str(digits_task.model)
     all_of_it, adapters = count_parameters(model), count_adapters(model, file.config.trainer)
     size = 4 * all_of_it.total + 16 * adapters.total

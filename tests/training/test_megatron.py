@@ -1,4 +1,6 @@
-"""megatron-core on 1 to 4 ranks, as stages and parts of layers, against a single process that holds the whole model."""
+"""megatron-core on 1 to 4 ranks, as stages and parts of layers, against a single process that
+holds the whole model.
+"""
 
 from functools import partial
 
@@ -28,8 +30,13 @@ from tests.training.dividing import (
 )
 from tests.training.roles import critic, policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # four processes, maybe beside four others, on two cores
+pytest.importorskip(
+    "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
+)
 CASES = {  # tensor and pipeline parallel, ranks, model, settings
     "1 x 1, 2 replicas": (1, 1, 2, "tied", {}),
     "2 x 1": (2, 1, 2, "tied", {}),
@@ -59,7 +66,13 @@ CASES = {  # tensor and pipeline parallel, ranks, model, settings
         "untied",
         {"chunks": 2, "tokens": True, "gradient_checkpointing": True},
     ),
-    "1 x 2, two chunks, context 2": (1, 2, 4, "tied", {"chunks": 2, "context": 2, "gradient_checkpointing": True}),
+    "1 x 2, two chunks, context 2": (
+        1,
+        2,
+        4,
+        "tied",
+        {"chunks": 2, "context": 2, "gradient_checkpointing": True},
+    ),
     "1 x 2, two chunks, 2 replicas": (1, 2, 4, "untied", {"chunks": 2, "divided": True}),
     "2 x 2, bfloat16": (2, 2, 4, "tied", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, 2, "tied", {"backend": Backend.fsdp}),
@@ -83,7 +96,8 @@ MORE = {*CASES, *CRITICS} - {
     "fsdp",
     "critic, two chunks",
 }
-"""Layouts that are left to ``make sweep``: the others have each of their parts, most of them together with another."""
+"""Layouts that are left to ``make sweep``: the others have each of their parts, most of them
+together with another."""
 SKIPPED = ("2 x 2", "2 x 1, context 2", "2 x 2, two chunks, tokens split")
 PAIRS = ("2 x 1", "context 2")
 """Layouts of two ranks: each computes all tokens, and half of them."""
@@ -140,9 +154,15 @@ def in_each_rank(folders, root, left, world):
             trained[name] = trainer, rank
     for name, (tensor, pipeline, settings) in CRITICS.items():
         if name not in left:
-            values = critic(folders["tied"], config_of(tensor, pipeline, **settings), Rank(world.rank, 4, world.group))
+            values = critic(
+                folders["tied"],
+                config_of(tensor, pipeline, **settings),
+                Rank(world.rank, 4, world.group),
+            )
             results[name] = learn_values(values, world)
-    results["tokens"] = {name: tokens_of_a_pass(*trained[name]) for name in PAIRS if name in trained}
+    results["tokens"] = {
+        name: tokens_of_a_pass(*trained[name]) for name in PAIRS if name in trained
+    }
     results["skipped"] = {name: skipped(*trained[name]) for name in SKIPPED}
     results["resumed"] = resumed(trained, MOVES, root, left)
     return results
@@ -165,7 +185,9 @@ def learn_values(critic, rank):
     rows, metrics = own_rows(rank, LENGTHS), []
     for _ in range(2):
         batch = ValueBatch(rows=rows, old_values=critic.values(rows), returns=signs(rows))
-        metrics.append(critic.update([batch], lambda it: TokenLoss(loss=(it.values - it.returns).square())))
+        metrics.append(
+            critic.update([batch], lambda it: TokenLoss(loss=(it.values - it.returns).square()))
+        )
     return {"metrics": metrics, "values": critic.values(rows), "weights": copied(critic)}
 
 
@@ -177,7 +199,9 @@ def skipped(trainer, rank):
         advantages[1:] = float("nan")
     zeros = torch.zeros_like(advantages)
     batch = TrainBatch(rows=rows, old_logprobs=zeros, rollout_logprobs=zeros, advantages=advantages)
-    metrics = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2), on_nonfinite=found.append)
+    metrics = trainer.update(
+        [batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2), on_nonfinite=found.append
+    )
     same = all(torch.equal(before[name], each) for name, each in trainer.weights())
     return metrics["skipped_steps"], {name: [*at] for name, at in found[0].rows.items()}, same
 
@@ -204,17 +228,23 @@ def test_ranks_that_share_tokens_compute_an_equal_part_each(seen):
     tokens = sum(map(sum, LENGTHS))
     assert whole == [tokens] * 2
     assert part[0] == part[1]
-    assert tokens <= 2 * part[0] <= tokens + len(LENGTHS), "a micro-batch is filled up by one token at most"
+    assert tokens <= 2 * part[0] <= tokens + len(LENGTHS), (
+        "a micro-batch is filled up by one token at most"
+    )
 
 
-@pytest.mark.parametrize("name", sampled(["1 x 1, 2 replicas", "2 x 1, 2 replicas", "1 x 2, 2 replicas"], MORE))
+@pytest.mark.parametrize(
+    "name", sampled(["1 x 1, 2 replicas", "2 x 1, 2 replicas", "1 x 2, 2 replicas"], MORE)
+)
 def test_replicas_that_divide_the_state_hold_it_once_and_give_the_same_to_the_bit(name, seen_of):
     size, divided = CASES[name][2], f"{name.removeprefix('1 x 1, ')}, state divided"
     for rank in range(size):
         whole, shared = seen_of[rank][name], seen_of[rank][divided]
         assert whole["metrics"] == shared["metrics"]
         for kind in ("weights", "averages"):
-            assert all(torch.equal(shared[kind][key], weight) for key, weight in whole[kind].items())
+            assert all(
+                torch.equal(shared[kind][key], weight) for key, weight in whole[kind].items()
+            )
     held = {one: sum(seen_of[rank][one]["held"] for rank in range(size)) for one in (name, divided)}
     of_state = 3 / 4  # moments and average, beside the weights
     assert held[divided] == pytest.approx((1 - of_state / 2) * held[name], rel=0.01)
@@ -248,7 +278,12 @@ def test_a_divided_critic_learns_like_a_single_process(name, seen_of, alone):
             assert metrics == pytest.approx(theirs, abs=2e-6, rel=2e-6)
         for key, weight in expected["weights"].items():
             assert_close(result["weights"][key], weight, atol=1e-4, rtol=0)
-    assert_close(torch.cat([seen_of[rank][name]["values"] for rank in range(4)]), expected["values"], atol=1e-5, rtol=0)
+    assert_close(
+        torch.cat([seen_of[rank][name]["values"] for rank in range(4)]),
+        expected["values"],
+        atol=1e-5,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("name", SKIPPED)

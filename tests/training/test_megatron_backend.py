@@ -12,13 +12,19 @@ from siirl_dask.testing.trainers import TrainerTests
 from siirl_dask.training import Critic, Trainer
 from tests.training.roles import critic, policy
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+pytest.importorskip(
+    "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
+)
 
 
 class TestMegatronTrainer(TrainerTests):
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
-        return policy(folder, replace(config, backend=Backend.megatron), temperature=temperature, rank=rank)
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
+        return policy(
+            folder, replace(config, backend=Backend.megatron), temperature=temperature, rank=rank
+        )
 
 
 class TestMegatronCritic(CriticTests):

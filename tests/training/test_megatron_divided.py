@@ -4,11 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+pytest.importorskip(
+    "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
+)
 
 from siirl_dask.training.megatron.divided import divide
 
-SIZES = st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 1000), min_size=1, max_size=40)
+SIZES = st.dictionaries(
+    st.text(min_size=1, max_size=3), st.integers(0, 1000), min_size=1, max_size=40
+)
 
 
 @given(SIZES, st.integers(1, 12))

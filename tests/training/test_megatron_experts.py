@@ -1,4 +1,6 @@
-"""Mixtures of experts with megatron-core: experts spread over ranks learn like a single process that has them all."""
+"""Mixtures of experts with megatron-core: experts spread over ranks learn like a single process
+that has them all.
+"""
 
 from functools import partial
 
@@ -30,8 +32,13 @@ from tests.training.dividing import (
 from tests.training.roles import policy
 from tests.training.routes import routed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # four processes, maybe beside four others, on two cores
-pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # four processes, maybe beside four others, on two cores
+pytest.importorskip(
+    "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
+)
 CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, settings
     "1 x 1, 2 replicas": (1, 1, None, 2, "all", {}),
     "2 x 1": (2, 1, None, 2, "all", {}),
@@ -53,16 +60,37 @@ CASES = {  # tensor and pipeline parallel, ranks of experts, ranks, model, setti
     "context 2, experts whole": (1, 1, 1, 2, "some", {"context": 2}),
     "context 2, over its ranks": (1, 1, 2, 2, "all", {"context": 2}),
     "context 2, over 2 replicas": (1, 1, 4, 4, "all", {"context": 2, "divided": True}),
-    "2 x 1, context 2, over a replica": (2, 1, 4, 4, "some", {"context": 2, "gradient_checkpointing": True}),
+    "2 x 1, context 2, over a replica": (
+        2,
+        1,
+        4,
+        4,
+        "some",
+        {"context": 2, "gradient_checkpointing": True},
+    ),
     "1 x 2, two chunks, over 2 replicas": (1, 2, 2, 4, "some", {"chunks": 2}),
     "over 2 replicas, bfloat16": (1, 1, 2, 2, "all", {"dtype": Dtype.bfloat16}),
     "fsdp": (1, 1, None, 2, "all", {"backend": Backend.fsdp}),
 }
-REPLAYED = {  # tensor and pipeline parallel, ranks of experts, ranks, settings; of the model whose layers have them all
+# tensor and pipeline parallel, ranks of experts, ranks, settings; of the model whose layers have
+# them all
+REPLAYED = {
     "2 x 1": (2, 1, None, 2, {}),
-    "2 x 1, tokens split, over 2 replicas": (2, 1, 4, 4, {"tokens": True, "gradient_checkpointing": True}),
+    "2 x 1, tokens split, over 2 replicas": (
+        2,
+        1,
+        4,
+        4,
+        {"tokens": True, "gradient_checkpointing": True},
+    ),
     "1 x 2, two chunks": (1, 2, None, 2, {"chunks": 2}),
-    "1 x 2, context 2, over its ranks": (1, 2, 2, 4, {"context": 2, "gradient_checkpointing": True}),
+    "1 x 2, context 2, over its ranks": (
+        1,
+        2,
+        2,
+        4,
+        {"context": 2, "gradient_checkpointing": True},
+    ),
     "some, 1 x 2": (1, 2, None, 2, {}),
 }
 MORE = {*CASES, *(f"replayed, {name}" for name in REPLAYED)} - {
@@ -78,8 +106,14 @@ MORE = {*CASES, *(f"replayed, {name}" for name in REPLAYED)} - {
     "replayed, 1 x 2, two chunks",
     "replayed, 1 x 2, context 2, over its ranks",
 }
-"""Layouts that are left to ``make sweep``: the others have each of their parts, most of them together with another."""
-SKIPPED = ("over 4 replicas", "2 x 1, over 2 replicas", "1 x 2, over 2 replicas", "context 2, over 2 replicas")
+"""Layouts that are left to ``make sweep``: the others have each of their parts, most of them
+together with another."""
+SKIPPED = (
+    "over 4 replicas",
+    "2 x 1, over 2 replicas",
+    "1 x 2, over 2 replicas",
+    "context 2, over 2 replicas",
+)
 EXACT = [name for name in CASES if name not in ("over 2 replicas, bfloat16", "fsdp")]
 MOVES = (
     ("2 x 2", "over 2 replicas"),
@@ -95,7 +129,14 @@ MOVES = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    sizes = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "layers": 4, "family": "qwen3_moe"}
+    sizes = {
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "layers": 4,
+        "family": "qwen3_moe",
+    }
     for name in ("all", "some"):
         tiny_model(root / name, seed=1, tied=name == "some", **sizes)
     config = AutoConfig.from_pretrained(root / "some")
@@ -157,7 +198,9 @@ def skipped(trainer, rank):
         advantages[1:] = float("nan")
     zeros = torch.zeros_like(advantages)
     batch = TrainBatch(rows=rows, old_logprobs=zeros, rollout_logprobs=zeros, advantages=advantages)
-    metrics = trainer.update([batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2), on_nonfinite=found.append)
+    metrics = trainer.update(
+        [batch], partial(ppo_clip, clip_low=0.2, clip_high=0.2), on_nonfinite=found.append
+    )
     same = all(torch.equal(before[name], each) for name, each in trainer.weights())
     return metrics["skipped_steps"], {name: [*at] for name, at in found[0].rows.items()}, same
 
@@ -181,11 +224,18 @@ def test_a_rank_holds_its_part_of_the_experts(seen, alone):
     whole, experts = alone["all"]["held"], sum(
         weight.numel() for name, weight in alone["all"]["weights"].items() if ".experts." in name
     )  # fmt: skip
-    for name, parts in {"2 x 1": 2, "2 x 1, experts whole": 1, "over 2 replicas": 2, "over 4 replicas": 4}.items():
+    for name, parts in {
+        "2 x 1": 2,
+        "2 x 1, experts whole": 1,
+        "over 2 replicas": 2,
+        "over 4 replicas": 4,
+    }.items():
         if name not in seen[0]:
             continue
         dense = 2 if CASES[name][0] == 2 else 1
-        expected = (whole - 4 * experts) / dense + 4 * experts / parts  # weights, two moments and the average
+        expected = (
+            whole - 4 * experts
+        ) / dense + 4 * experts / parts  # weights, two moments and the average
         for rank in range(CASES[name][3]):
             assert seen[rank][name]["held"] == pytest.approx(expected, rel=0.02)
 

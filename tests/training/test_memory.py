@@ -1,4 +1,6 @@
-"""The arithmetic of a trained model's memory, held to real trainers, to what autograd keeps, and to plain sense."""
+"""The arithmetic of a trained model's memory, held to real trainers, to what autograd keeps, and
+to plain sense.
+"""
 
 from dataclasses import replace
 
@@ -69,15 +71,19 @@ def test_seven_billion_parameters_take_what_everybody_says(seven):
     assert total(held_bytes(sharded)) == 2 * parameters  # 16 bytes over 8 shards
     assert total(held_bytes(changed(seven, ema_decay=0.9))) == 20 * parameters
     assert total(held_bytes(replace(seven, learns=False))) == 4 * parameters
-    assert working_bytes(changed(sharded, gradient_checkpointing=True))["gathered embeddings and head"] == 2 * (
-        2 * 152064 * 3584 + 3584
-    )
+    assert working_bytes(changed(sharded, gradient_checkpointing=True))[
+        "gathered embeddings and head"
+    ] == 2 * (2 * 152064 * 3584 + 3584)
     # the input of each layer in bfloat16, 28 x 3584 x 2 bytes a token, and one layer's values
     checkpointed = changed(sharded, gradient_checkpointing=True)
     assert 16384 * 28 * 3584 * 2 == 3_288_334_336
-    assert 2 * 28 * 3584 < activation_bytes(checkpointed) < 2 * 28 * 3584 + 3 * layer_bytes(checkpointed)
-    # Korthikanti et al. (arXiv:2205.05198) count 34 bytes a hidden unit without attention's scores, for an MLP of 4 x
-    # the width without a gate; here it is 5.3 x, with one
+    assert (
+        2 * 28 * 3584
+        < activation_bytes(checkpointed)
+        < 2 * 28 * 3584 + 3 * layer_bytes(checkpointed)
+    )
+    # Korthikanti et al. (arXiv:2205.05198) count 34 bytes a hidden unit without attention's scores,
+    # for an MLP of 4 x the width without a gate; here it is 5.3 x, with one
     assert 34 * 3584 < layer_bytes(sharded) < 70 * 3584
 
 
@@ -85,7 +91,9 @@ MODELS = st.builds(
     lambda trainer, **others: (trainer, others),
     trainer=st.fixed_dictionaries(
         {
-            "backend": st.sampled_from([Backend.torch, Backend.fsdp]),  # megatron: test_megatron_layout.py
+            "backend": st.sampled_from(
+                [Backend.torch, Backend.fsdp]
+            ),  # megatron: test_megatron_layout.py
             "gradient_checkpointing": st.booleans(),
             "ema_decay": st.sampled_from([0.0, 0.9]),
         }
@@ -108,7 +116,9 @@ def test_shards_add_up_to_the_whole_and_more_of_them_never_need_more(seven, draw
         assert total(whole) <= total(part) * model.ranks < total(whole) + model.ranks * len(part)
     else:
         assert whole == part
-    assert total(working_bytes(replace(model, ranks=64))) <= total(working_bytes(replace(model, ranks=1)))
+    assert total(working_bytes(replace(model, ranks=64))) <= total(
+        working_bytes(replace(model, ranks=1))
+    )
     assert footprint(replace(model, ranks=2 * model.ranks)).busy <= footprint(model).busy
 
 
@@ -123,7 +133,9 @@ def test_what_is_said_to_save_memory_does(seven, drawn):
     )
     assert footprint(replace(model, tokens=max(1, model.tokens // 2))).busy <= busy
     assert footprint(replace(model, dtype=Dtype.bfloat16, tokens=10**5)).working
-    assert footprint(replace(model, learns=False)).busy <= footprint(replace(model, learns=True)).busy
+    assert (
+        footprint(replace(model, learns=False)).busy <= footprint(replace(model, learns=True)).busy
+    )
     fsdp = changed(model, backend=Backend.fsdp)
     offloaded = changed(fsdp, fsdp=replace(fsdp.trainer.fsdp, offload=True))
     assert footprint(offloaded).busy <= footprint(fsdp).busy
@@ -131,7 +143,9 @@ def test_what_is_said_to_save_memory_does(seven, drawn):
 
 
 @given(MODELS)
-def test_a_parked_model_leaves_all_that_it_holds_and_the_host_has_it_but_for_gradients(seven, drawn):
+def test_a_parked_model_leaves_all_that_it_holds_and_the_host_has_it_but_for_gradients(
+    seven, drawn
+):
     trainer, others = drawn
     model = replace(changed(seven, **trainer), **others)
     parked = footprint(changed(model, park=True))
@@ -174,7 +188,9 @@ def test_each_remedy_needs_less_than_the_one_before(seven):
 def test_a_real_trainer_holds_what_is_said(digits_task, options):
     """Parameters, gradients and moments of a trainer that was built, to the byte."""
     path, trainer = str(digits_task.model), trainer_config(**options)
-    built = build_trainer(Device("w"), Rank(), model=ModelConfig(path=path), trainer=trainer, rollout=rollout_config())
+    built = build_trainer(
+        Device("w"), Rank(), model=ModelConfig(path=path), trainer=trainer, rollout=rollout_config()
+    )
     network, learner = built._network, built._learner
     parameters = sum(parameter.nbytes for parameter in network.parameters())
     state = [tensor for tensor in flat(learner.state()["optimizer"]).values() if tensor.ndim]
@@ -199,17 +215,24 @@ WIDE = {"hidden": 256, "layers": 3, "heads": 8, "kv_heads": 2, "intermediate": 1
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     families = ("qwen2", "qwen3", "qwen3_moe", "llama")
-    return {family: tiny_model(tmp_path_factory.mktemp(family) / "m", family=family, **WIDE) for family in families}
+    return {
+        family: tiny_model(tmp_path_factory.mktemp(family) / "m", family=family, **WIDE)
+        for family in families
+    }
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
 def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing):
-    """The tensors that a forward pass saves for its backward pass, each storage once, parameters aside."""
+    """The tensors that a forward pass saves for its backward pass, each storage once, parameters
+    aside.
+    """
     path = str(wide[family])
     model = load_pretrained(AutoModelForCausalLM, path, torch.float32, "model.path")
-    network = PolicyNetwork(model, device=torch.device("cpu"), autocast=dtype is Dtype.bfloat16, temperature=1.0)
+    network = PolicyNetwork(
+        model, device=torch.device("cpu"), autocast=dtype is Dtype.bfloat16, temperature=1.0
+    )
     network.find_row_layout()
     if checkpointing:
         recompute(network.layers())
@@ -239,22 +262,31 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
         ranks=1,
         tokens=sum(LENGTHS),
     )
-    if checkpointing:  # the input of each layer; the values of one are there in the backward pass only
+    if (
+        checkpointing
+    ):  # the input of each layer; the values of one are there in the backward pass only
         expected = on_worker.tokens * on_worker.narrow * architecture.hidden * architecture.layers
     else:
         expected = on_worker.tokens * architecture.layers * layer_bytes(on_worker)
-        # attention on a CPU puts the results of rows side by side, a copy that a GPU's kernel does without
+        # attention on a CPU puts the results of rows side by side, a copy that a GPU's kernel does
+        # without
         expected += on_worker.tokens * architecture.layers * on_worker.narrow * architecture.queries
     final_norm = 4 + on_worker.narrow  # its input in float32, and its normalised value
     expected += on_worker.tokens * final_norm * architecture.hidden
-    if dtype is Dtype.bfloat16 and not checkpointing:  # copies of the weights, which are counted by themselves
+    if (
+        dtype is Dtype.bfloat16 and not checkpointing
+    ):  # copies of the weights, which are counted by themselves
         expected += working_bytes(on_worker)["weights in bfloat16"]
     assert sum(kept.values()) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(Backend.torch, Dtype.float32), (Backend.torch, Dtype.bfloat16), (Backend.fsdp, Dtype.bfloat16)],
+    [
+        (Backend.torch, Dtype.float32),
+        (Backend.torch, Dtype.bfloat16),
+        (Backend.fsdp, Dtype.bfloat16),
+    ],
 )
 def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
     monkeypatch.setattr("siirl_dask.training.memory._LOGITS", dict.fromkeys((True, False), 2**16))
@@ -271,14 +303,20 @@ def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
     narrow = getattr(torch, dtype)
     shape = architecture.vocabulary, architecture.hidden
     hidden = torch.randn(tokens, architecture.hidden, dtype=narrow, requires_grad=True)
-    weight = torch.randn(shape, dtype=narrow if backend is Backend.fsdp else torch.float32, requires_grad=True)
+    weight = torch.randn(
+        shape, dtype=narrow if backend is Backend.fsdp else torch.float32, requires_grad=True
+    )
     with Made() as made:
-        logprobs, entropy, _ = token_logprobs(hidden, weight, None, torch.arange(tokens), temperature=1.0)
+        logprobs, entropy, _ = token_logprobs(
+            hidden, weight, None, torch.arange(tokens), temperature=1.0
+        )
         torch.autograd.grad((logprobs + entropy).sum(), (hidden, weight))
     said = total(head_bytes(model))
     assert 0.93 * said <= made.peak <= 1.03 * said, (made.peak, said)
 
 
 def test_a_replica_is_built_in_the_hosts_memory_first(seven):
-    assert footprint(seven).loading == 4 * 7_615_616_512  # ReplicatedBackend.network: from_pretrained, then .to(device)
+    assert (
+        footprint(seven).loading == 4 * 7_615_616_512
+    )  # ReplicatedBackend.network: from_pretrained, then .to(device)
     assert footprint(changed(seven, backend=Backend.fsdp)).loading == 0

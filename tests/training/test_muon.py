@@ -1,4 +1,6 @@
-"""Muon of matrices beside AdamW of the rest, against torch.optim.Muon and torch.optim.AdamW on whole parameters."""
+"""Muon of matrices beside AdamW of the rest, against torch.optim.Muon and torch.optim.AdamW on
+whole parameters.
+"""
 
 from functools import partial
 
@@ -19,7 +21,15 @@ from siirl_dask.models.architecture import read_architecture
 from siirl_dask.models.shapes import count_parameters
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, flat, load_state, random_rows, save_state, signs
+from siirl_dask.testing.rows import (
+    LENGTHS,
+    assert_same_tensors,
+    flat,
+    load_state,
+    random_rows,
+    save_state,
+    signs,
+)
 from siirl_dask.training import TrainBatch
 from siirl_dask.training.files.checkpoint import DistributedCheckpoint
 from siirl_dask.training.memory import ModelOnWorkers, held_bytes
@@ -34,9 +44,22 @@ from tests.settings import trainer_config
 from tests.training.families import written
 from tests.training.roles import critic, policy
 
-SHAPES = {"embedding": (6, 4), "tall": (7, 3), "wide": (3, 8), "square": (5, 5), "experts": (3, 4, 6), "norm": (5,)}
+SHAPES = {
+    "embedding": (6, 4),
+    "tall": (7, 3),
+    "wide": (3, 8),
+    "square": (5, 5),
+    "experts": (3, 4, 6),
+    "norm": (5,),
+}
 MATRICES = ("tall", "wide", "square", "experts")
-SETTINGS = {"optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "schedule": "cosine", "total_steps": 5}
+SETTINGS = {
+    "optimizer": "muon",
+    "lr": 0.05,
+    "weight_decay": 0.1,
+    "schedule": "cosine",
+    "total_steps": 5,
+}
 SETTINGS |= {"warmup_steps": 1, "min_lr_ratio": 0.1, "ema_decay": 0.75, "betas": (0.8, 0.9)}
 RATES = {"wide": 0.5, "norm": 2.0}
 STEPS = 4
@@ -55,7 +78,9 @@ def drawn(name, step=0):
 
 
 class Plain:
-    """torch's own two optimizers on whole parameters; the learning rate of each step is set by hand."""
+    """torch's own two optimizers on whole parameters; the learning rate of each step is set by
+    hand.
+    """
 
     def __init__(self, parameters, matrices, config, rates):
         self.parameters = {name: each.detach().clone() for name, each in parameters.items()}
@@ -63,20 +88,26 @@ class Plain:
         self.config = config
         self.rates = rates
         self.taken = 0
-        self.pairs = {name: [*each] if each.ndim == 3 else [each] for name, each in self.parameters.items()}
+        self.pairs = {
+            name: [*each] if each.ndim == 3 else [each] for name, each in self.parameters.items()
+        }
         self.optimizers = {}
         for name, parts in self.pairs.items():
             given = {"lr": 0.0, "weight_decay": config.weight_decay}
             self.optimizers[name] = (
                 torch.optim.Muon(parts, adjust_lr_fn="match_rms_adamw", **given)
                 if name in matrices
-                else torch.optim.AdamW(parts, betas=config.betas, eps=config.eps, fused=True, **given)
+                else torch.optim.AdamW(
+                    parts, betas=config.betas, eps=config.eps, fused=True, **given
+                )
             )
 
     def step(self, gradients):
         self.taken += 1
         for name, parts in self.pairs.items():
-            for part, gradient in zip(parts, gradients[name] if len(parts) > 1 else [gradients[name]], strict=True):
+            for part, gradient in zip(
+                parts, gradients[name] if len(parts) > 1 else [gradients[name]], strict=True
+            ):
                 part.grad = gradient
             for group in self.optimizers[name].param_groups:
                 group["lr"] = learning_rate(self.config, self.taken) * self.rates.get(name, 1.0)
@@ -86,12 +117,16 @@ class Plain:
 
     def momentum(self, name):
         """Return the momentum of a matrix, or of a stack of them."""
-        buffers = [self.optimizers[name].state[part]["momentum_buffer"] for part in self.pairs[name]]
+        buffers = [
+            self.optimizers[name].state[part]["momentum_buffer"] for part in self.pairs[name]
+        ]
         return torch.stack(buffers) if self.parameters[name].ndim == 3 else buffers[0].clone()
 
     def held(self):
         """Return weights, and the momentum of each matrix."""
-        matrices = [name for name, each in self.optimizers.items() if isinstance(each, torch.optim.Muon)]
+        matrices = [
+            name for name, each in self.optimizers.items() if isinstance(each, torch.optim.Muon)
+        ]
         weights = {name: each.clone() for name, each in self.parameters.items()}
         return weights | {f"{name}.momentum": self.momentum(name) for name in matrices}
 
@@ -113,14 +148,18 @@ def set_gradients(optimizer, parameters, step):
     for name, parameter in parameters.items():
         full = drawn(name, step)
         if hasattr(parameter, "device_mesh"):
-            parameter.grad.to_local().copy_(distribute_tensor(full, parameter.device_mesh, [Shard(0)]).to_local())
+            parameter.grad.to_local().copy_(
+                distribute_tensor(full, parameter.device_mesh, [Shard(0)]).to_local()
+            )
         else:
             parameter.grad.copy_(full)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    plain = Plain({name: drawn(name) for name in SHAPES}, MATRICES, TrainerConfig(**SETTINGS), RATES)
+    plain = Plain(
+        {name: drawn(name) for name in SHAPES}, MATRICES, TrainerConfig(**SETTINGS), RATES
+    )
     for step in range(1, STEPS + 1):
         plain.step({name: drawn(name, step) for name in SHAPES})
     return plain
@@ -131,7 +170,9 @@ def test_steps_equal_those_of_torchs_optimizers_bit_for_bit(expected):
     for step in range(1, STEPS + 1):
         set_gradients(optimizer, parameters, step)
         optimizer.step()
-    assert_same_tensors({name: each.detach() for name, each in parameters.items()}, expected.parameters)
+    assert_same_tensors(
+        {name: each.detach() for name, each in parameters.items()}, expected.parameters
+    )
     for name, average in optimizer.ema():
         assert_close(average, expected.averages[name], atol=1e-6, rtol=0)
     state = optimizer.state()
@@ -141,7 +182,11 @@ def test_steps_equal_those_of_torchs_optimizers_bit_for_bit(expected):
 
 
 @pytest.mark.parametrize(
-    "halves", [(("embedding", "tall", "experts"), ("wide", "square", "norm")), (MATRICES, ("embedding", "norm"))]
+    "halves",
+    [
+        (("embedding", "tall", "experts"), ("wide", "square", "norm")),
+        (MATRICES, ("embedding", "norm")),
+    ],
 )
 def test_ranks_that_each_step_some_parameters_step_them_alike(expected, halves):
     for own in halves:
@@ -150,12 +195,16 @@ def test_ranks_that_each_step_some_parameters_step_them_alike(expected, halves):
             set_gradients(optimizer, parameters, step)
             optimizer.step()
         for name, parameter in parameters.items():
-            assert torch.equal(parameter.detach(), expected.parameters[name] if name in own else drawn(name)), name
+            assert torch.equal(
+                parameter.detach(), expected.parameters[name] if name in own else drawn(name)
+            ), name
         assert set(optimizer.state()) == set(own)
 
 
 def on_shards(rank):
-    """Return whole parameters after the steps of ranks that have shards; 7, 3 and 5 rows are no even shares."""
+    """Return whole parameters after the steps of ranks that have shards; 7, 3 and 5 rows are no
+    even shares.
+    """
     mesh = role_mesh(rank, None, torch.device("cpu"))
     optimizer, parameters = stepping(
         SHAPES, lambda name: nn.Parameter(distribute_tensor(drawn(name), mesh, [Shard(0)]))
@@ -173,11 +222,15 @@ def own_batch(trainer, rank):
     if rank.size == 1:
         rows = random_rows(LENGTHS)
     logprobs = trainer.logprobs(rows).logprobs
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
 
 
 def advance(trainer, rank):
-    return trainer.update([own_batch(trainer, rank)], partial(ppo_clip, clip_low=0.2, clip_high=0.2))
+    return trainer.update(
+        [own_batch(trainer, rank)], partial(ppo_clip, clip_low=0.2, clip_high=0.2)
+    )
 
 
 def weights_of(trainer):
@@ -195,7 +248,9 @@ def held(trainer):
 
 
 def followed(folder, rank, **settings):
-    """Return what a policy holds after each step, and what torch's optimizers do that were given its gradients."""
+    """Return what a policy holds after each step, and what torch's optimizers do that were given
+    its gradients.
+    """
     config = trainer_config(**{**SETTINGS, "lr": 1e-2, **settings})
     trainer = policy(folder, config, rank=rank)
     before = weights_of(trainer)
@@ -203,7 +258,12 @@ def followed(folder, rank, **settings):
     found = []
     for _ in range(STEPS):
         advance(trainer, rank)
-        plain.step({name: full_tensor(each.grad).clone() for name, each in trainer._network.by_name().items()})
+        plain.step(
+            {
+                name: full_tensor(each.grad).clone()
+                for name, each in trainer._network.by_name().items()
+            }
+        )
         found.append((held(trainer), plain.held()))
     return found
 
@@ -226,7 +286,9 @@ def shared(folder, rank, **settings):
 
 
 def is_matrix(name):
-    return ".layers." in name and (name.endswith(("_proj.weight", ".gate.weight")) or ".experts." in name)
+    return ".layers." in name and (
+        name.endswith(("_proj.weight", ".gate.weight")) or ".experts." in name
+    )
 
 
 def in_each_rank(folders, rank):
@@ -306,7 +368,9 @@ def test_the_matrices_are_those_of_the_layers(folders):
 )
 def test_what_is_no_linear_map_inside_a_layer_stays_adamws(tmp_path, family, others):
     config = trainer_config(optimizer="muon")
-    network = PolicyNetwork(written(tmp_path, family), device=torch.device("cpu"), temperature=1.0, trainer=config)
+    network = PolicyNetwork(
+        written(tmp_path, family), device=torch.device("cpu"), temperature=1.0, trainer=config
+    )
     matrices = network.matrices()
     found = set()
     for name, parameter in network.trainable().items():
@@ -327,16 +391,24 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit(folders, tmp_path, setti
     load_state(fresh, tmp_path / "state")
     for _ in range(2):
         assert advance(steady, Rank()) == advance(fresh, Rank())
-    states = [{name: full_tensor(each) for name, each in flat(one.state()).items()} for one in (fresh, steady)]
+    states = [
+        {name: full_tensor(each) for name, each in flat(one.state()).items()}
+        for one in (fresh, steady)
+    ]
     assert_same_tensors(*states)
 
 
 @pytest.mark.parametrize(("written", "other"), [("muon", "adamw"), ("adamw", "muon")])
 def test_the_state_of_the_other_optimizer_is_refused(folders, tmp_path, written, other):
-    trained, resumed = (policy(folders["dense"], trainer_config(optimizer=name)) for name in (written, other))
+    trained, resumed = (
+        policy(folders["dense"], trainer_config(optimizer=name)) for name in (written, other)
+    )
     url = str(tmp_path / "policy")
     DistributedCheckpoint().save(url, trained.state(), None).result()
-    said = rf"trainer\.optimizer={written}, and this run has trainer\.optimizer={other}: go on with {written}, or begin"
+    said = (
+        rf"trainer\.optimizer={written}, and this run has trainer\.optimizer={other}: go on with "
+        rf"{written}, or begin"
+    )
     with pytest.raises(CheckpointError, match=said):
         DistributedCheckpoint().load(url, resumed.state(), None)
     with pytest.raises(ValueError, match=r"it lacks \[.* and has \["):
@@ -346,9 +418,18 @@ def test_the_state_of_the_other_optimizer_is_refused(folders, tmp_path, written,
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"lora_rank": 2}, r"trainer\.optimizer=muon with trainer\.lora\.rank=2: Muon steps whole matrices"),
-        ({"backend": "fsdp", "tensor_parallel": 2}, r"does not go together with trainer\.optimizer=muon"),
-        ({"backend": "megatron"}, r"trainer\.backend=megatron: it does not go together with trainer\.optimizer=muon"),
+        (
+            {"lora_rank": 2},
+            r"trainer\.optimizer=muon with trainer\.lora\.rank=2: Muon steps whole matrices",
+        ),
+        (
+            {"backend": "fsdp", "tensor_parallel": 2},
+            r"does not go together with trainer\.optimizer=muon",
+        ),
+        (
+            {"backend": "megatron"},
+            r"trainer\.backend=megatron: it does not go together with trainer\.optimizer=muon",
+        ),
     ],
 )
 def test_layouts_without_muon_are_refused(settings, said):
@@ -357,9 +438,14 @@ def test_layouts_without_muon_are_refused(settings, said):
 
 
 def test_a_config_has_adamw_unless_it_says_muon():
-    assert load_config_file(shipped("quickstart"), []).config.trainer.optimizer is OptimizerName.adamw
+    assert (
+        load_config_file(shipped("quickstart"), []).config.trainer.optimizer is OptimizerName.adamw
+    )
     config = load_config_file(shipped("quickstart_ppo"), ["trainer.optimizer=muon"]).config
-    assert (config.trainer.optimizer, config.critic.optimizer) == (OptimizerName.muon, OptimizerName.adamw)
+    assert (config.trainer.optimizer, config.critic.optimizer) == (
+        OptimizerName.muon,
+        OptimizerName.adamw,
+    )
     with pytest.raises(ConfigError, match=r"trainer\.optimizer"):
         load_config_file(shipped("quickstart"), ["trainer.optimizer=sgd"])
 
@@ -369,9 +455,15 @@ def test_a_plan_counts_one_moment_of_each_matrix(digits_task, backend):
     held = {}
     for optimizer in OptimizerName:
         changes = [f"trainer.optimizer={optimizer}", f"trainer.backend={backend}"]
-        file = load_config_file(shipped("quickstart"), [*digits_overrides(digits_task, "run"), *changes])
+        file = load_config_file(
+            shipped("quickstart"), [*digits_overrides(digits_task, "run"), *changes]
+        )
         phases = plan_phases(file.config, *dags(file), worker_names(file.config))
-        roles = {role: size for memory in check(file.config, phases).memory for role, size in memory.roles.items()}
+        roles = {
+            role: size
+            for memory in check(file.config, phases).memory
+            for role, size in memory.roles.items()
+        }
         held[optimizer] = roles["policy"]
     counted = count_matrices(str(digits_task.model), file.config.trainer, None)
     assert counted > 0

@@ -1,4 +1,6 @@
-"""The table of fused operators: what is chosen by device, what a configuration may say, and references in torch."""
+"""The table of fused operators: what is chosen by device, what a configuration may say, and
+references in torch.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def test_references_compute_what_the_models_own_layers_do(tmp_path, family):
 
     for module in ours.modules():
         if is_norm(module):
-            module.forward = lambda hidden, own=module: operators.rms_norm(hidden, own.weight, own.variance_epsilon)
+            module.forward = lambda hidden, own=module: operators.rms_norm(
+                hidden, own.weight, own.variance_epsilon
+            )
         elif is_feed_forward(module):
             module.forward = lambda hidden, own=module: own.down_proj(
                 operators.swiglu(own.gate_proj(hidden), own.up_proj(hidden))
@@ -58,10 +62,14 @@ def test_a_device_has_its_own_library_unless_another_is_given():
         "attention": "auto",
         "rms_norm": "auto",
     }
-    assert set(choose_operators({}, "cpu", liger="auto").values()) == {"torch"}, "numbers of CPUs stay as they are"
+    assert set(choose_operators({}, "cpu", liger="auto").values()) == {"torch"}, (
+        "numbers of CPUs stay as they are"
+    )
     assert (
         "auto"
-        not in choose_operators({"attention": "torch"}, "cuda", liger="auto", libraries=MEGATRON_OPERATORS).values()
+        not in choose_operators(
+            {"attention": "torch"}, "cuda", liger="auto", libraries=MEGATRON_OPERATORS
+        ).values()
     )
     assert choose_operators({"adamw": "torch"}, "npu", liger=False)["adamw"] == "torch"
 
@@ -69,10 +77,22 @@ def test_a_device_has_its_own_library_unless_another_is_given():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"operators": {"rotery": "torch"}}, r"trainer.operators.rotery: expected .*did you mean 'rotary'"),
-        ({"operators": {"rms_norm": "lige"}}, r"operators.rms_norm=lige: expected one of torch, .*mean 'liger'"),
-        ({"operators": {"adamw": "liger"}}, r"operators.adamw=liger: expected one of torch, torch_npu"),
-        ({"operators": {"swiglu": "torch"}, "liger": True}, "trainer.liger=true, which stands for liger"),
+        (
+            {"operators": {"rotery": "torch"}},
+            r"trainer.operators.rotery: expected .*did you mean 'rotary'",
+        ),
+        (
+            {"operators": {"rms_norm": "lige"}},
+            r"operators.rms_norm=lige: expected one of torch, .*mean 'liger'",
+        ),
+        (
+            {"operators": {"adamw": "liger"}},
+            r"operators.adamw=liger: expected one of torch, torch_npu",
+        ),
+        (
+            {"operators": {"swiglu": "torch"}, "liger": True},
+            "trainer.liger=true, which stands for liger",
+        ),
     ],
 )
 def test_names_that_are_unknown_or_contradict_are_refused(settings, said):
@@ -83,7 +103,11 @@ def test_names_that_are_unknown_or_contradict_are_refused(settings, said):
 @pytest.mark.parametrize(
     ("installed", "overrides", "said"),
     [
-        (False, [], r"trainer.operators.swiglu=torch_npu needs torch_npu: pip install 'siirl_dask\[npu\]'"),
+        (
+            False,
+            [],
+            r"trainer.operators.swiglu=torch_npu needs torch_npu: pip install 'siirl_dask\[npu\]'",
+        ),
         (True, [], "runs on npu alone, and workers here have cpu"),
         (True, ["cluster.device_memory=64GB"], None),
     ],
@@ -95,7 +119,11 @@ def test_a_library_that_cannot_run_is_refused_before_anything_starts(
 
     def plan():
         own = overrides or ["cluster.device=cpu"]
-        given = [*digits_overrides(digits_task, tmp_path / "run"), "trainer.operators.swiglu=torch_npu", *own]
+        given = [
+            *digits_overrides(digits_task, tmp_path / "run"),
+            "trainer.operators.swiglu=torch_npu",
+            *own,
+        ]
         file = load_config_file(shipped("quickstart.yaml"), given)
         return describe_run(file.config, *dags(file))
 

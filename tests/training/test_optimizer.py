@@ -37,7 +37,9 @@ def build(folder, **settings):
 def batch(trainer, factor=1.0):
     rows = random_rows(LENGTHS)
     logprobs = trainer.logprobs(rows).logprobs
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows) * factor)
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows) * factor
+    )
 
 
 def copied(named):
@@ -49,10 +51,19 @@ def copied(named):
     [
         ({"schedule": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1, 1]),
         ({"schedule": "linear", "total_steps": 4}, [1, 0.75, 0.5, 0.25, 0, 0]),
-        ({"schedule": "linear", "total_steps": 6, "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
-        ({"schedule": "linear", "total_steps": 4, "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        (
+            {"schedule": "linear", "total_steps": 6, "warmup_steps": 2},
+            [0.5, 1, 1, 0.75, 0.5, 0.25, 0],
+        ),
+        (
+            {"schedule": "linear", "total_steps": 4, "min_lr_ratio": 0.2},
+            [1, 0.8, 0.6, 0.4, 0.2, 0.2],
+        ),
         ({"schedule": "cosine", "total_steps": 3}, [1, 0.75, 0.25, 0, 0]),
-        ({"schedule": "cosine", "total_steps": 4, "min_lr_ratio": 0.5}, [1, 0.75 + cos(pi / 4) / 4, 0.75]),
+        (
+            {"schedule": "cosine", "total_steps": 4, "min_lr_ratio": 0.5},
+            [1, 0.75 + cos(pi / 4) / 4, 0.75],
+        ),
     ],
 )
 def test_the_learning_rate_follows_the_schedule(settings, rates):
@@ -67,13 +78,21 @@ def test_a_falling_rate_without_total_steps_is_refused():
 
 
 def test_total_steps_are_those_of_the_run_by_default():
-    overrides = ["trainer.schedule=cosine", "critic.schedule=linear", "run.steps=10", "algorithm.minibatches=4"]
+    overrides = [
+        "trainer.schedule=cosine",
+        "critic.schedule=linear",
+        "run.steps=10",
+        "algorithm.minibatches=4",
+    ]
     file = load_config_file(
-        shipped("quickstart_ppo"), [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"]
+        shipped("quickstart_ppo"),
+        [*overrides, "algorithm.epochs=2", "algorithm.critic_warmup_steps=3"],
     )
     assert (file.config.trainer.total_steps, file.config.critic.total_steps) == (7 * 8, 10 * 8)
     assert file.roles["policy"]["with"]["trainer"]["total_steps"] == 7 * 8
-    explicit = load_config_file(shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"])
+    explicit = load_config_file(
+        shipped("quickstart"), ["trainer.schedule=cosine", "trainer.total_steps=500"]
+    )
     assert explicit.config.trainer.total_steps == 500
     assert Config().trainer.total_steps is None
 
@@ -81,20 +100,29 @@ def test_total_steps_are_those_of_the_run_by_default():
 def test_two_steps_of_adamw_equal_a_computation_by_hand():
     weight = nn.Parameter(torch.tensor([1.0]))
     optimizer = Optimizer(
-        {"w": weight}, TrainerConfig(lr=0.1, betas=(0.5, 0.75), eps=0.5, weight_decay=0.2, ema_decay=0.75)
+        {"w": weight},
+        TrainerConfig(lr=0.1, betas=(0.5, 0.75), eps=0.5, weight_decay=0.2, ema_decay=0.75),
     )
     optimizer.gradients.flat.fill_(0.5)
     optimizer.step()
-    first = 1.0 * (1 - 0.1 * 0.2) - 0.1 * 0.5 / (0.5 + 0.5)  # bias-corrected: mean 0.5, root of the square 0.5
+    first = 1.0 * (1 - 0.1 * 0.2) - 0.1 * 0.5 / (
+        0.5 + 0.5
+    )  # bias-corrected: mean 0.5, root of the square 0.5
     assert weight.item() == pytest.approx(first)
     optimizer.gradients.flat.fill_(1.0)
     optimizer.step()
-    mean, square = (0.5 * 0.25 + 0.5 * 1.0) / (1 - 0.5**2), (0.75 * 0.0625 + 0.25 * 1.0) / (1 - 0.75**2)
+    mean, square = (
+        (0.5 * 0.25 + 0.5 * 1.0) / (1 - 0.5**2),
+        (0.75 * 0.0625 + 0.25 * 1.0) / (1 - 0.75**2),
+    )
     assert optimizer.state()["w"]["exp_avg_sq"].item() == pytest.approx(0.75 * 0.0625 + 0.25)
     second = first * (1 - 0.1 * 0.2) - 0.1 * mean / (square**0.5 + 0.5)
     assert weight.item() == pytest.approx(second)
     ((name, average),) = optimizer.ema()
-    assert (name, average.item()) == ("w", pytest.approx(0.75 * (0.75 * 1.0 + 0.25 * first) + 0.25 * second))
+    assert (name, average.item()) == (
+        "w",
+        pytest.approx(0.75 * (0.75 * 1.0 + 0.25 * first) + 0.25 * second),
+    )
 
 
 @pytest.fixture
@@ -119,9 +147,13 @@ def counts(monkeypatch, one_thread):
 
 
 def many(cores):
-    """Weights, moments and averages after three steps of a parameter of an odd size, more than one thread takes."""
+    """Weights, moments and averages after three steps of a parameter of an odd size, more than
+    one thread takes.
+    """
     weight = nn.Parameter(torch.randn(300_007, generator=torch.Generator().manual_seed(1)))
-    optimizer = Optimizer({"w": weight}, TrainerConfig(lr=0.1, ema_decay=0.75, weight_decay=0.1), cores=cores)
+    optimizer = Optimizer(
+        {"w": weight}, TrainerConfig(lr=0.1, ema_decay=0.75, weight_decay=0.1), cores=cores
+    )
     for step in range(3):
         optimizer.gradients.flat.copy_(weight.detach().cos() + step)
         optimizer.step()
@@ -166,7 +198,9 @@ def test_the_optimizer_of_an_offloaded_model_alone_takes_the_workers_cores(
         built.update([batch(built)], PPO)
     else:
         rows = random_rows(LENGTHS)
-        built.update([ValueBatch(rows=rows, old_values=built.values(rows), returns=signs(rows))], value_clip)
+        built.update(
+            [ValueBatch(rows=rows, old_values=built.values(rows), returns=signs(rows))], value_clip
+        )
     assert counts == [threads]
     assert torch.get_num_threads() == 1
 
@@ -190,12 +224,17 @@ def test_nonfinite_steps_may_be_skipped_up_to_a_limit_in_a_row(folder):
     metrics = trainer.update([bad], PPO, on_nonfinite=found.append)
     assert (metrics["skipped_steps"], "loss" in metrics) == (1, False)
     assert_same_tensors(copied(trainer.weights()), before)
-    assert not any(state["exp_avg"].any() or state["step"] for state in trainer.state()["optimizer"].values())
+    assert not any(
+        state["exp_avg"].any() or state["step"] for state in trainer.state()["optimizer"].values()
+    )
     alone = build(folder, max_grad_norm=1e6).update([good], PPO)
     metrics = trainer.update([good, bad], PPO, on_nonfinite=found.append)
     assert metrics == alone | {"skipped_steps": 1}
     state = trainer.state()
-    assert {name: int(value) for name, value in state["progress"].items()} == {"steps": 1, "skipped_steps": 1}
+    assert {name: int(value) for name, value in state["progress"].items()} == {
+        "steps": 1,
+        "skipped_steps": 1,
+    }
     trainer.update([bad], PPO, on_nonfinite=found.append)
     assert [one.may_skip for one in found] == [True, True, False]
     with pytest.raises(TrainingError, match=r"mini-batch 1 of 1: .*the last 3 were so"):
@@ -228,7 +267,10 @@ def test_epochs_repeat_the_minibatches_and_critic_warmup_skips_the_policy(folder
         ({"min_lr_ratio": 1.5}, "trainer.min_lr_ratio=1.5: expected 0 to 1"),
         ({"ema_decay": 1.0}, "trainer.ema_decay=1.0: expected 0 to below 1"),
         ({"max_skipped_steps": -1}, "trainer.max_skipped_steps=-1: expected at least 0"),
-        ({"warmup_steps": 5, "total_steps": 5}, "trainer.total_steps=5: expected more than trainer.warmup_steps=5"),
+        (
+            {"warmup_steps": 5, "total_steps": 5},
+            "trainer.total_steps=5: expected more than trainer.warmup_steps=5",
+        ),
         ({"shard_size": 2}, "trainer.fsdp.shard_size=2"),
         ({"offload": True}, "trainer.fsdp.offload=True"),
         ({"backend": "fsdp", "shard_size": 0}, "trainer.fsdp.shard_size=0: expected at least 1"),

@@ -1,4 +1,6 @@
-"""A backend outside of the package, the example of docs/training.md: it conforms, trains, and is checked by name."""
+"""A backend outside of the package, the example of docs/training.md: it conforms, trains, and is
+checked by name.
+"""
 
 import os
 import re
@@ -17,7 +19,11 @@ from siirl_dask.training import RoleRequest, Trainer, check_trainer, trainer_spe
 from tests.settings import digits_overrides
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-SOURCE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "SPEC = TrainerSpec(" in block)
+SOURCE = next(
+    block
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if "SPEC = TrainerSpec(" in block
+)
 OWN = "trainer.backend=my_trainer:SPEC"
 EAGER = "trainer.backend_options={attention: eager}"
 
@@ -39,18 +45,24 @@ class TestOwnTrainer(TrainerTests):
     families = ("qwen3", "llama")
 
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
         file = folder / f"my_trainer_{os.getpid()}.py"
         file.write_text(SOURCE)
         model = ModelConfig(path=str(folder))
-        request = RoleRequest(device=Device("w0"), rank=rank, model=model, trainer=config, temperature=temperature)
+        request = RoleRequest(
+            device=Device("w0"), rank=rank, model=model, trainer=config, temperature=temperature
+        )
         return trainer_spec(f"{file}:SPEC").build_policy(request)
 
 
 def test_a_run_on_workers_elsewhere_learns_what_torch_does(train, written):
     run = train("own", OWN, EAGER, "run.steps=2")
     torch = train("torch", "run.steps=2")
-    losses, expected = ([record["metrics"]["policy/loss"] for record in each.records()] for each in (run, torch))
+    losses, expected = (
+        [record["metrics"]["policy/loss"] for record in each.records()] for each in (run, torch)
+    )
     assert losses == pytest.approx(expected, abs=1e-4)
     assert run.summary.status == "complete"
 
@@ -66,7 +78,9 @@ def planned(capsys, digits_task, folder, *options, config="quickstart.yaml"):
 
 
 def test_a_plan_estimates_its_memory(capsys, digits_task, written):
-    code, shown, said = planned(capsys, digits_task, written, OWN, EAGER, "cluster.device_memory=80GB")
+    code, shown, said = planned(
+        capsys, digits_task, written, OWN, EAGER, "cluster.device_memory=80GB"
+    )
     assert (code, said) == (0, "")
     assert "optimizer state" in shown
 
@@ -74,22 +88,52 @@ def test_a_plan_estimates_its_memory(capsys, digits_task, written):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([OWN, "trainer.backend_options={attentoin: eager}"], "backend_options.attentoin='eager': expected attention"),
-        ([OWN, "trainer.backend_options={attention: flash}"], "backend_options.attention='flash': expected attention"),
+        (
+            [OWN, "trainer.backend_options={attentoin: eager}"],
+            "backend_options.attentoin='eager': expected attention",
+        ),
+        (
+            [OWN, "trainer.backend_options={attention: flash}"],
+            "backend_options.attention='flash': expected attention",
+        ),
         (
             [OWN, "trainer.compile=true"],
             "trainer.compile=True with trainer.backend=my_trainer:SPEC: plain transformers",
         ),
-        ([OWN, "trainer.lora.rank=4"], "trainer.lora.rank=4 with trainer.backend=my_trainer:SPEC: plain tra"),
-        ([OWN, "trainer.fsdp.offload=true"], "the backend my_trainer:SPEC does not have it; take trainer.backend=fsdp"),
-        ([OWN, "trainer.operators={rms_norm: mindspeed}"], "MindSpeed replaces functions of megatron-core"),
-        ([OWN, "trainer.operators={rms_norm: liger}"], "trainer.backend=my_trainer:SPEC: expected one of torch"),
-        (["trainer.backend=fdsp"], "trainer.backend='fdsp': expected one of ['torch', 'fsdp', 'megatron'], or module"),
+        (
+            [OWN, "trainer.lora.rank=4"],
+            "trainer.lora.rank=4 with trainer.backend=my_trainer:SPEC: plain tra",
+        ),
+        (
+            [OWN, "trainer.fsdp.offload=true"],
+            "the backend my_trainer:SPEC does not have it; take trainer.backend=fsdp",
+        ),
+        (
+            [OWN, "trainer.operators={rms_norm: mindspeed}"],
+            "MindSpeed replaces functions of megatron-core",
+        ),
+        (
+            [OWN, "trainer.operators={rms_norm: liger}"],
+            "trainer.backend=my_trainer:SPEC: expected one of torch",
+        ),
+        (
+            ["trainer.backend=fdsp"],
+            "trainer.backend='fdsp': expected one of ['torch', 'fsdp', 'megatron'], or module",
+        ),
         (["trainer.backend=fdsp"], "did you mean 'fsdp'?"),
-        (["trainer.backend=my_trainr:SPEC"], "trainer.backend: 'my_trainr:SPEC': there is no module 'my_trainr'"),
+        (
+            ["trainer.backend=my_trainr:SPEC"],
+            "trainer.backend: 'my_trainr:SPEC': there is no module 'my_trainr'",
+        ),
         (["trainer.backend=my_trainer.py:SPCE"], "has no TrainerSpec 'SPCE'; did you mean 'SPEC'?"),
-        (["trainer.backend=my_trainer:check"], "'my_trainer:check': module 'my_trainer' has no TrainerSpec 'check'"),
-        (["trainer.backend=my_trainer:"], "names no TrainerSpec: expected 'module:NAME' or 'file.py:NAME'"),
+        (
+            ["trainer.backend=my_trainer:check"],
+            "'my_trainer:check': module 'my_trainer' has no TrainerSpec 'check'",
+        ),
+        (
+            ["trainer.backend=my_trainer:"],
+            "names no TrainerSpec: expected 'module:NAME' or 'file.py:NAME'",
+        ),
         ([EAGER], "trainer.backend_options={'attention': 'eager'}: the backend torch reads none"),
     ],
 )
@@ -103,11 +147,21 @@ def test_a_plan_refuses_by_name(capsys, digits_task, written, options, said):
 @pytest.mark.parametrize(
     ("config", "options", "said"),
     [
-        ("quickstart_ppo.yaml", ["critic.backend=my_trainer:SPEC"], "builds no critic; take trainer.backend=fsdp"),
-        ("grpo_kl.yaml", [OWN], "plain transformers builds no reference; take trainer.backend=fsdp"),
+        (
+            "quickstart_ppo.yaml",
+            ["critic.backend=my_trainer:SPEC"],
+            "builds no critic; take trainer.backend=fsdp",
+        ),
+        (
+            "grpo_kl.yaml",
+            [OWN],
+            "plain transformers builds no reference; take trainer.backend=fsdp",
+        ),
     ],
 )
-def test_roles_that_it_does_not_build_are_refused(capsys, digits_task, written, config, options, said):
+def test_roles_that_it_does_not_build_are_refused(
+    capsys, digits_task, written, config, options, said
+):
     code, _, error = planned(capsys, digits_task, written, *options, config=config)
     assert code == 2
     assert said in error
@@ -116,13 +170,21 @@ def test_roles_that_it_does_not_build_are_refused(capsys, digits_task, written, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"images": ImagesConfig(column="picture")}, r"SPEC with images\.column='picture': it sees no images"),
-        ({"rollout": RolloutConfig(router_replay=True)}, r"router_replay=true with .*SPEC: it replays no routes"),
+        (
+            {"images": ImagesConfig(column="picture")},
+            r"SPEC with images\.column='picture': it sees no images",
+        ),
+        (
+            {"rollout": RolloutConfig(router_replay=True)},
+            r"router_replay=true with .*SPEC: it replays no routes",
+        ),
     ],
 )
 def test_rows_that_it_does_not_take_are_refused(digits_config, written, options, said):
     with pytest.raises(ConfigError, match=said):
-        check_trainer({"trainer": TrainerConfig(backend="my_trainer:SPEC"), **options}, ["w0"], digits_config)
+        check_trainer(
+            {"trainer": TrainerConfig(backend="my_trainer:SPEC"), **options}, ["w0"], digits_config
+        )
 
 
 def test_a_spec_is_not_imported_before_its_name_is_whole(written):

@@ -14,12 +14,17 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), max_size=12)
 def pack(lengths):
     totals = [prompt + response for prompt, response in lengths]
     tokens = torch.arange(100, 100 + sum(totals))
-    return PackedRows(tokens, torch.tensor([0, *totals]).cumsum(0), torch.tensor([p for p, _ in lengths]).long())
+    return PackedRows(
+        tokens, torch.tensor([0, *totals]).cumsum(0), torch.tensor([p for p, _ in lengths]).long()
+    )
 
 
 def responses(rows):
     parts = rows.tokens.split(rows.offsets.diff().tolist())
-    return [part[prompt:].tolist() for part, prompt in zip(parts, rows.prompt_lengths.tolist(), strict=True)]
+    return [
+        part[prompt:].tolist()
+        for part, prompt in zip(parts, rows.prompt_lengths.tolist(), strict=True)
+    ]
 
 
 @given(lengths=LENGTHS, budget=st.integers(1, 40))
@@ -27,7 +32,9 @@ def test_every_row_is_in_one_micro_batch_in_order_within_the_budget(lengths, bud
     rows = pack(lengths)
     batches = micro_batches(rows, budget)
     targets = [
-        batch.targets[a:b].tolist() for batch in batches for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)
+        batch.targets[a:b].tolist()
+        for batch in batches
+        for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)
     ]
     assert targets == responses(rows)
     for batch in batches:
@@ -43,7 +50,10 @@ def test_micro_batches_are_the_fewest_and_then_the_most_even(lengths, budget):
         for cuts in combinations(range(1, len(lengths)), count)
     ]
     allowed = [cut for cut in cuttings if max(cut) <= budget]
-    sizes = [batch.input_ids.numel() for batch in micro_batches(pack([(length, 0) for length in lengths]), budget)]
+    sizes = [
+        batch.input_ids.numel()
+        for batch in micro_batches(pack([(length, 0) for length in lengths]), budget)
+    ]
     if max(lengths) <= budget:
         fewest = min(map(len, allowed))
         assert (len(sizes), max(sizes)) == (
@@ -59,7 +69,9 @@ def test_each_response_token_is_predicted_from_the_token_before_it(lengths, budg
     rows = pack(lengths)
     everything = torch.cat([torch.tensor(tokens) for tokens in [[], *responses(rows)]]).long()
     for batch in micro_batches(rows, budget):
-        assert torch.equal(batch.input_ids[0, batch.predicting], batch.targets - 1)  # tokens are numbered throughout
+        assert torch.equal(
+            batch.input_ids[0, batch.predicting], batch.targets - 1
+        )  # tokens are numbered throughout
         assert torch.equal(everything[batch.tokens], batch.targets)
 
 
@@ -68,14 +80,25 @@ def test_rows_of_equal_length_are_neighbours_and_positions_begin_at_0(lengths, b
     for batch in micro_batches(pack(lengths), budget):
         lengths_in_runs = [length for _, length in batch.runs]
         assert lengths_in_runs == sorted(set(lengths_in_runs))
-        expected = [position for count, length in batch.runs for _ in range(count) for position in range(length)]
+        expected = [
+            position
+            for count, length in batch.runs
+            for _ in range(count)
+            for position in range(length)
+        ]
         assert batch.position_ids[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
     ("offsets", "prompts"),
     [([0, 3], [0]), ([0, 3], [4]), ([0, 4], [1]), ([1, 3], [1]), ([0, 3], [1, 1])],
-    ids=["no prompt", "prompt longer than row", "offsets beyond tokens", "offsets not from 0", "offsets of other rows"],
+    ids=[
+        "no prompt",
+        "prompt longer than row",
+        "offsets beyond tokens",
+        "offsets not from 0",
+        "offsets of other rows",
+    ],
 )
 def test_malformed_rows_are_refused(offsets, prompts):
     with pytest.raises(ValueError, match=r"expected every row|do not have offsets"):

@@ -1,4 +1,6 @@
-"""A model that waits in the host's memory between phases learns, saves and resumes as one that stays on its device."""
+"""A model that waits in the host's memory between phases learns, saves and resumes as one that
+stays on its device.
+"""
 
 import weakref
 from functools import partial
@@ -50,7 +52,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
-    """Let an accelerator's memory be the CPU's: what lies there has storages of its size, and none when it is freed."""
+    """Let an accelerator's memory be the CPU's: what lies there has storages of its size, and
+    none when it is freed.
+    """
     monkeypatch.setattr(Device, "torch_name", property(lambda self: "cpu"))
 
 
@@ -64,7 +68,9 @@ def build(folder, make=build_trainer, rank=None, kind=DeviceKind.CUDA, **setting
 
 def advance(trainer):
     logprobs = trainer.logprobs(ROWS).logprobs
-    batch = TrainBatch(rows=ROWS, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(ROWS))
+    batch = TrainBatch(
+        rows=ROWS, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(ROWS)
+    )
     return trainer.update([batch, batch], PPO), logprobs
 
 
@@ -73,7 +79,9 @@ def copied(named):
 
 
 def weights_on_device(trainer):
-    return sum(local(parameter).untyped_storage().nbytes() for parameter in trainer._network.parameters())
+    return sum(
+        local(parameter).untyped_storage().nbytes() for parameter in trainer._network.parameters()
+    )
 
 
 def state_on_device(trainer):
@@ -103,15 +111,22 @@ def assert_parks_and_stays_the_same(steady, parked, case):
             parked.sleep()
             assert_same_tensors(copied(parked.ema_weights()), copied(steady.ema_weights()))
     parked.sleep()
-    states = [{name: full_tensor(tensor) for name, tensor in flat(one.state()).items()} for one in (steady, parked)]
+    states = [
+        {name: full_tensor(tensor) for name, tensor in flat(one.state()).items()}
+        for one in (steady, parked)
+    ]
     assert_same_tensors(*states)
-    assert (weights_on_device(parked), state_on_device(parked)) == (0, 0), "a checkpoint reads the host's copy"
+    assert (weights_on_device(parked), state_on_device(parked)) == (0, 0), (
+        "a checkpoint reads the host's copy"
+    )
 
 
 def on_a_rank(folder, rank):
     Device.torch_name = property(lambda self: "cpu")
     settings = {"backend": "fsdp", "rank": rank}
-    assert_parks_and_stays_the_same(build(folder, **settings), build(folder, park=True, **settings), str(rank))
+    assert_parks_and_stays_the_same(
+        build(folder, **settings), build(folder, park=True, **settings), str(rank)
+    )
 
 
 @pytest.mark.slow
@@ -124,7 +139,9 @@ def test_a_checkpoint_is_written_and_loaded_while_parked(folder, tmp_path, backe
     steady, stopped = build(folder, backend=backend), build(folder, backend=backend, park=True)
     assert advance(steady)[0] == advance(stopped)[0]
     stopped.sleep()
-    DistributedCheckpoint().save(str(tmp_path / "state"), stopped.state(), None).result()  # copies, as runs do
+    DistributedCheckpoint().save(
+        str(tmp_path / "state"), stopped.state(), None
+    ).result()  # copies, as runs do
     expected, _ = advance(steady)
     for asleep in (True, False):
         fresh = build(folder, backend=backend, park=True)
@@ -172,13 +189,19 @@ def test_nothing_moves_on_a_cpu_nor_unasked(folder, kind, park):
         (build_critic, lambda critic: critic.values(ROWS)),
     ],
 )
-def test_the_hosts_memory_is_not_given_back_before_copies_from_it_have_arrived(folder, monkeypatch, make, use):
+def test_the_hosts_memory_is_not_given_back_before_copies_from_it_have_arrived(
+    folder, monkeypatch, make, use
+):
     trainer = build(folder, make, park=True)
     trainer.sleep()
     copies = [weakref.ref(copy) for copy in trainer._memory._weights._copies.values()]
     use(trainer)  # which fetches, and does not wait
     waits = []
-    monkeypatch.setattr(devices, "synchronize", lambda device: waits.append(all(copy() is not None for copy in copies)))
+    monkeypatch.setattr(
+        devices,
+        "synchronize",
+        lambda device: waits.append(all(copy() is not None for copy in copies)),
+    )
     trainer.close()
     assert waits, "nothing waits for the copies"
     assert waits[0], "the memory was given back first"
@@ -213,13 +236,21 @@ def test_what_has_not_changed_is_not_copied_again_and_the_hosts_memory_stays_the
     assert parked.here(tensor).data_ptr() == memory
 
 
-@given(st.lists(st.tuples(st.integers(1, 3000), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3000), st.sampled_from([torch.float32, torch.bfloat16, torch.int8])
+        )
+    )
+)
 def test_any_tensors_come_back_as_they_were(drawn):
     tensors = [torch.randint(0, 99, (size,)).to(dtype) for size, dtype in drawn]
     views, before = [tensor[1:] for tensor in tensors], [tensor.clone() for tensor in tensors]
     parked = Parked(tensors)
     parked.park()
-    assert all(torch.equal(parked.here(view), old[1:]) for view, old in zip(views, before, strict=True))
+    assert all(
+        torch.equal(parked.here(view), old[1:]) for view, old in zip(views, before, strict=True)
+    )
     assert not any(tensor.untyped_storage().nbytes() for tensor in tensors)
     parked.fetch()
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))

@@ -28,9 +28,18 @@ WRONG = {
         ["trainer.fsdp.sequence_parallel=4"],
         r"sequence_parallel=4: expected a divisor of the role's 6 workers",
     ),
-    "heads": (["trainer.fsdp.sequence_parallel=3"], r"sequence_parallel=3: expected a divisor of the 4 heads of "),
-    "layers": (["trainer.fsdp.tensor_parallel=4"], r"tensor_parallel=4: expected a divisor of the role's 6 workers"),
-    "keys": (["trainer.fsdp.tensor_parallel=3"], r"tensor_parallel=3: expected a divisor of num_key_value_heads=2 of "),
+    "heads": (
+        ["trainer.fsdp.sequence_parallel=3"],
+        r"sequence_parallel=3: expected a divisor of the 4 heads of ",
+    ),
+    "layers": (
+        ["trainer.fsdp.tensor_parallel=4"],
+        r"tensor_parallel=4: expected a divisor of the role's 6 workers",
+    ),
+    "keys": (
+        ["trainer.fsdp.tensor_parallel=3"],
+        r"tensor_parallel=3: expected a divisor of num_key_value_heads=2 of ",
+    ),
     "placed": (
         ["trainer.fsdp.sequence_parallel=2", "cluster.placement={policy: [1, 3, 5]}"],
         r"sequence_parallel=2: expected a divisor of the role's 3 workers",
@@ -69,28 +78,47 @@ def test_a_possible_layout_is_planned_even_without_the_model(overrides, tmp_path
         ["trainer.fsdp.sequence_parallel=2"],
         [f"model.path={tmp_path}/elsewhere"],
     ):
-        file = load_config_file(shipped("quickstart.yaml"), [*overrides, "trainer.fsdp.sequence_parallel=2", *options])
+        file = load_config_file(
+            shipped("quickstart.yaml"), [*overrides, "trainer.fsdp.sequence_parallel=2", *options]
+        )
         assert "== memory ==" in describe_run(file.config, *dags(file))
 
 
 @pytest.mark.parametrize("longest", [24, 128, 1000])
 @pytest.mark.parametrize("option", ["sequence_parallel", "tensor_parallel"])
-def test_the_tokens_that_a_plan_counts_are_those_of_the_largest_micro_batch(digits_config, tmp_path, option, longest):
+def test_the_tokens_that_a_plan_counts_are_those_of_the_largest_micro_batch(
+    digits_config, tmp_path, option, longest
+):
     config, ranks = digits_config, 2
     config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2))
     config.data.max_prompt_length, config.rollout.max_response_length = 8, longest - 8
-    config.trainer = trainer_config(backend=Backend.fsdp, max_tokens_per_micro_batch=256, **{option: ranks})
+    config.trainer = trainer_config(
+        backend=Backend.fsdp, max_tokens_per_micro_batch=256, **{option: ranks}
+    )
     workers = ["w0", "w1", "w2", "w3"]
     cost = check_trainer({"trainer": config.trainer}, workers, config)
-    rows = config.data.batch_size * config.rollout.n // config.algorithm.minibatches // len(workers) * ranks
+    rows = (
+        config.data.batch_size
+        * config.rollout.n
+        // config.algorithm.minibatches
+        // len(workers)
+        * ranks
+    )
     union = random_rows([(8, longest - 8)] * rows)  # those of the ranks that compute together
     if option == "sequence_parallel":
         rank = Rank(0, ranks)
-        batches = [shard_tokens(one, torch.zeros_like(one.targets), rank) for one in micro_batches(union, 512)]
+        batches = [
+            shard_tokens(one, torch.zeros_like(one.targets), rank)
+            for one in micro_batches(union, 512)
+        ]
     else:
         batches = micro_batches(union, 256)
     most = max(batch.input_ids.numel() for batch in batches)
-    (said,) = (int(part.split()[2].replace(",", "")) for part in cost.device.working if part.startswith("activations"))
+    (said,) = (
+        int(part.split()[2].replace(",", ""))
+        for part in cost.device.working
+        if part.startswith("activations")
+    )
     assert most <= said <= max(256, most)
 
 
@@ -99,7 +127,10 @@ def test_a_reference_in_shards_holds_no_gradients_of_gathered_layers(digits_conf
     config.trainer = trainer_config(backend=Backend.fsdp)
     options, workers = {"trainer": config.trainer}, ["w0", "w1"]
     size = count_parameters(config.model.path)
-    ends, layers = 2 * 4 * size.largest, 4 * size.total  # the layers are one group: they have less than gather_size
+    ends, layers = (
+        2 * 4 * size.largest,
+        4 * size.total,
+    )  # the layers are one group: they have less than gather_size
     assert check_reference(options, workers, config).memory == 4 * size.total // 2 + ends + layers
     learner = check_trainer(options, workers, config)
     assert learner.memory == 16 * size.total // 2 + 2 * (ends + layers)

@@ -12,7 +12,9 @@ from tests.training.roles import critic, policy
 
 class TestReplicatedTrainer(TrainerTests):
     @classmethod
-    def make_trainer(cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank) -> Trainer:
+    def make_trainer(
+        cls, folder: Path, config: TrainerConfig, temperature: float, rank: Rank
+    ) -> Trainer:
         return policy(folder, config, temperature=temperature, rank=rank)
 
 

@@ -6,7 +6,11 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from siirl_dask.config import Dtype, ModelConfig
 from siirl_dask.context import Context, Device, Rank
@@ -44,7 +48,9 @@ def build(folder, **options):
 def alone(folder, rows):
     """Score each row by a plain forward pass."""
     with no_progress_bars(), torch.no_grad():
-        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
         texts = rows.tokens.split(rows.offsets.diff().tolist())
         return torch.cat([model(text[None]).logits[0] for text in texts])
 
@@ -98,7 +104,9 @@ def test_a_model_without_one_label_or_padding_is_refused(tmp_path, settings, mes
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))  # its biases are not there
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "qwen2"})
+    )  # its biases are not there
     with pytest.raises(ConfigError, match="its weights lack"):
         build(folder)
     with pytest.raises(ConfigError, match="no such folder"):
@@ -118,18 +126,24 @@ def context(model):
 def test_the_node_scores_prompt_and_response_together(folder):
     ctx = context(build(folder))
     scored = score_with_model(ctx, rows_table([[1, 2], [3]], [[4], [5, 6, 7]]))
-    rows = PackedRows(torch.tensor([1, 2, 4, 3, 5, 6, 7]), torch.tensor([0, 3, 7]), torch.tensor([2, 1]))
+    rows = PackedRows(
+        torch.tensor([1, 2, 4, 3, 5, 6, 7]), torch.tensor([0, 3, 7]), torch.tensor([2, 1])
+    )
     expected = alone(folder, rows)
     assert_close(torch.tensor(scored["reward"].to_pylist()), expected, atol=1e-5, rtol=0)
     assert ctx.metrics["reward/mean"].value == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
 def test_no_rows_give_an_empty_float32_column(folder):
-    assert score_with_model(context(build(folder)), rows_table([], []))["reward"].type == pa.float32()
+    assert (
+        score_with_model(context(build(folder)), rows_table([], []))["reward"].type == pa.float32()
+    )
 
 
 def test_tokens_of_another_tokenizer_are_refused(folder):
-    with pytest.raises(ConfigError, match=f"token {VOCABULARY} is none of the reward model's {VOCABULARY}"):
+    with pytest.raises(
+        ConfigError, match=f"token {VOCABULARY} is none of the reward model's {VOCABULARY}"
+    ):
         score_with_model(context(build(folder)), rows_table([[1]], [[VOCABULARY]]))
 
 

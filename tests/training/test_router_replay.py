@@ -1,4 +1,6 @@
-"""A policy goes by given routes: its log-probs and gradients are those of transformers with the same routes."""
+"""A policy goes by given routes: its log-probs and gradients are those of transformers with the
+same routes.
+"""
 
 import json
 from dataclasses import replace
@@ -34,23 +36,31 @@ BACKENDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["weights of the chosen", "weights of all"])
+@pytest.fixture(
+    scope="module", params=[True, False], ids=["weights of the chosen", "weights of all"]
+)
 def folder(request, tmp_path_factory):
-    folder = tiny_model(tmp_path_factory.mktemp("model"), seed=2, layers=LAYERS, family="qwen3_moe", tied=False)
+    folder = tiny_model(
+        tmp_path_factory.mktemp("model"), seed=2, layers=LAYERS, family="qwen3_moe", tied=False
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": request.param}))
     return folder
 
 
 def policy(folder, *, replay=True, rank=None, build=build_trainer, **settings):
-    config = trainer_config(**{"max_tokens_per_micro_batch": 40, "lr": 1e-9, "max_grad_norm": 1e6, **settings})
+    config = trainer_config(
+        **{"max_tokens_per_micro_batch": 40, "lr": 1e-9, "max_grad_norm": 1e6, **settings}
+    )
     rollout = RolloutConfig(router_replay=replay)
     model = ModelConfig(path=str(folder))
     return build(Device("w0"), rank or Rank(), model=model, trainer=config, rollout=rollout)
 
 
 def patched(model, routes):
-    """Let transformers' routers choose ``routes`` [T, W]. The weights are a softmax over the chosen, or over all."""
+    """Let transformers' routers choose ``routes`` [T, W]. The weights are a softmax over the
+    chosen, or over all.
+    """
     for at, layer in enumerate(model.model.layers):
         router, own = layer.mlp.gate, routes[:, at * CHOSEN : (at + 1) * CHOSEN].long().clamp(min=0)
 
@@ -66,7 +76,9 @@ def patched(model, routes):
 def expected(model, rows):
     """Log-probs of each row by itself, as transformers computes them with the rows' routes."""
     scores = []
-    for (row, prompt), routes in zip(split_rows(rows), rows.routes.split(rows.offsets.diff().tolist()), strict=True):
+    for (row, prompt), routes in zip(
+        split_rows(rows), rows.routes.split(rows.offsets.diff().tolist()), strict=True
+    ):
         patched(model, routes)
         scores.append(response_logprobs(model, row[:prompt].tolist(), row[prompt:].tolist()))
     return torch.cat(scores)
@@ -78,11 +90,15 @@ def weighted(inputs):
 
 def batch_of(rows):
     logprobs = torch.zeros(len(rows.tokens) - int(rows.prompt_lengths.sum()))
-    return TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    return TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [random_rows(LENGTHS[:4]), grouped_rows(GROUPS)], ids=["rows", "shared prompts"])
+@pytest.mark.parametrize(
+    "rows", [random_rows(LENGTHS[:4]), grouped_rows(GROUPS)], ids=["rows", "shared prompts"]
+)
 def test_logprobs_and_gradients_are_those_of_transformers_with_these_routes(folder, backend, rows):
     rows, trainer, model = drawn(rows), policy(folder, **BACKENDS[backend]), load_model(folder)
     scores = expected(model, rows)
@@ -91,9 +107,17 @@ def test_logprobs_and_gradients_are_those_of_transformers_with_these_routes(fold
     assert (own - scores).abs().max() > 1e-2, "the routes change nothing"
     trainer.update([batch_of(rows)], weighted)
     (-(scores * signs(rows)).mean()).backward()
-    gradients = {name: full_tensor(parameter.grad) for name, parameter in trainer._network.by_name().items()}
+    gradients = {
+        name: full_tensor(parameter.grad) for name, parameter in trainer._network.by_name().items()
+    }
     for name, parameter in model.named_parameters():
-        assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(
+            gradients[name],
+            parameter.grad,
+            atol=1e-6,
+            rtol=0,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
         assert not name.endswith("mlp.gate.weight") or parameter.grad.abs().max() > 1e-5
 
 
@@ -110,7 +134,12 @@ def test_a_prompt_is_computed_once_where_all_its_rows_have_the_same_routes(folde
     (batch,) = micro_batches(apart, 10**6)
     assert batch.shared is None
     trainer = policy(folder)
-    assert_close(trainer.logprobs(apart).logprobs, expected(load_model(folder), apart).detach(), atol=1e-6, rtol=0)
+    assert_close(
+        trainer.logprobs(apart).logprobs,
+        expected(load_model(folder), apart).detach(),
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 def test_own_routes_replayed_change_no_bit(folder):
@@ -134,7 +163,12 @@ def test_own_routes_replayed_change_no_bit(folder):
 def test_two_ranks_go_by_their_own_rows_routes(folder, tmp_path):
     rows = drawn(random_rows(LENGTHS))
     parts = run_ranks(2, partial(on_rank, folder), tmp_path)
-    assert_close(torch.cat([scores for scores, _ in parts]), policy(folder).logprobs(rows).logprobs, atol=1e-6, rtol=0)
+    assert_close(
+        torch.cat([scores for scores, _ in parts]),
+        policy(folder).logprobs(rows).logprobs,
+        atol=1e-6,
+        rtol=0,
+    )
     trainer = policy(folder)
     trainer.update([batch_of(rows)], weighted)
     for _, gradients in parts:
@@ -148,10 +182,14 @@ def on_rank(folder, rank):
     first, last = [(0, 5), (5, len(LENGTHS))][rank.rank]
     begin, end = int(whole.offsets[first]), int(whole.offsets[last])
     rows = replace(random_rows(LENGTHS, range(first, last)), routes=whole.routes[begin:end])
-    trainer = policy(folder, rank=rank, backend="fsdp", max_tokens_per_micro_batch=16, gather_size="0B")
+    trainer = policy(
+        folder, rank=rank, backend="fsdp", max_tokens_per_micro_batch=16, gather_size="0B"
+    )
     scores = trainer.logprobs(rows).logprobs
     trainer.update([batch_of(rows)], weighted)
-    return scores, {name: full_tensor(each.grad).clone() for name, each in trainer._network.by_name().items()}
+    return scores, {
+        name: full_tensor(each.grad).clone() for name, each in trainer._network.by_name().items()
+    }
 
 
 def test_a_reference_chooses_itself(folder):
@@ -170,9 +208,15 @@ def test_rows_without_routes_or_with_those_of_another_model_are_refused(folder, 
 
     def give(routes):
         given = replace(rows, routes=routes)
-        return trainer.logprobs(given) if call == "logprobs" else trainer.update([batch_of(given)], weighted)
+        return (
+            trainer.logprobs(given)
+            if call == "logprobs"
+            else trainer.update([batch_of(given)], weighted)
+        )
 
-    with pytest.raises(DataError, match="these rows have no column routed_experts: it comes from generate"):
+    with pytest.raises(
+        DataError, match="these rows have no column routed_experts: it comes from generate"
+    ):
         give(None)
     with pytest.raises(DataError, match="has 4 experts a token: expected 6, 2 in each of 3 layers"):
         give(rows.routes[:, :4])
@@ -198,5 +242,7 @@ def test_layouts_that_replay_no_routes_are_refused(folder, settings, named):
 
 def test_a_model_without_experts_has_no_routes_to_replay(tmp_path):
     folder = tiny_model(tmp_path / "model")
-    with pytest.raises(ConfigError, match="is a qwen3, and routes are replayed of mixtures of experts"):
+    with pytest.raises(
+        ConfigError, match="is a qwen3, and routes are replayed of mixtures of experts"
+    ):
         policy(folder)

@@ -1,4 +1,6 @@
-"""Packed rows laid side by side, for layers and models that do not compute them one after the other."""
+"""Packed rows laid side by side, for layers and models that do not compute them one after the
+other.
+"""
 
 import torch
 from hypothesis import given
@@ -27,8 +29,13 @@ def test_every_row_is_in_one_group_in_order_and_little_of_a_group_is_padding(run
     assert list(single_rows(runs)) == [(length,) for length in lengths]
 
 
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), shape=st.sampled_from([(), (3,), (2, 3)]))
-def test_rows_side_by_side_have_their_tokens_first_then_zeros_and_are_packed_again_as_they_were(lengths, shape):
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    shape=st.sampled_from([(), (3,), (2, 3)]),
+)
+def test_rows_side_by_side_have_their_tokens_first_then_zeros_and_are_packed_again_as_they_were(
+    lengths, shape
+):
     packed = torch.randn(sum(lengths), *shape) + 10
     rows = side_by_side(packed, tuple(lengths))
     for row, tokens in zip(rows, packed.split(lengths), strict=True):

@@ -1,4 +1,6 @@
-"""Policies of several agents over one base: it is there once, and each learns as if it were alone."""
+"""Policies of several agents over one base: it is there once, and each learns as if it were
+alone.
+"""
 
 from functools import partial
 
@@ -11,7 +13,15 @@ from siirl_dask.config import ModelConfig, RolloutConfig
 from siirl_dask.context import Device, Rank
 from siirl_dask.tasks.tiny_model import tiny_model
 from siirl_dask.testing.ranks import run_ranks
-from siirl_dask.testing.rows import LENGTHS, assert_same_tensors, flat, load_state, random_rows, save_state, signs
+from siirl_dask.testing.rows import (
+    LENGTHS,
+    assert_same_tensors,
+    flat,
+    load_state,
+    random_rows,
+    save_state,
+    signs,
+)
 from siirl_dask.training import TrainBatch, build_trainer
 from siirl_dask.training.parallel.dtensor import full_tensor
 from tests.settings import trainer_config
@@ -46,13 +56,17 @@ def over_one_base(folder, rank=None, **settings):
     """The second agent learns slower, and at another temperature."""
     device = Device("w")
     first = build(folder, device, AGENTS[0], AGENTS, rank, **settings)
-    return first, build(folder, device, AGENTS[1], AGENTS, rank, temperature=1.3, **settings | {"lr": 3e-3})
+    return first, build(
+        folder, device, AGENTS[1], AGENTS, rank, temperature=1.3, **settings | {"lr": 3e-3}
+    )
 
 
 def advance(trainer, at=0, rows=None, loss=PPO):
     rows = random_rows(LENGTHS[at:]) if rows is None else rows
     logprobs = trainer.logprobs(rows).logprobs
-    batch = TrainBatch(rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows))
+    batch = TrainBatch(
+        rows=rows, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=signs(rows)
+    )
     return trainer.update([batch], loss)
 
 
@@ -75,14 +89,19 @@ def test_an_agent_learns_to_the_bit_as_if_it_were_alone(case, folder):
         for pairs in ("weights", "adapters", "ema_weights"):
             assert_same_tensors(dict(getattr(agent, pairs)()), dict(getattr(expected, pairs)()))
         assert torch.equal(agent.logprobs(ROWS).logprobs, expected.logprobs(ROWS).logprobs)
-        assert torch.equal(agent.base_logprobs(ROWS).logprobs, expected.base_logprobs(ROWS).logprobs)
+        assert torch.equal(
+            agent.base_logprobs(ROWS).logprobs, expected.base_logprobs(ROWS).logprobs
+        )
         assert torch.equal(agent.logprobs(ROWS).logprobs, expected.logprobs(ROWS).logprobs)
 
 
 def test_an_update_of_one_agent_changes_only_its_adapters(folder):
     first, second = over_one_base(folder)
     advance(second)
-    other, base = kept(second), {name: w.clone() for name, w in first._network.merged({}) if "_proj" not in name}
+    other, base = (
+        kept(second),
+        {name: w.clone() for name, w in first._network.merged({}) if "_proj" not in name},
+    )
     own = kept(first)
     advance(first)
     assert_same_tensors(kept(second), other)
@@ -94,7 +113,10 @@ def test_an_update_of_one_agent_changes_only_its_adapters(folder):
 def test_the_base_is_held_once_and_as_long_as_one_agent_has_it(folder):
     device = Device("w")
     first, second = (build(folder, device, agent, AGENTS) for agent in AGENTS)
-    own, other = ({name: tensor.data_ptr() for name, tensor in each._model().items()} for each in (first, second))
+    own, other = (
+        {name: tensor.data_ptr() for name, tensor in each._model().items()}
+        for each in (first, second)
+    )
     assert own.keys() == other.keys()
     assert set(own.values()).isdisjoint(other.values())
     assert first._network._network is second._network._network
@@ -127,7 +149,9 @@ def test_each_agent_resumes_from_its_own_state(folder, tmp_path):
 def learned(folder, rank, **settings):
     """Two ranks with rows of their own: what both agents have learned after two updates each."""
     cut = round(0.6 * len(LENGTHS))
-    rows = random_rows(LENGTHS, {0: range(cut), 1: range(cut, len(LENGTHS))}[rank.rank] if rank.size > 1 else None)
+    rows = random_rows(
+        LENGTHS, {0: range(cut), 1: range(cut, len(LENGTHS))}[rank.rank] if rank.size > 1 else None
+    )
     agents = over_one_base(folder, rank, **settings)
     for _ in range(2):
         for agent in agents:
@@ -141,7 +165,11 @@ def learned(folder, rank, **settings):
 
 def on_a_rank(folder, rank):
     sharded = {"backend": "fsdp", "gradient_checkpointing": True}
-    return [learned(folder, rank), learned(folder, rank, backend="fsdp"), learned(folder, rank, **sharded)]
+    return [
+        learned(folder, rank),
+        learned(folder, rank, backend="fsdp"),
+        learned(folder, rank, **sharded),
+    ]
 
 
 def test_two_ranks_learn_like_one_process_with_either_backend(folder, tmp_path):

@@ -19,7 +19,9 @@ from siirl_dask.training.packing import Packing, micro_batches
 from siirl_dask.training.shared_prompts import find_shared, same_prompts
 
 GROUPS = st.lists(
-    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=5)), min_size=1, max_size=5
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -73,15 +75,23 @@ def test_attention_of_shared_prompts_and_its_gradient_are_those_of_whole_rows(gr
         return
     numbers = torch.Generator().manual_seed(0)
     count = batch.input_ids.shape[1]
-    heads = [torch.randn(1, each, count, 8, generator=numbers, requires_grad=True) for each in (4, 2, 2)]
+    heads = [
+        torch.randn(1, each, count, 8, generator=numbers, requires_grad=True) for each in (4, 2, 2)
+    ]
     packing = Packing(batch.runs, shared=batch.shared)
-    output, _ = packed_attention(torch.nn.Identity(), *heads, None, packing=packing, sliding_window=window)
+    output, _ = packed_attention(
+        torch.nn.Identity(), *heads, None, packing=packing, sliding_window=window
+    )
     whole = [each[:, :, batch.shared.whole] for each in heads]
-    apart, _ = packed_attention(torch.nn.Identity(), *whole, None, packing=Packing(batch.runs), sliding_window=window)
+    apart, _ = packed_attention(
+        torch.nn.Identity(), *whole, None, packing=Packing(batch.runs), sliding_window=window
+    )
     expected = apart[:, batch.shared.first]
     assert_close(output, expected)
     weights = torch.randn(output.shape, generator=numbers)
-    given_, wanted = (torch.autograd.grad((each * weights).sum(), heads) for each in (output, expected))
+    given_, wanted = (
+        torch.autograd.grad((each * weights).sum(), heads) for each in (output, expected)
+    )
     for one, other in zip(given_, wanted, strict=True):
         assert_close(one, other, atol=1e-5, rtol=1e-5)
 
@@ -105,7 +115,13 @@ def test_log_probs_and_gradients_are_those_of_each_row_by_itself(tmp_path, famil
     (expected.logprobs * weights).sum().backward()
     plain = dict(model.named_parameters())
     for name, parameter in network.by_name().items():
-        assert_close(parameter.grad, plain[name].grad, atol=1e-4, rtol=1e-4, msg=lambda said, at=name: f"{at}: {said}")
+        assert_close(
+            parameter.grad,
+            plain[name].grad,
+            atol=1e-4,
+            rtol=1e-4,
+            msg=lambda said, at=name: f"{at}: {said}",
+        )
 
 
 def test_rows_of_different_prompts_are_packed_as_ever():

@@ -46,9 +46,17 @@ MODELS = {
 }
 CASES = {
     "2 share": (2, "qwen3 tied", {"sequence_parallel": 2}),
-    "2 share, recomputed": (2, "qwen2 untied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+    "2 share, recomputed": (
+        2,
+        "qwen2 untied",
+        {"sequence_parallel": 2, "gradient_checkpointing": True},
+    ),
     "2 x 2 share": (4, "qwen2 untied", {"sequence_parallel": 2}),
-    "2 x 2 share, recomputed": (4, "qwen3 tied", {"sequence_parallel": 2, "gradient_checkpointing": True}),
+    "2 x 2 share, recomputed": (
+        4,
+        "qwen3 tied",
+        {"sequence_parallel": 2, "gradient_checkpointing": True},
+    ),
     "2 x 2 share, 2 replicas": (4, "llama tied", {"sequence_parallel": 2, "shard_size": 2}),
     "4 share, recomputed, 2 replicas": (
         4,
@@ -78,14 +86,17 @@ CRITICS = {
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24}
 ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
 """Fractions of an update's rows where each of four ranks' begin. Some ranks have none."""
-LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)  # needs full rows and the entropy's gradient
+LOSS = partial(
+    policy_loss, surrogate=gmpo, entropy_coefficient=0.1
+)  # needs full rows and the entropy's gradient
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return {
-        name: tiny_model(root / name, seed=1, hidden=32, head_dim=12, **options) for name, options in MODELS.items()
+        name: tiny_model(root / name, seed=1, hidden=32, head_dim=12, **options)
+        for name, options in MODELS.items()
     }
 
 
@@ -100,7 +111,9 @@ def alone(folders):
     results = {}
     for name, folder in folders.items():
         trainer = policy(folder, config(), temperature=0.7)
-        results[name] = learn(trainer, Rank(), policy_batch, LOSS) | {"next": update_again(trainer, Rank())}
+        results[name] = learn(trainer, Rank(), policy_batch, LOSS) | {
+            "next": update_again(trainer, Rank())
+        }
     learner = critic(folders["llama tied"], config())
     return results | {"critic": learn(learner, Rank(), value_batch, partial(value_clip, clip=1e6))}
 
@@ -119,7 +132,9 @@ def in_each_rank(folders, state, world):
             dtype = options.pop("dtype", Dtype.float32)
             sharded = config(backend="fsdp", **options)
             trainer = policy(folders[model], sharded, temperature=0.7, rank=rank, dtype=dtype)
-            results[name] = learn(trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3)
+            results[name] = learn(
+                trainer, rank, policy_batch, LOSS, updates=1 if name in BFLOAT16 else 3
+            )
             if name == MOVED_FROM:
                 save_state(trainer, state, rank)
                 dist.barrier()  # else one of two ranks could load before four have saved
@@ -133,12 +148,16 @@ def in_each_rank(folders, state, world):
         if world.rank < size:
             rank = Rank(world.rank, size, pair if size == 2 else world.group)
             learner = critic(folders["llama tied"], config(backend="fsdp", **options), rank)
-            results[f"critic, {name}"] = learn(learner, rank, value_batch, partial(value_clip, clip=1e6))
+            results[f"critic, {name}"] = learn(
+                learner, rank, value_batch, partial(value_clip, clip=1e6)
+            )
     return results
 
 
 def learn(learner, rank, batch, loss, updates=3):
-    """Take updates. Returns scores before and metrics of each, the first one's gradients, and the last weights."""
+    """Take updates. Returns scores before and metrics of each, the first one's gradients, and
+    the last weights.
+    """
     seen = {"metrics": [], "scores": []}
     for at in range(updates):
         scores, data = batch(learner, own_rows(rank, at))
@@ -146,15 +165,21 @@ def learn(learner, rank, batch, loss, updates=3):
         seen["scores"].append(scores)
         if at == 0:
             named = learner._network.by_name()
-            seen["gradients"] = {name: full_tensor(parameter.grad).clone() for name, parameter in named.items()}
+            seen["gradients"] = {
+                name: full_tensor(parameter.grad).clone() for name, parameter in named.items()
+            }
     seen["weights"] = {name: tensor.clone() for name, tensor in learner.weights()}
     seen["held"] = sum(local(tensor).numel() for tensor in flat(learner.state()).values())
     return seen
 
 
 def update_again(trainer, rank):
-    """Take another update on the rows of the first. Returns its metrics and the weights after it."""
-    metrics = trainer.update([policy_batch(trainer, own_rows(rank, 0))[1]], LOSS, sequence_mean_token_mean)
+    """Take another update on the rows of the first. Returns its metrics and the weights after
+    it.
+    """
+    metrics = trainer.update(
+        [policy_batch(trainer, own_rows(rank, 0))[1]], LOSS, sequence_mean_token_mean
+    )
     return metrics, {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
@@ -182,7 +207,9 @@ def value_batch(critic, rows):
 
 
 def assert_learned_alike(ranks, expected):
-    """Compare metrics, gradients and weights of each rank, and the concatenated scores of all ranks."""
+    """Compare metrics, gradients and weights of each rank, and the concatenated scores of all
+    ranks.
+    """
     for result in ranks:
         for metrics, theirs in zip(result["metrics"], expected["metrics"], strict=True):
             assert metrics == pytest.approx(theirs, abs=1e-6, rel=1e-6)
@@ -190,7 +217,10 @@ def assert_learned_alike(ranks, expected):
             assert_close(result["gradients"][key], gradient, atol=1e-6, rtol=0)
             assert_close(result["weights"][key], expected["weights"][key], atol=1e-4, rtol=0)
     for at, scores in enumerate(expected["scores"]):
-        together = [torch.cat(parts) for parts in zip(*(result["scores"][at] for result in ranks), strict=True)]
+        together = [
+            torch.cat(parts)
+            for parts in zip(*(result["scores"][at] for result in ranks), strict=True)
+        ]
         assert_close(together, scores, atol=1e-4 if at else 1e-5, rtol=0)
 
 
@@ -205,7 +235,9 @@ def test_a_tensor_parallel_rank_holds_a_shard_and_replicated_embeddings(seen, fo
         size, model, _ = CASES[name]
         numbers = count_parameters(str(folders[model]))
         for rank in range(size):
-            assert seen[rank][name]["held"] < 3.1 * (numbers.total + 2 * numbers.largest) / size, name
+            assert seen[rank][name]["held"] < 3.1 * (numbers.total + 2 * numbers.largest) / size, (
+                name
+            )
 
 
 @pytest.mark.parametrize("name", CRITICS)
@@ -228,7 +260,9 @@ def test_a_tensor_parallel_checkpoint_resumes_on_fewer_ranks_and_without(seen, a
 def test_bfloat16_works_in_parallel(name, seen, alone):
     for rank in range(2):
         metrics = seen[rank][name]["metrics"][0]
-        assert metrics["grad_norm"] == pytest.approx(alone["llama tied"]["metrics"][0]["grad_norm"], rel=0.05)
+        assert metrics["grad_norm"] == pytest.approx(
+            alone["llama tied"]["metrics"][0]["grad_norm"], rel=0.05
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -239,7 +273,11 @@ def test_bfloat16_works_in_parallel(name, seen, alone):
 )
 def test_every_token_is_computed_once_and_scored_for_its_owner(lengths, size, data):
     owner = torch.tensor(
-        sorted(data.draw(st.lists(st.integers(0, size - 1), min_size=len(lengths), max_size=len(lengths))))
+        sorted(
+            data.draw(
+                st.lists(st.integers(0, size - 1), min_size=len(lengths), max_size=len(lengths))
+            )
+        )
     )
     (batch,) = micro_batches(random_rows(lengths), budget=1000)
     owners = owner.repeat_interleave(batch.offsets.diff())
@@ -247,7 +285,9 @@ def test_every_token_is_computed_once_and_scored_for_its_owner(lengths, size, da
     together = torch.cat([part.input_ids for part in parts], dim=1)
     assert {part.input_ids.shape for part in parts} == {parts[0].input_ids.shape}
     assert torch.equal(together[:, : batch.input_ids.shape[1]], batch.input_ids)
-    assert all(sum(count * length for count, length in part.runs) == together.shape[1] for part in parts)
+    assert all(
+        sum(count * length for count, length in part.runs) == together.shape[1] for part in parts
+    )
     sent = [part.targets.split(part.route.sent) for part in parts]
     for rank, part in enumerate(parts):
         received = [message[rank] for message in sent]
@@ -262,7 +302,13 @@ def test_a_sliding_window_in_blocks_equals_a_full_mask(window):
     mask = (distance >= 0) & (distance < window)
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     output, _ = packed_attention(
-        torch.nn.Identity(), query, key, value, None, packing=Packing(((1, 1300),)), sliding_window=window
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        packing=Packing(((1, 1300),)),
+        sliding_window=window,
     )
     assert_close(output, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
@@ -274,10 +320,17 @@ def test_memory_of_a_long_row_is_linear_in_its_length(folders, tmp_path):
 
 
 def growth(folder, windowed, world):
-    """Return the growth of peak memory, in bytes, in an update on 8192 tokens, without and with a sliding window."""
+    """Return the growth of peak memory, in bytes, in an update on 8192 tokens, without and with
+    a sliding window.
+    """
     tiny_model(windowed, heads=2, hidden=32, head_dim=12, family="qwen2")
     settings = json.loads((windowed / "config.json").read_text())
-    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None}
+    window = {
+        "use_sliding_window": True,
+        "sliding_window": 64,
+        "max_window_layers": 0,
+        "layer_types": None,
+    }
     (windowed / "config.json").write_text(json.dumps(settings | window))
     results = []
     for path in (folder, windowed):
@@ -285,7 +338,9 @@ def growth(folder, windowed, world):
         for lengths in ([(3, 4)], [(192, 8000)]):
             rows = random_rows(lengths)
             none = torch.zeros(response_tokens(rows))
-            batch = TrainBatch(rows=rows, old_logprobs=none, rollout_logprobs=none, advantages=none + 1)
+            batch = TrainBatch(
+                rows=rows, old_logprobs=none, rollout_logprobs=none, advantages=none + 1
+            )
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             trainer.update([batch], LOSS)
         results.append((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
@@ -303,9 +358,13 @@ def test_sequence_parallelism_that_does_not_divide_is_refused(folders, make):
             arguments["rollout"] = RolloutConfig()
         make(Device("w0"), Rank(), **arguments)
 
-    with pytest.raises(ConfigError, match=r"sequence_parallel=4: expected a divisor of the 2 heads"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel=4: expected a divisor of the 2 heads"
+    ):
         build("qwen2 untied", 4)
-    with pytest.raises(ConfigError, match=r"sequence_parallel=2: expected a divisor of the role's 1 worker"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel=2: expected a divisor of the role's 1 worker"
+    ):
         build("llama tied", 2)
 
 
@@ -320,7 +379,9 @@ def test_sequence_parallelism_that_does_not_divide_is_refused(folders, make):
     ],
 )
 def test_options_excluded_by_tensor_parallelism_are_refused(option, value, key):
-    with pytest.raises(ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{key}; leave one out"):
+    with pytest.raises(
+        ConfigError, match=rf"tensor_parallel=2: .* together with trainer\.{key}; leave one out"
+    ):
         config(backend="fsdp", tensor_parallel=2, **{option: value})
 
 

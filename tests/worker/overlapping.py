@@ -1,4 +1,6 @@
-"""Rewards for child processes, and nodes that tell each other where they are: see test_overlap.py."""
+"""Rewards for child processes, and nodes that tell each other where they are: see
+test_overlap.py.
+"""
 
 import asyncio
 import hashlib

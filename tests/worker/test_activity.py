@@ -45,4 +45,6 @@ def test_work_beats_while_inside_and_not_after(monkeypatch):
         before = progress.beats
         while progress.beats == before:
             compute(0.01)
-    assert not [thread for thread in activity.threading.enumerate() if thread.name == "siirl-activity"]
+    assert not [
+        thread for thread in activity.threading.enumerate() if thread.name == "siirl-activity"
+    ]

@@ -22,7 +22,13 @@ from siirl_dask.devices.topology import CardPlace, read_topology, slowest_link
 from siirl_dask.errors import PeerError
 from siirl_dask.worker.groups import process_groups as groups
 from siirl_dask.worker.hardware import affinity
-from siirl_dask.worker.hardware.devices import announcement_of, assign, exchange, find_devices, read_visible
+from siirl_dask.worker.hardware.devices import (
+    announcement_of,
+    assign,
+    exchange,
+    find_devices,
+    read_visible,
+)
 from siirl_dask.worker.stop import StopFlag
 from tests.devices.hosts import install, links, make_nodes, npu, quads
 
@@ -42,13 +48,18 @@ def topology(tmp_path):
 
 def workers_on(topology, count, given=range(32)):
     """Workers that see all eight NPUs, and may use the CPUs ``given``."""
-    visible = VisibleDevices(NPU, QUADS, (), topology.order, tuple(near & {*given} for near in topology.near), "host")
+    visible = VisibleDevices(
+        NPU, QUADS, (), topology.order, tuple(near & {*given} for near in topology.near), "host"
+    )
     return {str(worker): visible for worker in range(count)}
 
 
 def shares(visible_to, threads=1, root=Path("/nonexistent")):
     devices = assign(visible_to)
-    return {name: affinity.share_of_worker(name, visible_to, devices, threads, root) for name in visible_to}
+    return {
+        name: affinity.share_of_worker(name, visible_to, devices, threads, root)
+        for name in visible_to
+    }
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -56,7 +67,10 @@ def test_groups_of_neighbours_are_in_one_quad(topology, size):
     devices = [*assign(workers_on(topology, 8)).values()]
     assert [device.index for device in devices] == [0, 2, 4, 6, 1, 3, 5, 7]
     for first in range(0, 8, size):
-        assert slowest_link(topology.links, [device.index for device in devices[first : first + size]]) == "HCCS"
+        assert (
+            slowest_link(topology.links, [device.index for device in devices[first : first + size]])
+            == "HCCS"
+        )
 
 
 def test_without_links_devices_go_as_torch_numbers_them(topology):
@@ -66,7 +80,10 @@ def test_without_links_devices_go_as_torch_numbers_them(topology):
 
 def test_a_launcher_that_shows_each_worker_another_order_is_heeded(topology):
     whole = workers_on(topology, 8)
-    rotated = {name: replace(visible, cards=QUADS[int(name) :] + QUADS[: int(name)]) for name, visible in whole.items()}
+    rotated = {
+        name: replace(visible, cards=QUADS[int(name) :] + QUADS[: int(name)])
+        for name, visible in whole.items()
+    }
     assert [device.card for device in assign(rotated).values()] == list(QUADS)
 
 
@@ -90,7 +107,9 @@ def test_workers_that_share_a_device_divide_its_cpus(topology):
 def test_a_restricted_mask_bounds_all_shares(topology):
     found = shares(workers_on(topology, 8, given=range(8, 24)))
     assert all(cpus <= set(range(8, 24)) for cpus in found.values())
-    assert found["0"] == set(range(8, 16)), "eight CPUs are too few for four workers, which share them"
+    assert found["0"] == set(range(8, 16)), (
+        "eight CPUs are too few for four workers, which share them"
+    )
     outside = shares(workers_on(topology, 8, given=range(16)))
     assert outside["4"] == frozenset(), "none of its CPUs is near its device: it stays where it is"
 
@@ -109,11 +128,15 @@ def host_of_32(monkeypatch):
 
 def cores(visible_to, neighbours, root=Path("/nonexistent")):
     devices = assign(visible_to)
-    return [affinity.cores_of_worker(name, visible_to, devices, neighbours, root) for name in visible_to]
+    return [
+        affinity.cores_of_worker(name, visible_to, devices, neighbours, root) for name in visible_to
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 20, 40])
-def test_workers_together_are_given_no_more_cores_than_are_near_their_devices(topology, host_of_32, count):
+def test_workers_together_are_given_no_more_cores_than_are_near_their_devices(
+    topology, host_of_32, count
+):
     visible_to = workers_on(topology, count)
     found = cores(visible_to, count)
     assert all(one >= 1 for one in found)
@@ -128,12 +151,16 @@ def test_two_threads_of_a_core_are_one_core(topology, host_of_32, tmp_path):
     for cpu in range(32):
         folder = tmp_path / f"threads/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}" if cpu < 16 else str(cpu))
+        (folder / "thread_siblings_list").write_text(
+            f"{cpu % 8},{cpu % 8 + 8}" if cpu < 16 else str(cpu)
+        )
     (alone,) = cores(workers_on(topology, 1), 1, tmp_path / "threads")
     assert alone == 8
 
 
-def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(host_of_32, monkeypatch):
+def test_cores_are_divided_by_the_neighbours_where_nothing_says_which_are_near(
+    host_of_32, monkeypatch
+):
     visible_to = {"0": VisibleDevices(CUDA, ("a",)), "1": VisibleDevices(CUDA, ("b",))}
     assert cores(visible_to, 4) == [8, 8]
     assert cores(visible_to, 40) == [1, 1]
@@ -192,7 +219,14 @@ def test_what_is_announced_is_read_back_unchanged(topology):
     ],
 )  # fmt: skip
 def test_a_peer_that_announces_anything_else_is_named(said):
-    whole = {"kind": "npu", "cards": ["a", "b"], "memory": [], "order": [1, 0], "near": ["0", "1"], "host": "h"}
+    whole = {
+        "kind": "npu",
+        "cards": ["a", "b"],
+        "memory": [],
+        "order": [1, 0],
+        "near": ["0", "1"],
+        "host": "h",
+    }
     assert read_visible("w", json.dumps(whole).encode()).order == (1, 0)
     with pytest.raises(PeerError, match="worker 'w' announced"):
         read_visible("w", json.dumps(whole | said).encode())
@@ -261,7 +295,9 @@ def test_rewards_and_agents_in_processes_have_all_cpus_of_a_worker_that_is_bound
 
 @pytest.mark.skipif(len(given_cpus()) < 2, reason="needs two CPUs to be bound to one of them")
 def test_a_worker_on_an_npu_is_bound_to_the_cpus_that_npu_smi_names(tmp_path):
-    """On an NPU that is stood in for, whose NUMA node the system here does not tell: the program's column counts."""
+    """On an NPU that is stood in for, whose NUMA node the system here does not tell: the
+    program's column counts.
+    """
     one = max(given_cpus())
     text = npu(links(2, lambda one, two: "HCCS"), [f"{one},8000", "0"])
     (tmp_path / "topo").write_text(text)
@@ -269,6 +305,8 @@ def test_a_worker_on_an_npu_is_bound_to_the_cpus_that_npu_smi_names(tmp_path):
     path = os.pathsep.join([str(ROOT / "tests" / "fake_npu"), str(ROOT), str(ROOT / "storage")])
     environment = {**os.environ, "PYTHONPATH": path, "FAKE_NPU_COUNT": "2"}
     environment["PATH"] = f"{tmp_path / 'bin'}{os.pathsep}{environment['PATH']}"
-    done = subprocess.run([sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == ["npu:0", [one], [one], sorted(given_cpus()), []]

@@ -119,7 +119,9 @@ def seconds_until_it_fails(name, edge, sequence):
 
 
 def hold_the_lock_for(seconds):
-    """Keep the interpreter's lock, as an extension may that computes or waits without giving it up."""
+    """Keep the interpreter's lock, as an extension may that computes or waits without giving it
+    up.
+    """
     ctypes.PyDLL(None).sleep(seconds)
 
 
@@ -203,18 +205,35 @@ def own_client():
 @pytest.mark.parametrize("way", TransportMode)
 @pytest.mark.parametrize(("sources", "targets"), [("01", "0123"), ("0123", "1"), ("012", "123")])
 @pytest.mark.parametrize(("rows", "tokens"), [(12, 9), (300, 3000)])
-def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, sources, targets, rows, tokens):
+def test_processes_hand_rows_over_as_one_process_would_hold_them(
+    client, way, sources, targets, rows, tokens
+):
     edge = edge_of(sources, targets)
     with planes(client, [edge], transport=way, limits=BufferLimits(message=MIB)) as (members, name):
         for sequence in range(2):  # the second time into memory that was used before
             calls = [
-                client.submit(publish_part, name, edge, sequence, i, rows, tokens, workers=[members[s]], pure=False)
+                client.submit(
+                    publish_part,
+                    name,
+                    edge,
+                    sequence,
+                    i,
+                    rows,
+                    tokens,
+                    workers=[members[s]],
+                    pure=False,
+                )
                 for i, s in enumerate(sources)
             ]
-            pulls = [client.submit(pull_part, name, edge, sequence, workers=[members[t]], pure=False) for t in targets]
+            pulls = [
+                client.submit(pull_part, name, edge, sequence, workers=[members[t]], pure=False)
+                for t in targets
+            ]
             parts = client.gather(pulls)
             client.gather(calls)
-            oracle = pa.concat_tables([make_part(i, len(sources), rows, tokens) for i in range(len(sources))])
+            oracle = pa.concat_tables(
+                [make_part(i, len(sources), rows, tokens) for i in range(len(sources))]
+            )
             assert pa.concat_tables(parts).sort_by("row_id").equals(oracle.sort_by("row_id"))
             for part in parts:
                 assert part["row_id"].to_pylist() == sorted(part["row_id"].to_pylist())
@@ -225,10 +244,17 @@ def test_processes_hand_rows_over_as_one_process_would_hold_them(client, way, so
 def test_a_dead_or_stopped_peer_is_named_within_5_s(own_client, sign):
     edge = edge_of("012", "012")
     members, name = place(own_client, [edge])
-    pids = {w: own_client.submit(os.getpid, workers=[members[w]], pure=False).result() for w in members}
+    pids = {
+        w: own_client.submit(os.getpid, workers=[members[w]], pure=False).result() for w in members
+    }
     for index in (0, 1):
-        own_client.submit(publish_part, name, edge, 0, index, 12, 9, workers=[members[str(index)]]).result()
-    waits = [own_client.submit(seconds_until_it_fails, name, edge, 0, workers=[members[w]], pure=False) for w in "01"]
+        own_client.submit(
+            publish_part, name, edge, 0, index, 12, 9, workers=[members[str(index)]]
+        ).result()
+    waits = [
+        own_client.submit(seconds_until_it_fails, name, edge, 0, workers=[members[w]], pure=False)
+        for w in "01"
+    ]
     victim = psutil.Process(pids["2"])
     try:
         victim.send_signal(sign)
@@ -252,7 +278,9 @@ def test_shared_rows_stay_readable_after_their_source_was_killed(own_client):
     own_client.gather([own_client.submit(keep, name, edge, 0, **on[target]) for target in "12"])
     psutil.Process(source).kill()
     oracle = make_part(0, 1, rows, tokens)
-    for table, own_memory in own_client.gather([own_client.submit(kept, name, **on[target]) for target in "12"]):
+    for table, own_memory in own_client.gather(
+        [own_client.submit(kept, name, **on[target]) for target in "12"]
+    ):
         assert table.equals(oracle)
         assert own_memory == 0
 
@@ -263,14 +291,18 @@ def test_a_peer_that_is_only_busy_is_waited_for(client):
         client.submit(publish_part, name, edge, 0, 0, 12, 9, workers=[members["0"]]).result()
         pull = client.submit(pull_part, name, edge, 0, workers=[members["0"]], pure=False)
         busy = client.submit(compute_for, 2.0, workers=[members["1"]], pure=False)
-        late = client.submit(publish_part, name, edge, 0, 1, 12, 9, workers=[members["1"]], pure=False)
+        late = client.submit(
+            publish_part, name, edge, 0, 1, 12, 9, workers=[members["1"]], pure=False
+        )
         assert pull.result(timeout=60).num_rows == 12
         del busy, late
 
 
 @pytest.mark.parametrize("way", [TransportMode.auto, TransportMode.dask])
 def test_a_peer_whose_code_holds_the_interpreters_lock_is_waited_for(client, way):
-    """For six times the peer timeout, on its host or over a link: no answer comes, and the kernel says it is there."""
+    """For six times the peer timeout, on its host or over a link: no answer comes, and the
+    kernel says it is there.
+    """
     edge = edge_of("01", "0")
     with planes(client, [edge], transport=way, peer_timeout=0.5) as (members, name):
         on = {worker: {"workers": [members[worker]], "pure": False} for worker in members}
@@ -284,7 +316,9 @@ def test_a_peer_whose_code_holds_the_interpreters_lock_is_waited_for(client, way
 
 
 def test_four_times_the_budget_moves_within_the_budget(client):
-    """Four partitions wait, each as large as the whole budget: what does not fit spills and comes back."""
+    """Four partitions wait, each as large as the whole budget: what does not fit spills and
+    comes back.
+    """
     budget, rows, tokens = 64 * MIB, 256, 32 * 1024 + 6
     part = make_part(0, 1, rows, tokens).nbytes
     assert part > budget - MIB
@@ -293,11 +327,17 @@ def test_four_times_the_budget_moves_within_the_budget(client):
         limits = BufferLimits(memory=budget, message=4 * MIB)
         with planes(client, edges, transport=way, limits=limits) as (members, name):
             on = {w: {"workers": [members[w]], "pure": False} for w in members}
-            published = client.submit(publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]).result()
-            assert published < 2 * part + budget  # one being made: its numbers and their copy as float
+            published = client.submit(
+                publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]
+            ).result()
+            assert (
+                published < 2 * part + budget
+            )  # one being made: its numbers and their copy as float
             served = client.submit(serve_and_measure, name, 3, **on["0"])
             pulled, counts = client.submit(pull_all_and_measure, name, edges, 0, **on["1"]).result()
             assert counts == [rows] * 4
             assert pulled < part + budget
-            mapped = part if way is TransportMode.shm else 0  # what it wrote into the target's memory counts for both
+            mapped = (
+                part if way is TransportMode.shm else 0
+            )  # what it wrote into the target's memory counts for both
             assert served.result() < budget + mapped

@@ -1,4 +1,6 @@
-"""An engine's share of its accelerator is derived from all roles on it; what cannot fit is refused before it starts."""
+"""An engine's share of its accelerator is derived from all roles on it; what cannot fit is
+refused before it starts.
+"""
 
 import pickle
 
@@ -12,7 +14,11 @@ from siirl_dask.worker.hardware.device_shares import share_devices
 GB = 10**9
 CPU, CUDA, _ = DeviceKind
 ENGINE = Footprint(
-    held={"weights": 15 * GB, "cache": GB}, leaves=("weights", "cache"), fills="cache", least=GB, working={"x": GB}
+    held={"weights": 15 * GB, "cache": GB},
+    leaves=("weights", "cache"),
+    fills="cache",
+    least=GB,
+    working={"x": GB},
 )
 POLICY = Footprint(held={"weights": 30 * GB}, working={"activations": 20 * GB})
 FOOTPRINTS = {"rollout": ENGINE, "policy": POLICY}
@@ -21,13 +27,18 @@ BOTH = {"rollout": ["a", "b"], "policy": ["a", "b"]}
 
 def cards(memory=80 * GB, *, shared=False):
     names = ("card", "card") if shared else ("one", "two")
-    return {worker: Device(worker, CUDA, 0, name, 1 + shared, memory) for worker, name in zip("ab", names, strict=True)}
+    return {
+        worker: Device(worker, CUDA, 0, name, 1 + shared, memory)
+        for worker, name in zip("ab", names, strict=True)
+    }
 
 
 def test_an_engine_takes_what_its_workers_other_roles_leave():
     shared = share_devices(cards(), BOTH, FOOTPRINTS, None)
     for device in shared.values():
-        left = 80 * GB * 0.97 - GB - 30 * GB - GB  # a process and the policy at rest, and the engine's own work
+        left = (
+            80 * GB * 0.97 - GB - 30 * GB - GB
+        )  # a process and the policy at rest, and the engine's own work
         assert device.room == pytest.approx(left, rel=1e-6)
         assert device.fill == device.room - 15 * GB
     apart = share_devices(cards(), {"rollout": ["a"], "policy": ["b"]}, FOOTPRINTS, None)
@@ -40,12 +51,18 @@ def test_engines_on_one_accelerator_share_it_out():
     shared = share_devices(cards(shared=True), alone, FOOTPRINTS, None)
     rooms = [device.room for device in shared.values()]
     assert rooms[0] == rooms[1] <= 36 * GB
-    beside = share_devices(cards(shared=True), {"rollout": ["a"], "policy": ["b"]}, FOOTPRINTS, None)
-    assert beside["a"].room < 80 * GB * 0.97 - 2 * GB - 50 * GB, "a policy of another worker computes at any time"
+    beside = share_devices(
+        cards(shared=True), {"rollout": ["a"], "policy": ["b"]}, FOOTPRINTS, None
+    )
+    assert beside["a"].room < 80 * GB * 0.97 - 2 * GB - 50 * GB, (
+        "a policy of another worker computes at any time"
+    )
 
 
 def test_roles_that_cannot_fit_are_refused_with_what_to_change():
-    remedies = (Remedy("trainer.gradient_checkpointing=true", Footprint(held={"weights": 20 * GB})),)
+    remedies = (
+        Remedy("trainer.gradient_checkpointing=true", Footprint(held={"weights": 20 * GB})),
+    )
     heavy = {**FOOTPRINTS, "policy": Footprint(held={"weights": 70 * GB}, remedies=remedies)}
     with pytest.raises(PlanError, match=r"workers \['a'\] on one need .*80\.0 GB") as refused:
         share_devices(cards(), BOTH, heavy, None)
@@ -62,13 +79,18 @@ def test_a_larger_memory_in_the_configuration_lets_it_begin():
 
 
 def test_what_the_driver_knows_of_roles_reaches_the_workers():
-    assert pickle.loads(pickle.dumps({**FOOTPRINTS, "reward": Footprint()})) == {**FOOTPRINTS, "reward": Footprint()}
+    assert pickle.loads(pickle.dumps({**FOOTPRINTS, "reward": Footprint()})) == {
+        **FOOTPRINTS,
+        "reward": Footprint(),
+    }
 
 
 def test_cpus_and_accelerators_of_unknown_memory_are_left_as_they_are():
     for devices in ({"a": Device("a"), "b": Device("b")}, cards(0)):
         assert share_devices(devices, BOTH, FOOTPRINTS, None) == devices
-        assert [device.room for device in share_devices(devices, BOTH, FOOTPRINTS, None).values()] == [0, 0]
+        assert [
+            device.room for device in share_devices(devices, BOTH, FOOTPRINTS, None).values()
+        ] == [0, 0]
     assert share_devices({"a": Device("a", CPU)}, BOTH, FOOTPRINTS, 8 * GB)["a"].room == 0
 
 

@@ -1,4 +1,6 @@
-"""Devices, process groups and roles: each worker takes a device, each role a backend, and engines sleep meanwhile."""
+"""Devices, process groups and roles: each worker takes a device, each role a backend, and
+engines sleep meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from siirl_dask.errors import Aborted, ConfigError, PeerError
 from siirl_dask.planner import Role
 from siirl_dask.testing.ranks import run_ranks
 from siirl_dask.worker.groups import process_groups as groups
-from siirl_dask.worker.hardware.devices import announcement_of, assign, exchange, find_devices, read_visible
+from siirl_dask.worker.hardware.devices import (
+    announcement_of,
+    assign,
+    exchange,
+    find_devices,
+    read_visible,
+)
 from siirl_dask.worker.roles.role_state import build_roles
 from siirl_dask.worker.stop import StopFlag
 
@@ -32,7 +40,9 @@ CPU, CUDA, NPU = DeviceKind
 
 @st.composite
 def runs(draw):
-    """{worker: VisibleDevices}: each sees all cards of its host, from any of them on, or one, or none."""
+    """{worker: VisibleDevices}: each sees all cards of its host, from any of them on, or one, or
+    none.
+    """
     hosts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
     visible_to = {}
     for worker in draw(st.permutations(range(draw(st.integers(1, 10))))):
@@ -70,19 +80,28 @@ def test_cards_visible_to_a_whole_host_are_shared_evenly(visible_to):
 
 def test_workers_on_one_host_take_one_card_each_in_order():
     cards = ("a", "b", "c")
-    assert [device.index for device in assign({name: VisibleDevices(CUDA, cards) for name in "xyz"}).values()] == [
+    assert [
+        device.index
+        for device in assign({name: VisibleDevices(CUDA, cards) for name in "xyz"}).values()
+    ] == [
         0,
         1,
         2,
     ]
     rotated = {name: VisibleDevices(CUDA, cards[at:] + cards[:at]) for at, name in enumerate("xyz")}
-    assert [(device.index, device.card) for device in assign(rotated).values()] == [(0, "a"), (0, "b"), (0, "c")]
+    assert [(device.index, device.card) for device in assign(rotated).values()] == [
+        (0, "a"),
+        (0, "b"),
+        (0, "c"),
+    ]
 
 
 @given(visible_to=runs())
 def test_announced_devices_are_read_back_unchanged(visible_to):
     for visible in visible_to.values():
-        raw = json.dumps({"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}).encode()
+        raw = json.dumps(
+            {"kind": str(visible.kind), "cards": visible.cards, "memory": visible.memory}
+        ).encode()
         assert read_visible("w", raw) == visible
 
 
@@ -90,8 +109,10 @@ def test_announced_devices_are_read_back_unchanged(visible_to):
     "said",
     [
         b"\xff", b"[]", b"{", b"[" * 60_000, b" " * 70_000, b'{"kind": "cuda"}', b'{"kind": "tpu", "cards": ["a"]}',
-        b'{"kind": "cuda", "cards": "ab"}', b'{"kind": "cuda", "cards": []}', b'{"kind": "cpu", "cards": ["a"]}',
-        b'{"kind": "cuda", "cards": ["a", "a"]}', b'{"kind": "cuda", "cards": [1]}', b'{"kind": "cuda", "cards": [""]}',
+        b'{"kind": "cuda", "cards": '
+        b'"ab"}', b'{"kind": "cuda", "cards": []}', b'{"kind": "cpu", "cards": ["a"]}',
+        b'{"kind": "cuda", "cards": ["a", '
+        b'"a"]}', b'{"kind": "cuda", "cards": [1]}', b'{"kind": "cuda", "cards": [""]}',
         json.dumps({"kind": "cuda", "cards": ["a" * 201], "memory": []}).encode(),
         json.dumps({"kind": "cuda", "cards": [str(card) for card in range(257)], "memory": []}).encode(),
         *(
@@ -112,7 +133,10 @@ def test_a_worker_that_says_anything_else_is_named(said):
 
 def test_all_workers_compute_the_same_devices_through_the_store():
     workers = [f"w{rank}" for rank in range(4)]
-    visible_to = {worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3]) for rank, worker in enumerate(workers)}
+    visible_to = {
+        worker: VisibleDevices(CUDA, ("a", "b", "c")[: 1 + rank % 3])
+        for rank, worker in enumerate(workers)
+    }
     hosted, port = groups.host_store("127.0.0.1", 20)
 
     def meet(worker):
@@ -127,7 +151,9 @@ def test_all_workers_compute_the_same_devices_through_the_store():
 
 def test_a_worker_that_announces_nothing_is_named():
     store, _ = groups.host_store("127.0.0.1", 20)
-    with pytest.raises(PeerError, match=r"workers \['w1', 'w2'\] did not announce their devices within 0.2 s"):
+    with pytest.raises(
+        PeerError, match=r"workers \['w1', 'w2'\] did not announce their devices within 0.2 s"
+    ):
         exchange("w0", ["w0", "w1", "w2"], VisibleDevices(), store, 0.2, StopFlag())
     stop = StopFlag()
     stop.set("another failed")
@@ -149,9 +175,13 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
         lambda index: SimpleNamespace(uuid=uuids[index], total_memory=8 * 10**9 + index),
     )
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert visible_devices() == VisibleDevices(CUDA, tuple(uuids), tuple(8 * 10**9 + index for index in range(3)))
+    assert visible_devices() == VisibleDevices(
+        CUDA, tuple(uuids), tuple(8 * 10**9 + index for index in range(3))
+    )
     store, _ = groups.host_store("127.0.0.1", 20)
-    exchange("w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag())  # the other worker's say, of rank 0
+    exchange(
+        "w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag()
+    )  # the other worker's say, of rank 0
     devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
     assert devices["w0"] == Device("w0", CUDA, 1, "uuid-3")
     assert devices["w0"].torch_name == "cuda:1"
@@ -162,7 +192,11 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
 
 
 def test_npus_are_named_by_host_and_index():
-    assert names_on_host(NPU, "host", 2, None) == names_on_host(NPU, "host", 2, "") == ("host/npu0", "host/npu1")
+    assert (
+        names_on_host(NPU, "host", 2, None)
+        == names_on_host(NPU, "host", 2, "")
+        == ("host/npu0", "host/npu1")
+    )
     assert names_on_host(NPU, "host", 2, "5, 4") == ("host/npu5", "host/npu4")
     assert names_on_host(NPU, "host", 2, "0-1") == ("host/npu0", "host/npu1")
 
@@ -197,7 +231,9 @@ def taken_from(monkeypatch, hosts):
         found = SimpleNamespace(uuid=uuid, total_memory=10**10, **address)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, found=found: found)
         monkeypatch.setattr("siirl_dask.devices.accelerator.kernel", lambda host=host: host)
-        visible_to[f"w{rank}"] = read_visible(f"w{rank}", announcement_of(visible_devices()).encode())
+        visible_to[f"w{rank}"] = read_visible(
+            f"w{rank}", announcement_of(visible_devices()).encode()
+        )
     return [*assign(visible_to).values()]
 
 
@@ -211,17 +247,25 @@ def taken_from(monkeypatch, hosts):
         ([("host", "GPU-a", 0x3B), ("host", "GPU-a", 0x3B)], "gloo"),
     ],
 )
-def test_slices_of_one_gpu_get_no_nccl_and_gpus_at_one_address_of_two_hosts_do(monkeypatch, found, backend):
+def test_slices_of_one_gpu_get_no_nccl_and_gpus_at_one_address_of_two_hosts_do(
+    monkeypatch, found, backend
+):
     devices = taken_from(monkeypatch, found)
     assert groups.backend_of(devices) == backend
     slices = len({uuid for _, uuid, _ in found}) == 2
-    assert all(device.shared_by == (1 if slices else 2) for device in devices), "a slice has memory of its own"
+    assert all(device.shared_by == (1 if slices else 2) for device in devices), (
+        "a slice has memory of its own"
+    )
 
 
-@pytest.mark.parametrize("devices", [on(NPU, "h/npu0", "h/npu0"), [*on(NPU, "h/npu0"), *on(CPU, "")]])
+@pytest.mark.parametrize(
+    "devices", [on(NPU, "h/npu0", "h/npu0"), [*on(NPU, "h/npu0"), *on(CPU, "")]]
+)
 def test_npus_that_nothing_can_join_are_refused_by_name(devices):
     assert groups.backend_of(devices) == "gloo"  # of the world, over which nothing goes
-    with pytest.raises(ConfigError, match=r"role 'policy' has workers 'w0' on h/npu0.*cluster\.workers.*placement"):
+    with pytest.raises(
+        ConfigError, match=r"role 'policy' has workers 'w0' on h/npu0.*cluster\.workers.*placement"
+    ):
         groups.role_backend("policy", devices)
 
 
@@ -244,12 +288,16 @@ def test_weights_are_broadcast_between_accelerators_or_on_demand(devices, auto):
 def test_a_broadcast_that_must_be_is_refused_where_npus_are_shared():
     shared = on(NPU, "h/npu0", "h/npu0")
     assert not groups.uses_broadcast(WeightSync.auto, shared)
-    with pytest.raises(ConfigError, match=r"rollout\.weight_sync=broadcast between workers 'w0' on h/npu0.*=auto"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.weight_sync=broadcast between workers 'w0' on h/npu0.*=auto"
+    ):
         groups.uses_broadcast(WeightSync.broadcast, shared)
 
 
 def join_on_one_card(rank):
-    """Backends of the world and of a role of both workers, two sums over that, and what the second one broadcasts."""
+    """Backends of the world and of a role of both workers, two sums over that, and what the
+    second one broadcasts.
+    """
     hosted, port = groups.host_store("127.0.0.1", 60) if rank.rank == 0 else (None, 0)
     ports = torch.tensor([port])
     dist.broadcast(ports, 0)
@@ -264,7 +312,9 @@ def join_on_one_card(rank):
         assert dist.get_rank(own.side_group) == own.rank
     sums = [groups.RolePeers(ranks[role], StopFlag()).all_sum([0.5, rank.rank]) for role in ranks]
     cpus = {device.worker: device for device in on(CPU, "", "")}
-    both, one = (groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"]))
+    both, one = (
+        groups.broadcast_group(f"w{rank.rank}", cpus, some, 60) for some in (["w1", "w0"], ["w1"])
+    )
     brought = torch.tensor([rank.rank, 7])
     both.broadcast(brought, 0).wait()
     joined = [brought.tolist(), one is not None]
@@ -275,11 +325,19 @@ def test_workers_that_share_a_card_join_and_add_up(tmp_path):
     first, second = run_ranks(2, join_on_one_card, tmp_path)
     both = [[1.0, 1.0]] * 2
     assert first == ["gloo", "gloo", ["engine", "turned"], both, [[1, 7], False]]
-    assert second == ["gloo", "gloo", ["engine", "turned", "policy"], [*both, [0.5, 1.0]], [[1, 7], True]]
+    assert second == [
+        "gloo",
+        "gloo",
+        ["engine", "turned", "policy"],
+        [*both, [0.5, 1.0]],
+        [[1, 7], True],
+    ]
 
 
 def sum_without_the_peer(rank):
-    """Rank 0 sums, is told to stop and sums again in another group; rank 1 takes part in the second sum alone."""
+    """Rank 0 sums, is told to stop and sums again in another group; rank 1 takes part in the
+    second sum alone.
+    """
     left, kept = (collectives.new_group([0, 1], "gloo", 60) for _ in range(2))
     stop, outcome = StopFlag(), ""
     if rank.rank == 0:
@@ -317,7 +375,12 @@ def build_other(device, rank, *, name, log):
 
 def built(kind):
     log = []
-    builds = {"engine": build_sleeper, "elsewhere": build_sleeper, "policy": build_other, "last": build_sleeper}
+    builds = {
+        "engine": build_sleeper,
+        "elsewhere": build_sleeper,
+        "policy": build_other,
+        "last": build_sleeper,
+    }
     roles = [Role(name, partial(build, name=name, log=log)) for name, build in builds.items()]
     ranks = {"engine": Rank(1, 2), "policy": Rank(), "last": Rank()}
     return list(build_roles(roles, Device("w", kind, 2), ranks)), log
@@ -326,7 +389,12 @@ def built(kind):
 def test_an_engine_sleeps_while_the_next_roles_are_built():
     names, log = built(CUDA)
     assert names == ["engine", "policy", "last"]
-    assert log == ["engine built on 2 as 1", "engine sleeps", "policy built on 2 as 0", "last built on 2 as 0"]
+    assert log == [
+        "engine built on 2 as 1",
+        "engine sleeps",
+        "policy built on 2 as 0",
+        "last built on 2 as 0",
+    ]
 
 
 def test_nothing_sleeps_where_roles_share_the_hosts_memory():

@@ -1,4 +1,6 @@
-"""Rows that a node hands over while it makes others give the same tables, on any placement, from whatever thread."""
+"""Rows that a node hands over while it makes others give the same tables, on any placement, from
+whatever thread.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,16 @@ from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.dataloader import Source, open_source, source_schema
 from siirl_dask.errors import NodeError
 from siirl_dask.planner import DAG, Node, Role, Rows, columns, compile_chains
-from siirl_dask.schema import ANSWER, GROUP_ID, RESPONSE_IDS, REWARD, ROLLOUT_LOGPROBS, ROW_ID, TYPES, fields
+from siirl_dask.schema import (
+    ANSWER,
+    GROUP_ID,
+    RESPONSE_IDS,
+    REWARD,
+    ROLLOUT_LOGPROBS,
+    ROW_ID,
+    TYPES,
+    fields,
+)
 from siirl_dask.testing.local_pool import LocalPool
 from siirl_dask.testing.rows import build_nothing
 
@@ -28,7 +39,9 @@ EARLY = (RESPONSE_IDS, ROLLOUT_LOGPROBS)
 def sample(row):
     random = np.random.default_rng(row)
     length = int(random.lognormal(5, 1))
-    return random.integers(0, 1000, length).astype(np.int32), random.normal(size=length).astype(np.float32)
+    return random.integers(0, 1000, length).astype(np.int32), random.normal(size=length).astype(
+        np.float32
+    )
 
 
 def with_samples(table, samples):
@@ -39,7 +52,9 @@ def with_samples(table, samples):
 
 @columns(reads=[ANSWER], writes=fields(*EARLY), early=EARLY, new_rows=True)
 def sample_in_threads(ctx, table, *, change):
-    """Rows end in an order that nobody knows, in several threads; ``change`` falsifies one that was handed over."""
+    """Rows end in an order that nobody knows, in several threads; ``change`` falsifies one that
+    was handed over.
+    """
     rows = table.take(np.repeat(np.arange(table.num_rows), 8))
     ids = table[ROW_ID].to_numpy().repeat(8) * 8 + np.tile(np.arange(8), table.num_rows)
     rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(ids))
@@ -69,7 +84,9 @@ def score(ctx, table):
 @columns(reads=[RESPONSE_IDS], writes={"total": pa.float64(), "owner": pa.string()})
 def learn(ctx, table):
     """The sum depends on the order of the rows, and so on their owner."""
-    total = float(sum((np.float32(sum(ids)) for ids in table[RESPONSE_IDS].to_pylist()), np.float32(0)))
+    total = float(
+        sum((np.float32(sum(ids)) for ids in table[RESPONSE_IDS].to_pylist()), np.float32(0))
+    )
     table = table.append_column("total", pa.array([total] * table.num_rows, pa.float64()))
     return table.append_column("owner", pa.array([ctx.device.worker] * table.num_rows, pa.string()))
 
@@ -86,7 +103,14 @@ def dag(*, change=False):
             Node("rollout", partial(sample_in_threads, change=change), role="rollout"),
             Node("reward", score, role="rollout", after="rollout"),
             Node("learn", learn, role="policy", after="rollout", rows=Rows.BALANCED),
-            Node("join", join, role="policy", after=("reward", "learn"), rows=Rows.GROUPED, save_as="rows"),
+            Node(
+                "join",
+                join,
+                role="policy",
+                after=("reward", "learn"),
+                rows=Rows.GROUPED,
+                save_as="rows",
+            ),
         ),
     )
 
@@ -94,12 +118,18 @@ def dag(*, change=False):
 @pytest.fixture
 def source(tmp_path):
     rows = [f"row {number}" for number in range(12)]
-    pq.write_table(pa.table({"prompt": rows, "answer": rows}), tmp_path / "data.parquet", row_group_size=4)
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=6, seed=0)
+    pq.write_table(
+        pa.table({"prompt": rows, "answer": rows}), tmp_path / "data.parquet", row_group_size=4
+    )
+    return Source(
+        url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=6, seed=0
+    )
 
 
 def run(source, url, prefetch, hosts=HOSTS, **options):
-    plan = compile_chains(dag(**options), WORKERS, source_schema(open_source(source).schema, source), PLACEMENT, hosts)
+    plan = compile_chains(
+        dag(**options), WORKERS, source_schema(open_source(source).schema, source), PLACEMENT, hosts
+    )
     with LocalPool(plan, source, url=str(url), prefetch=prefetch, limits=LIMITS) as pool:
         metrics = [pool.run(step) for step in (1, 2)]
         held = [buffer._early.allowance.used for buffer in pool.databuffers.values()]
@@ -118,11 +148,15 @@ def test_a_run_gives_the_same_rows_with_and_without_prefetch(source, tmp_path, h
     assert all(step["bytes/early"].value > 0 for step in early)
 
 
-def test_rows_travel_early_between_hosts_and_not_within_one_unless_the_user_says_so(source, tmp_path):
+def test_rows_travel_early_between_hosts_and_not_within_one_unless_the_user_says_so(
+    source, tmp_path
+):
     assert run(source, tmp_path / "apart", None)[1][0]["handed"].value == 1
     assert run(source, tmp_path / "here", None, None)[1][0]["handed"].value == 0
 
 
 def test_a_node_that_changes_a_row_it_handed_over_is_named(source, tmp_path):
-    with pytest.raises(NodeError, match=r"node 'rollout' handed over row \d+ early and gave another"):
+    with pytest.raises(
+        NodeError, match=r"node 'rollout' handed over row \d+ early and gave another"
+    ):
         run(source, tmp_path, True, change=True)

@@ -24,12 +24,19 @@ PLACEMENTS = {"split": {"rollout": [0, 1], "policy": [2, 3, 4]}}
 
 @columns(reads=["answer"], writes={"length": pa.int64()})
 def measure(ctx, table):
-    return table.append_column("length", pa.array([len(a) for a in table["answer"].to_pylist()], pa.int64()))
+    return table.append_column(
+        "length", pa.array([len(a) for a in table["answer"].to_pylist()], pa.int64())
+    )
 
 
 @columns(reads=["response_ids", "length"], writes={"total": pa.int64()})
 def combine(ctx, table):
-    sums = [sum(ids) + n for ids, n in zip(table["response_ids"].to_pylist(), table["length"].to_pylist(), strict=True)]
+    sums = [
+        sum(ids) + n
+        for ids, n in zip(
+            table["response_ids"].to_pylist(), table["length"].to_pylist(), strict=True
+        )
+    ]
     return table.append_column("total", pa.array(sums, pa.int64()))
 
 
@@ -67,7 +74,9 @@ def divides_by_zero(ctx, table):
 def source(tmp_path):
     rows = {"prompt": [f"p{i}" for i in range(20)], "answer": ["x" * i for i in range(20)]}
     pq.write_table(pa.table(rows), tmp_path / "data.parquet", row_group_size=4)
-    return Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=10, seed=0)
+    return Source(
+        url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=10, seed=0
+    )
 
 
 def pool(source, tmp_path, nodes, layout="colocated"):
@@ -80,7 +89,14 @@ DIAMOND = (
     Node("there", partial(fill, tokens=7), role="rollout"),
     Node("measure", measure, role="rollout", after="there"),
     Node("take", take, role="policy", after="there", rows=Rows.BALANCED),
-    Node("combine", combine, role="policy", after=("measure", "take"), rows=Rows.GROUPED, save_as="kept"),
+    Node(
+        "combine",
+        combine,
+        role="policy",
+        after=("measure", "take"),
+        rows=Rows.GROUPED,
+        save_as="kept",
+    ),
 )
 
 
@@ -90,7 +106,9 @@ def test_a_diamond_keeps_the_same_rows_on_any_layout(source, tmp_path):
         with pool(source, tmp_path, DIAMOND, layout) as workers:
             for step in (1, 2, 3):
                 workers.run(step)
-        tables = [pq.read_table(tmp_path / layout / "kept" / f"step={step:06d}") for step in (1, 2, 3)]
+        tables = [
+            pq.read_table(tmp_path / layout / "kept" / f"step={step:06d}") for step in (1, 2, 3)
+        ]
         kept[layout] = [table.sort_by("row_id") for table in tables]
     for layout in ("colocated", "split"):
         assert kept[layout] == kept["one"]
@@ -110,10 +128,16 @@ def test_what_was_published_is_freed_by_the_end_of_the_step(source, tmp_path):
     [
         (forgets_its_column, "did not give \\['length'\\]"),
         (gives_another_type, "gave 'length' as double: its contract says int64"),
-        (gives_a_column_it_does_not_declare, "columns it does not declare: \\['extra'\\]; add them to its writes"),
+        (
+            gives_a_column_it_does_not_declare,
+            "columns it does not declare: \\['extra'\\]; add them to its writes",
+        ),
         (loses_a_row, "changed which rows there are: declare new_rows=True"),
         (gives_no_table, "gave a NoneType: expected a pyarrow Table"),
-        (divides_by_zero, "node 'bad', train step 1, worker 'w\\d': ZeroDivisionError: that was it"),
+        (
+            divides_by_zero,
+            "node 'bad', train step 1, worker 'w\\d': ZeroDivisionError: that was it",
+        ),
     ],
 )
 def test_a_node_that_breaks_its_contract_is_named_and_stops_everyone(source, tmp_path, fn, said):

@@ -1,4 +1,6 @@
-"""The scheduler tells an elastic run of idle workers, of those that leave, and of those that another run has taken."""
+"""The scheduler tells an elastic run of idle workers, of those that leave, and of those that
+another run has taken.
+"""
 
 import time
 from contextlib import contextmanager
@@ -24,7 +26,9 @@ def client():
 
 
 def workers(client):
-    return {str(info["name"]): at for at, info in client.scheduler_info(n_workers=-1)["workers"].items()}
+    return {
+        str(info["name"]): at for at, info in client.scheduler_info(n_workers=-1)["workers"].items()
+    }
 
 
 @contextmanager
@@ -33,7 +37,9 @@ def run(client, name, *members, **options):
     told, known = [], workers(client)
     client.subscribe_topic(name, lambda event: told.append(event[1]))
     until(lambda: client.log_event(name, "subscribed") or told)
-    client.register_plugin(Supervisor(name, name, {member: known[member] for member in members}, None, **options))
+    client.register_plugin(
+        Supervisor(name, name, {member: known[member] for member in members}, None, **options)
+    )
     yield lambda: [event for event in told if event != "subscribed"]
     client.unsubscribe_topic(name)
 
@@ -64,7 +70,9 @@ def test_idle_workers_are_told_once_and_only_to_an_elastic_run(client):
         run(client, "siirl-elastic", "1", patience=0.5, elastic=True) as elastic,
     ):
         until(lambda: elastic() == [{"kind": "idle"}])
-        assert client.submit(lambda: this_worker().name, workers=[workers(client)["2"]]).result() == 2
+        assert (
+            client.submit(lambda: this_worker().name, workers=[workers(client)["2"]]).result() == 2
+        )
         assert fixed() == []
 
 
@@ -74,7 +82,12 @@ def test_a_worker_that_is_retired_is_told_as_one_that_left_in_order(client):
         client.retire_workers([address])
         until(told)
         event = told()[0]
-    assert (event["kind"], event["member"], event["address"], event["in_order"]) == ("lost", "1", address, True)
+    assert (event["kind"], event["member"], event["address"], event["in_order"]) == (
+        "lost",
+        "1",
+        address,
+        True,
+    )
 
 
 def test_no_worker_is_shared_with_a_run_that_was_quicker(client):

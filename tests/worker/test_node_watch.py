@@ -1,4 +1,6 @@
-"""The watchdog names a worker whose node is silent, and stays quiet while every worker works, waits or is elsewhere."""
+"""The watchdog names a worker whose node is silent, and stays quiet while every worker works,
+waits or is elsewhere.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +13,13 @@ TIMEOUT = 10.0
 
 
 def looks(watch, *histories):
-    """Look once a second at workers 'w0', 'w1', ..., each with its readings and the times of its heartbeats."""
+    """Look once a second at workers 'w0', 'w1', ..., each with its readings and the times of its
+    heartbeats.
+    """
     for at, given_at_once in enumerate(zip(*histories, strict=True)):
-        found = watch.silent_workers(1.0, {f"w{number}": one for number, one in enumerate(given_at_once)})
+        found = watch.silent_workers(
+            1.0, {f"w{number}": one for number, one in enumerate(given_at_once)}
+        )
         if found:
             return at, found
     return None
@@ -29,7 +35,10 @@ def working(seconds, *, place=NODE, waits=False, every=1):
             st.builds(working, st.just(60), every=st.integers(1, 9)),
             st.builds(working, st.just(60), waits=st.just(True), every=st.just(100)),
             st.builds(
-                working, st.just(60), place=st.sampled_from(["", "the building of role 'x'"]), every=st.just(100)
+                working,
+                st.just(60),
+                place=st.sampled_from(["", "the building of role 'x'"]),
+                every=st.just(100),
             ),
         ),
         min_size=1,
@@ -42,7 +51,10 @@ def test_workers_that_work_wait_or_are_in_no_node_are_never_named(histories):
 
 @given(st.integers(1, 30), st.integers(1, 9))
 def test_a_node_that_gets_nothing_done_is_named_when_its_time_is_over_and_not_before(began, every):
-    silent = [*working(began), *[(Reading(began, NODE, False), float(at)) for at in range(began, 60)]]
+    silent = [
+        *working(began),
+        *[(Reading(began, NODE, False), float(at)) for at in range(began, 60)],
+    ]
     at, (found,) = looks(NodeWatch(TIMEOUT), working(60, every=every, waits=True), silent)
     assert TIMEOUT <= at - began + 1 <= TIMEOUT + 1
     assert (found.member, found.place, found.heard) == ("w1", NODE, True)
@@ -51,7 +63,9 @@ def test_a_node_that_gets_nothing_done_is_named_when_its_time_is_over_and_not_be
 
 @given(st.booleans())
 def test_a_process_without_heartbeats_comes_first_though_it_seemed_to_wait(waited):
-    """One that was stopped has said last that it waited; another has been silent in its node for longer."""
+    """One that was stopped has said last that it waited; another has been silent in its node for
+    longer.
+    """
     stopped = [*working(5, waits=waited), *[(Reading(4, NODE, waited), 4.0)] * 55]
     hanging = [(Reading(1, NODE, False), float(at)) for at in range(60)]
     at, found = looks(NodeWatch(TIMEOUT), hanging, stopped)

@@ -10,7 +10,9 @@ from siirl_dask.worker.past_iterations import PastIterations
 
 
 def history(steps):
-    return PastIterations({"train": [Chain("trains", ()), Chain("generates", (Lagged(steps, ()),))], "validation": []})
+    return PastIterations(
+        {"train": [Chain("trains", ()), Chain("generates", (Lagged(steps, ()),))], "validation": []}
+    )
 
 
 def iterations_of(with_drains):
@@ -36,12 +38,22 @@ def looked_at(steps, with_drains):
 
 def test_a_lagged_node_gets_an_earlier_step_and_its_own_at_a_drain():
     assert looked_at(1, [False] * 4) == [None, 1, 2, 3]
-    assert looked_at(2, [False, False, False, True, False, False, False]) == [None, None, 1, 4, None, None, 5]
+    assert looked_at(2, [False, False, False, True, False, False, False]) == [
+        None,
+        None,
+        1,
+        4,
+        None,
+        None,
+        5,
+    ]
 
 
 @given(steps=st.integers(1, 4), with_drains=st.lists(st.booleans(), min_size=1, max_size=20))
 def test_each_step_is_looked_at_or_skipped_once(steps, with_drains):
-    """A drain skips steps that would have been looked at later; a stream's source waits until somebody takes them."""
+    """A drain skips steps that would have been looked at later; a stream's source waits until
+    somebody takes them.
+    """
     with_drains = [*with_drains, True]
     worker, seen, skipped = history(steps), [], []
     for iteration in iterations_of(with_drains):
@@ -58,7 +70,9 @@ def test_each_step_is_looked_at_or_skipped_once(steps, with_drains):
     lags=st.lists(st.integers(0, 6), min_size=60, max_size=60),
 )
 def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, lags):
-    """Whatever one worker has completed while another is anywhere after: the driver tells both what all have."""
+    """Whatever one worker has completed while another is anywhere after: the driver tells both
+    what all have.
+    """
     iterations = iterations_of(with_drains)
     for at, iteration in enumerate(iterations):
         if iteration.phase != "train":
@@ -68,7 +82,9 @@ def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, l
             looking.begin(past, max(0, past.sequence - lags[past.sequence]))
         earlier = looking.lagged(iteration, steps)
         holding = history(steps)
-        for other in iterations:  # as long as one worker is in `iteration`, no other is told that it is completed
+        for other in (
+            iterations
+        ):  # as long as one worker is in `iteration`, no other is told that it is completed
             kept_from = holding.begin(
                 other, min(iteration.sequence, max(0, other.sequence - lags[-1 - other.sequence]))
             )

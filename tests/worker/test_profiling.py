@@ -1,4 +1,6 @@
-"""Profiles of nodes: asked-for nodes have one that Perfetto opens, all others none, and a run never ends for one."""
+"""Profiles of nodes: asked-for nodes have one that Perfetto opens, all others none, and a run
+never ends for one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_a_profile_is_a_chrome_trace_of_the_nodes_operators(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("level", "shapes", "lines"), [("time", False, False), ("memory", True, False), ("stacks", True, True)]
+    ("level", "shapes", "lines"),
+    [("time", False, False), ("memory", True, False), ("stacks", True, True)],
 )
 def test_each_level_has_what_the_ones_before_have(level, shapes, lines, tmp_path):
     profiled(tmp_path, steps=[3], level=ProfileLevel(level))
@@ -84,7 +87,14 @@ def test_what_was_not_asked_for_is_not_profiled(asked, tmp_path):
 
 def test_only_training_steps_are_profiled_and_replayed_ones_count(tmp_path):
     assert profiled(tmp_path, iteration=Iteration(Phase.VALIDATION, 3, 7), steps=[3]) == []
-    assert len(profiled(tmp_path, iteration=Iteration(Phase.REPLAY, 3, 7, frontier="rollouts"), steps=[3])) == 1
+    assert (
+        len(
+            profiled(
+                tmp_path, iteration=Iteration(Phase.REPLAY, 3, 7, frontier="rollouts"), steps=[3]
+            )
+        )
+        == 1
+    )
 
 
 def test_all_ranks_are_profiled_where_none_is_named(tmp_path):
@@ -102,7 +112,9 @@ def test_an_error_of_the_node_passes_and_what_it_did_until_then_is_written(tmp_p
     assert "aten::matmul" in {event["name"] for event in events(tmp_path)}
 
 
-def test_a_profile_that_cannot_be_taken_or_written_is_named_and_the_node_runs(tmp_path, caplog, monkeypatch):
+def test_a_profile_that_cannot_be_taken_or_written_is_named_and_the_node_runs(
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     (tmp_path / "file").write_text("a file where a folder is to be")
     asked, ran = ProfileConfig(steps=[3]), []
@@ -112,12 +124,16 @@ def test_a_profile_that_cannot_be_taken_or_written_is_named_and_the_node_runs(tm
             ran.append(kind)
     assert ran == [DeviceKind.NPU, DeviceKind.CPU]
     said = [record.message for record in caplog.records]
-    assert [message.partition(":")[0] for message in said] == [f"there is no profile of node 'update', {TRAIN}"] * 2
+    assert [message.partition(":")[0] for message in said] == [
+        f"there is no profile of node 'update', {TRAIN}"
+    ] * 2
     assert "torch_npu" in said[0]
 
 
 def test_an_npu_is_profiled_by_its_own_library_at_the_level_asked_for(monkeypatch):
-    """torch_npu is on no machine of this project's: what it is called with is held to its documentation."""
+    """torch_npu is on no machine of this project's: what it is called with is held to its
+    documentation.
+    """
     made = {}
     library = ModuleType("torch_npu")
     library.profiler = SimpleNamespace(

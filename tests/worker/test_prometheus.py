@@ -1,4 +1,6 @@
-"""Prometheus is told of each moment once, and of each metric as the driver merges it, in bounded memory."""
+"""Prometheus is told of each moment once, and of each metric as the driver merges it, in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,13 @@ def chains(draw):
     for _ in range(draw(st.integers(1, 4))):
         task = len(entries)
         end = span(at + 1, 2)
-        entries.append(Entry(Lane.CONTROL, "task", "train", False, "train", 0, at, end + 1 - at, None))
-        entries.insert(draw(st.integers(task, len(entries))), Entry(Lane.WAIT, "beside", "x", True, "", 0, at, 3, None))
+        entries.append(
+            Entry(Lane.CONTROL, "task", "train", False, "train", 0, at, end + 1 - at, None)
+        )
+        entries.insert(
+            draw(st.integers(task, len(entries))),
+            Entry(Lane.WAIT, "beside", "x", True, "", 0, at, 3, None),
+        )
         at = end + 1 + draw(st.integers(0, 5))
     return entries
 
@@ -61,13 +68,21 @@ def test_each_moment_of_a_chain_counts_once_in_the_lane_that_the_trace_says(entr
     expected = dict.fromkeys(map(str, Lane), 0.0)
     for span, left in chain_times([TraceSpan(1, "0", *entry) for entry in entries]):
         expected[str(span.lane)] += left / 1e9
-    found = {labels[-1]: value for (name, labels), value in sampled(meter).items() if "lane" in name}
-    assert found == pytest.approx({lane: value for lane, value in expected.items() if lane in found})
+    found = {
+        labels[-1]: value for (name, labels), value in sampled(meter).items() if "lane" in name
+    }
+    assert found == pytest.approx(
+        {lane: value for lane, value in expected.items() if lane in found}
+    )
     assert sum(found.values()) == pytest.approx(sum(expected.values()))
 
 
 def logged(reward, std, samples):
-    metrics = {"reward/mean": Metric(Reduce.MEAN), "reward/std": Metric(Reduce.STD), "samples": Metric(Reduce.SUM)}
+    metrics = {
+        "reward/mean": Metric(Reduce.MEAN),
+        "reward/std": Metric(Reduce.STD),
+        "samples": Metric(Reduce.SUM),
+    }
     metrics["reward/mean"].add(reward, samples)
     metrics["reward/std"].add(std, samples)
     metrics["samples"].add(samples)
@@ -76,7 +91,13 @@ def logged(reward, std, samples):
 
 
 def report(sequence, phase, step, metrics):
-    return {"kind": "done", "sequence": sequence, "phase": phase, "step": step, "metrics": pack(metrics)}
+    return {
+        "kind": "done",
+        "sequence": sequence,
+        "phase": phase,
+        "step": step,
+        "metrics": pack(metrics),
+    }
 
 
 def test_the_scheduler_has_the_numbers_of_the_driver_once_all_workers_have_reported():
@@ -122,12 +143,14 @@ def test_a_report_that_is_none_counts_for_nothing_and_raises_nothing(changed):
 def test_a_process_keeps_the_newest_runs_only_and_another_start_of_a_run_counts_on():
     exporter = Exporter()
     for number in range(200):
-        exporter.meter((f"run-{number}", "0"), lambda number=number: WorkerMeter(f"run-{number}", "0")).iteration(
-            "train", {}
-        )
+        exporter.meter(
+            (f"run-{number}", "0"), lambda number=number: WorkerMeter(f"run-{number}", "0")
+        ).iteration("train", {})
     again = exporter.meter(("run-199", "0"), lambda: pytest.fail("it is there"))
     again.iteration("train", {})
-    family = next(family for family in exporter.collect() if family.name == "siirl_worker_iterations")
+    family = next(
+        family for family in exporter.collect() if family.name == "siirl_worker_iterations"
+    )
     assert len(family.samples) == 32
     assert {sample.labels["run"]: sample.value for sample in family.samples}["run-199"] == 2
 
@@ -141,7 +164,9 @@ def test_the_page_lists_what_is_exported():
     text = (ROOT / "docs" / "monitoring.md").read_text()
     listed = dict(re.findall(r"^\| `(siirl_\w+)` \| (.*?) \|", text, re.MULTILINE))
     assert listed == {
-        f"{name}_total" if family.kind == "counter" else name: ", ".join(f"`{label}`" for label in family.labels)
+        f"{name}_total" if family.kind == "counter" else name: ", ".join(
+            f"`{label}`" for label in family.labels
+        )
         for name, family in FAMILIES.items()
     }
 
@@ -157,7 +182,11 @@ def test_the_dashboard_is_one_that_grafana_imports():
         assert panel["type"] in ("row", "stat", "timeseries")
         assert panel["type"] == "row" or panel["targets"]
         box = panel["gridPos"]
-        cells = {(x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])}
+        cells = {
+            (x, y)
+            for x in range(box["x"], box["x"] + box["w"])
+            for y in range(box["y"], box["y"] + box["h"])
+        }
         assert all(x < 24 for x, _ in cells)
         assert not cells & places, panel["title"]
         places |= cells
@@ -173,8 +202,8 @@ def test_the_dashboard_asks_for_labels_that_its_metrics_have_and_shows_every_met
         for name, labels in re.findall(r"(siirl_\w+)(?:\{(.*?)\})?", query):
             family = FAMILIES.get(name) or FAMILIES[name.removesuffix("_total")]
             assert name.endswith("_total") == (family.kind == "counter"), name
-            assert {label.partition("=")[0].strip() for label in labels.split(",") if label} <= set(family.labels), (
-                query
-            )
+            assert {label.partition("=")[0].strip() for label in labels.split(",") if label} <= set(
+                family.labels
+            ), query
             asked.add(name.removesuffix("_total"))
     assert asked == set(FAMILIES)

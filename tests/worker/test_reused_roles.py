@@ -82,14 +82,21 @@ def test_nothing_stays_that_was_built_on_another_device():
 
 def test_kept_objects_join_the_new_groups_and_are_not_built():
     trainer, rank = Trainer(), Rank(1, 2)
-    assert build_roles([Role("role", cannot_build)], CPU, {"role": rank}, reused={"role": trainer}) == {"role": trainer}
+    assert build_roles(
+        [Role("role", cannot_build)], CPU, {"role": rank}, reused={"role": trainer}
+    ) == {"role": trainer}
     assert trainer.rank is rank
 
 
 def test_kept_objects_are_closed_when_another_role_cannot_be_built():
     engine = Engine()
     with pytest.raises(RunError, match="no memory"):
-        build_roles([Role("role", cannot_build)], CPU, {"kept": Rank(), "role": Rank()}, reused={"kept": engine})
+        build_roles(
+            [Role("role", cannot_build)],
+            CPU,
+            {"kept": Rank(), "role": Rank()},
+            reused={"kept": engine},
+        )
     assert engine.closed
 
 

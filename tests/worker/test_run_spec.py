@@ -1,4 +1,6 @@
-"""Workers get what plans are computed from, and plan for themselves: what they execute is what was planned."""
+"""Workers get what plans are computed from, and plan for themselves: what they execute is what
+was planned.
+"""
 
 import hashlib
 import os
@@ -29,13 +31,19 @@ for parcel, workers in parcels:
 
 
 def shown(plan: Plan) -> str:
-    """Return a digest of everything in a plan; functions that were sent by value lie elsewhere in each process."""
+    """Return a digest of everything in a plan; functions that were sent by value lie elsewhere
+    in each process.
+    """
     parts = (plan.placement, plan.edges, plan.chains, plan.streams)
     return hashlib.sha256(re.sub(" at 0x[0-9a-f]+", "", repr(parts)).encode()).hexdigest()
 
 
 def differing(made: Plan, given: Plan) -> list[str]:
-    return [field.name for field in fields(Plan) if getattr(made, field.name) != getattr(given, field.name)]
+    return [
+        field.name
+        for field in fields(Plan)
+        if getattr(made, field.name) != getattr(given, field.name)
+    ]
 
 
 @QUICKLY
@@ -59,7 +67,9 @@ def test_a_process_that_hashes_otherwise_plans_the_same():
         planned.append(plan)
 
     collect()
-    parcels = [(serialize_phases({Phase.TRAIN: (plan, DATA)}), list(plan.chains)) for plan in planned]
+    parcels = [
+        (serialize_phases({Phase.TRAIN: (plan, DATA)}), list(plan.chains)) for plan in planned
+    ]
     done = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS],
         input=pickle.dumps(parcels),
@@ -73,7 +83,9 @@ def test_a_process_that_hashes_otherwise_plans_the_same():
 
 
 def test_a_parcel_grows_by_a_few_bytes_a_worker():
-    dag = DAG([Role("a", build)], [Node(f"n{i}", same_rows, role="a", save_as=f"t{i}") for i in range(10)])
+    dag = DAG(
+        [Role("a", build)], [Node(f"n{i}", same_rows, role="a", save_as=f"t{i}") for i in range(10)]
+    )
     sizes = []
     for count in (16, 1024):
         plan = compile_chains(dag, [str(i) for i in range(count)], SOURCE)

@@ -1,4 +1,6 @@
-"""A thread that waits for a peer which stands still goes on once its groups are aborted, or their connections cut."""
+"""A thread that waits for a peer which stands still goes on once its groups are aborted, or
+their connections cut.
+"""
 
 import selectors
 import socket
@@ -9,7 +11,11 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from siirl_dask import collectives
 from siirl_dask.worker.groups import process_groups as groups
-from siirl_dask.worker.groups.stuck_collectives import end_collectives, epoll_descriptors, shut_down_connections
+from siirl_dask.worker.groups.stuck_collectives import (
+    end_collectives,
+    epoll_descriptors,
+    shut_down_connections,
+)
 
 DEVICE_BACKEND = "pretend"
 """Stands for nccl: it serves a device and no CPU."""
@@ -42,7 +48,12 @@ def test_connections_that_came_with_the_groups_are_cut_and_no_others(connected):
 def test_what_is_no_connection_stays(connected):
     before = epoll_descriptors()
     reading, writing = socket.socketpair()
-    with reading, writing, socket.create_server(("127.0.0.1", 0)) as server, selectors.EpollSelector() as later:
+    with (
+        reading,
+        writing,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        selectors.EpollSelector() as later,
+    ):
         for one in (reading, server):
             later.register(one, selectors.EVENT_READ)
         assert shut_down_connections(epoll_descriptors() - before) == 0
@@ -53,16 +64,26 @@ def test_what_is_no_connection_stays(connected):
 
 @pytest.fixture
 def aborted(monkeypatch):
-    """The backends of device groups that are aborted, in a process of one rank with two such groups and one of gloo."""
+    """The backends of device groups that are aborted, in a process of one rank with two such
+    groups and one of gloo.
+    """
     if DEVICE_BACKEND not in dist.Backend.backend_list:
-        make = lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size)  # noqa: E731
+        make = lambda options, _: FakeProcessGroup._create_internal(  # noqa: E731
+            options.group_rank, options.group_size
+        )
         dist.Backend.register_backend(DEVICE_BACKEND, make, extended_api=True, devices=["cuda"])
     log = []
-    monkeypatch.setattr(FakeProcessGroup, "abort", lambda backend: log.append(backend), raising=False)
-    monkeypatch.setattr(dist.ProcessGroupGloo, "abort", lambda _: pytest.fail("gloo was aborted"), raising=False)
+    monkeypatch.setattr(
+        FakeProcessGroup, "abort", lambda backend: log.append(backend), raising=False
+    )
+    monkeypatch.setattr(
+        dist.ProcessGroupGloo, "abort", lambda _: pytest.fail("gloo was aborted"), raising=False
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(f"cpu:gloo,cuda:{DEVICE_BACKEND}", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        f"cpu:gloo,cuda:{DEVICE_BACKEND}", store=dist.HashStore(), rank=0, world_size=1
+    )
     dist.new_group([0], backend=DEVICE_BACKEND)
     dist.new_group([0], backend="gloo")
     yield log
@@ -106,8 +127,12 @@ def test_connections_are_cut_also_where_the_abort_of_a_group_fails(aborted, monk
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_stopped_run_never_waits_for_what_is_under_way_on_its_devices(aborted, monkeypatch, stopped):
-    """destroy_process_group has nccl finish what is under way, and so waits for a peer that is gone."""
+def test_a_stopped_run_never_waits_for_what_is_under_way_on_its_devices(
+    aborted, monkeypatch, stopped
+):
+    """destroy_process_group has nccl finish what is under way, and so waits for a peer that is
+    gone.
+    """
     destroyed = []
     destroy = dist.destroy_process_group
     monkeypatch.setattr(dist, "destroy_process_group", lambda: [destroyed.append(1), destroy()])
@@ -121,6 +146,8 @@ def test_groups_of_gloo_alone_are_destroyed_since_its_abort_does_nothing(monkeyp
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: pytest.fail("aborted"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: pytest.fail("aborted")
+    )
     groups.leave(abort=True)
     assert not dist.is_initialized()

@@ -1,4 +1,6 @@
-"""Tasks of a worker run one after the other, in the order of their numbers, whatever thread each is in."""
+"""Tasks of a worker run one after the other, in the order of their numbers, whatever thread each
+is in.
+"""
 
 import random
 import threading

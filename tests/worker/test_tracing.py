@@ -36,7 +36,9 @@ def pool(tmp_path):
     """Two workers that generate, one of them slow, and two that take their rows."""
     rows = {"prompt": [f"p{i}" for i in range(8)], "answer": ["x"] * 8}
     pq.write_table(pa.table(rows), tmp_path / "data.parquet")
-    source = Source(url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=0)
+    source = Source(
+        url=str(tmp_path / "data.parquet"), prompt="prompt", answer="answer", batch_size=8, seed=0
+    )
     nodes = (
         Node("rollout", fill, role="rollout", options={"tokens": 3}),
         Node("judge", slow_on_one_worker, role="rollout", after="rollout"),
@@ -53,7 +55,9 @@ def test_a_slow_worker_is_named_and_those_who_wait_for_it_say_so(pool):
     with pool as workers:
         workers.run(1)
         drained = {name: recorder.drain() for name, recorder in workers.traces.items()}
-    found = find_bottleneck(read_spans((1, trace_table(own, name, "here", 0)) for name, own in drained.items()))
+    found = find_bottleneck(
+        read_spans((1, trace_table(own, name, "here", 0)) for name, own in drained.items())
+    )
     assert (found.slowest.node, found.slowest.worker) == ("judge", "w1")
     assert found.slowest.share > 0.5
     assert (found.uneven.node, found.uneven.worker) == ("judge", "w1")

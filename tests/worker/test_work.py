@@ -1,4 +1,6 @@
-"""The load of a worker reaches the page as it was, and a message that is none counts for nothing."""
+"""The load of a worker reaches the page as it was, and a message that is none counts for
+nothing.
+"""
 
 import json
 from dataclasses import asdict
@@ -27,6 +29,14 @@ def test_a_heartbeat_brings_the_load_as_it_was(load):
 
 def test_a_message_that_is_no_load_counts_for_nothing():
     whole = asdict(Work(requests=1))
-    for wrong in (None, [], "many", {}, {**whole, "arena": -1}, {**whole, "cache": "full"}, {"requests": 3}):
+    for wrong in (
+        None,
+        [],
+        "many",
+        {},
+        {**whole, "arena": -1},
+        {**whole, "cache": "full"},
+        {"requests": 3},
+    ):
         assert Work.of({"siirl-a" + SUFFIX: wrong}, "siirl-a") == Work(), wrong
     assert Work.of({"siirl-b" + SUFFIX: whole}, "siirl-a") == Work(), "the load of another run"

@@ -50,7 +50,9 @@ class Role:
         submit = partial(asyncio.run_coroutine_threadsafe, loop=self.loop)
         bridge = LoopBridge(submit, partial(result_of, stop=self.stop), self.stop.check)
         peers = self.names[at + 1 :] + self.names[:at]
-        return StealableQueue(WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge)
+        return StealableQueue(
+            WorkQueue(items, CODEC, on_result), KEY, peers, self.services[name], bridge
+        )
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
@@ -87,7 +89,10 @@ def test_every_item_is_computed_once_and_returned_to_its_owner(counts, batch, pa
     with Role(len(counts)) as role, ThreadPoolExecutor(len(counts)) as threads:
         items = [[100 * worker + at for at in range(count)] for worker, count in enumerate(counts)]
         begin = zip(role.names, items, strict=True)
-        running = [threads.submit(lambda name, own: go_through(role.work(name, own)), *pair) for pair in begin]
+        running = [
+            threads.submit(lambda name, own: go_through(role.work(name, own)), *pair)
+            for pair in begin
+        ]
         results = [one.result(20) for one in running]
     assert sorted(done) == sorted(item for own in items for item in own)
     assert results == [[item * 2 for item in own] for own in items]
@@ -111,7 +116,9 @@ def test_an_idle_worker_steals_half_of_what_waits_and_nothing_begun():
 def test_an_owner_hears_of_each_result_once_also_of_those_that_a_peer_computed():
     heard = []
     with Role(2) as role:
-        busy = role.work("w0", list(range(9)), lambda number, result: heard.append((number, result)))
+        busy = role.work(
+            "w0", list(range(9)), lambda number, result: heard.append((number, result))
+        )
         own = busy.next(3, wait=True)
         idle = role.work("w1", [])
         stolen = idle.next(10, wait=True)
@@ -139,7 +146,9 @@ def test_waiting_for_results_ends_when_the_worker_is_stopped():
 
 def test_a_worker_that_is_stopped_wakes_the_peers_that_ask_it():
     with Role(2) as role:
-        waiting = asyncio.run_coroutine_threadsafe(role.services["w1"].steal_from("w0", KEY, 1, CODEC), role.loop)
+        waiting = asyncio.run_coroutine_threadsafe(
+            role.services["w1"].steal_from("w0", KEY, 1, CODEC), role.loop
+        )
         role.loop.call_soon_threadsafe(role.services["w0"].abort, "gone")
         with pytest.raises(Aborted, match="gone"):
             waiting.result(10)
@@ -153,9 +162,18 @@ def test_a_worker_that_is_stopped_wakes_the_peers_that_ask_it():
         (Request(Op.RETURN, KEY, {"results": pack(0, 1)}), "item 0, which no peer has"),
         (Request(Op.RETURN, KEY, {"results": pack(0, 1)[:-1]}), "cut off"),
         (Request(Op.RETURN, KEY, {"results": b"x"}), "whole messages"),
-        (Request(Op.STEAL, TransitionKey("run", 4, KEY.edge), {"limit": 1}), "iteration 4: expected at most 3"),
-        (Request(Op.STEAL, TransitionKey("run", 3, "train/rollout/1024"), {"limit": 1}), "no such work here"),
-        (Request(Op.STEAL, TransitionKey("run", 3, "train/other/0"), {"limit": 1}), "no such work here"),
+        (
+            Request(Op.STEAL, TransitionKey("run", 4, KEY.edge), {"limit": 1}),
+            "iteration 4: expected at most 3",
+        ),
+        (
+            Request(Op.STEAL, TransitionKey("run", 3, "train/rollout/1024"), {"limit": 1}),
+            "no such work here",
+        ),
+        (
+            Request(Op.STEAL, TransitionKey("run", 3, "train/other/0"), {"limit": 1}),
+            "no such work here",
+        ),
         (Request(Op.RETURN, KEY, {}), "expected bytes"),
         (Request(Op.STEAL, TransitionKey("other", 3, KEY.edge), {"limit": 1}), "no such work here"),
         (Request(Op.STEAL, TransitionKey("run", 1, KEY.edge), {"limit": 1}), "no such work here"),

@@ -43,7 +43,9 @@ def migrate(words: Sequence[str], rows: int | None = None) -> Migration:
     ConfigError for what is neither system's, or a script with no call or several.
     """
     if rows is not None and rows < 1:
-        raise ConfigError(f"--rows {rows}: expected the number of rows of data.train_files, at least 1")
+        raise ConfigError(
+            f"--rows {rows}: expected the number of rows of data.train_files, at least 1"
+        )
     given = read_given(words)
     draft = Draft(given)
     apply_rules(draft, rows)
@@ -60,13 +62,23 @@ def _fate(name: str, value: Any, draft: Draft) -> Fate:
     if value is None or value is False or value in ("", [], {}, -1):
         return Fate(note="nothing is asked for")
     if option is None:
-        known = [known for part in TABLE.values() for option in part for known in option.names if "*" not in known]
-        return Fate(lost=f"neither verl nor siiRL has such an option, as far as is known{did_you_mean(name, known)}")
+        known = [
+            known
+            for part in TABLE.values()
+            for option in part
+            for known in option.names
+            if "*" not in known
+        ]
+        return Fate(
+            lost=f"neither verl nor siiRL has such an option, as far as is known{did_you_mean(name, known)}"
+        )
     if option.use is Use.NONE:
         return Fate(lost=option.note)
     if option.use is Use.ALWAYS:
         return Fate(note=option.note)
-    return Fate(note=f"not read with {draft.text('algorithm.adv_estimator', 'gae')} and the options given")
+    return Fate(
+        note=f"not read with {draft.text('algorithm.adv_estimator', 'gae')} and the options given"
+    )
 
 
 def add_migrate(command: argparse.ArgumentParser) -> None:
@@ -78,8 +90,12 @@ def add_migrate(command: argparse.ArgumentParser) -> None:
         help="a YAML file or a shell script of verl or siiRL, then options that change it, or NAME=value for variables "
         "of the script; or a command line after --",
     )
-    command.add_argument("-o", "--out", metavar="FILE", help="where to write; default: standard output")
-    command.add_argument("--rows", type=int, metavar="N", help="rows of data.train_files, for the steps of an epoch")
+    command.add_argument(
+        "-o", "--out", metavar="FILE", help="where to write; default: standard output"
+    )
+    command.add_argument(
+        "--rows", type=int, metavar="N", help="rows of data.train_files, for the steps of an epoch"
+    )
 
 
 def show_migration(chosen: argparse.Namespace) -> None:

@@ -17,9 +17,13 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def calculate(formula: str, known: Mapping[str, str]) -> str:
-    """Return the number that a formula makes of the variables; "" where one is not known, or it is no formula."""
+    """Return the number that a formula makes of the variables; "" where one is not known, or it
+    is no formula.
+    """
     try:
-        tree = ast.parse(re.sub(r"\\?\$\{?(\w+)\}?", r"\1", formula).replace("/", "//").strip(), mode="eval")
+        tree = ast.parse(
+            re.sub(r"\\?\$\{?(\w+)\}?", r"\1", formula).replace("/", "//").strip(), mode="eval"
+        )
         return str(_number(tree.body, known))
     except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
         return ""

@@ -1,4 +1,6 @@
-"""Rules of the correction for a sampler that is not quite the policy: verl's ``rollout_correction``, siiRL's cap."""
+"""Rules of the correction for a sampler that is not quite the policy: verl's
+``rollout_correction``, siiRL's cap.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ _Part = tuple[str, dict[str, Any]]
 
 
 def set_correction(draft: Draft) -> None:
-    """Set the weights and masks of tokens, or with ``bypass_mode`` the engine's log-probs in their place."""
+    """Set the weights and masks of tokens, or with ``bypass_mode`` the engine's log-probs in
+    their place.
+    """
     if draft.flag(f"{_PREFIX}.rollout_is_batch_normalize", default=False):
-        draft.lose(f"{_PREFIX}.rollout_is_batch_normalize", "weights are not divided by their mean over the batch")
+        draft.lose(
+            f"{_PREFIX}.rollout_is_batch_normalize",
+            "weights are not divided by their mean over the batch",
+        )
     draft.hold(f"{_PREFIX}.rollout_is_batch_normalize", "weights are as they are")
     if draft.flag(_BYPASS, default=False):
         _set_bypass(draft)
@@ -48,13 +55,17 @@ def _set_parts(draft: Draft, parts: list[_Part], *sources: str) -> None:
     if len(parts) > 1:
         name = "combined"
         options = {"parts": [{"run": f"{_OURS}:{one}", "with": chosen} for one, chosen in parts]}
-    used = [source for source in sources if not (draft.fate(source).lost or draft.fate(source).note)]
+    used = [
+        source for source in sources if not (draft.fate(source).lost or draft.fate(source).note)
+    ]
     draft.set("algorithm.correction", f"{_OURS}:{name}", *used)
     draft.set("algorithm.correction_options", options, *used)
 
 
 def _weights(draft: Draft) -> list[_Part]:
-    """Return the weights that ``rollout_is`` asks for: an upper bound truncates, two bounds mask."""
+    """Return the weights that ``rollout_is`` asks for: an upper bound truncates, two bounds
+    mask.
+    """
     kind = _text(draft, _IS)
     if not kind:
         draft.hold(_IS, "no weights")
@@ -76,7 +87,9 @@ def _weights(draft: Draft) -> list[_Part]:
 
 
 def _masks(draft: Draft) -> list[_Part]:
-    """Return the masks that ``rollout_rs`` asks for; several are separated by commas, and so are their bounds."""
+    """Return the masks that ``rollout_rs`` asks for; several are separated by commas, and so are
+    their bounds.
+    """
     kinds = list(dict.fromkeys(str(kind) for kind in draft.items(_RS) if str(kind)))
     if not kinds:
         draft.hold(_RS, "nothing is rejected")
@@ -87,7 +100,9 @@ def _masks(draft: Draft) -> list[_Part]:
         bounds = bounds * len(kinds)
     if len(bounds) != len(kinds):
         for name in (_RS, _RS_THRESHOLD):
-            draft.lose(name, f"{len(bounds)} thresholds for {len(kinds)} kinds: expected one, or one each")
+            draft.lose(
+                name, f"{len(bounds)} thresholds for {len(kinds)} kinds: expected one, or one each"
+            )
         return []
     try:
         return [_mask(kind, bound) for kind, bound in zip(kinds, bounds, strict=True)]
@@ -98,7 +113,9 @@ def _masks(draft: Draft) -> list[_Part]:
 
 
 def _mask(kind: str, threshold: str) -> _Part:
-    """Return the mask of one ``rollout_rs``, such as ``seq_mean_k1``. ValueError for what verl does not have."""
+    """Return the mask of one ``rollout_rs``, such as ``seq_mean_k1``. ValueError for what verl
+    does not have.
+    """
     where, _, estimate = kind.rpartition("_")
     over = "token" if where == "token" else where.removeprefix("seq_")
     if estimate not in ("k1", "k2", "k3") or (over != "token" and where != f"seq_{over}"):
@@ -112,7 +129,8 @@ def _mask(kind: str, threshold: str) -> _Part:
         return "reject_divergent", {"limit": high, "estimate": f"{_OURS}:{estimate}", "over": over}
     if low is None:
         low = 1 / high
-    # verl bounds the engine's probability over the policy's, and ours are of the policy's over the engine's
+    # verl bounds the engine's probability over the policy's, and ours are of the policy's over the
+    # engine's
     options: dict[str, Any] = {"low": 1 / high, "high": 1 / low}
     if over == "token":
         return "reject_tokens", options
@@ -135,10 +153,16 @@ def _bounds(threshold: str) -> tuple[float | None, float]:
 
 
 def _set_bypass(draft: Draft) -> None:
-    """Take the engine's log-probs as the old ones; with ``loss_type=reinforce`` the loss is set as well."""
+    """Take the engine's log-probs as the old ones; with ``loss_type=reinforce`` the loss is set
+    as well.
+    """
     draft.set("algorithm.old_logprobs", ENGINES_LOGPROBS, _BYPASS)
     for name in (_RS, _RS_THRESHOLD):
-        draft.lose(name, "with bypass_mode rows are not rejected: nobody computed both log-probs before the update")
+        draft.lose(
+            name,
+            "with bypass_mode rows are not rejected: nobody computed both log-probs before the "
+            "update",
+        )
     draft.lose(_CAP, "with bypass_mode the loss's ratio is to the sampler already")
     if draft.text(_LOSS_TYPE, "ppo_clip") != "reinforce":
         draft.hold(_LOSS_TYPE, "the loss's ratio is to the sampler")
@@ -153,11 +177,19 @@ def _set_bypass(draft: Draft) -> None:
     name, options = weights[0]
     if name != "truncated_is" or "level" in options or options["cap"] < 1:
         for one in (_LOSS_TYPE, _IS, _IS_THRESHOLD):
-            draft.lose(one, "of REINFORCE's weights there are those of tokens with a cap of at least 1 (cispo)")
+            draft.lose(
+                one,
+                "of REINFORCE's weights there are those of tokens with a cap of at least 1 (cispo)",
+            )
         return
     draft.set("algorithm.loss", f"{_OURS}:cispo", _LOSS_TYPE, _IS)
     note = "its weight is min(ratio, cap)"
-    draft.set("algorithm.loss_options", {"clip_low": 1.0, "clip_high": options["cap"] - 1}, _IS_THRESHOLD, note=note)
+    draft.set(
+        "algorithm.loss_options",
+        {"clip_low": 1.0, "clip_high": options["cap"] - 1},
+        _IS_THRESHOLD,
+        note=note,
+    )
 
 
 def _text(draft: Draft, name: str) -> str:

@@ -1,4 +1,6 @@
-"""A configuration in the making: our keys with the options that they come from, and the fate of each option given."""
+"""A configuration in the making: our keys with the options that they come from, and the fate of
+each option given.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Draft:
     defaulted: dict[str, str] = field(default_factory=dict)
     """Our keys that no option given became, with the name of their default's option."""
     open_questions: list[str] = field(default_factory=list)
-    """Values that a person must decide, such as a number of steps that no dataset was there to tell."""
+    """Values that a person must decide, such as a number of steps that no dataset was there to
+    tell."""
 
     def has(self, *names: str) -> bool:
         """Whether any of these options was given."""
@@ -60,12 +63,18 @@ class Draft:
         return str(self.value(name, default))
 
     def number(self, name: str, default: float) -> float:
-        """Return an option's number. One that is none, as a variable that nobody set, is lost, and named."""
+        """Return an option's number. One that is none, as a variable that nobody set, is lost,
+        and named.
+        """
         value = self.value(name, default)
         try:
             number = float(value)
         except (TypeError, ValueError):
-            self.lose(name, f"{value!r} is no number here: add the variable as NAME=value, or the option itself")
+            self.lose(
+                name,
+                f"{value!r} is no number here: add the variable as NAME=value, or the option "
+                "itself",
+            )
             return default
         return int(number) if number == int(number) else number
 
@@ -81,7 +90,9 @@ class Draft:
         return str(self.value(name, default)).lower() in ("true", "1", "yes")
 
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
-        """Set our key, and say which options it comes from: of ``sources`` those given, or the default of the first."""
+        """Set our key, and say which options it comes from: of ``sources`` those given, or the
+        default of the first.
+        """
         given = [name for name in sources if self.has(name)]
         for name in given:
             self.became(name, key)
@@ -95,7 +106,9 @@ class Draft:
     def became(self, name: str, *keys: str) -> None:
         """Say that an option became keys, or parts of the DAG, of ours."""
         if self.has(name) and not self.fate(name).lost:
-            self.fates[name] = Fate((*self.fate(name).keys, *(key for key in keys if key not in self.fate(name).keys)))
+            self.fates[name] = Fate(
+                (*self.fate(name).keys, *(key for key in keys if key not in self.fate(name).keys))
+            )
 
     def lose(self, name: str, reason: str) -> None:
         """Say why an option that was given has no counterpart."""
@@ -112,7 +125,9 @@ class Draft:
         return self.fates.get(name, Fate())
 
     def copy(self, pairs: Mapping[str, str]) -> None:
-        """Set our keys to the values of options, where these are given: ``{their name: our key}``."""
+        """Set our keys to the values of options, where these are given: ``{their name: our
+        key}``.
+        """
         for name, key in pairs.items():
             if self.has(name):
                 self.set(key, self.value(name), name)

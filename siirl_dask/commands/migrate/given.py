@@ -1,4 +1,6 @@
-"""Reads what was given: a verl or siiRL configuration, a command line, or a shell script that has one."""
+"""Reads what was given: a verl or siiRL configuration, a command line, or a shell script that
+has one.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ _SURE = ("actor_rollout_ref", "reward_model", "custom_reward_function")
 _SIIRL = re.compile(r"dag\.|profiler\.|algorithm\.(algorithm_name|workflow_type)$")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _EXPECTED = (
-    "expected a YAML file with groups such as actor_rollout_ref and trainer, a shell script with `python -m "
-    "verl.trainer.main_ppo key=value ...` or `python -m siirl.main_dag key=value ...`, or such key=value after --"
+    "expected a YAML file with groups such as actor_rollout_ref and trainer, a shell script with "
+    "`python -m "
+    "verl.trainer.main_ppo key=value ...` or `python -m siirl.main_dag key=value ...`, or such "
+    "key=value after --"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Options by name, with dots: ``actor_rollout_ref.actor.optim.lr``. Keys that a caller removed are not there."""
+    """Options by name, with dots: ``actor_rollout_ref.actor.optim.lr``. Keys that a caller
+    removed are not there.
+    """
 
     system: str
     """``verl`` or ``siiRL``, as far as the names tell."""
@@ -43,7 +49,8 @@ class Given:
 
 
 def read_given(words: Sequence[str]) -> Given:
-    """Read a file, changed by the ``key=value`` after it, or a command line alone. ConfigError for anything else.
+    """Read a file, changed by the ``key=value`` after it, or a command line alone. ConfigError for
+    anything else.
 
     ``NAME=value``, without a dot, is a variable of the shell script.
     """
@@ -77,9 +84,20 @@ def _read(path: Path) -> str:
 def _from_yaml(text: str, path: Path, more: Sequence[str]) -> Given:
     tree = foreign_values(text, str(path))
     if not set(tree) & set(_SURE):
-        ours = [group for group in tree if group in {*GROUPS, "base", "roles", "nodes"} - {"data", "critic", "trainer"}]
-        hint = " (it looks like a configuration of siirl_dask already: siirl-dask plan)" if ours else ""
-        raise ConfigError(f"{path}: neither verl's nor siiRL's{hint}: it has {', '.join(map(str, tree))}; {_EXPECTED}")
+        ours = [
+            group
+            for group in tree
+            if group in {*GROUPS, "base", "roles", "nodes"} - {"data", "critic", "trainer"}
+        ]
+        hint = (
+            " (it looks like a configuration of siirl_dask already: siirl-dask plan)"
+            if ours
+            else ""
+        )
+        raise ConfigError(
+            f"{path}: neither verl's nor siiRL's{hint}: it has {', '.join(map(str, tree))}; "
+            f"{_EXPECTED}"
+        )
     values = _flat(tree)
     _override(values, more)
     return Given(_system(values, ""), values, str(path))
@@ -95,7 +113,9 @@ def _from_call(call: ShellCall, origin: str) -> Given:
 
 
 def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:
-    """Apply Hydra's ``key=value``, ``+key=value``, ``++key=value`` and ``~key``; return notes on other words."""
+    """Apply Hydra's ``key=value``, ``+key=value``, ``++key=value`` and ``~key``; return notes on
+    other words.
+    """
     notes = []
     for word in words:
         name, separator, text = word.partition("=")
@@ -106,13 +126,17 @@ def _override(values: dict[str, Any], words: Sequence[str]) -> list[str]:
             notes.append(f"{word}: read that YAML file as well, its values are not among these")
         elif separator and re.fullmatch(r"[\w.@/-]+", name) and not name.startswith("-"):
             values |= _flat({name: foreign_value(text)})
-        elif word not in ("python", "python3", "-m", "-u") and not re.fullmatch(r"(verl|siirl|recipe)[\w./]*", word):
+        elif word not in ("python", "python3", "-m", "-u") and not re.fullmatch(
+            r"(verl|siirl|recipe)[\w./]*", word
+        ):
             notes.append(f"{word!r} is no option")
     return notes
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their names with dots; those of Hydra's own use are left out."""
+    """Return the leaves of nested mappings by their names with dots; those of Hydra's own use
+    are left out.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"

@@ -65,9 +65,13 @@ def set_algorithm(draft: Draft) -> None:
     ours = _ESTIMATORS.get(theirs, "grpo")
     if theirs not in _ESTIMATORS:
         draft.lose(
-            name, f"there is no advantage {theirs!r}: docs/algorithms.md has those that there are; grpo stands in"
+            name,
+            f"there is no advantage {theirs!r}: docs/algorithms.md has those that there are; grpo "
+            "stands in",
         )
-        draft.open_questions.append(f"algorithm.advantage: {theirs} has no counterpart, and grpo stands in for it")
+        draft.open_questions.append(
+            f"algorithm.advantage: {theirs} has no counterpart, and grpo stands in for it"
+        )
     draft.bases.append("dags/ppo.yaml" if ours == "gae" else "dags/grpo.yaml")
     by_std = draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     options: dict[str, Any] = {}
@@ -114,10 +118,14 @@ def _gdpo_options(draft: Draft) -> dict[str, Any]:
     keys = "algorithm.gdpo_reward_keys"
     weights = "algorithm.gdpo_reward_weights"
     kinds = [str(kind) for kind in draft.items(keys)]
-    options: dict[str, Any] = {"divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)}
+    options: dict[str, Any] = {
+        "divide_by_std": draft.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
+    }
     draft.nodes["advantage"] = {"with": {"parts": kinds or ["TO_DECIDE"]}}
     if not kinds:
-        draft.open_questions.append("nodes.advantage.with.parts: the parts of the reward that gdpo compares")
+        draft.open_questions.append(
+            "nodes.advantage.with.parts: the parts of the reward that gdpo compares"
+        )
     draft.became(keys, "nodes.advantage")
     try:
         numbers = [float(weight) for weight in draft.items(weights)]
@@ -125,7 +133,9 @@ def _gdpo_options(draft: Draft) -> dict[str, Any]:
         draft.lose(weights, "expected a list of numbers; each kind has 1")
         return options
     if numbers and len(numbers) != len(kinds):
-        draft.lose(weights, f"{len(numbers)} weights for {len(kinds)} kinds of reward; each kind has 1")
+        draft.lose(
+            weights, f"{len(numbers)} weights for {len(kinds)} kinds of reward; each kind has 1"
+        )
     elif numbers:
         options["weights"] = dict(zip(kinds, numbers, strict=True))
         draft.became(weights, "algorithm.advantage_options")
@@ -148,19 +158,28 @@ def _set_dynamic_sampling(draft: Draft) -> None:
     if not draft.flag(f"{prefix}.enable", default=False):
         return
     if "dags/ppo.yaml" in draft.bases:
-        draft.lose(f"{prefix}.enable", "with a critic there is nothing to filter: groups have no say in the advantage")
+        draft.lose(
+            f"{prefix}.enable",
+            "with a critic there is nothing to filter: groups have no say in the advantage",
+        )
         return
-    draft.bases[:] = ["dags/dapo.yaml" if base == "dags/grpo.yaml" else base for base in draft.bases]
+    draft.bases[:] = [
+        "dags/dapo.yaml" if base == "dags/grpo.yaml" else base for base in draft.bases
+    ]
     rounds = int(draft.number(f"{prefix}.max_num_gen_batches", 10))
     draft.nodes["rollout"] = {"with": {"rounds": rounds or 10}}
-    draft.nodes.setdefault("reward", {"with": {"factor": 0.0}})  # the DAG's penalty of long responses, unless asked for
+    draft.nodes.setdefault(
+        "reward", {"with": {"factor": 0.0}}
+    )  # the DAG's penalty of long responses, unless asked for
     for name in (f"{prefix}.enable", f"{prefix}.max_num_gen_batches"):
         draft.became(name, "nodes.rollout")
     metric = draft.text(f"{prefix}.metric", "acc")
     reason = "groups whose rewards are all equal are replaced, by reward"
-    (draft.hold if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward") else draft.lose)(
-        f"{prefix}.metric", reason
-    )
+    (
+        draft.hold
+        if metric in ("acc", "score", "reward", "seq_reward", "seq_final_reward")
+        else draft.lose
+    )(f"{prefix}.metric", reason)
 
 
 def _set_reference(draft: Draft) -> None:
@@ -168,12 +187,16 @@ def _set_reference(draft: Draft) -> None:
     in_loss = draft.flag(f"{ACTOR}.use_kl_loss", default=False)
     in_reward = draft.flag("algorithm.use_kl_in_reward", default=False)
     coefficient = draft.number(f"{ACTOR}.kl_loss_coef", 0.001) if in_loss else 0
-    draft.set("algorithm.kl_coefficient", coefficient, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss")
+    draft.set(
+        "algorithm.kl_coefficient", coefficient, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"
+    )
     kind = draft.text(f"{ACTOR}.kl_loss_type", "low_var_kl")
     if in_loss:
         plain = _KL.get(kind.rstrip("+"))
         if plain is None:
-            draft.lose(f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3_clipped stands in")
+            draft.lose(
+                f"{ACTOR}.kl_loss_type", f"there is no estimator {kind!r}; k3_clipped stands in"
+            )
         draft.set(
             "algorithm.kl",
             f"{_OURS}:{'straight_through' if kind.endswith('+') else plain or 'k3_clipped'}",
@@ -183,7 +206,10 @@ def _set_reference(draft: Draft) -> None:
     draft.hold("algorithm.use_kl_in_reward", "no divergence is in the reward")
     if not (in_loss or in_reward):
         return
-    draft.bases[:] = [*(base for base in draft.bases if base != "dags/grpo.yaml"), "dags/grpo_kl.yaml"]
+    draft.bases[:] = [
+        *(base for base in draft.bases if base != "dags/grpo.yaml"),
+        "dags/grpo_kl.yaml",
+    ]
     before = ["baselines"] if "baselines" in draft.nodes else ["reward"]
     if "baselines" in draft.nodes:
         draft.nodes["reference_logprobs"] = {"after": "baselines"}
@@ -226,9 +252,16 @@ def set_loss(draft: Draft) -> None:
     mode = draft.text(mode_name, "vanilla").replace("-", "_")
     ours = _LOSSES.get(mode, "ppo_clip")
     if mode not in _LOSSES:
-        draft.lose(mode_name, f"there is no loss {mode!r}: docs/algorithms.md has those that there are")
-        draft.open_questions.append(f"algorithm.loss: {mode} has no counterpart, and ppo_clip stands in for it")
-    if draft.flag(f"{ACTOR}.use_cpgd_loss", default=False) or draft.text("algorithm.adv_estimator") == "cpgd":
+        draft.lose(
+            mode_name, f"there is no loss {mode!r}: docs/algorithms.md has those that there are"
+        )
+        draft.open_questions.append(
+            f"algorithm.loss: {mode} has no counterpart, and ppo_clip stands in for it"
+        )
+    if (
+        draft.flag(f"{ACTOR}.use_cpgd_loss", default=False)
+        or draft.text("algorithm.adv_estimator") == "cpgd"
+    ):
         ours = "cpgd"
     if draft.text("algorithm.adv_estimator") == "gpg":
         ours = "policy_gradient"
@@ -318,7 +351,10 @@ def _set_covariant(draft: Draft, ours: str) -> None:
 def _set_aggregation(draft: Draft, ours: str) -> None:
     name = f"{ACTOR}.loss_agg_mode"
     mode = draft.text(
-        name, "token-mean" if draft.flag(f"{ACTOR}.use_token_level_loss", default=True) else "seq-mean-token-mean"
+        name,
+        "token-mean"
+        if draft.flag(f"{ACTOR}.use_token_level_loss", default=True)
+        else "seq-mean-token-mean",
     )
     note = ""
     if ours in ("gspo", "gmpo", "sapo"):  # verl aggregates these so whatever is asked for
@@ -327,7 +363,13 @@ def _set_aggregation(draft: Draft, ours: str) -> None:
     if mode not in _MODES:
         draft.lose(name, f"there is no aggregation {mode!r}; token_mean stands in")
     function = _MODES.get(mode, "token_mean")
-    draft.set("algorithm.aggregation", f"{_OURS}:{function}", name, f"{ACTOR}.use_token_level_loss", note=note)
+    draft.set(
+        "algorithm.aggregation",
+        f"{_OURS}:{function}",
+        name,
+        f"{ACTOR}.use_token_level_loss",
+        note=note,
+    )
     if function == "sequence_mean_token_sum_norm":
         scale = f"{ACTOR}.loss_scale_factor"
         length = int(draft.number(scale, draft.number("data.max_response_length", 512)))

@@ -42,15 +42,18 @@ DATA = (
 
 REWARD = (
     rule("reward_model.overlong_buffer.enable reward_model.overlong_buffer.len "
-          "reward_model.overlong_buffer.penalty_factor reward*.reward_kwargs.overlong_buffer_cfg.enable "
-          "reward*.reward_kwargs.overlong_buffer_cfg.len reward*.reward_kwargs.overlong_buffer_cfg.penalty_factor "
+          "reward_model.overlong_buffer.penalty_factor "
+          "reward*.reward_kwargs.overlong_buffer_cfg.enable "
+          "reward*.reward_kwargs.overlong_buffer_cfg.len "
+          "reward*.reward_kwargs.overlong_buffer_cfg.penalty_factor "
           "custom_reward_function.overlong_buffer.*", "nodes.overlong", "the node penalise_overlong"),
     always("reward*.overlong_buffer*.log reward*.reward_kwargs.max_resp_len", "the penalty is a metric, and its "
             "limit is rollout.max_response_length"),
     rule("reward_model.reward_manager reward.reward_manager.name", "rewards.function", "naive and dapo choose by the "
           "data's source; the function is chosen by the dataset's name here"),
     none("custom_reward_function.* reward.custom_reward_function.*", "write it as reward(prompt, response, answer, "
-          "**columns), which there is compute_score(data_source, solution_str, ground_truth, extra_info), and give "
+          "**columns), which there is compute_score(data_source, solution_str, ground_truth, "
+          "extra_info), and give "
           "rewards.function=module:name"),
     none("reward_model.sandbox_fusion* reward.sandbox_fusion* sandbox_fusion.*", "code runs in a sandbox of the "
           "worker's: siirl_dask.rewards:code_execution"),
@@ -68,7 +71,8 @@ ALGORITHM = (
     rule("algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage", "false is dr_grpo; true divides by the group's "
           "std + 1e-6, as grpo does"),
     rule("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "nodes.advantage, algorithm.advantage_options",
-          "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over responses here, over "
+          "parts of a reward that is a dict, with adv_estimator gdpo; sums are standardised over "
+          "responses here, over "
           "tokens there"),
     rule("algorithm.use_kl_in_reward algorithm.kl_ctrl.* algorithm.kl_penalty", "roles.kl, nodes.kl", "a "
           "KLController and the node penalise_kl"),
@@ -76,10 +80,13 @@ ALGORITHM = (
           "dags/dapo.yaml, with rounds"),
     rule("algorithm.filter_groups.metric", "", "groups whose rewards are all equal are replaced, by reward"),
     rule("algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold "
-          "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
+          "algorithm.rollout_correction.rollout_rs "
+          "algorithm.rollout_correction.rollout_rs_threshold",
           "algorithm.correction, algorithm.correction_options", "of weights one bound is truncated_is and two, as in "
-          "0.5_5.0, masked_is; k1 is reject_tokens or reject_sequences with the inverse bounds, since there the "
-          "engine's probability is over the policy's; k2 and k3 are reject_divergent; several are combined. What is "
+          "0.5_5.0, masked_is; k1 is reject_tokens or reject_sequences with the inverse bounds, "
+          "since there the "
+          "engine's probability is over the policy's; k2 and k3 are reject_divergent; several are "
+          "combined. What is "
           "rejected still counts in the loss's denominator here"),
     rule("algorithm.rollout_correction.bypass_mode", "algorithm.old_logprobs", "true is rollout_logprobs, and no "
           "correction"),

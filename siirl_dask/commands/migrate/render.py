@@ -10,13 +10,20 @@ from typing import Any
 from siirl_dask.commands.migrate.draft import Draft
 from siirl_dask.config.file.layers import GROUPS, SHIPPED
 
-_PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|none|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE)
+_PLAIN = re.compile(
+    r"(?!(?:true|false|null|yes|no|on|off|none|y|n)$)[A-Za-z_/][\w./-]*", re.IGNORECASE
+)
 
 
 def as_yaml(draft: Draft) -> str:
-    """Return the configuration, with the options that each value comes from, and those that have no counterpart."""
+    """Return the configuration, with the options that each value comes from, and those that have
+    no counterpart.
+    """
     given = draft.given
-    lines = [f"# What {given.origin} ({given.system}) says, by `siirl-dask migrate`. Comments name the options that"]
+    lines = [
+        f"# What {given.origin} ({given.system}) says, by `siirl-dask migrate`. Comments name the "
+        "options that"
+    ]
     lines += ["# values come from; docs/migrating.md has the whole table."]
     lines += [f"# TO DECIDE: {question}" for question in draft.open_questions]
     bases = [f"{SHIPPED}{base}" for base in draft.bases]
@@ -33,10 +40,16 @@ def as_yaml(draft: Draft) -> str:
             lines += [f"{group}:", *_lines(tree.pop(group), 1), ""]
     for part in ("roles", "nodes"):
         if content := getattr(draft, part):
-            lines += [f"{part}:", *(f"  {name}: {scalar(value)}" for name, value in content.items()), ""]
+            lines += [
+                f"{part}:",
+                *(f"  {name}: {scalar(value)}" for name, value in content.items()),
+                "",
+            ]
     lost = {name: fate.lost for name, fate in draft.fates.items() if fate.lost}
     lines += ["# Without a counterpart:"] if lost else []
-    lines += [f"#   {name}={_shown(given.values.get(name))}: {reason}" for name, reason in lost.items()]
+    lines += [
+        f"#   {name}={_shown(given.values.get(name))}: {reason}" for name, reason in lost.items()
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -64,15 +77,27 @@ def scalar(value: Any) -> str:
 def report(draft: Draft) -> str:
     """Return the lists of what became of each option that was given."""
     texts = [f"note: {note}" for note in draft.given.notes]
-    mapped = {name: f"-> {', '.join(fate.keys)}" for name, fate in draft.fates.items() if fate.keys and not fate.lost}
-    kept = {name: fate.note for name, fate in draft.fates.items() if not fate.keys and not fate.lost}
+    mapped = {
+        name: f"-> {', '.join(fate.keys)}"
+        for name, fate in draft.fates.items()
+        if fate.keys and not fate.lost
+    }
+    kept = {
+        name: fate.note for name, fate in draft.fates.items() if not fate.keys and not fate.lost
+    }
     lost = {
-        f"{name}={_shown(draft.given.values.get(name))}": fate.lost for name, fate in draft.fates.items() if fate.lost
+        f"{name}={_shown(draft.given.values.get(name))}": fate.lost
+        for name, fate in draft.fates.items()
+        if fate.lost
     }
     values = {key: scalar(draft.entries[key].value) for key in draft.defaulted}
     texts += _list(f"{len(mapped)} of {len(draft.fates)} options became keys", mapped)
     texts += _list(f"{len(kept)} ask for what is so anyway, or for nothing", kept)
-    texts += _list(f"{len(values)} keys were not given and are written out with {draft.given.system}'s default", values)
+    texts += _list(
+        f"{len(values)} keys were not given and are written out with {draft.given.system}'s "
+        "default",
+        values,
+    )
     texts += _list(f"{len(lost)} have NO COUNTERPART", lost)
     return "\n".join([*texts, *(f"TO DECIDE: {question}" for question in draft.open_questions)])
 

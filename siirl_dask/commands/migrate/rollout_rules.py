@@ -26,8 +26,12 @@ def set_rollout(draft: Draft, workers: int) -> None:
     name = draft.text(f"{_R}.name", "vllm")
     engine = _ENGINES.get(name, name)
     if engine == Engine.sglang:
-        draft.lose(f"{_R}.name", "rollout.engine=sglang has no rollout.sampler=exact: choose both by hand")
-        draft.open_questions.append("rollout.engine: sglang draws tokens with a sampler of its own; auto stands in")
+        draft.lose(
+            f"{_R}.name", "rollout.engine=sglang has no rollout.sampler=exact: choose both by hand"
+        )
+        draft.open_questions.append(
+            "rollout.engine: sglang draws tokens with a sampler of its own; auto stands in"
+        )
     elif engine in [*Engine]:
         draft.set("rollout.engine", engine, f"{_R}.name")
     else:
@@ -37,21 +41,42 @@ def set_rollout(draft: Draft, workers: int) -> None:
     draft.set("rollout.temperature", draft.number(f"{_R}.temperature", 1.0), f"{_R}.temperature")
     draft.set("rollout.top_p", draft.number(f"{_R}.top_p", 1.0), f"{_R}.top_p")
     draft.set("rollout.top_k", max(0, int(draft.number(f"{_R}.top_k", -1))), f"{_R}.top_k")
-    length = draft.first(("data.max_response_length", f"{_R}.response_length"), "data.max_response_length")
+    length = draft.first(
+        ("data.max_response_length", f"{_R}.response_length"), "data.max_response_length"
+    )
     draft.set("rollout.max_response_length", int(draft.number(length, 512)), length)
     draft.hold(f"{_R}.response_length", "it follows data.max_response_length")
-    size = max(1, int(draft.number(f"{_R}.tensor_model_parallel_size", 2 if draft.given.system == "verl" else 1)))
+    size = max(
+        1,
+        int(
+            draft.number(
+                f"{_R}.tensor_model_parallel_size", 2 if draft.given.system == "verl" else 1
+            )
+        ),
+    )
     if engine == "transformers" or workers % size:
-        draft.lose(f"{_R}.tensor_model_parallel_size", f"engine {engine} on {workers} workers takes no {size} for each")
+        draft.lose(
+            f"{_R}.tensor_model_parallel_size",
+            f"engine {engine} on {workers} workers takes no {size} for each",
+        )
         size = 1
     draft.set("rollout.tensor_parallel_size", size, f"{_R}.tensor_model_parallel_size")
     _set_replay(draft, size)
     if draft.has(f"{_R}.max_num_seqs"):
         rows = -(-int(draft.number(f"{_R}.max_num_seqs", 256)) // size)
-        draft.set("rollout.max_rows", rows, f"{_R}.max_num_seqs", note="for each worker of an engine")
-    bucket = (f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", f"{_R}.update_weights_bucket_megabytes")
+        draft.set(
+            "rollout.max_rows", rows, f"{_R}.max_num_seqs", note="for each worker of an engine"
+        )
+    bucket = (
+        f"{_R}.checkpoint_engine.update_weights_bucket_megabytes",
+        f"{_R}.update_weights_bucket_megabytes",
+    )
     if draft.has(*bucket):
-        draft.set("rollout.weight_bucket", f"{int(draft.number(draft.first(bucket, ''), 256))}MiB", *bucket)
+        draft.set(
+            "rollout.weight_bucket",
+            f"{int(draft.number(draft.first(bucket, ''), 256))}MiB",
+            *bucket,
+        )
     _set_vllm(draft)
 
 
@@ -75,7 +100,9 @@ def _set_vllm(draft: Draft) -> None:
         level = 2 if draft.flag(f"{_R}.free_cache_engine", default=True) else 0
         draft.set("rollout.vllm.sleep_level", level, f"{_R}.free_cache_engine")
     prefix = f"{_R}.engine_kwargs.vllm."
-    names = {name: name.removeprefix(prefix) for name in draft.given.values if name.startswith(prefix)}
+    names = {
+        name: name.removeprefix(prefix) for name in draft.given.values if name.startswith(prefix)
+    }
     names |= {f"{_R}.{name}": name for name in ("max_model_len", "enable_chunked_prefill")}
     if arguments := {own: draft.value(name) for name, own in names.items() if draft.has(name)}:
         draft.set("rollout.vllm.engine_kwargs", arguments, *names)
@@ -90,10 +117,19 @@ def set_validation(draft: Draft) -> None:
         first_and_last = "before the first step and after the last alone"
         steps = int(draft.entries["run.steps"].value)
         note = "" if every > 0 else first_and_last
-        draft.set("validation.every", every if every > 0 else max(1, steps), "trainer.test_freq", note=note)
-        draft.set("validation.source_column", "data_source", note="a metric for each source, as there")
+        draft.set(
+            "validation.every",
+            every if every > 0 else max(1, steps),
+            "trainer.test_freq",
+            note=note,
+        )
+        draft.set(
+            "validation.source_column", "data_source", note="a metric for each source, as there"
+        )
     if len(files) > 1:
-        draft.open_questions.append(f"validation.url: one dataset; {', '.join(files[1:])} must be put with the first")
+        draft.open_questions.append(
+            f"validation.url: one dataset; {', '.join(files[1:])} must be put with the first"
+        )
     draft.hold("trainer.test_freq", "there is no validation without data.val_files")
     prefix = f"{_R}.val_kwargs"
     samples = int(draft.number(f"{prefix}.n", 1))
@@ -103,7 +139,8 @@ def set_validation(draft: Draft) -> None:
     temperature = draft.number(f"{prefix}.temperature", 0) if drawn else 0
     if samples > 1 and not temperature:
         draft.open_questions.append(
-            f"validation.temperature: {samples} samples of temperature 0 are all the same; 1 stands in"
+            f"validation.temperature: {samples} samples of temperature 0 are all the same; 1 "
+            "stands in"
         )
         temperature = 1.0
     draft.set("validation.temperature", temperature, f"{prefix}.temperature", f"{prefix}.do_sample")
@@ -120,11 +157,17 @@ def set_profile(draft: Draft) -> None:
         own = True
         first = 0
     if not own:
-        unread = ("profiler.profile_steps", "profiler.roles", *(f"profiler.{one}" for one in _DETAILS))
+        unread = (
+            "profiler.profile_steps",
+            "profiler.roles",
+            *(f"profiler.{one}" for one in _DETAILS),
+        )
         for name in (*_WHEN, *unread, *_RANKS, *_EVERYONE):
             draft.hold(name, "no steps are profiled")
         return
-    draft.set("profile.steps", [max(1, step + first) for step in _numbers(draft, steps)], steps, *_WHEN)
+    draft.set(
+        "profile.steps", [max(1, step + first) for step in _numbers(draft, steps)], steps, *_WHEN
+    )
     everyone = [name for name in _EVERYONE if draft.flag(name, default=False)]
     ranks = _numbers(draft, draft.first(_RANKS, _RANKS[0]))
     draft.set("profile.ranks", [] if everyone else ranks, *everyone, *_RANKS)
@@ -144,8 +187,12 @@ def set_profile(draft: Draft) -> None:
 
 
 def _numbers(draft: Draft, name: str) -> list[int]:
-    """Return the whole numbers of a list: steps or ranks; the first of either where there are none."""
-    found = [one for one in draft.items(name, [0]) if isinstance(one, int) and not isinstance(one, bool)]
+    """Return the whole numbers of a list: steps or ranks; the first of either where there are
+    none.
+    """
+    found = [
+        one for one in draft.items(name, [0]) if isinstance(one, int) and not isinstance(one, bool)
+    ]
     return [one for one in found if one >= 0] or [0]
 
 

@@ -1,4 +1,6 @@
-"""Rules that make keys of ours of one or several options; commands/migrate/table.py has what they are about."""
+"""Rules that make keys of ours of one or several options; commands/migrate/table.py has what
+they are about.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _SOURCES = {
     "geo3k": "math_answer",
     "mmlu": "multiple_choice",
 }
-"""Part of a dataset's name, and the reward that verl and siiRL have for it; others are boxed mathematics."""
+"""Part of a dataset's name, and the reward that verl and siiRL have for it; others are boxed
+mathematics."""
 _OVERLONG = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -31,10 +34,20 @@ _OVERLONG = (
 
 
 def apply_rules(draft: Draft, rows: int | None) -> None:
-    """Fill a draft from what was given. ``rows`` is the number of rows to train on, if the caller knows it."""
+    """Fill a draft from what was given. ``rows`` is the number of rows to train on, if the
+    caller knows it.
+    """
     workers = int(draft.number("trainer.nnodes", 1) * draft.number("trainer.n_gpus_per_node", 8))
-    draft.set("run.name", draft.text("trainer.experiment_name", "migrated"), "trainer.experiment_name")
-    draft.copy({"trainer.default_local_dir": "run.url", "trainer.seed": "run.seed", "data.seed": "run.seed"})
+    draft.set(
+        "run.name", draft.text("trainer.experiment_name", "migrated"), "trainer.experiment_name"
+    )
+    draft.copy(
+        {
+            "trainer.default_local_dir": "run.url",
+            "trainer.seed": "run.seed",
+            "data.seed": "run.seed",
+        }
+    )
     _set_steps(draft, rows)
     draft.set("cluster.workers", workers, "trainer.nnodes", "trainer.n_gpus_per_node")
     if draft.text("trainer.device") == "cpu":
@@ -72,9 +85,14 @@ def _set_steps(draft: Draft, rows: int | None) -> None:
         note = f"{known} rows // {batch} prompts a step"
         draft.set("run.steps", max(1, epochs * (known // batch)), "trainer.total_epochs", note=note)
         return
-    question = f"run.steps: {epochs} epochs x rows // {batch}, and no dataset was there to count: give --rows N"
+    question = (
+        f"run.steps: {epochs} epochs x rows // {batch}, and no dataset was there to count: give "
+        "--rows N"
+    )
     draft.open_questions.append(question)
-    draft.set("run.steps", 100, "trainer.total_epochs", note=f"TO DECIDE, {question.partition(': ')[2]}")
+    draft.set(
+        "run.steps", 100, "trainer.total_epochs", note=f"TO DECIDE, {question.partition(': ')[2]}"
+    )
 
 
 def _rows_of(url: str) -> int | None:
@@ -88,30 +106,53 @@ def _files(draft: Draft, name: str) -> list[str]:
 
 
 def local(path: str) -> str:
-    """Return a path of the shell's as one of a configuration: ``~`` is the home folder of who starts the run."""
+    """Return a path of the shell's as one of a configuration: ``~`` is the home folder of who
+    starts the run.
+    """
     return path.replace("~", "${oc.env:HOME}", 1) if path.startswith("~/") else path
 
 
 def _set_data(draft: Draft) -> None:
-    files = [local(file) for file in _files(draft, "data.train_files") or ["~/data/rlhf/gsm8k/train.parquet"]]
+    files = [
+        local(file)
+        for file in _files(draft, "data.train_files") or ["~/data/rlhf/gsm8k/train.parquet"]
+    ]
     if len(files) == 1:
         draft.set("data.url", files[0], "data.train_files")
     else:
         weights = [_rows_of(file) or 1 for file in files]
-        sources = {f"{Path(file).stem}_{place}": {"url": file, "weight": weight}
-                   for place, (file, weight) in enumerate(zip(files, weights, strict=True))}  # fmt: skip
-        draft.set("data.sources", sources, "data.train_files", note="weights are rows where the file was there")
+        sources = {
+            f"{Path(file).stem}_{place}": {"url": file, "weight": weight}
+            for place, (file, weight) in enumerate(zip(files, weights, strict=True))
+        }
+        draft.set(
+            "data.sources",
+            sources,
+            "data.train_files",
+            note="weights are rows where the file was there",
+        )
     draft.set("data.batch_size", batch_size(draft), "data.train_batch_size")
     draft.copy({"data.prompt_key": "data.prompt", "data.image_key": "images.column"})
-    draft.set("data.answer", "reward_model.ground_truth", note="where their datasets have the answer")
+    draft.set(
+        "data.answer", "reward_model.ground_truth", note="where their datasets have the answer"
+    )
     length = draft.first(
-        ("data.max_prompt_length", "actor_rollout_ref.rollout.prompt_length"), "data.max_prompt_length"
+        ("data.max_prompt_length", "actor_rollout_ref.rollout.prompt_length"),
+        "data.max_prompt_length",
     )
     draft.set("data.max_prompt_length", int(draft.number(length, 512)), length)
     draft.hold("actor_rollout_ref.rollout.prompt_length", "it follows data.max_prompt_length")
     for name, wanted, reason in (
-        ("data.filter_overlong_prompts", True, "a longer prompt is always dropped from its step, and counted"),
-        ("data.filter_overlong_prompt", True, "a longer prompt is always dropped from its step, and counted"),
+        (
+            "data.filter_overlong_prompts",
+            True,
+            "a longer prompt is always dropped from its step, and counted",
+        ),
+        (
+            "data.filter_overlong_prompt",
+            True,
+            "a longer prompt is always dropped from its step, and counted",
+        ),
         ("data.shuffle", True, "prompts come in another order in each epoch, from run.seed"),
         (f"{_MODEL}.use_remove_padding", True, "rows are always packed"),
         (f"{ACTOR}.shuffle", True, "mini-batches are drawn anew in each step"),
@@ -121,12 +162,19 @@ def _set_data(draft: Draft) -> None:
         as_here = draft.flag(name, wanted) == wanted
         (draft.hold if as_here else draft.lose)(name, reason)
     cut = draft.text("data.truncation", "error")
-    (draft.hold if cut == "error" else draft.lose)("data.truncation", "longer prompts are dropped, never cut")
+    (draft.hold if cut == "error" else draft.lose)(
+        "data.truncation", "longer prompts are dropped, never cut"
+    )
 
 
 def _set_model(draft: Draft) -> None:
     path = local(draft.text(f"{_MODEL}.path", "~/models/deepseek-llm-7b-chat"))
-    hub = len(path.split("/")) == 2 and path[0] not in "./$" and "{" not in path and not Path(path).exists()
+    hub = (
+        len(path.split("/")) == 2
+        and path[0] not in "./$"
+        and "{" not in path
+        and not Path(path).exists()
+    )
     draft.set("model.path", f"hf://{path}" if hub else path, f"{_MODEL}.path")
     _set_template(draft)
     names = (
@@ -151,15 +199,28 @@ def _set_template(draft: Draft) -> None:
 
 
 def _set_reward(draft: Draft) -> None:
-    """Set the reward function by the name of the dataset, where the other systems choose by each row's source."""
+    """Set the reward function by the name of the dataset, where the other systems choose by each
+    row's source.
+    """
     data = " ".join(_files(draft, "data.train_files")).lower()
     function = next((own for part, own in _SOURCES.items() if part in data), "math_answer")
-    manager = draft.first(("reward.reward_manager.name", "reward_model.reward_manager"), "reward_model.reward_manager")
+    manager = draft.first(
+        ("reward.reward_manager.name", "reward_model.reward_manager"), "reward_model.reward_manager"
+    )
     if draft.text(manager) == "dapo":
         function = "dapo_math"
     if draft.text(manager, "naive") not in ("naive", "dapo", "parallel", "batch"):
-        draft.lose(manager, "there is no such reward: docs/rewards.md has those that there are, and how to write one")
-    draft.set("rewards.function", f"siirl_dask.rewards:{function}", manager, note="by the dataset's name; check it")
+        draft.lose(
+            manager,
+            "there is no such reward: docs/rewards.md has those that there are, and how to write "
+            "one",
+        )
+    draft.set(
+        "rewards.function",
+        f"siirl_dask.rewards:{function}",
+        manager,
+        note="by the dataset's name; check it",
+    )
     custom = draft.first(("custom_reward_function.path", "reward.custom_reward_function.path"), "")
     if custom:
         draft.open_questions.append(f"rewards.function: {draft.text(custom)} is to be written as reward(prompt, "
@@ -168,11 +229,16 @@ def _set_reward(draft: Draft) -> None:
 
 def _set_overlong(draft: Draft) -> None:
     """Add DAPO's penalty of long responses as a node."""
-    prefix = next((one for one in _OVERLONG if draft.has(f"{one}.enable", f"{one}.len")), _OVERLONG[0])
+    prefix = next(
+        (one for one in _OVERLONG if draft.has(f"{one}.enable", f"{one}.len")), _OVERLONG[0]
+    )
     if not draft.flag(f"{prefix}.enable", draft.has(f"{prefix}.len")):
         return
     names = [f"{prefix}.{name}" for name in ("enable", "len", "penalty_factor")]
-    options: dict[str, Any] = {"buffer": int(draft.number(names[1], 512)), "factor": draft.number(names[2], 1.0)}
+    options: dict[str, Any] = {
+        "buffer": int(draft.number(names[1], 512)),
+        "factor": draft.number(names[2], 1.0),
+    }
     if "dags/dapo.yaml" in draft.bases:
         draft.nodes["reward"] = {"with": options}
     else:
@@ -188,7 +254,12 @@ def _set_overlong(draft: Draft) -> None:
 
 
 def _set_observation(draft: Draft) -> None:
-    draft.copy({"trainer.project_name": "observe.project", "trainer.max_actor_ckpt_to_keep": "checkpoint.keep"})
+    draft.copy(
+        {
+            "trainer.project_name": "observe.project",
+            "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+        }
+    )
     if draft.has("trainer.logger"):
         loggers = [str(one) for one in draft.items("trainer.logger")]
         known = [one for one in loggers if one in [*MetricsBackend]]
@@ -200,7 +271,9 @@ def _set_observation(draft: Draft) -> None:
             )
     every = int(draft.number("trainer.save_freq", -1))
     none = "no checkpoint: the model is lost when the run ends, and a run that stops cannot resume"
-    draft.set("checkpoint.every", max(0, every), "trainer.save_freq", note="" if every > 0 else none)
+    draft.set(
+        "checkpoint.every", max(0, every), "trainer.save_freq", note="" if every > 0 else none
+    )
     resume = draft.text("trainer.resume_mode", "auto")
     reason = "a run resumes by itself; siirl-dask run --fresh begins anew"
     (draft.hold if resume == "auto" else draft.lose)("trainer.resume_mode", reason)

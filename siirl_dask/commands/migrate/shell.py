@@ -1,7 +1,8 @@
 """Reads the call of a trainer out of a shell script, with the variables that the script sets.
 
-Assignments, ``export``, arrays, ``${X:-default}``, ``$((1024 * 2))``, quotes and continued lines are read; the script
-is never run. A variable that the script does not set stays, as ``${oc.env:X}``, which our configurations read as well.
+Assignments, ``export``, arrays, ``${X:-default}``, ``$((1024 * 2))``, quotes and continued lines
+are read; the script is never run. A variable that the script does not set stays, as
+``${oc.env:X}``, which our configurations read as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from siirl_dask.commands.migrate.arithmetic import calculate
 from siirl_dask.errors import ConfigError
 
 _MODULE = re.compile(r"((verl|siirl|recipe)[\w.]*|[\w./-]*/(main_\w+)\.py)")
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=")
+_ASSIGNMENT = re.compile(
+    r"^\s*(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)="
+)
 _END = (";", "|", "&", ">", "<", ")", "&&", "||", "2>&1")
 _REFERENCE = re.compile(
     r"\\?\$(\(\((?P<sum>.*?)\)\)|\{(?P<braced>(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}|(?P<name>[A-Za-z_]\w*)|"
@@ -33,8 +36,8 @@ class ShellCall:
 
 
 def read_script(text: str, name: str, variables: Mapping[str, str]) -> ShellCall:
-    """Return the one call of verl or siiRL in a script; ``variables`` override what it sets. ConfigError if there is
-    none, or several.
+    """Return the one call of verl or siiRL in a script; ``variables`` override what it sets.
+    ConfigError if there is none, or several.
     """
     known: dict[str, str] = dict(variables)
     arrays: dict[str, list[str]] = {}
@@ -50,7 +53,11 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> ShellCall
             if match[1] not in variables:
                 known[match[1]] = (known.get(match[1], "") if match[2] else "") + "".join(assigned)
         elif _MODULE.search(command):
-            found = [one for word in _words(command, known, ends=True) for one in arrays.get(_array(word), [word])]
+            found = [
+                one
+                for word in _words(command, known, ends=True)
+                for one in arrays.get(_array(word), [word])
+            ]
             calls += [(line, found)] if _starts(found) is not None else []
     return _only(calls, name)
 
@@ -58,18 +65,23 @@ def read_script(text: str, name: str, variables: Mapping[str, str]) -> ShellCall
 def _only(calls: list[tuple[int, list[str]]], name: str) -> ShellCall:
     if not calls:
         raise ConfigError(
-            f"{name}: no call of verl or siiRL in it: expected `python -m verl.trainer.main_ppo key=value ...` or "
+            f"{name}: no call of verl or siiRL in it: expected `python -m verl.trainer.main_ppo "
+            "key=value ...` or "
             "`python -m siirl.main_dag key=value ...`, or a YAML file (.yaml)"
         )
     if len(calls) > 1:
         lines = ", ".join(str(line) for line, _ in calls)
-        raise ConfigError(f"{name}: calls in the lines {lines}: expected one; give one of them after --")
+        raise ConfigError(
+            f"{name}: calls in the lines {lines}: expected one; give one of them after --"
+        )
     (_, words) = calls[0]
     start = _starts(words)
     assert start is not None
     options = [word for word in words[start + 1 :] if word]
     unset = sorted({name for word in options for name in re.findall(r"\$\{oc\.env:(\w+)\}", word)})
-    notes = [f"${variable} is not set in the script: the environment must have it" for variable in unset]
+    notes = [
+        f"${variable} is not set in the script: the environment must have it" for variable in unset
+    ]
     unread = [word for word in options if word.startswith("$(") or "=$(" in word]
     notes += [f"{word}: what this command prints is not known; write the value" for word in unread]
     return ShellCall([word for word in options if word not in unread], words[start], notes)
@@ -78,7 +90,9 @@ def _only(calls: list[tuple[int, list[str]]], name: str) -> ShellCall:
 def _starts(words: list[str]) -> int | None:
     """Return the place of the module in the words of a call; None where they are none."""
     for place, word in enumerate(words):
-        if _MODULE.fullmatch(word) and (place and (words[place - 1] == "-m" or word.endswith(".py"))):
+        if _MODULE.fullmatch(word) and (
+            place and (words[place - 1] == "-m" or word.endswith(".py"))
+        ):
             return place
     return None
 
@@ -89,14 +103,20 @@ def _array(word: str) -> str:
 
 
 def _commands(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the commands of a script with their lines: continued lines and open parentheses of arrays are one."""
+    """Yield the commands of a script with their lines: continued lines and open parentheses of
+    arrays are one.
+    """
     held = ""
     first = 0
     depth = 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
         first = first if held else number
-        if depth == 0 and (match := _ASSIGNMENT.match(line)) and line[match.end() :].lstrip().startswith("("):
+        if (
+            depth == 0
+            and (match := _ASSIGNMENT.match(line))
+            and line[match.end() :].lstrip().startswith("(")
+        ):
             depth = 1
         joined = line.endswith("\\")
         held += line.removesuffix("\\") + ("\n" if depth else " ")
@@ -118,7 +138,9 @@ def _open_quote(text: str) -> bool:
 
 
 def _words(text: str, known: Mapping[str, str], *, ends: bool = False) -> list[str]:
-    """Return the words of a command, quotes taken off and variables replaced; with ``ends`` up to a ``;`` or a pipe."""
+    """Return the words of a command, quotes taken off and variables replaced; with ``ends`` up
+    to a ``;`` or a pipe.
+    """
     words: list[str] = []
     word = None
     quote = ""

@@ -1,7 +1,8 @@
 """The table of options: verl's and siiRL's names, ours, and why some have no counterpart.
 
-docs/migrating.md shows this table, and a test holds the page to it. The names and defaults are those of verl 0.9
-(``ppo_trainer.yaml`` and ``ppo_megatron_trainer.yaml``, with the names of earlier versions) and of siiRL 0.2.
+docs/migrating.md shows this table, and a test holds the page to it. The names and defaults are
+those of verl 0.9 (``ppo_trainer.yaml`` and ``ppo_megatron_trainer.yaml``, with the names of earlier
+versions) and of siiRL 0.2.
 """
 
 from __future__ import annotations
@@ -26,15 +27,29 @@ TABLE: dict[str, tuple[Option, ...]] = {
 
 def option_of(name: str) -> Option | None:
     """Return the row of an option. None for a name that neither system has in any group."""
-    return next((option for part in TABLE.values() for option in part if option.matches(name)), None)
+    return next(
+        (option for part in TABLE.values() for option in part if option.matches(name)), None
+    )
 
 
 def markdown() -> str:
     """Return the table as a page shows it."""
     texts = []
     for part, options in TABLE.items():
-        rows = [f"| {_names(option)} | {_counterpart(option)} | {option.note} |" for option in options]
-        texts.append("\n".join([f"### {part}", "", "| verl, siiRL | here | how, or why not |", "|---|---|---|", *rows]))
+        rows = [
+            f"| {_names(option)} | {_counterpart(option)} | {option.note} |" for option in options
+        ]
+        texts.append(
+            "\n".join(
+                [
+                    f"### {part}",
+                    "",
+                    "| verl, siiRL | here | how, or why not |",
+                    "|---|---|---|",
+                    *rows,
+                ]
+            )
+        )
     return "\n\n".join(texts) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""Rules of a trained model: backend, mini-batches and optimizer, of the policy and of the critic."""
+"""Rules of a trained model: backend, mini-batches and optimizer, of the policy and of the
+critic.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def batch_size(draft: Draft) -> int:
 
 
 def minibatch_count(draft: Draft) -> int:
-    """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both counted alike.
+    """Return the optimizer steps of a step: prompts of a step over prompts of a mini-batch, both
+    counted alike.
 
     A mini-batch of less than one prompt is lost, and the step is one mini-batch.
     """
@@ -34,16 +37,30 @@ def set_trainer(draft: Draft, ours: str, theirs: str, workers: int) -> None:
     """Set ``trainer`` or ``critic``."""
     if ours == "trainer":
         mini = f"{_ACTOR}.ppo_mini_batch_size"
-        draft.set("algorithm.minibatches", minibatch_count(draft), mini, note="train_batch_size / ppo_mini_batch_size")
-        draft.set("algorithm.epochs", int(draft.number(f"{_ACTOR}.ppo_epochs", 1)), f"{_ACTOR}.ppo_epochs")
+        draft.set(
+            "algorithm.minibatches",
+            minibatch_count(draft),
+            mini,
+            note="train_batch_size / ppo_mini_batch_size",
+        )
+        draft.set(
+            "algorithm.epochs", int(draft.number(f"{_ACTOR}.ppo_epochs", 1)), f"{_ACTOR}.ppo_epochs"
+        )
         _set_adapters(draft)
     _set_layout(draft, ours, theirs, workers)
     _set_optimizer(draft, ours, f"{theirs}.optim")
     model = _MODEL if ours == "trainer" else "critic.model"
     checkpointing = f"{model}.enable_gradient_checkpointing"
-    draft.set(f"{ours}.gradient_checkpointing", draft.flag(checkpointing, default=True), checkpointing)
+    draft.set(
+        f"{ours}.gradient_checkpointing", draft.flag(checkpointing, default=True), checkpointing
+    )
     clip = draft.first((f"{theirs}.grad_clip", f"{theirs}.optim.clip_grad"), f"{theirs}.grad_clip")
-    draft.set(f"{ours}.max_grad_norm", draft.number(clip, 1.0), f"{theirs}.grad_clip", f"{theirs}.optim.clip_grad")
+    draft.set(
+        f"{ours}.max_grad_norm",
+        draft.number(clip, 1.0),
+        f"{theirs}.grad_clip",
+        f"{theirs}.optim.clip_grad",
+    )
     _set_micro_batches(draft, ours, theirs)
     if ours == "critic":
         _set_critic(draft)
@@ -53,10 +70,14 @@ def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
     strategy = draft.text(f"{theirs}.strategy", "fsdp")
     parts = ("fsdp", "model.fsdp_config") if ours == "critic" else ("fsdp_config",)
     names = {
-        option: draft.first([f"{theirs}.{part}.{option}" for part in parts], f"{theirs}.{parts[0]}.{option}")
+        option: draft.first(
+            [f"{theirs}.{part}.{option}" for part in parts], f"{theirs}.{parts[0]}.{option}"
+        )
         for option in ("param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
     }
-    draft.set(f"{ours}.backend", "megatron" if strategy == "megatron" else "fsdp", f"{theirs}.strategy")
+    draft.set(
+        f"{ours}.backend", "megatron" if strategy == "megatron" else "fsdp", f"{theirs}.strategy"
+    )
     if strategy == "megatron":
         _set_megatron(draft, ours, theirs)
     elif strategy not in ("fsdp", "fsdp2"):
@@ -75,7 +96,10 @@ def _set_layout(draft: Draft, ours: str, theirs: str, workers: int) -> None:
         draft.hold(names["fsdp_size"], "the model is sharded over all workers of its role")
     else:
         draft.lose(names["fsdp_size"], f"{size} is no divisor of {workers} workers")
-    sequence = (f"{theirs}.ulysses_sequence_parallel_size", f"{theirs}.fsdp_config.ulysses_sequence_parallel_size")
+    sequence = (
+        f"{theirs}.ulysses_sequence_parallel_size",
+        f"{theirs}.fsdp_config.ulysses_sequence_parallel_size",
+    )
     if (ranks := int(draft.number(draft.first(sequence, sequence[0]), 1))) > 1:
         draft.set(f"{ours}.fsdp.sequence_parallel", ranks, *sequence)
     for name in (*names.values(), *sequence, "actor_rollout_ref.ref.fsdp_config.param_offload"):
@@ -97,7 +121,10 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         draft.hold(f"{prefix}.{option}", "the default here")
     _set_experts(draft, ours, prefix)
     tokens = f"{prefix}.sequence_parallel"
-    if draft.flag(tokens, default=False) and draft.number(f"{prefix}.tensor_model_parallel_size", 1) > 1:
+    if (
+        draft.flag(tokens, default=False)
+        and draft.number(f"{prefix}.tensor_model_parallel_size", 1) > 1
+    ):
         draft.set(f"{ours}.megatron.sequence_parallel", True, tokens)
     else:
         draft.hold(tokens, "tokens are not split, or there are no tensor-parallel workers to do so")
@@ -106,7 +133,9 @@ def _set_megatron(draft: Draft, ours: str, theirs: str) -> None:
         draft.flag(f"{prefix}.use_distributed_optimizer", default=True),
         f"{prefix}.use_distributed_optimizer",
     )
-    reason = "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
+    reason = (
+        "with Megatron weights and optimizer stay on the device: trainer.park is of torch and fsdp"
+    )
     for name in (f"{prefix}.{one}_offload" for one in ("param", "optimizer", "grad")):
         (draft.lose if draft.flag(name, default=False) else draft.hold)(name, reason)
 
@@ -121,15 +150,29 @@ def _set_experts(draft: Draft, ours: str, prefix: str) -> None:
         for name in (spread, cut):
             draft.hold(name, "experts are spread over the tensor-parallel ranks")
     elif ranks % tensor and tensor % ranks:
-        draft.lose(spread, f"experts over {ranks} ranks: expected a divisor or a multiple of {tensor} tensor ranks")
+        draft.lose(
+            spread,
+            f"experts over {ranks} ranks: expected a divisor or a multiple of {tensor} tensor "
+            "ranks",
+        )
     else:
-        draft.set(f"{ours}.megatron.expert_parallel", ranks, spread, cut, note="each expert is whole")
+        draft.set(
+            f"{ours}.megatron.expert_parallel", ranks, spread, cut, note="each expert is whole"
+        )
 
 
 def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     passes = minibatch_count(draft) * int(draft.number(f"{_ACTOR}.ppo_epochs", 1))
-    draft.set(f"{ours}.lr", draft.number(f"{theirs}.lr", 1e-6 if ours == "trainer" else 1e-5), f"{theirs}.lr")
-    draft.set(f"{ours}.weight_decay", draft.number(f"{theirs}.weight_decay", 0.01), f"{theirs}.weight_decay")
+    draft.set(
+        f"{ours}.lr",
+        draft.number(f"{theirs}.lr", 1e-6 if ours == "trainer" else 1e-5),
+        f"{theirs}.lr",
+    )
+    draft.set(
+        f"{ours}.weight_decay",
+        draft.number(f"{theirs}.weight_decay", 0.01),
+        f"{theirs}.weight_decay",
+    )
     draft.set(f"{ours}.betas", draft.items(f"{theirs}.betas", [0.9, 0.999]), f"{theirs}.betas")
     steps = f"{theirs}.lr_warmup_steps"
     ratio = f"{theirs}.lr_warmup_steps_ratio"
@@ -147,10 +190,16 @@ def _set_optimizer(draft: Draft, ours: str, theirs: str) -> None:
     draft.set(f"{ours}.schedule", schedule, *style)
     if draft.has(f"{theirs}.lr_decay_steps"):
         draft.set(
-            f"{ours}.total_steps", int(draft.number(f"{theirs}.lr_decay_steps", 1)) * passes, f"{theirs}.lr_decay_steps"
+            f"{ours}.total_steps",
+            int(draft.number(f"{theirs}.lr_decay_steps", 1)) * passes,
+            f"{theirs}.lr_decay_steps",
         )
     if draft.has(f"{theirs}.min_lr_ratio"):
-        draft.set(f"{ours}.min_lr_ratio", draft.number(f"{theirs}.min_lr_ratio", 0.0), f"{theirs}.min_lr_ratio")
+        draft.set(
+            f"{ours}.min_lr_ratio",
+            draft.number(f"{theirs}.min_lr_ratio", 0.0),
+            f"{theirs}.min_lr_ratio",
+        )
     elif draft.has(f"{theirs}.min_lr"):
         least = draft.number(f"{theirs}.min_lr", 0.0) / draft.entries[f"{ours}.lr"].value
         draft.set(f"{ours}.min_lr_ratio", least, f"{theirs}.min_lr")
@@ -169,7 +218,12 @@ def _set_kind(draft: Draft, ours: str, theirs: str) -> None:
     elif f"{ours}.lora.rank" in draft.entries:
         draft.lose(theirs, "Muon steps no adapters: docs/training.md")
     else:
-        draft.set(f"{ours}.optimizer", "muon", theirs, note="its steps are as long as AdamW's, so give AdamW's rate")
+        draft.set(
+            f"{ours}.optimizer",
+            "muon",
+            theirs,
+            note="its steps are as long as AdamW's, so give AdamW's rate",
+        )
 
 
 def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
@@ -177,11 +231,21 @@ def _set_micro_batches(draft: Draft, ours: str, theirs: str) -> None:
     dynamic = f"{theirs}.use_dynamic_bsz"
     tokens = f"{theirs}.ppo_max_token_len_per_gpu"
     rows = f"{theirs}.ppo_micro_batch_size_per_gpu"
-    longest = int(draft.entries["data.max_prompt_length"].value + draft.entries["rollout.max_response_length"].value)
+    longest = int(
+        draft.entries["data.max_prompt_length"].value
+        + draft.entries["rollout.max_response_length"].value
+    )
     key = f"{ours}.max_tokens_per_micro_batch"
-    if draft.flag(dynamic, draft.flag(f"{_ACTOR}.use_dynamic_bsz", default=False)) or not draft.has(rows):
+    if draft.flag(dynamic, draft.flag(f"{_ACTOR}.use_dynamic_bsz", default=False)) or not draft.has(
+        rows
+    ):
         if draft.has(tokens, dynamic):
-            draft.set(key, int(draft.number(tokens, 16384 if ours == "trainer" else 32768)), tokens, dynamic)
+            draft.set(
+                key,
+                int(draft.number(tokens, 16384 if ours == "trainer" else 32768)),
+                tokens,
+                dynamic,
+            )
         draft.hold(rows, "use_dynamic_bsz counts tokens")
     else:
         count = int(draft.number(rows, 1))
@@ -209,7 +273,9 @@ def _set_adapters(draft: Draft) -> None:
             draft.set("trainer.lora.path", draft.text(adapters), adapters)
     elif draft.value(adapters) is not None:
         draft.lose(
-            adapters, "no rank is given: set trainer.lora.rank to r of its adapter_config.json, and trainer.lora.path"
+            adapters,
+            "no rank is given: set trainer.lora.rank to r of its adapter_config.json, and "
+            "trainer.lora.path",
         )
     for name in (rank, alpha, targets):
         draft.hold(name, "the default here: no adapters, and with them all linear layers")
@@ -217,7 +283,9 @@ def _set_adapters(draft: Draft) -> None:
         draft.set("trainer.liger", True, f"{_MODEL}.use_liger")
     if draft.flag(f"{_ACTOR}.freeze_vision_tower", default=False):
         draft.set("trainer.freeze", ["visual"], f"{_ACTOR}.freeze_vision_tower")
-    draft.hold(f"{_MODEL}.use_liger", "the default here takes its kernels where they are installed and run")
+    draft.hold(
+        f"{_MODEL}.use_liger", "the default here takes its kernels where they are installed and run"
+    )
     draft.hold(f"{_ACTOR}.freeze_vision_tower", "the default here")
 
 

@@ -3,12 +3,13 @@
     base: grpo_base.yaml            # another file, read first; its path is relative to this one
     rollout: {n: 16}                # values, by group: see siirl_dask/config
     roles: {policy: {build: "siirl_dask.training:build_trainer", with: {trainer: "${trainer}"}}}
-    nodes:                          # a list replaces the base's; a mapping by name changes it, node by node
-      update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
+    nodes:                          # a list replaces the base's; a mapping by name changes it, node
+      by node update: {rows: balanced, with: {minibatches: "${algorithm.minibatches}"}}
       reference_logprobs: null      # without this one
 
-Mistakes are refused here, before anything starts. OmegaConf reads and interpolates; ``siirl_dask/coerce.py`` checks the
-types against the dataclasses of siirl_dask/config, since OmegaConf takes 1.5 for an int and returns tuples as lists.
+Mistakes are refused here, before anything starts. OmegaConf reads and interpolates;
+``siirl_dask/coerce.py`` checks the types against the dataclasses of siirl_dask/config, since
+OmegaConf takes 1.5 for an int and returns tuples as lists.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of a YAML file: a Config, and the DAG's parts as plain data, empty if the file has none."""
+    """The content of a YAML file: a Config, and the DAG's parts as plain data, empty if the file
+    has none.
+    """
 
     config: Config
     roles: dict[str, Any] = field(default_factory=dict)
@@ -83,38 +86,47 @@ class ConfigFile:
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file with overrides (``trainer.lr=2e-6``); a DAG in the file is ignored.
+    """Return the configuration of a YAML file with overrides (``trainer.lr=2e-6``); a DAG in the
+    file is ignored.
 
-    ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
+    ConfigError names the file or override, the key, what was expected and the nearest valid
+    spelling.
     """
     return load_config_file(path, overrides).config
 
 
 def load_config_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ConfigFile:
-    """Return a file, its bases and the overrides (``trainer.lr=2e-6``, ``nodes.update.rows=balanced``) as one.
+    """Return a file, its bases and the overrides (``trainer.lr=2e-6``,
+    ``nodes.update.rows=balanced``) as one.
 
-    ConfigError names the file or override, the key, what was expected and the nearest valid spelling.
+    ConfigError names the file or override, the key, what was expected and the nearest valid
+    spelling.
     """
     return _assemble([*file_layers(Path(path)), *map(override, overrides)], str(path))
 
 
 def load_text(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML text, as ``load``; errors call it ``name``. ConfigError if it has a base."""
+    """Return the configuration of a YAML text, as ``load``; errors call it ``name``. ConfigError
+    if it has a base.
+    """
     return _assemble([text_layer(text, name), *map(override, overrides)], name).config
 
 
 def load_recorded(text: str | bytes, name: str, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a text that ``dump`` wrote, which has plain values alone.
 
-    ConfigError as by ``load_text``, Interpolated for an interpolation in the text: whoever reads a run's folder need
-    not have written it, and ``${oc.env:TOKEN}`` would be filled from the reader's environment.
+    ConfigError as by ``load_text``, Interpolated for an interpolation in the text: whoever reads a
+    run's folder need not have written it, and ``${oc.env:TOKEN}`` would be filled from the reader's
+    environment.
     """
     layer = text_layer(text, name)
     for key, value in _texts(layer.values, ""):
         if _INTERPOLATION.search(value):
             raise Interpolated(
-                f"{name}: {key}={value!r}: expected a plain value, as a run records it; an interpolation would be "
-                "filled from other keys or from the environment of whoever reads it, so the file is not used"
+                f"{name}: {key}={value!r}: expected a plain value, as a run records it; an "
+                "interpolation would be "
+                "filled from other keys or from the environment of whoever reads it, so the file "
+                "is not used"
             )
     return _assemble([layer, *map(override, overrides)], name).config
 
@@ -158,7 +170,9 @@ def _assemble(layers: Sequence[Layer], name: str) -> ConfigFile:
 
 
 def dump(config: Config, *, secrets: bool = True) -> str:
-    """Return YAML from which ``load`` makes an equal Config; without ``secrets`` these are ``[redacted]`` in it."""
+    """Return YAML from which ``load`` makes an equal Config; without ``secrets`` these are
+    ``[redacted]`` in it.
+    """
     values = plain(config) if secrets else redacted(plain(config))
     return OmegaConf.to_yaml(OmegaConf.create(escaped(values)))
 
@@ -174,7 +188,9 @@ def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList
             if key in present:
                 lists[key] = merged_nodes(lists[key], layer, key)
         agents = merged_agents(agents, present.pop(AGENTS, {}), layer.depth)
-        values = merged(values, {key: value for key, value in present.items() if key not in lists}, layer.depth)
+        values = merged(
+            values, {key: value for key, value in present.items() if key not in lists}, layer.depth
+        )
     values[AGENTS] = whole_agents(agents, values)
     if values["data"]["sources"] and values["data"]["url"] == "???":
         values["data"]["url"] = None  # not missing: the sources stand in for it
@@ -183,14 +199,22 @@ def _merged(layers: Sequence[Layer]) -> tuple[dict[str, Any], NodeList, NodeList
 
 def _container(value: Any, kind: type[Any], key: str, path: object) -> Any:
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{path}: {key}={value!r}: expected a {'list' if kind is list else 'mapping by role name'}")
+        raise ConfigError(
+            f"{path}: {key}={value!r}: expected a "
+            f"{'list' if kind is list else 'mapping by role name'}"
+        )
     return value or kind()
 
 
 def _role_places(layers: Sequence[Layer]) -> dict[str, str]:
     """Return the place of each role; a role of a later file replaces the earlier one whole."""
     parts = ((layer, layer.values.get("roles")) for layer in layers)
-    return {name: layer.place("roles", name) for layer, roles in parts if isinstance(roles, dict) for name in roles}
+    return {
+        name: layer.place("roles", name)
+        for layer, roles in parts
+        if isinstance(roles, dict)
+        for name in roles
+    }
 
 
 def _removed_roles(layers: Sequence[Layer]) -> set[str]:
@@ -210,5 +234,12 @@ def _removed_roles(layers: Sequence[Layer]) -> set[str]:
 
 def _origins(layers: Sequence[Layer]) -> dict[str, str]:
     """Return the origin of the last value of each ``group.key``."""
-    groups = ((layer.origin, group, inner) for layer in layers for group, inner in layer.values.items())
-    return {f"{group}.{key}": origin for origin, group, inner in groups if isinstance(inner, dict) for key in inner}
+    groups = (
+        (layer.origin, group, inner) for layer in layers for group, inner in layer.values.items()
+    )
+    return {
+        f"{group}.{key}": origin
+        for origin, group, inner in groups
+        if isinstance(inner, dict)
+        for key in inner
+    }

@@ -1,4 +1,6 @@
-"""Merges the group ``agents``: what several files say of an agent, and then the run's groups below it."""
+"""Merges the group ``agents``: what several files say of an agent, and then the run's groups
+below it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from siirl_dask.config.agents import AgentConfig
 from siirl_dask.config.file.layers import merged
 
 OWN: Mapping[str, type[Any]] = {
-    key: kind for key, kind in field_types(AgentConfig).items() if is_dataclass(cast("object", kind))
+    key: kind
+    for key, kind in field_types(AgentConfig).items()
+    if is_dataclass(cast("object", kind))
 }
 """Groups that an agent has of its own, by name."""
 
 
 def merged_agents(old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
-    """Return the agents of earlier layers with those of ``new``: agent by agent, group by group, key by key."""
+    """Return the agents of earlier layers with those of ``new``: agent by agent, group by group,
+    key by key.
+    """
     agents = dict(old)
     for name, own in new.items():
         before = agents.get(name) or {}
@@ -31,11 +37,11 @@ def merged_agents(old: Mapping[str, Any], new: Mapping[str, Any], depth: int) ->
 
 
 def whole_agents(agents: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the agents with all that they do not say themselves: of the agent that they share with, or whose base they
-    have, or of the run.
+    """Return the agents with all that they do not say themselves: of the agent that they share
+    with, or whose base they have, or of the run.
 
-    All but the first sample one turn of each row, unless they say otherwise. ``base`` becomes the list of all agents
-    over it.
+    All but the first sample one turn of each row, unless they say otherwise. ``base`` becomes the
+    list of all agents over it.
     """
     whole: dict[str, Any] = {}
     bases = {name: _first(own.get("base")) for name, own in agents.items()}
@@ -52,13 +58,17 @@ def whole_agents(agents: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
 
 
 def _first(base: Any) -> Any:
-    """Return the agent whose base it is, written as its name, or as the list of all over it, itself first."""
+    """Return the agent whose base it is, written as its name, or as the list of all over it,
+    itself first.
+    """
     if not isinstance(base, list):
         return base
     return base[0] if base else None
 
 
 def _over_base(bases: Mapping[str, Any], first: Any) -> list[Any]:
-    """Return the agents over the base of ``first``, itself first; none where no other has its base."""
+    """Return the agents over the base of ``first``, itself first; none where no other has its
+    base.
+    """
     others = [name for name, base in bases.items() if base == first]
     return [first, *(name for name in others if name != first)] if others else []

@@ -1,4 +1,5 @@
-"""Reads a cluster spec: a YAML file that names a class of Dask's deployment projects and its arguments.
+"""Reads a cluster spec: a YAML file that names a class of Dask's deployment projects and its
+arguments.
 
 class: dask_jobqueue.SLURMCluster
 kwargs: {queue: gpu, cores: 1, memory: 64GB, account: "${oc.env:ACCOUNT}"}
@@ -31,17 +32,25 @@ class ClusterSpec:
 
 
 def read_cluster_spec(path: str) -> ClusterSpec:
-    """Return the spec in a YAML file. ConfigError, naming ``cluster.spec``, for a file of another form."""
+    """Return the spec in a YAML file. ConfigError, naming ``cluster.spec``, for a file of
+    another form.
+    """
     where = f"cluster.spec={path!r}"
     try:
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except FileNotFoundError as error:
         known = shipped_files("clusters").get(Path(path).name)
-        raise ConfigError(f"{where}: no such file{f'; copy {known} and adapt it' if known else ''}") from error
+        raise ConfigError(
+            f"{where}: no such file{f'; copy {known} and adapt it' if known else ''}"
+        ) from error
     except (OSError, yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: expected YAML with class and kwargs: {first_line(error)}") from error
+        raise ConfigError(
+            f"{where}: expected YAML with class and kwargs: {first_line(error)}"
+        ) from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{where}: expected YAML with class and kwargs, and it holds a {type(loaded).__name__}")
+        raise ConfigError(
+            f"{where}: expected YAML with class and kwargs, and it holds a {type(loaded).__name__}"
+        )
     if unknown := [str(key) for key in loaded if key not in _KEYS]:
         hint = did_you_mean(unknown[0], _KEYS)
         raise ConfigError(f"{where}: unknown key {unknown[0]!r} (keys: {', '.join(_KEYS)}){hint}")
@@ -49,8 +58,17 @@ def read_cluster_spec(path: str) -> ClusterSpec:
     kwargs = loaded.get("kwargs")
     if not kwargs:
         kwargs = {}
-    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")) or "." not in name:
-        raise ConfigError(f"{where}: class={name!r}: expected a class by its module, as dask_jobqueue.SLURMCluster")
+    if (
+        not isinstance(name, str)
+        or not all(part.isidentifier() for part in name.split("."))
+        or "." not in name
+    ):
+        raise ConfigError(
+            f"{where}: class={name!r}: expected a class by its module, as "
+            "dask_jobqueue.SLURMCluster"
+        )
     if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
-        raise ConfigError(f"{where}: kwargs={kwargs!r}: expected a mapping of the class's arguments")
+        raise ConfigError(
+            f"{where}: kwargs={kwargs!r}: expected a mapping of the class's arguments"
+        )
     return ClusterSpec(path, name, kwargs)

@@ -25,10 +25,19 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
     return plain({f.name: made.get(f.name, f.default) for f in fields(kind)})  # type: ignore[no-any-return]
 
 
-def config_of(tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str) -> Config:
-    """Return the Config of ``tree``, which OmegaConf made of ``raw``. ConfigError for a missing or wrong value."""
-    if missing := [f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"]:
-        raise ConfigError(f"{path}: {', '.join(missing)}: a value is needed; write it there, or add {missing[0]}=...")
+def config_of(
+    tree: DictConfig, raw: Mapping[str, Any], origins: Mapping[str, str], path: str
+) -> Config:
+    """Return the Config of ``tree``, which OmegaConf made of ``raw``. ConfigError for a missing
+    or wrong value.
+    """
+    if missing := [
+        f"{group}.{key}" for group in GROUPS for key, value in raw[group].items() if value == "???"
+    ]:
+        raise ConfigError(
+            f"{path}: {', '.join(missing)}: a value is needed; write it there, or add "
+            f"{missing[0]}=..."
+        )
     groups = {}
     for group, kind in GROUPS.items():
         hints = field_types(kind)
@@ -53,13 +62,23 @@ def resolved(tree: DictConfig, key: str, path: str) -> Any:
     """Return the part of the tree under ``key`` as plain data; None if there is none."""
     part = tree.get(key)
     try:
-        return OmegaConf.to_container(part, resolve=True, throw_on_missing=True) if OmegaConf.is_config(part) else part
+        return (
+            OmegaConf.to_container(part, resolve=True, throw_on_missing=True)
+            if OmegaConf.is_config(part)
+            else part
+        )
     except (OmegaConfBaseException, RecursionError) as error:
         place = getattr(error, "full_key", None) or key
         hint = ""
-        if isinstance(error, InterpolationKeyError) and (wanted := re.search(r"'(.*)'", str(error))):
+        if isinstance(error, InterpolationKeyError) and (
+            wanted := re.search(r"'(.*)'", str(error))
+        ):
             hint = key_hint(wanted[1])
-        text = "its interpolation never ends" if isinstance(error, RecursionError) else first_line(error)
+        text = (
+            "its interpolation never ends"
+            if isinstance(error, RecursionError)
+            else first_line(error)
+        )
         raise ConfigError(f"{path}: {place}: {text}{hint}") from error
 
 

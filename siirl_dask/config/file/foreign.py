@@ -1,4 +1,6 @@
-"""Reads YAML of other systems: plain values, with those interpolations resolved that the text itself can resolve."""
+"""Reads YAML of other systems: plain values, with those interpolations resolved that the text
+itself can resolve.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from siirl_dask.errors import ConfigError
 
 
 def foreign_values(text: str, name: str) -> dict[str, Any]:
-    """Return the mapping of a YAML text that errors call ``name``. An interpolation that asks for an environment
-    variable, or that cannot be resolved, stays as text. ConfigError if it is not YAML, or no mapping.
+    """Return the mapping of a YAML text that errors call ``name``. An interpolation that asks for
+    an environment variable, or that cannot be resolved, stays as text. ConfigError if it is not
+    YAML, or no mapping.
     """
     try:
         tree = OmegaConf.load(StringIO(text))
@@ -31,7 +34,9 @@ def foreign_values(text: str, name: str) -> dict[str, Any]:
 
 
 def foreign_value(text: str) -> Any:
-    """Return the value of ``text`` as the right side of ``key=value``: a number, a list, or the text itself."""
+    """Return the value of ``text`` as the right side of ``key=value``: a number, a list, or the
+    text itself.
+    """
     try:
         return override(f"group.key={text}").values["group"]["key"]
     except ConfigError:

@@ -1,4 +1,6 @@
-"""Reads the layers of a configuration (bases, file, overrides) and the lines of their roles and nodes."""
+"""Reads the layers of a configuration (bases, file, overrides) and the lines of their roles and
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from siirl_dask.config import AgentConfig, Config
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _HINTS: Mapping[str, type[Any]] = field_types(Config)
-_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where it is built in
+_LOADER: type[Any] = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # libyaml's, ten times as fast, where it is built in
 GROUPS = {key: kind for key, kind in _HINTS.items() if is_dataclass(cast("object", kind))}
 SHIPPED = "siirl_dask:"
 """Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""
@@ -56,10 +60,12 @@ class Layer:
     origin: str
     values: Mapping[str, Any]
     depth: int = 2
-    """Levels that are merged key by key: groups, and keys within them. A mapping below, such as a placement or a role,
-    is a value and replaces the earlier one; ``cluster.placement.policy=[2]`` goes one level deeper."""
+    """Levels that are merged key by key: groups, and keys within them. A mapping below, such as a
+    placement or a role, is a value and replaces the earlier one; ``cluster.placement.policy=[2]``
+    goes one level deeper."""
     lines: Mapping[tuple[str, str | int | None], int] = field(default_factory=dict)
-    """Lines of roles and nodes, by part of the DAG and by name or list index; None stands for the part itself."""
+    """Lines of roles and nodes, by part of the DAG and by name or list index; None stands for
+    the part itself."""
 
     def place(self, part: str, key: str | int | None) -> str:
         """Return file and line, as ``configs/grpo.yaml:42``, for an error."""
@@ -68,16 +74,22 @@ class Layer:
 
 
 def shipped(name: str) -> Path:
-    """Return the path of a config that comes with the package, such as ``quickstart.yaml``. ConfigError lists all."""
+    """Return the path of a config that comes with the package, such as ``quickstart.yaml``.
+    ConfigError lists all.
+    """
     configs = shipped_files()
     path = configs.get(name) or configs.get(f"{name}.yaml")
     if path is None:
-        raise ConfigError(f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})")
+        raise ConfigError(
+            f"no config {name!r} comes with siirl_dask (there are: {sorted(configs)})"
+        )
     return path
 
 
 def shipped_files(below: str = "") -> dict[str, Path]:
-    """Return the shipped configs by name, or what lies in the folder ``clusters``, which are no configs of a run."""
+    """Return the shipped configs by name, or what lies in the folder ``clusters``, which are no
+    configs of a run.
+    """
     folder = Path(str(files("siirl_dask").joinpath("configs"))) / below
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
     return {name: path for name, path in paths.items() if not name.startswith("clusters/")}
@@ -86,8 +98,8 @@ def shipped_files(below: str = "") -> dict[str, Path]:
 def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
     """Return the layers of a file: those of its bases, in order, then its own.
 
-    A base that two of them share counts once, at its first place. ConfigError for a file that is missing, not YAML, or
-    a base of itself.
+    A base that two of them share counts once, at its first place. ConfigError for a file that is
+    missing, not YAML, or a base of itself.
     """
     if path.resolve() in chain:
         raise ConfigError(f"{chain[-1]}: base {path} makes a cycle: a file cannot be its own base")
@@ -97,10 +109,14 @@ def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
     bases = values.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: base={bases!r}: expected the path of another file, or a list of such")
+        raise ConfigError(
+            f"{path}: base={bases!r}: expected the path of another file, or a list of such"
+        )
     layers: list[Layer] = []
     for base in bases:
-        found = shipped(base.removeprefix(SHIPPED)) if base.startswith(SHIPPED) else path.parent / base
+        found = (
+            shipped(base.removeprefix(SHIPPED)) if base.startswith(SHIPPED) else path.parent / base
+        )
         inherited = file_layers(found, (*chain, path.resolve()))
         known = {Path(layer.origin).resolve() for layer in layers}
         layers += [layer for layer in inherited if Path(layer.origin).resolve() not in known]
@@ -108,14 +124,18 @@ def file_layers(path: Path, chain: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def text_layer(text: str | bytes, name: str) -> Layer:
-    """Return the layer of a YAML text that errors call ``name``. ConfigError if it is not YAML, or names a base."""
+    """Return the layer of a YAML text that errors call ``name``. ConfigError if it is not YAML,
+    or names a base.
+    """
     try:
         text = text if isinstance(text, str) else text.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: expected YAML with groups of values: {error}") from error
     values = _parse(text, name)
     if "base" in values:
-        raise ConfigError(f"{name}: base={values['base']!r}: only a file that is loaded by its path may name one")
+        raise ConfigError(
+            f"{name}: base={values['base']!r}: only a file that is loaded by its path may name one"
+        )
     return Layer(name, values, lines=_lines(text))
 
 
@@ -127,7 +147,9 @@ def _read(path: Path, asked_by: str) -> str:
         hint = f"; siirl_dask comes with {known[path.name]}" if path.name in known else ""
         raise ConfigError(f"{asked_by}{path}: no such file{hint}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{asked_by}{path}: expected a YAML file with groups of values: {error}") from error
+        raise ConfigError(
+            f"{asked_by}{path}: expected a YAML file with groups of values: {error}"
+        ) from error
 
 
 def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
@@ -139,9 +161,13 @@ def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{asked_by}{name}: {error.full_key}: {first_line(error)}") from error
     except (OSError, YAMLError) as error:
-        raise ConfigError(f"{asked_by}{name}: expected a YAML file with groups of values: {error}") from error
+        raise ConfigError(
+            f"{asked_by}{name}: expected a YAML file with groups of values: {error}"
+        ) from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{asked_by}{name}: holds a list: expected groups of values ({', '.join(GROUPS)})")
+        raise ConfigError(
+            f"{asked_by}{name}: holds a list: expected groups of values ({', '.join(GROUPS)})"
+        )
     return {str(key): value for key, value in loaded.items()}
 
 
@@ -149,14 +175,17 @@ def _parse(text: str, name: str, asked_by: str = "") -> dict[str, Any]:
 def _plain(text: str) -> Any:
     """Return the values of a YAML text as plain data, of which callers take a copy.
 
-    To read a configuration takes a quarter of the time of loading it, and one process reads the shipped ones again and
+    To read a configuration takes a quarter of the time of loading it, and one process reads the
+    shipped ones again and
     again: they are bases of many files.
     """
     return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
 
 
 def _syntax_error(text: str, error: MarkedYAMLError) -> str:
-    """Return line and problem, with a hint for ``with: {n: ${rollout.n}}``, where the brace ends the mapping."""
+    """Return line and problem, with a hint for ``with: {n: ${rollout.n}}``, where the brace ends
+    the mapping.
+    """
     number = error.problem_mark.line if error.problem_mark else 0
     line = "".join(text.splitlines()[number : number + 1])
     hint = '; within {} and [], write interpolations in quotes: "${...}"' if "${" in line else ""
@@ -164,21 +193,29 @@ def _syntax_error(text: str, error: MarkedYAMLError) -> str:
 
 
 def override(text: str) -> Layer:
-    """Return the layer of ``key=value``. ConfigError for another form, or a key that only a file may have."""
+    """Return the layer of ``key=value``. ConfigError for another form, or a key that only a file
+    may have.
+    """
     origin = f"override {text!r}"
     key, separator, value = text.partition("=")
     top = key.split(".")[0]
     if not separator or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"{origin}: expected key=value, such as trainer.lr=2e-6")
     if top in ("roles", "base"):
-        raise ConfigError(f"{origin}: {top!r} is for files only: write a YAML file with 'base:' and its own {top!r}")
+        raise ConfigError(
+            f"{origin}: {top!r} is for files only: write a YAML file with 'base:' and its own "
+            f"{top!r}"
+        )
     if key in _text_keys() and not _YAML_TEXT.match(value):
-        text = f"{key}={json.dumps(value.strip(), ensure_ascii=False)}"  # to YAML 007 is 7, and 'a #b' is a
+        # to YAML 007 is 7, and 'a #b' is a
+        text = f"{key}={json.dumps(value.strip(), ensure_ascii=False)}"
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
         return Layer(origin, values, depth=1 + max(1, key.count(".")))
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{origin}: the value of {key} is not YAML: {first_line(error)}") from error
+        raise ConfigError(
+            f"{origin}: the value of {key} is not YAML: {first_line(error)}"
+        ) from error
 
 
 def _lines(text: str) -> dict[tuple[str, str | int | None], int]:
@@ -210,7 +247,9 @@ def _line(node: yaml.Node) -> int:
 
 
 def check_keys(layer: Layer) -> None:
-    """Raise ConfigError for an unknown group or key, with the nearest spelling or the key's new name."""
+    """Raise ConfigError for an unknown group or key, with the nearest spelling or the key's new
+    name.
+    """
     for group, values in layer.values.items():
         if group in _DAG_KEYS or (group in (*GROUPS, AGENTS) and values is None):
             continue
@@ -220,13 +259,17 @@ def check_keys(layer: Layer) -> None:
         if group not in GROUPS:
             valid = [*GROUPS, AGENTS, *_DAG_KEYS, "base"]
             hint = _elsewhere(group) or did_you_mean(group, valid)
-            raise ConfigError(f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}")
+            raise ConfigError(
+                f"{layer.origin}: unknown group {group!r} (groups: {', '.join(valid)}){hint}"
+            )
         _check_group(layer.origin, group, values, GROUPS[group])
 
 
 def _check_agents(origin: str, agents: Any) -> None:
     if not isinstance(agents, Mapping):
-        raise ConfigError(f"{origin}: agents={agents!r}: expected a mapping by name, as in {{a: {{}}, b: {{}}}}")
+        raise ConfigError(
+            f"{origin}: agents={agents!r}: expected a mapping by name, as in {{a: {{}}, b: {{}}}}"
+        )
     for name, own in agents.items():
         if own is not None:
             _check_group(origin, f"{AGENTS}.{name}", own, AgentConfig)
@@ -243,13 +286,17 @@ def _check_group(origin: str, group: str, values: Any, kind: type[Any]) -> None:
                 raise ConfigError(f"{origin}: unknown key '{group}.{key}'{new}")
             hint = _elsewhere(str(key), group) or did_you_mean(str(key), known)
             hint = hint or _elsewhere(str(key), group, cutoff=0.7)
-            raise ConfigError(f"{origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}")
+            raise ConfigError(
+                f"{origin}: unknown key '{group}.{key}' (keys of {group}: {known}){hint}"
+            )
         if is_dataclass(hints[key]):
             _check_group(origin, f"{group}.{key}", value, hints[key])
 
 
 def config_keys(kind: type[Any] = Config, group: str = "") -> list[str]:
-    """Return every key of a configuration (``rollout.n``, ``rollout.vllm.sleep_level``) in the order of the groups."""
+    """Return every key of a configuration (``rollout.n``, ``rollout.vllm.sleep_level``) in the
+    order of the groups.
+    """
     hints = field_types(kind)
     keys: list[str] = []
     for name in (f.name for f in fields(kind)):
@@ -285,7 +332,9 @@ def _renamed(key: str) -> str:
 
 
 def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
-    """Return a hint to a key of another group with this name, or nearly so; keys below ``group`` come first."""
+    """Return a hint to a key of another group with this name, or nearly so; keys below ``group``
+    come first.
+    """
     keys = sorted(config_keys(), key=lambda full: not full.startswith(f"{group}."))
     full = {full.rpartition(".")[2]: full for full in reversed(keys)}
     near = get_close_matches(key, full, n=1, cutoff=cutoff)
@@ -293,11 +342,16 @@ def _elsewhere(key: str, group: str = "", cutoff: float = 1.0) -> str:
 
 
 def merged(old: Any, new: Any, depth: int, kind: Any = Config) -> Any:
-    """Return ``new`` merged over ``old``: key by key down to ``depth``, and in every group of the configuration."""
+    """Return ``new`` merged over ``old``: key by key down to ``depth``, and in every group of
+    the configuration.
+    """
     if not ((depth or is_dataclass(kind)) and isinstance(old, dict) and isinstance(new, dict)):
         return new
     hints = field_types(kind) if is_dataclass(kind) else {}
-    return old | {key: merged(old.get(key), value, max(0, depth - 1), hints.get(key)) for key, value in new.items()}
+    return old | {
+        key: merged(old.get(key), value, max(0, depth - 1), hints.get(key))
+        for key, value in new.items()
+    }
 
 
 def first_line(error: Exception) -> str:

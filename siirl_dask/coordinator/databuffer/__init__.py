@@ -1,1 +1,3 @@
-"""The distributed Databuffer: it publishes a worker's rows and pulls the rows that the next layout assigns to it."""
+"""The distributed Databuffer: it publishes a worker's rows and pulls the rows that the next
+layout assigns to it.
+"""

@@ -1,10 +1,13 @@
-"""All-gathers the statistics of an edge's rows over a tree of fan-out 16, in which members ask and nobody pushes.
+"""All-gathers the statistics of an edge's rows over a tree of fan-out 16, in which members ask and
+nobody pushes.
 
-Members are the edge's sources, then its other targets; the parent of member ``i`` is member ``(i - 1) // 16``.
-Statistics go up among the sources, and the whole comes down to whoever asks. Each member asks its parent once, however
-many ask it. A tree of fan-out 16 was measured best from 4 to 1,024 workers; all-to-all does not finish at 128.
+Members are the edge's sources, then its other targets; the parent of member ``i`` is member ``(i -
+1) // 16``. Statistics go up among the sources, and the whole comes down to whoever asks. Each
+member asks its parent once, however many ask it. A tree of fan-out 16 was measured best from 4 to
+1,024 workers; all-to-all does not finish at 128.
 
-Because members ask, a target that waits finds out when a peer is gone: of a push that never arrives nobody learns.
+Because members ask, a target that waits finds out when a peer is gone: of a push that never arrives
+nobody learns.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, pack_row_lengths, unpack_row_lengths
+from siirl_dask.coordinator.databuffer.row_lengths import (
+    RowLengths,
+    pack_row_lengths,
+    unpack_row_lengths,
+)
 from siirl_dask.coordinator.layout.assignment import RowStatistics, unpack_statistics
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
@@ -29,7 +36,9 @@ FAN_OUT = 16
 
 @dataclass(frozen=True)
 class GatheredStatistics:
-    """Statistics of the rows of one source, of the sources below a member of the tree, or of all sources."""
+    """Statistics of the rows of one source, of the sources below a member of the tree, or of all
+    sources.
+    """
 
     statistics: RowStatistics
     row_lengths: Mapping[int, RowLengths] = field(default_factory=dict)
@@ -37,7 +46,9 @@ class GatheredStatistics:
 
     @staticmethod
     def merge(parts: Sequence[GatheredStatistics]) -> GatheredStatistics:
-        row_lengths = {source: lengths for part in parts for source, lengths in part.row_lengths.items()}
+        row_lengths = {
+            source: lengths for part in parts for source, lengths in part.row_lengths.items()
+        }
         return GatheredStatistics(np.concatenate([part.statistics for part in parts]), row_lengths)
 
     @cached_property
@@ -65,10 +76,14 @@ class StatisticsTree:
         return await self._once(edge, key, Op.ALL_STATISTICS)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        """Answer a child or the parent. PeerError when this worker is no member of the edge's tree."""
+        """Answer a child or the parent. PeerError when this worker is no member of the edge's
+        tree.
+        """
         members = edge.sources if request.op == Op.SUBTREE_STATISTICS else _members(edge)
         if self._worker not in members:
-            raise PeerError(f"worker {self._worker!r} has no part in the statistics of edge {edge.name}")
+            raise PeerError(
+                f"worker {self._worker!r} has no part in the statistics of edge {edge.name}"
+            )
         gathered = await self._once(edge, request.key, Op(request.op))
         return gathered.reply
 
@@ -84,7 +99,9 @@ class StatisticsTree:
         self._tasks.clear()
 
     def _once(self, edge: Edge, key: TransitionKey, op: Op) -> asyncio.Future[GatheredStatistics]:
-        """Start what is asked for, unless it is under way or done. One asker that is cancelled cancels no other's."""
+        """Start what is asked for, unless it is under way or done. One asker that is cancelled
+        cancels no other's.
+        """
         task = self._tasks.get((key, op))
         if task is None:
             gathering = self._gather_subtree if op is Op.SUBTREE_STATISTICS else self._ask_parent
@@ -97,7 +114,9 @@ class StatisticsTree:
         member = edge.sources.index(self._worker)
         children = edge.sources[FAN_OUT * member + 1 : FAN_OUT * member + FAN_OUT + 1]
         request = Request(Op.SUBTREE_STATISTICS, key)
-        parts = await gather_or_cancel(self._own(key), *(self._ask(edge, child, request) for child in children))
+        parts = await gather_or_cancel(
+            self._own(key), *(self._ask(edge, child, request) for child in children)
+        )
         return GatheredStatistics.merge(parts)
 
     async def _ask_parent(self, edge: Edge, key: TransitionKey) -> GatheredStatistics:
@@ -113,11 +132,15 @@ class StatisticsTree:
         try:
             return _read(reply, edge)
         except PeerError as error:
-            raise PeerError(f"edge {edge.name}, {request.op} from worker {worker!r}: {error}") from error
+            raise PeerError(
+                f"edge {edge.name}, {request.op} from worker {worker!r}: {error}"
+            ) from error
 
 
 def _members(edge: Edge) -> tuple[str, ...]:
-    """Return the edge's sources, then its other targets: so the subtree of the first source has every source."""
+    """Return the edge's sources, then its other targets: so the subtree of the first source has
+    every source.
+    """
     sources = set(edge.sources)
     return (*edge.sources, *(worker for worker in edge.targets if worker not in sources))
 
@@ -127,10 +150,14 @@ def _read(reply: Reply, edge: Edge) -> GatheredStatistics:
         raise PeerError("received no statistics")
     statistics = unpack_statistics(reply.frames[0], len(edge.sources))
     headers = reply.header.get("row_lengths")
-    return GatheredStatistics(statistics, unpack_row_lengths(headers, reply.frames[1:], len(edge.sources), edge.schema))
+    return GatheredStatistics(
+        statistics, unpack_row_lengths(headers, reply.frames[1:], len(edge.sources), edge.schema)
+    )
 
 
 def _mark_as_seen(task: asyncio.Task[GatheredStatistics]) -> None:
-    """Read the task's exception: where all who waited were cancelled first, asyncio would log it as never retrieved."""
+    """Read the task's exception: where all who waited were cancelled first, asyncio would log it
+    as never retrieved.
+    """
     if not task.cancelled():
         task.exception()

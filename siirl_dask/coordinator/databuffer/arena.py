@@ -1,8 +1,10 @@
-"""The arena: memory that rows are received into, held for reuse and open to the other processes of this host.
+"""The arena: memory that rows are received into, held for reuse and open to the other processes of
+this host.
 
-Fresh memory costs more than what is done with it: the kernel clears each page when it is first touched, which takes
-several times as long as copying into it. So a worker keeps its segments. A segment is a memfd (Linux): it has no name
-that could outlive its processes, and a peer that has its handle maps it and writes rows where they finally belong.
+Fresh memory costs more than what is done with it: the kernel clears each page when it is first
+touched, which takes several times as long as copying into it. So a worker keeps its segments. A
+segment is a memfd (Linux): it has no name that could outlive its processes, and a peer that has its
+handle maps it and writes rows where they finally belong.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _NONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Names a segment of a process. The nonce differs when a process was restarted under the same pid."""
+    """Names a segment of a process. The nonce differs when a process was restarted under the
+    same pid.
+    """
 
     pid: int
     fd: int
@@ -49,7 +53,9 @@ class Handle:
 
 
 class SharedSegment:
-    """One shared mapping, cut into blocks. Its blocks keep it alive; the kernel frees it with its last mapping."""
+    """One shared mapping, cut into blocks. Its blocks keep it alive; the kernel frees it with
+    its last mapping.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -62,7 +68,9 @@ class SharedSegment:
             fd = os.memfd_create("siirl_dask", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, fd)
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())  # a peer that could shrink it would crash this process
+            fcntl.fcntl(
+                fd, fcntl.F_ADD_SEALS, _seals()
+            )  # a peer that could shrink it would crash this process
             self.map = mmap.mmap(fd, size)
             self.handle = Handle(os.getpid(), fd, size, secrets.token_bytes(_NONCE))
             self.map[:_NONCE] = self.handle.nonce
@@ -78,7 +86,9 @@ class SharedSegment:
         return self.free == [(_HEADER, self.size)]
 
     def allocate(self, size: int) -> int | None:
-        """Return the offset of the first ``size`` free bytes, which are free no more; None where none fit."""
+        """Return the offset of the first ``size`` free bytes, which are free no more; None where
+        none fit.
+        """
         for place, (start, stop) in enumerate(self.free):
             if stop - start > size:
                 self.free[place] = (start + size, stop)
@@ -110,19 +120,23 @@ class ArenaBlock:
 
     @property
     def bytes(self) -> Bytes:
-        """View of the block, valid only while the block itself is referred to: it keeps the segment, not the block."""
+        """View of the block, valid only while the block itself is referred to: it keeps the
+        segment, not the block.
+        """
         return self.segment.bytes[self.offset : self.offset + self.size]
 
     def buffer(self) -> pa.Buffer:
-        """Return an Arrow buffer that keeps the block, as does every array and slice made over it."""
+        """Return an Arrow buffer that keeps the block, as does every array and slice made over
+        it.
+        """
         return pa.foreign_buffer(self.segment.bytes.ctypes.data + self.offset, self.size, self)
 
 
 class Arena:
     """Allocates blocks from segments, and keeps up to ``keep`` bytes of segments that nobody uses.
 
-    Any thread may allocate and any thread may drop the last reference to a block: the lock guards the segments, and a
-    block that is dropped only joins a queue, which the next call empties.
+    Any thread may allocate and any thread may drop the last reference to a block: the lock guards
+    the segments, and a block that is dropped only joins a queue, which the next call empties.
     """
 
     def __init__(self, keep: int) -> None:
@@ -147,7 +161,10 @@ class Arena:
         """Bytes of blocks that somebody still refers to."""
         with self._lock:
             self._collect()
-            return sum(s.size - _HEADER - sum(stop - start for start, stop in s.free) for s in self._segments)
+            return sum(
+                s.size - _HEADER - sum(stop - start for start, stop in s.free)
+                for s in self._segments
+            )
 
     @property
     def held(self) -> int:
@@ -155,15 +172,19 @@ class Arena:
         return sum(segment.size for segment in self._segments)
 
     def collect(self) -> None:
-        """Take back the blocks that were dropped, and give the system the segments beyond ``keep``."""
+        """Take back the blocks that were dropped, and give the system the segments beyond
+        ``keep``.
+        """
         with self._lock:
             self._collect()
 
     def retire(self, segment: SharedSegment) -> None:
-        """Allocate from a segment no more, because a peer may still write to the place that it was sent.
+        """Allocate from a segment no more, because a peer may still write to the place that it was
+        sent.
 
-        A pull that failed has sent its places to sources, and a source that was slow may write there long after. The
-        blocks that are in use stay valid; nothing else is allocated in the segment, so a late write spoils nothing.
+        A pull that failed has sent its places to sources, and a source that was slow may write
+        there long after. The blocks that are in use stay valid; nothing else is allocated in the
+        segment, so a late write spoils nothing.
         """
         with self._lock:
             segment.retired = True
@@ -200,10 +221,11 @@ class CannotMap(PeerError):
 
 
 class Attachments:
-    """Segments of peers that this process has mapped, by nonce. Beyond ``limit`` of them, the least recently used are
-    unmapped.
+    """Segments of peers that this process has mapped, by nonce. Beyond ``limit`` of them, the least
+    recently used are unmapped.
 
-    Threads that copy rows attach segments too. Two that attach the same one at once may both map it, which is harmless.
+    Threads that copy rows attach segments too. Two that attach the same one at once may both map
+    it, which is harmless.
     """
 
     def __init__(self, *, writable: bool, limit: int = 256) -> None:
@@ -213,7 +235,9 @@ class Attachments:
         self._lock = threading.Lock()
 
     def attach(self, handle: Handle) -> Bytes:
-        """Return the bytes of a peer's segment. CannotMap when there is no such segment, or not any more."""
+        """Return the bytes of a peer's segment. CannotMap when there is no such segment, or not
+        any more.
+        """
         with self._lock:
             mapped = self._mapped.pop(handle.nonce, None)
         if mapped is None:
@@ -229,14 +253,19 @@ class Attachments:
 
 
 def _map(handle: Handle, writable: bool) -> Bytes:
-    """Map a peer's segment. The handle comes from a peer: what it names is checked before anything is mapped."""
+    """Map a peer's segment. The handle comes from a peer: what it names is checked before
+    anything is mapped.
+    """
     path = Path(f"/proc/{handle.pid}/fd/{handle.fd}")
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise OSError(f"{path} is no segment")
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _seals() or os.fstat(fd).st_size != handle.size:
+            if (
+                fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _seals()
+                or os.fstat(fd).st_size != handle.size
+            ):
                 raise OSError(f"{path} is no segment of {handle.size} bytes that cannot shrink")
             access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             mapped = mmap.mmap(fd, handle.size, prot=access)
@@ -245,7 +274,9 @@ def _map(handle: Handle, writable: bool) -> Bytes:
     except (OSError, ValueError, OverflowError) as error:
         raise CannotMap(f"cannot map a segment of process {handle.pid}: {error}") from error
     if mapped[:_NONCE] != handle.nonce:
-        raise CannotMap(f"refused a handle: process {handle.pid} is another one now, or has been restarted")
+        raise CannotMap(
+            f"refused a handle: process {handle.pid} is another one now, or has been restarted"
+        )
     return np.frombuffer(mapped, np.uint8)
 
 

@@ -1,4 +1,6 @@
-"""Reads shared tables: a target's columns over the memory of a source, and the ack when it has dropped them."""
+"""Reads shared tables: a target's columns over the memory of a source, and the ack when it has
+dropped them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from siirl_dask.coordinator.databuffer.arena import Attachments, Bytes, CannotMa
 from siirl_dask.coordinator.databuffer.lend import ALIGNMENT, SharedTable, unpack_others
 from siirl_dask.coordinator.databuffer.published import Acks, Published
 from siirl_dask.coordinator.databuffer.ragged import build_column, element_width
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, other_columns_schema
+from siirl_dask.coordinator.databuffer.row_lengths import (
+    RowLengths,
+    RowOrigin,
+    other_columns_schema,
+)
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey
@@ -55,7 +61,9 @@ class SharedTableReader:
         acks: Acks,
         transport_mode: TransportMode,
     ) -> None:
-        """``own_published`` waits until this worker has published its rows of a transition, and returns them."""
+        """``own_published`` waits until this worker has published its rows of a transition, and
+        returns them.
+        """
         self._worker = worker
         self._own_published = own_published
         self._acks = acks
@@ -93,19 +101,26 @@ class SharedTableReader:
                 raise PeerError(
                     f"data.transport=shm, but memory of worker {worker!r} cannot be read: {error}"
                 ) from error
-            logger.warning("rows of worker %r are fetched, because its memory cannot be read: %s", worker, error)
+            logger.warning(
+                "rows of worker %r are fetched, because its memory cannot be read: %s",
+                worker,
+                error,
+            )
             return None
         except (pa.ArrowException, IndexError, PeerError) as error:
             error.__traceback__ = None  # its frames refer to the memory, which would never be acked
-            raise PeerError(f"edge {edge.name}: what worker {worker!r} shares is no table: {error}") from error
+            raise PeerError(
+                f"edge {edge.name}: what worker {worker!r} shares is no table: {error}"
+            ) from error
 
     def _map(
         self, edge: Edge, origin: RowOrigin, lengths: RowLengths, shared: SharedTable
     ) -> tuple[dict[str, pa.ChunkedArray], pa.Table]:
-        """Return the variable-length columns of all rows of a source over its memory, and a copy of the other ones.
+        """Return the variable-length columns of all rows of a source over its memory, and a copy of
+        the other ones.
 
-        Offsets are this process's own, made from the lengths: a source that writes into its segment meanwhile can
-        change values, and cannot make this process read outside of the segment.
+        Offsets are this process's own, made from the lengths: a source that writes into its segment
+        meanwhile can change values, and cannot make this process read outside of the segment.
         """
         assert lengths.group_lengths
         mapped = self._attachments.attach(shared.handle)
@@ -116,11 +131,16 @@ class SharedTableReader:
         for name, group in lengths.offset_groups.items():
             kind = edge.schema.field(name).type
             column_lengths = lengths.group_lengths[group]
-            elements = int(column_lengths.sum(dtype=np.float64))  # the lengths are a peer's: integers could overflow
+            elements = int(
+                column_lengths.sum(dtype=np.float64)
+            )  # the lengths are a peer's: integers could overflow
             size = elements * (element_width(kind) or 0)
             start = shared.starts.get(name)
             if start is None or start % ALIGNMENT or start + size > len(mapped):
-                raise IndexError(f"column {name!r} lies outside of the segment, or not at a multiple of {ALIGNMENT}")
+                raise IndexError(
+                    f"column {name!r} lies outside of the segment, or not at a multiple of "
+                    f"{ALIGNMENT}"
+                )
             columns[name] = build_column(kind, column_lengths, _buffer(hold, start, size))
         stop = shared.others_start + shared.others_size
         if stop > len(mapped):
@@ -132,8 +152,9 @@ class SharedTableReader:
 class _Hold:
     """A target's hold on a source's rows: every buffer over their memory refers to it.
 
-    When the last table, column or slice over the memory is gone, so is the hold, and its finalizer acks the rows. Only
-    then may the source use the memory again. Until then it counts as unacked at the source, even after its iteration.
+    When the last table, column or slice over the memory is gone, so is the hold, and its finalizer
+    acks the rows. Only then may the source use the memory again. Until then it counts as unacked at
+    the source, even after its iteration.
     """
 
     __slots__ = ("__weakref__", "mapped")
@@ -160,7 +181,9 @@ def _shared_rows(
 
 
 def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call on the event loop, from whatever thread the garbage collector runs in: acks belong to the loop."""
+    """Call on the event loop, from whatever thread the garbage collector runs in: acks belong to
+    the loop.
+    """
     with suppress(RuntimeError):  # the loop is closed: the run is over
         loop.call_soon_threadsafe(call)
 
@@ -168,24 +191,32 @@ def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> 
 def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
     """Return the other columns, from a copy that the source cannot change while it is validated."""
     if not len(schema):
-        return pa.table({"": pa.nulls(rows)}).select([])  # a table without columns that has rows nevertheless
+        return pa.table({"": pa.nulls(rows)}).select(
+            []
+        )  # a table without columns that has rows nevertheless
     table = unpack_others(stream.tobytes(), schema)
     if table.num_rows != rows:
         raise pa.ArrowInvalid(f"{table.num_rows} rows of {schema.names} instead of {rows}")
     return table
 
 
-def concat_slices(pieces: Sequence[tuple[Ints, Ints, pa.ChunkedArray]], kind: pa.DataType) -> pa.ChunkedArray:
-    """Return one column out of slices of several, without copying: a piece is (destinations, positions, column), and
-    row ``positions[i]`` of its column goes to ``destinations[i]``.
+def concat_slices(
+    pieces: Sequence[tuple[Ints, Ints, pa.ChunkedArray]], kind: pa.DataType
+) -> pa.ChunkedArray:
+    """Return one column out of slices of several, without copying: a piece is (destinations,
+    positions, column), and row ``positions[i]`` of its column goes to ``destinations[i]``.
     """
     order = np.argsort(np.concatenate([destinations for destinations, _, _ in pieces]))
     rows = np.concatenate([positions for _, positions, _ in pieces])[order]
     piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])[order]
-    breaks = (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1])  # a slice ends where its rows do not go on
+    breaks = (rows[1:] != rows[:-1] + 1) | (
+        piece[1:] != piece[:-1]
+    )  # a slice ends where its rows do not go on
     starts = np.flatnonzero(np.concatenate(([True], breaks)))
     ends = np.append(starts[1:], len(rows))
     chunks: list[pa.Array] = []
-    for index, row, count in zip(piece[starts].tolist(), rows[starts].tolist(), (ends - starts).tolist(), strict=True):
+    for index, row, count in zip(
+        piece[starts].tolist(), rows[starts].tolist(), (ends - starts).tolist(), strict=True
+    ):
         chunks += pieces[index][2].slice(row, count).chunks
     return pa.chunked_array(chunks, kind)

@@ -1,47 +1,46 @@
-"""The Databuffer: one worker's end of the data plane. It publishes this worker's rows and pulls those it needs next.
+"""The Databuffer: one worker's end of the data plane. It publishes this worker's rows and pulls
+those it needs next.
 
 A row's way from the worker that made it to the worker that needs it:
 
-| step | what happens | module |
-|---|---|---|
-| publish | the source stores its table under an immutable key; nothing is sent | ``published``, shared rows: ``lend`` |
-| gather | the target learns the statistics of all rows: id, group, tokens | ``allgather`` |
-| assign | it computes, as every target does, which rows are its own and who has them | ``shares``, ``layout`` |
-| lengths | it learns how long its rows are, mostly along with the statistics | ``row_lengths`` |
-| early | rows that a source has finished while it makes others may have arrived before that | ``early`` |
-| relay | one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` |
-| lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` |
-| fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``, ``ragged`` |
-| read | rows that a source of its host shares stay where they are | ``borrow`` |
-| by group | blobs are fetched once for each group of its rows, if they are not here already | ``group_pull`` |
-| ack | it acks the rows at their sources, which free them | ``acks`` |
+| step | what happens | module | |---|---|---| | publish | the source stores its table under an
+immutable key; nothing is sent | ``published``, shared rows: ``lend`` | | gather | the target learns
+the statistics of all rows: id, group, tokens | ``allgather`` | | assign | it computes, as every
+target does, which rows are its own and who has them | ``shares``, ``layout`` | | lengths | it
+learns how long its rows are, mostly along with the statistics | ``row_lengths`` | | early | rows
+that a source has finished while it makes others may have arrived before that | ``early`` | | relay
+| one target of a host takes replicated rows over the link, its neighbours from it | ``relay`` | |
+lay out | it allocates its result, each row in its final place | ``receive_buffer``, ``arena`` | |
+fetch | it asks each source, which writes the rows there or sends them | ``pull``, ``serve``,
+``ragged`` | | read | rows that a source of its host shares stay where they are | ``borrow`` | | by
+group | blobs are fetched once for each group of its rows, if they are not here already |
+``group_pull`` | | ack | it acks the rows at their sources, which free them | ``acks`` |
 
-Requests between workers go through ``transport``. All of them but the ack are reads, which can be repeated.
+Requests between workers go through ``transport``. All of them but the ack are reads, which can be
+repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
 from siirl_dask.coordinator.blobs import one_of_each_group
 from siirl_dask.coordinator.databuffer.allgather import GatheredStatistics, StatisticsTree
-from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap
+from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.early.early import EarlyTraffic
-from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads, Traffic
+from siirl_dask.coordinator.databuffer.limits import BufferLimits, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Published, read_acks, spill
-from siirl_dask.coordinator.databuffer.pull import Puller, Shares, pull_groups
+from siirl_dask.coordinator.databuffer.pull import Puller
 from siirl_dask.coordinator.databuffer.relay import Relays, relay_of
+from siirl_dask.coordinator.databuffer.serve import RowServer
+from siirl_dask.coordinator.databuffer.shares import Shares, pull_groups
 from siirl_dask.coordinator.databuffer.slots import ExpectedKeys, PublishedSlots, Window
 from siirl_dask.coordinator.layout.assignment import count_near, count_takers, row_statistics
-from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     Op,
     Reply,
@@ -59,14 +58,16 @@ _AHEAD = 16  # iterations that peers may be ahead, where nobody knows better
 
 
 class Databuffer:
-    """Publishes and pulls one worker's rows, and answers its peers. Lives on the event loop that serves them.
+    """Publishes and pulls one worker's rows, and answers its peers. Lives on the event loop that
+    serves them.
 
     Args:
         edges: The run's edges, by ``phase/name``.
         quadratic_from: See ``assign_owners``.
         hosts: Host of each worker, as planned; None: all are on one.
         prefetch: See ``data.prefetch``.
-        window: The iterations that peers may name; None: a few from those on that this worker is in.
+        window: The iterations that peers may name; None: a few from those on that this worker is
+            in.
 
     A table may be published and pulled in parts, by number, each like a table of its own.
     """
@@ -157,8 +158,12 @@ class Databuffer:
         self._expected.own(key, part)
         return key
 
-    async def publish(self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None) -> None:
-        """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by them."""
+    async def publish(
+        self, edge: Edge, iteration: Iteration, table: pa.Table, part: int | None = None
+    ) -> None:
+        """Offer ``table`` to the edge's targets, and its statistics to whoever lays out rows by
+        them.
+        """
         if edge.by_group:
             table = one_of_each_group(table)
         statistics = row_statistics(table, edge.sources.index(self._worker))
@@ -170,35 +175,53 @@ class Databuffer:
         await self._early.published(edge, key, published)
 
     def leaves_early(self, edge: Edge) -> bool:
-        """Return whether finished rows of an edge can leave this worker before it publishes them."""
+        """Return whether finished rows of an edge can leave this worker before it publishes
+        them.
+        """
         return self._early.leaves(edge)
 
     def hand_over(self, edge: Edge, iteration: Iteration, rows: pa.Table) -> None:
-        """Send finished rows ahead of the table that will contain them, which is published later."""
+        """Send finished rows ahead of the table that will contain them, which is published
+        later.
+        """
         self._early.hand_over(edge, self.key(edge, iteration), rows)
 
     def prefetch(self, edges: Iterable[Edge], iteration: Iteration) -> None:
-        """Begin to fetch rows of the edges that their sources have finished. The ``pull`` of each edge uses them."""
+        """Begin to fetch rows of the edges that their sources have finished. The ``pull`` of
+        each edge uses them.
+        """
         for edge in edges:
             self._early.prefetch(edge, self.key(edge, iteration))
 
     async def _offer(self, key: TransitionKey, published: Published, *, shared: bool) -> None:
-        """Make a published table available to peers; ``shared``: in memory that they can map, if that pays."""
-        if published.table is not None and published.nbytes + self.unacked_bytes > self._limits.memory // 4:
-            on_disk, mapping = await asyncio.to_thread(spill, published.table, self._limits.spill_folder)
+        """Make a published table available to peers; ``shared``: in memory that they can map, if
+        that pays.
+        """
+        if (
+            published.table is not None
+            and published.nbytes + self.unacked_bytes > self._limits.memory // 4
+        ):
+            on_disk, mapping = await asyncio.to_thread(
+                spill, published.table, self._limits.spill_folder
+            )
             published.table = on_disk
             published.spilled = mapping
         elif published.table is not None and shared:
-            await self._copy_threads.run(published.nbytes, published.share, self.arena, self._limits.share_from)
+            await self._copy_threads.run(
+                published.nbytes, published.share, self.arena, self._limits.share_from
+            )
         if published.table is not None:
-            # Split its columns up now: no peer waits for that yet, and no two threads can do it at once.
+            # Split its columns up now: no peer waits for that yet, and no two threads can do it at
+            # once.
             await self._copy_threads.run(published.bytes_in_chunks, published.ragged_columns)
         slot = self._slots.slot(key)
         if not slot.done():  # it is done when the run was aborted
             slot.set_result(published)
 
     async def wait_until_acked(self, edge: Edge, iteration: Iteration, part: int) -> None:
-        """Wait until every target has acked a part that this worker published. Aborted when the run is stopped."""
+        """Wait until every target has acked a part that this worker published. Aborted when the
+        run is stopped.
+        """
         published = await self._slots.wait(self.key(edge, iteration, part))
         await published.all_acked.wait()
         if self._slots.aborted is not None:
@@ -213,12 +236,13 @@ class Databuffer:
         on_owned: Callable[[], object] = lambda: None,
         already_here: Sequence[pa.Table] = (),
     ) -> pa.Table:
-        """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide which these are.
+        """Return this worker's rows of the edge, sorted by row id; ``guide``'s statistics decide
+        which these are.
 
-        By group these are a row of each group that it has rows of; groups in the tables ``already_here`` are taken from
-        there. ``on_owned`` is called when all sources have made their rows, and these are known, before they are
-        fetched. PeerError when a source cannot send them, DataError when a group is at no source, Aborted when the run
-        is stopped.
+        By group these are a row of each group that it has rows of; groups in the tables
+        ``already_here`` are taken from there. ``on_owned`` is called when all sources have made
+        their rows, and these are known, before they are fetched. PeerError when a source cannot
+        send them, DataError when a group is at no source, Aborted when the run is stopped.
         """
         key = self.key(edge, iteration, part)
         guide_key = self.key(guide, iteration, part)
@@ -227,27 +251,39 @@ class Databuffer:
                 groups, row_lengths = await self._shares.groups(edge, key, guide, guide_key)
                 on_owned()
                 return await pull_groups(
-                    self._puller, edge, key, groups, row_lengths=row_lengths, already_here=already_here
+                    self._puller,
+                    edge,
+                    key,
+                    groups,
+                    row_lengths=row_lengths,
+                    already_here=already_here,
                 )
             share, row_lengths = await self._shares.rows(edge, key, guide, guide_key)
             on_owned()
-            origins = await self._relays.origins(edge, key, share, row_lengths, part=part is not None)
+            origins = await self._relays.origins(
+                edge, key, share, row_lengths, part=part is not None
+            )
             async with self._early.arrived(key) as early:
                 table = await self._puller.pull(edge, origins, share.identity, early=early)
             if part is not None:
                 self._puller.acks.flush()  # the source makes the next part when this one is acked
             return table
         except (PeerError, DataError) as error:
-            kind = next(kind for kind in (SilentPeer, PeerError, DataError) if isinstance(error, kind))
+            kind = next(
+                kind for kind in (SilentPeer, PeerError, DataError) if isinstance(error, kind)
+            )
             raise kind(f"{iteration}: {error}") from error
 
     async def handle(self, request: Request) -> Reply:
         """Answer a peer, as soon as this worker has published what is asked for.
 
-        PeerError refuses requests of another run, of an iteration that is over, and for rows that were not published.
+        PeerError refuses requests of another run, of an iteration that is over, and for rows that
+        were not published.
         """
         edge = self._expected.edge(request.key)
-        if request.op == Op.ACK:  # first: it may arrive when its iteration is forgotten and its rows are freed
+        if (
+            request.op == Op.ACK
+        ):  # first: it may arrive when its iteration is forgotten and its rows are freed
             return self._take_acks(request.body.get("acks"))
         self._expected.check_iteration(request.key)
         _, relay = relay_of(request.key.edge)
@@ -260,20 +296,26 @@ class Databuffer:
             return self._relays.answer(published)
         positions = unpack_ints(request.body.get("rows"), published.rows, published.rows)
         if not len(positions) or request.op not in (Op.ROW_LENGTHS, Op.FETCH):
-            raise PeerError(f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}")
+            raise PeerError(
+                f"refused {request.op!r} of {len(positions)} rows of edge {request.key.edge}"
+            )
         if request.op == Op.ROW_LENGTHS:
             return Reply({}, list(map(pack_ints, published.group_lengths(positions))))
         return await self._row_server.fetch(published, positions, request.body)
 
     async def wait_for_acks(self) -> None:
-        """Wait until sources have received the acks of this worker. Runs need not: acks are sent anyway."""
+        """Wait until sources have received the acks of this worker. Runs need not: acks are sent
+        anyway.
+        """
         await self._puller.acks.wait()
 
     def forget(self, before: int) -> None:
-        """Drop everything of iterations before sequence number ``before``, which all workers have completed.
+        """Drop everything of iterations before sequence number ``before``, which all workers have
+        completed.
 
-        Tables that peers may still be reading in shared memory stay until they are acked, and go at a later call. Those
-        that no peer asked for go at once, such as weights that a node with a lag skipped because the pipeline drained.
+        Tables that peers may still be reading in shared memory stay until they are acked, and go at
+        a later call. Those that no peer asked for go at once, such as weights that a node with a
+        lag skipped because the pipeline drained.
         """
         self._expected.forget(before)
         self._statistics_tree.forget(before)
@@ -298,23 +340,31 @@ class Databuffer:
         self._copy_threads.close()
 
     def _is_shared(self, edge: Edge) -> bool:
-        """Return whether one copy in shared memory replaces several: where peers on this host get the same rows."""
+        """Return whether one copy in shared memory replaces several: where peers on this host
+        get the same rows.
+        """
         if self._transport_mode is TransportMode.dask or edge.rows is not Rows.REPLICATED:
             return False
         return count_near(self._worker, edge, self._hosts) > 1
 
     async def _own_statistics(self, key: TransitionKey) -> GatheredStatistics:
-        """Wait until this worker has published, and return what every target learns about its rows."""
+        """Wait until this worker has published, and return what every target learns about its
+        rows.
+        """
         published = await self._slots.wait(key)
         edge = self._expected.edge(key)
         if published.table is None:
             return GatheredStatistics(published.statistics)
         source = edge.sources.index(self._worker)
         max_bytes = self._limits.inline_lengths // len(edge.sources)
-        return GatheredStatistics(published.statistics, {source: published.row_lengths(source, max_bytes)})
+        return GatheredStatistics(
+            published.statistics, {source: published.row_lengths(source, max_bytes)}
+        )
 
     def _take_acks(self, acks: object) -> Reply:
-        """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows are freed already."""
+        """Count a peer's acks. Those for an iteration that is forgotten are ignored: its rows
+        are freed already.
+        """
         for sequence, edge, rows in read_acks(acks):
             published = self._slots.find(TransitionKey(self._run, sequence, edge))
             if published is not None:
@@ -325,76 +375,3 @@ class Databuffer:
 def _as_declared(table: pa.Table, schema: pa.Schema) -> pa.Table:
     table = table.select(schema.names)
     return table if table.schema.equals(schema) else table.cast(schema)
-
-
-# Serves fetches: what a source does when a target asks for rows it has published. The asking side
-# is ``pull``.
-
-
-class RowServer:
-    """Answers fetches of one worker's published rows, within its share of the memory budget.
-
-    Belongs to the event loop; only copies of rows leave it, for ``CopyThreads``.
-    """
-
-    def __init__(self, arena: Arena, copy_threads: CopyThreads, limits: BufferLimits) -> None:
-        self._arena = arena
-        self._copy_threads = copy_threads
-        self._message_bytes = limits.message
-        self._serving = Budget(limits.memory // 8)
-        self._attachments = Attachments(writable=True)
-
-    async def fetch(self, published: Published, positions: Ints, body: Mapping[str, Any]) -> Reply:
-        """Write the rows at ``positions`` into the asker's memory, or return them in frames if it names no target.
-
-        Other columns always travel in frames, of as many rows as fit into a message; the reply says how many, and the
-        asker asks for the rest. PeerError for unknown columns, and for more bytes than a message has.
-        """
-        columns = body.get("columns")
-        target = body.get("target")
-        known = published.ragged_columns()
-        if not isinstance(columns, list | tuple) or any(name not in known for name in columns):
-            raise PeerError(f"asked for columns {str(columns)[:80]}: expected some of {known}")
-        with_others = positions if body.get("others") else positions[:0]
-        size = min(self._message_bytes, len(with_others) * published.other_row_bytes)
-        others, frames, count = await self._copy_threads.run(
-            size, published.pack_other_columns, with_others, self._message_bytes
-        )
-        if count:
-            positions = positions[:count]
-        header = {"rows": len(positions), "others": others, "split": len(frames)}
-        size = published.ragged_bytes(positions, columns)
-        if target is not None:
-            try:
-                write = partial(published.write_rows, positions, columns, target, self._attachments)
-                await self._copy_threads.run(size, write)
-            except CannotMap as error:
-                return Reply({"cannot map": str(error)})
-            return Reply(header | {"written": size}, frames)
-        if size > self._message_bytes and len(positions) > 1:
-            raise PeerError(f"asked for {size} bytes at once: expected at most {self._message_bytes}")
-        row_frames = await self._copy_out(published, positions, columns, size)
-        return Reply(header, [*frames, *row_frames])
-
-    def close(self) -> None:
-        self._attachments.clear()
-
-    async def _copy_out(
-        self, published: Published, positions: Ints, columns: Sequence[str], size: int
-    ) -> Sequence[memoryview]:
-        """Copy rows into frames. Their bytes count against the budget until the last of them has left this process."""
-        await self._serving.acquire(size)
-        try:
-            frames = await self._copy_threads.run(size, published.copy_rows, positions, columns, self._arena)
-        except BaseException:
-            self._serving.release(size)
-            raise
-        loop = asyncio.get_running_loop()
-        for frame in frames:  # whoever sends a frame refers to its buffer until the last byte is out
-            weakref.finalize(frame.obj, self._release_on_loop, loop, frame.nbytes).atexit = False
-        return frames
-
-    def _release_on_loop(self, loop: asyncio.AbstractEventLoop, nbytes: int) -> None:
-        """Release budget from whatever thread drops a frame: budgets belong to the event loop."""
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for the budget any more
-            loop.call_soon_threadsafe(self._serving.release, nbytes)

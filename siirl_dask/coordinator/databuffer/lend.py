@@ -1,9 +1,11 @@
-"""Shares a table between processes: a source puts rows that all targets get into memory that its host's processes map.
+"""Shares a table between processes: a source puts rows that all targets get into memory that its
+host's processes map.
 
-It does so once, however many targets there are; none of them makes a copy or has to ask, since the statistics say
-where the columns lie. A target gets one slice per range of rows, a few microseconds each, so this is for long rows such
-as parameters. Rows that have one owner are written to where they belong instead (see ``pull``): that is one copy as
-well, and makes one piece. The source reuses the memory when every target has dropped its last reference to it.
+It does so once, however many targets there are; none of them makes a copy or has to ask, since the
+statistics say where the columns lie. A target gets one slice per range of rows, a few microseconds
+each, so this is for long rows such as parameters. Rows that have one owner are written to where
+they belong instead (see ``pull``): that is one copy as well, and makes one piece. The source reuses
+the memory when every target has dropped its last reference to it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, Handle, unpack_handle
-from siirl_dask.coordinator.databuffer.ragged import RaggedColumn, as_ragged, build_column, element_width
+from siirl_dask.coordinator.databuffer.ragged import (
+    RaggedColumn,
+    as_ragged,
+    build_column,
+    element_width,
+)
 from siirl_dask.coordinator.transport.wire import from_frames, to_frames
 from siirl_dask.errors import PeerError
 from siirl_dask.schema import IDENTITY
@@ -43,12 +50,17 @@ class SharedTable:
 
 
 def unpack_shared_table(value: object) -> SharedTable | None:
-    """Return what ``SharedTable.pack`` packed, or None for None. PeerError when ``value`` is neither."""
+    """Return what ``SharedTable.pack`` packed, or None for None. PeerError when ``value`` is
+    neither.
+    """
     match value:
         case None:
             return None
         case [list() | tuple() as handle, dict(starts), int(others_start), int(others_size)] if (
-            all(isinstance(name, str) and isinstance(start, int) and start >= 0 for name, start in starts.items())
+            all(
+                isinstance(name, str) and isinstance(start, int) and start >= 0
+                for name, start in starts.items()
+            )
             and min(others_start, others_size) >= 0
         ):
             return SharedTable(unpack_handle(list(handle)), starts, others_start, others_size)
@@ -56,10 +68,11 @@ def unpack_shared_table(value: object) -> SharedTable | None:
 
 
 def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, SharedTable] | None:
-    """Copy the table into memory that peers can map, and return the same table over it, with where it lies.
+    """Copy the table into memory that peers can map, and return the same table over it, with where
+    it lies.
 
-    None where that does not pay: a row has less than ``min_row_bytes`` a variable-length column on average, or there
-    are no such columns. None as well where the system shares no memory.
+    None where that does not pay: a row has less than ``min_row_bytes`` a variable-length column on
+    average, or there are no such columns. None as well where the system shares no memory.
     """
     ragged = {}
     for name in table.column_names:
@@ -67,7 +80,9 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
         if chunks is not None:
             ragged[name] = chunks
     sizes = {name: sum(_size(chunk) for chunk in chunks) for name, chunks in ragged.items()}
-    others = table.select([name for name in table.column_names if name not in ragged and name not in IDENTITY])
+    others = table.select(
+        [name for name in table.column_names if name not in ragged and name not in IDENTITY]
+    )
     if not ragged or sum(sizes.values()) < min_row_bytes * table.num_rows * len(ragged):
         return None
     packed = pack_others(others)
@@ -89,7 +104,9 @@ def share(table: pa.Table, arena: Arena, min_row_bytes: int) -> tuple[pa.Table, 
 
 
 def _ragged_chunks(name: str, table: pa.Table) -> list[RaggedColumn] | None:
-    """Return a column's chunks; None where it is an identity column, which travels with the statistics, or another."""
+    """Return a column's chunks; None where it is an identity column, which travels with the
+    statistics, or another.
+    """
     if name in IDENTITY or element_width(table[name].type) is None:
         return None
     chunks: list[RaggedColumn] = []
@@ -137,7 +154,9 @@ def unpack_others(packed: bytes, schema: pa.Schema) -> pa.Table:
 
 
 def _places(start: int, sizes: Sequence[int]) -> list[int]:
-    """Return where each of several aligned pieces begins, the first at ``start``, and where the last one ends."""
+    """Return where each of several aligned pieces begins, the first at ``start``, and where the
+    last one ends.
+    """
     places = [-(-start // ALIGNMENT) * ALIGNMENT]
     for size in sizes:
         places.append(-(-(places[-1] + size) // ALIGNMENT) * ALIGNMENT)
@@ -158,12 +177,16 @@ def _over_block(
     starts: Mapping[str, int],
     block: ArenaBlock,
 ) -> pa.Table:
-    """Return the table with its variable-length columns over the block, which then lives as long as the table: the
-    node's own copy can be freed, and what is published is what peers read.
+    """Return the table with its variable-length columns over the block, which then lives as long as
+    the table: the node's own copy can be freed, and what is published is what peers read.
     """
     whole = block.buffer()
     for name, chunks in ragged.items():
         lengths = np.concatenate([np.zeros(0, np.int64), *(chunk.lengths for chunk in chunks)])
-        column = build_column(table.schema.field(name).type, lengths, whole.slice(starts[name], sizes[name]))
-        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+        column = build_column(
+            table.schema.field(name).type, lengths, whole.slice(starts[name], sizes[name])
+        )
+        table = table.set_column(
+            table.schema.get_field_index(name), table.schema.field(name), column
+        )
     return table

@@ -1,4 +1,6 @@
-"""The bounds on what moving rows may take: bytes of memory, bytes under way at once, and threads that copy."""
+"""The bounds on what moving rows may take: bytes of memory, bytes under way at once, and threads
+that copy.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,26 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLimits:
-    """Bytes that a databuffer may use. ValueError for a message size beyond ``MAX_MESSAGE_BYTES``."""
+    """Bytes that a databuffer may use. ValueError for a message size beyond
+    ``MAX_MESSAGE_BYTES``.
+    """
 
     memory: int = 2 * 2**30
-    """Budget beyond a worker's own part of an edge and its result. A quarter is for tables that wait to be pulled,
-    before they spill; an eighth each for messages being received and being served; half for memory held for reuse,
-    of which an eighth of all is for rows that travel early, where the plan has such.
+    """Budget beyond a worker's own part of an edge and its result. A quarter is for tables that
+    wait to be pulled, before they spill; an eighth each for messages being received and being
+    served; half for memory held for reuse, of which an eighth of all is for rows that travel early,
+    where the plan has such.
     """
     message: int = 16 * 2**20
     """Bytes of rows in one message."""
     inline_lengths: int = 2**20
-    """Row lengths of an edge up to this size travel with its statistics; larger ones are asked for."""
+    """Row lengths of an edge up to this size travel with its statistics; larger ones are asked
+    for."""
     early_message: int = 2**16
     """Bytes of finished rows that are worth a message while their source still makes others."""
     share_from: int = 2**12
-    """Mean bytes of a row in a column from which replicated rows are shared in memory instead of copied."""
+    """Mean bytes of a row in a column from which replicated rows are shared in memory instead of
+    copied."""
     spill_folder: str | None = None
     """Folder that tables spill to; None is the system's folder for temporary files."""
 
@@ -43,7 +50,9 @@ class BufferLimits:
 
 
 class Allowance:
-    """Memory that work may do without: it is granted or refused at once. Belongs to one event loop."""
+    """Memory that work may do without: it is granted or refused at once. Belongs to one event
+    loop.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -64,8 +73,8 @@ class Allowance:
 class Budget:
     """Admits work, first come first served, while its bytes fit into a limit.
 
-    Work larger than the whole limit is admitted when nothing else is under way: otherwise it would wait for ever. It
-    belongs to one event loop and is called from no other thread.
+    Work larger than the whole limit is admitted when nothing else is under way: otherwise it would
+    wait for ever. It belongs to one event loop and is called from no other thread.
     """
 
     def __init__(self, limit: int) -> None:
@@ -91,7 +100,9 @@ class Budget:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():
-                self.release(size)  # admitted and cancelled in the same pass of the loop: its bytes count already
+                self.release(
+                    size
+                )  # admitted and cancelled in the same pass of the loop: its bytes count already
             else:
                 with suppress(ValueError):  # _admit may have dropped the cancelled entry first
                     self._waiting.remove((size, admitted))
@@ -116,22 +127,29 @@ class Budget:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_INLINE_BYTES = 2**23  # copied in about a millisecond, of which waking a thread would take a good part
+_INLINE_BYTES = (
+    2**23
+)  # copied in about a millisecond, of which waking a thread would take a good part
 _MAX_THREADS = 4  # a few saturate the memory's bandwidth
 
 
 class CopyThreads:
     """A few threads for large copies, so that the event loop goes on answering peers meanwhile.
 
-    Half of the cores at most: each copy keeps a core busy, and the other workers of the host copy as well.
+    Half of the cores at most: each copy keeps a core busy, and the other workers of the host copy
+    as well.
     """
 
     def __init__(self) -> None:
         threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="siirl-copy")
 
-    async def run(self, nbytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Return the result of ``work``, which copies about ``nbytes``. Few bytes are copied at once, on the loop."""
+    async def run(
+        self, nbytes: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """Return the result of ``work``, which copies about ``nbytes``. Few bytes are copied at
+        once, on the loop.
+        """
         if nbytes <= _INLINE_BYTES:
             return work(*args, **kwargs)
         return await asyncio.wrap_future(self._pool.submit(work, *args, **kwargs))
@@ -145,7 +163,9 @@ class CopyThreads:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of rows received from other workers since the start, by the way they travelled and by the worker."""
+    """Bytes of rows received from other workers since the start, by the way they travelled and
+    by the worker.
+    """
 
     worker: str
     """Worker that counts them."""
@@ -166,7 +186,9 @@ class Traffic:
     def between_hosts(self) -> int:
         """Bytes of rows received from workers of other hosts."""
         here = host_of(self.worker, self.hosts)
-        return sum(count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here)
+        return sum(
+            count for worker, count in self.by_worker.items() if host_of(worker, self.hosts) != here
+        )
 
     def add_message(self, worker: str, nbytes: int) -> None:
         self.messages += nbytes

@@ -1,4 +1,6 @@
-"""A published table: what one source offers of an edge's rows, until every target has acked them."""
+"""A published table: what one source offers of an edge's rows, until every target has acked
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from siirl_dask.coordinator.databuffer.row_lengths import RowLengths
 from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.assignment import RowStatistics
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey, Transport, unpack_ints
+from siirl_dask.coordinator.transport.messages import (
+    Op,
+    Request,
+    TransitionKey,
+    Transport,
+    unpack_ints,
+)
 from siirl_dask.coordinator.transport.wire import Frame, to_frames
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.schema import IDENTITY, with_large_offsets
@@ -46,15 +54,20 @@ class _Columns:
     starts: list[Ints]
     """Elements before each row, [rows] an offset group. Columns of a group have both in common."""
     others: list[str]
-    """Columns that are not variable-length, or have nulls, and are not known from the statistics already."""
+    """Columns that are not variable-length, or have nulls, and are not known from the statistics
+    already."""
     other_row_bytes: int
     """Bytes of a row in the other columns, about."""
 
     @staticmethod
     def of(table: pa.Table) -> _Columns:
-        columns = {name: _in_one_piece(table[name]) for name in table.column_names if name not in IDENTITY}
+        columns = {
+            name: _in_one_piece(table[name]) for name in table.column_names if name not in IDENTITY
+        }
         ragged = {name: column for name, column in columns.items() if column is not None}
-        groups: dict[bytes, int] = {}  # lengths and starts themselves are the key: where both are equal, one group
+        groups: dict[
+            bytes, int
+        ] = {}  # lengths and starts themselves are the key: where both are equal, one group
         keys = {name: np.concatenate([c.lengths, c.starts]).tobytes() for name, c in ragged.items()}
         group_of = {name: groups.setdefault(key, len(groups)) for name, key in keys.items()}
         lengths = []
@@ -77,10 +90,12 @@ class _Columns:
 
 @dataclass(slots=True)
 class Published:
-    """One source's rows of a transition. They never change; they are freed when all targets have acked them.
+    """One source's rows of a transition. They never change; they are freed when all targets have
+    acked them.
 
-    The event loop owns it and alone calls ``ack``. Threads that copy rows only read: its columns were split up before
-    any peer could ask. A request that arrives after the last ack raises PeerError.
+    The event loop owns it and alone calls ``ack``. Threads that copy rows only read: its columns
+    were split up before any peer could ask. A request that arrives after the last ack raises
+    PeerError.
     """
 
     statistics: RowStatistics
@@ -91,7 +106,8 @@ class Published:
     spilled: mmap.mmap | None = None
     """The file that the table is mapped from, when memory was short."""
     shared_table: SharedTable | None = None
-    """The place where targets on this host read the rows. They ack when they have dropped their last reference."""
+    """The place where targets on this host read the rows. They ack when they have dropped their
+    last reference."""
     all_acked: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once every row is acked, or nobody will ack any more."""
     _announced: bool = field(default=False, init=False)
@@ -117,7 +133,8 @@ class Published:
     def is_shared(self) -> bool:
         """True while peers may still read the table where it lies, even after its iteration.
 
-        Peers of which none has asked where the rows are will not: those who did not ask in the iteration never do.
+        Peers of which none has asked where the rows are will not: those who did not ask in the
+        iteration never do.
         """
         if self.shared_table is None or self.table is None:
             return False
@@ -125,7 +142,9 @@ class Published:
 
     @property
     def bytes_in_chunks(self) -> int:
-        """Bytes of columns in several chunks, which must be joined before rows of them can be copied."""
+        """Bytes of columns in several chunks, which must be joined before rows of them can be
+        copied.
+        """
         return sum(int(column.nbytes) for column in self._table().columns if column.num_chunks != 1)
 
     @property
@@ -143,7 +162,9 @@ class Published:
             self.all_acked.set()
 
     def share(self, arena: Arena, min_row_bytes: int) -> None:
-        """Move the rows into shared memory for targets on this host to read, where that pays (see ``lend``)."""
+        """Move the rows into shared memory for targets on this host to read, where that pays
+        (see ``lend``).
+        """
         shared = share(self._table(), arena, min_row_bytes)
         if shared is not None:
             self.table, self.shared_table = shared
@@ -157,7 +178,9 @@ class Published:
         return list(self._columns().ragged)
 
     def row_lengths(self, source: int, max_bytes: int) -> RowLengths:
-        """Return what travels with the statistics: the lengths of all rows, unless they exceed ``max_bytes``."""
+        """Return what travels with the statistics: the lengths of all rows, unless they exceed
+        ``max_bytes``.
+        """
         self._announced = True
         split = self._columns()
         fit = sum(lengths.nbytes for lengths in split.lengths) <= max_bytes
@@ -178,8 +201,11 @@ class Published:
         """Return the other columns of the rows at ``positions``."""
         return self._table().select(self._columns().others).take(pa.array(positions))
 
-    def pack_other_columns(self, positions: Ints, max_bytes: int) -> tuple[dict[str, Any], list[Frame], int]:
-        """Pack the other columns of the first rows, as many as fit into ``max_bytes``, at least one.
+    def pack_other_columns(
+        self, positions: Ints, max_bytes: int
+    ) -> tuple[dict[str, Any], list[Frame], int]:
+        """Pack the other columns of the first rows, as many as fit into ``max_bytes``, at least
+        one.
 
         Returns a header, frames, and the number of rows packed.
         """
@@ -187,7 +213,9 @@ class Published:
             return {}, [], len(positions)
         count = min(len(positions), max(1, max_bytes // max(1, self.other_row_bytes)))
         others = self.other_columns(positions[:count])
-        while others.nbytes > max_bytes and count > 1:  # rows differ; half of what fits on average converges fast
+        while (
+            others.nbytes > max_bytes and count > 1
+        ):  # rows differ; half of what fits on average converges fast
             count = max(1, count * max_bytes // (2 * others.nbytes))
             others = self.other_columns(positions[:count])
         self.release_pages()
@@ -218,32 +246,46 @@ class Published:
         return frames
 
     def write_rows(
-        self, positions: Ints, columns: Sequence[str], target: Mapping[str, Any], attachments: Attachments
+        self,
+        positions: Ints,
+        columns: Sequence[str],
+        target: Mapping[str, Any],
+        attachments: Attachments,
     ) -> None:
-        """Write the rows into the asker's memory, where ``target`` says (see ``ReceiveBuffer.write_target``).
+        """Write the rows into the asker's memory, where ``target`` says (see
+        ``ReceiveBuffer.write_target``).
 
-        PeerError for places outside of the asker's segments. The asker alone decides where rows go and lays out its
-        result for all sources, so writing them twice, after a request that was repeated, gives the same bytes.
+        PeerError for places outside of the asker's segments. The asker alone decides where rows go
+        and lays out its result for all sources, so writing them twice, after a request that was
+        repeated, gives the same bytes.
         """
         split = self._columns()
         try:
             segments = [attachments.attach(unpack_handle(handle)) for handle in target["handles"]]
-            starts = [unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in target["starts"]]
+            starts = [
+                unpack_ints(group, 2**48, 2**40)[: len(positions)] for group in target["starts"]
+            ]
             plans: dict[tuple[int, int], CopyPlan] = {}
             for name, (segment, base, target_group) in zip(columns, target["columns"], strict=True):
                 column = split.ragged[name]
                 group = split.group_of[name]
                 if (group, target_group) not in plans:
-                    plans[group, target_group] = self.copy_plan(group, positions, starts[target_group])
+                    plans[group, target_group] = self.copy_plan(
+                        group, positions, starts[target_group]
+                    )
                 if not isinstance(base, int) or base < 0:
                     raise IndexError(f"{base!r} is no place in a segment")
-                plans[group, target_group].copy(column.values, segments[segment][base:], column.width)
+                plans[group, target_group].copy(
+                    column.values, segments[segment][base:], column.width
+                )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PeerError(f"refused to write rows: {error!r}") from error
         self.release_pages()
 
     def copy_plan(self, group: int, positions: Ints, targets: Ints) -> CopyPlan:
-        """Plan to copy the rows at ``positions`` from columns of an offset group to ``targets``, in elements."""
+        """Plan to copy the rows at ``positions`` from columns of an offset group to ``targets``,
+        in elements.
+        """
         split = self._columns()
         return CopyPlan(split.starts[group][positions], targets, split.lengths[group][positions])
 
@@ -253,7 +295,9 @@ class Published:
         return split.ragged[name], split.group_of[name]
 
     def release_pages(self) -> None:
-        """Drop the pages of a spilled table that were read: mapped, they would count as this process's memory."""
+        """Drop the pages of a spilled table that were read: mapped, they would count as this
+        process's memory.
+        """
         if self.spilled is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.spilled.madvise(mmap.MADV_DONTNEED)
 
@@ -278,12 +322,15 @@ def _in_one_piece(column: pa.ChunkedArray) -> RaggedColumn | None:
         shared = as_shared_ragged(column.chunks)
         if shared is not None:
             return shared
-    large = with_large_offsets(column.type)  # together the chunks may have more elements than offsets of 32 bits span
+    large = with_large_offsets(
+        column.type
+    )  # together the chunks may have more elements than offsets of 32 bits span
     return as_ragged(pa.concat_arrays([pa.array([], large), *column.cast(large).chunks]))
 
 
 def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
-    """Write the table to an Arrow file and return the table over it, with the mapping that it is read through.
+    """Write the table to an Arrow file and return the table over it, with the mapping that it is
+    read through.
 
     The file has no name, so it ends with this process, however that ends.
     """
@@ -299,11 +346,14 @@ def spill(table: pa.Table, folder: str | None) -> tuple[pa.Table, mmap.mmap]:
 
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_DELAY = 0.1  # seconds: acks of one source share a message, and none is sent while other workers wait for rows
+# seconds: acks of one source share a message, and none is sent while other workers wait for rows
+_DELAY = 0.1
 
 
 def read_acks(acks: object) -> Iterator[tuple[int, str, int]]:
-    """Yield the sequence number, the edge and the number of rows of each ack in a message. PeerError for others."""
+    """Yield the sequence number, the edge and the number of rows of each ack in a message.
+    PeerError for others.
+    """
     for item in acks if isinstance(acks, list | tuple) else [acks]:
         match item:
             case [int(sequence), str(edge), int(rows)] if rows > 0:
@@ -356,7 +406,9 @@ class Acks:
         await asyncio.gather(*self._sending)
 
     def close(self) -> None:
-        """Send no more: the run is over or is being stopped, and sources free their tables with it."""
+        """Send no more: the run is over or is being stopped, and sources free their tables with
+        it.
+        """
         self._closed = True
         self._pending.clear()
         if self._timer is not None:
@@ -369,6 +421,7 @@ class Acks:
         try:
             await self._transport.request(source, Request(Op.ACK, acks[0][0], body))
         except SiirlError as error:
-            # No failure of this worker: it has its rows. The source frees the table when its iteration is forgotten, a
-            # shared one when the run ends; if it waits for the ack, it times out and ends the run.
+            # No failure of this worker: it has its rows. The source frees the table when its
+            # iteration is forgotten, a shared one when the run ends; if it waits for the ack, it
+            # times out and ends the run.
             logger.warning("worker %r did not hear which rows have arrived: %s", source, error)

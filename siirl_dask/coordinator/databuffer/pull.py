@@ -1,15 +1,17 @@
-"""Pulls a worker's share of an edge: fetches its rows from their sources into one table, in its final order.
+"""Pulls a worker's share of an edge: fetches its rows from their sources into one table, in its
+final order.
 
-The puller first learns how long its rows are, allocates its result in memory that it keeps for reuse, and then has each
-row put into its place: a source on the same host writes it there, any other sends it in messages, several of them in
-flight. What a source of this host shares is read where it lies. ``serve`` answers these requests.
+The puller first learns how long its rows are, allocates its result in memory that it keeps for
+reuse, and then has each row put into its place: a source on the same host writes it there, any
+other sends it in messages, several of them in flight. What a source of this host shares is read
+where it lies. ``serve`` answers these requests.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,24 +19,18 @@ import numpy as np
 import pyarrow as pa
 
 from siirl_dask.config import TransportMode
-from siirl_dask.coordinator.blobs import rows_at
-from siirl_dask.coordinator.databuffer.allgather import StatisticsTree
 from siirl_dask.coordinator.databuffer.arena import Arena
 from siirl_dask.coordinator.databuffer.borrow import SharedTableReader
 from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.limits import Budget, BufferLimits, CopyThreads, Traffic
 from siirl_dask.coordinator.databuffer.published import Acks, Published
 from siirl_dask.coordinator.databuffer.receive_buffer import ReceiveBuffer, RowRequest, SourceRows
-from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS, RowLengths, RowOrigin, other_columns_schema
-from siirl_dask.coordinator.host import shared_memory_domain
-from siirl_dask.coordinator.layout.assignment import (
-    EdgeStatistics,
-    GroupShare,
-    PullShare,
-    group_share,
-    near_sources,
-    pull_share,
+from siirl_dask.coordinator.databuffer.row_lengths import (
+    MAX_ROW_ELEMENTS,
+    RowOrigin,
+    other_columns_schema,
 )
+from siirl_dask.coordinator.host import shared_memory_domain
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import (
     Op,
@@ -48,80 +44,28 @@ from siirl_dask.coordinator.transport.messages import (
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.coordinator.transport.wire import Frame, from_frames
 from siirl_dask.errors import PeerError
-from siirl_dask.planner import Edge, Hosts
-from siirl_dask.schema import GROUP_ID
-
-# Computes which rows of an edge are this worker's, once the statistics of all rows are gathered.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """One worker's shares of all edges. Belongs to the event loop."""
-
-    worker: str
-    statistics: StatisticsTree
-    copy_threads: CopyThreads
-    quadratic_from: int
-    hosts: Hosts
-
-    async def rows(
-        self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
-    ) -> tuple[PullShare, Mapping[int, RowLengths]]:
-        """Return this worker's rows, and the row lengths that arrived with the statistics."""
-        share, lengths = await self._of(edge, key, guide, guide_key)
-        if isinstance(share, GroupShare):
-            share = share.share
-        return share, lengths
-
-    async def groups(
-        self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
-    ) -> tuple[GroupShare, Mapping[int, RowLengths]]:
-        """Return this worker's groups of an edge by group, and the lengths of their rows at the source."""
-        share, lengths = await self._of(edge, key, guide, guide_key)
-        assert isinstance(share, GroupShare)
-        return share, lengths
-
-    async def _of(
-        self, edge: Edge, key: TransitionKey, guide: Edge, guide_key: TransitionKey
-    ) -> tuple[PullShare | GroupShare, Mapping[int, RowLengths]]:
-        of_guide = await self.statistics.gather(guide, guide_key)
-        of_edge = of_guide
-        if edge.name != guide.name:
-            of_edge = await self.statistics.gather(edge, key)
-
-        def assign() -> PullShare | GroupShare:
-            near = None
-            if len(edge.sources) > 1 and self.hosts:  # several sources may have the same row
-                near = near_sources(self.worker, edge, self.hosts)
-            guide_rows = EdgeStatistics.from_rows(of_guide.statistics)
-            edge_rows = guide_rows
-            if of_edge is not of_guide or near is not None:
-                edge_rows = EdgeStatistics.from_rows(of_edge.statistics, near)
-            compute = group_share if edge.by_group else pull_share
-            return compute(
-                edge=edge,
-                worker=self.worker,
-                guide=guide,
-                guide_rows=guide_rows,
-                edge_rows=edge_rows,
-                quadratic_from=self.quadratic_from,
-                hosts=self.hosts,
-            )
-
-        share = await self.copy_threads.run(of_guide.statistics.nbytes, assign)
-        return share, of_edge.row_lengths
-
+from siirl_dask.planner import Edge
 
 logger = logging.getLogger("siirl_dask.coordinator")
-_IN_FLIGHT = 16  # messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1 Gbit/s
-_LEAST_IN_FLIGHT = 2  # messages per source: one is on its way while the other is copied to its place
-_ROUNDS = 2  # times that so many messages are in flight: the last arrive at the same time, and are copied afterwards
+# messages into a worker: each has a connection, and on a link of 10 ms none takes more than 1
+# Gbit/s
+_IN_FLIGHT = 16
+_LEAST_IN_FLIGHT = (
+    2  # messages per source: one is on its way while the other is copied to its place
+)
+# times that so many messages are in flight: the last arrive at the same time, and are copied
+# afterwards
+_ROUNDS = 2
 _LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
-_MAX_WRITTEN_ROWS = 2**16  # rows that a source is asked to write at once: their places travel with the request
+_MAX_WRITTEN_ROWS = (
+    2**16
+)  # rows that a source is asked to write at once: their places travel with the request
 
 
 class Puller:
-    """Makes one worker's pulls. Belongs to the event loop; only copies of rows leave it, for ``CopyThreads``."""
+    """Makes one worker's pulls. Belongs to the event loop; only copies of rows leave it, for
+    ``CopyThreads``.
+    """
 
     def __init__(
         self,
@@ -134,7 +78,9 @@ class Puller:
         transport_mode: TransportMode,
         traffic: Traffic,
     ) -> None:
-        """``own_published`` waits until this worker has published its rows of a transition, and returns them."""
+        """``own_published`` waits until this worker has published its rows of a transition, and
+        returns them.
+        """
         self._worker = worker
         self._transport = transport
         self._own_published = own_published
@@ -142,7 +88,9 @@ class Puller:
         self._limits = limits
         self._transport_mode = transport_mode
         self._receiving = Budget(limits.memory // 8)
-        self._no_shared_memory: set[str] = set()  # sources of this host that turned out not to reach this memory
+        self._no_shared_memory: set[str] = (
+            set()
+        )  # sources of this host that turned out not to reach this memory
         self._copy_threads = copy_threads
         self.acks = Acks(transport)
         self._shared_tables = SharedTableReader(worker, own_published, self.acks, transport_mode)
@@ -157,9 +105,11 @@ class Puller:
         ack: bool = True,
         early: Mapping[str, Sequence[EarlyBatch]] = MappingProxyType({}),
     ) -> pa.Table:
-        """Return the rows of the origins in the order of ``identity``, which has their identity columns.
+        """Return the rows of the origins in the order of ``identity``, which has their identity
+        columns.
 
-        Rows that arrived ``early``, by source, are not fetched again. Fetched rows are acked when all of them have
+        Rows that arrived ``early``, by source, are not fetched again. Fetched rows are acked when
+        all of them have
         arrived: until then every source keeps its part. Without ``ack`` the caller acks them later.
         """
         if not identity.num_rows:
@@ -169,15 +119,23 @@ class Puller:
             return own_table
         read = [(origin, await self._shared_tables.read(edge, origin)) for origin in origins]
         shared = [rows for _, rows in read if rows is not None]
-        fetched = await gather_or_cancel(*(self._source_rows(edge, origin) for origin, rows in read if rows is None))
-        buffer = ReceiveBuffer(schema=edge.schema, identity=identity, sources=fetched, arena=self._arena, shared=shared)
+        fetched = await gather_or_cancel(
+            *(self._source_rows(edge, origin) for origin, rows in read if rows is None)
+        )
+        buffer = ReceiveBuffer(
+            schema=edge.schema, identity=identity, sources=fetched, arena=self._arena, shared=shared
+        )
         try:
             sources = sum(rows.source != self._worker for rows in fetched)
             in_flight = max(_LEAST_IN_FLIGHT, _IN_FLIGHT // max(1, sources))
-            await gather_or_cancel(*(self._complete(buffer, rows, early, in_flight) for rows in fetched))
+            await gather_or_cancel(
+                *(self._complete(buffer, rows, early, in_flight) for rows in fetched)
+            )
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
-                self._arena.retire(segment)  # a source that is slow may still write there, whenever it gets to it
+                self._arena.retire(
+                    segment
+                )  # a source that is slow may still write there, whenever it gets to it
             buffer.discard()
             raise
         if ack:
@@ -185,12 +143,16 @@ class Puller:
         for rows in shared:
             if rows.source != self._worker:
                 self.traffic.add_shared(rows.source, rows.nbytes)
-        try:  # acked before this: the bytes are this worker's now, and only have to be joined and validated
+        # acked before this: the bytes are this worker's now, and only have to be joined and
+        # validated
+        try:
             return await self._copy_threads.run(buffer.other_bytes, buffer.table)
         except pa.ArrowException as error:  # such as text that is not UTF-8
             buffer.discard()
             error.__traceback__ = None  # its frames refer to the memory
-            raise PeerError(f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}") from error
+            raise PeerError(
+                f"edge {edge.name}: what arrived is no table of {edge.schema.names}: {error}"
+            ) from error
 
     async def ack(self, key: TransitionKey, rows: Mapping[str, int]) -> None:
         """Ack so many rows of each source."""
@@ -202,7 +164,9 @@ class Puller:
                 self.acks.add(source, key, count)
 
     async def _own_table(self, origins: Sequence[RowOrigin], *, ack: bool) -> pa.Table | None:
-        """Return the table that this worker published itself when it is all of the rows: nothing is copied."""
+        """Return the table that this worker published itself when it is all of the rows: nothing
+        is copied.
+        """
         if [origin.worker for origin in origins] != [self._worker]:
             return None
         positions = origins[0].positions
@@ -215,10 +179,14 @@ class Puller:
         return table
 
     async def _source_rows(self, edge: Edge, origin: RowOrigin) -> SourceRows:
-        """Return the rows to fetch from a worker, with their lengths, for which it may have to be asked."""
+        """Return the rows to fetch from a worker, with their lengths, for which it may have to
+        be asked.
+        """
         announced = origin.lengths
         if announced is None:
-            raise PeerError(f"edge {edge.name}: worker {origin.worker!r} told no lengths of its rows")
+            raise PeerError(
+                f"edge {edge.name}: worker {origin.worker!r} told no lengths of its rows"
+            )
         if announced.group_lengths is not None:
             lengths = announced.select(origin.positions)
         else:
@@ -236,7 +204,9 @@ class Puller:
         )
 
     async def _ask_lengths(self, edge: Edge, origin: RowOrigin, last_group: int) -> Sequence[Ints]:
-        """Return the lengths of a source's rows by offset group, from group 0 to ``last_group`` at least."""
+        """Return the lengths of a source's rows by offset group, from group 0 to ``last_group``
+        at least.
+        """
         worker = origin.worker
         positions = origin.positions
         if worker == self._worker:
@@ -244,34 +214,56 @@ class Puller:
             return published.group_lengths(positions)
         request = Request(Op.ROW_LENGTHS, origin.key, {"rows": pack_ints(positions)})
         reply = await self._transport.request(worker, request)
-        groups = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, len(positions)) for frame in reply.frames]
+        groups = [
+            unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, len(positions)) for frame in reply.frames
+        ]
         if len(groups) <= last_group or any(len(lengths) != len(positions) for lengths in groups):
-            raise PeerError(f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was asked for")
+            raise PeerError(
+                f"edge {edge.name}: worker {worker!r} told the lengths of other rows than it was "
+                "asked for"
+            )
         return groups
 
     async def _complete(
-        self, buffer: ReceiveBuffer, rows: SourceRows, early: Mapping[str, Sequence[EarlyBatch]], in_flight: int
+        self,
+        buffer: ReceiveBuffer,
+        rows: SourceRows,
+        early: Mapping[str, Sequence[EarlyBatch]],
+        in_flight: int,
     ) -> None:
         """Put a source's rows into their places: copy what arrived early, and fetch the rest."""
-        batches = [batch for batch in early.get(rows.source, ()) if batch.frames.keys() <= rows.lengths.keys()]
+        batches = [
+            batch
+            for batch in early.get(rows.source, ())
+            if batch.frames.keys() <= rows.lengths.keys()
+        ]
         if not batches:
             await self._fetch(buffer, rows, in_flight)
             return
-        has_arrived = np.isin(buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches]))
+        has_arrived = np.isin(
+            buffer.row_ids(rows), np.concatenate([batch.row_ids for batch in batches])
+        )
         missing = rows.select(np.flatnonzero(~has_arrived))
         arrived = rows.select(np.flatnonzero(has_arrived))
-        remaining = replace(arrived, arrived=batches[0].frames.keys())  # their columns that do not travel early
+        remaining = replace(
+            arrived, arrived=batches[0].frames.keys()
+        )  # their columns that do not travel early
         to_fetch = [missing]
         if remaining.wanted or len(other_columns_schema(buffer.schema, rows.lengths)):
             to_fetch.append(remaining)
         await gather_or_cancel(  # what is fetched first: links wait for it
             *(self._fetch(buffer, part, in_flight) for part in to_fetch if len(part.positions)),
-            *(self._copy_threads.run(batch.nbytes, buffer.copy_early, rows, batch) for batch in batches),
+            *(
+                self._copy_threads.run(batch.nbytes, buffer.copy_early, rows, batch)
+                for batch in batches
+            ),
         )
         self.traffic.early += buffer.ragged_bytes(arrived) - buffer.ragged_bytes(remaining)
 
     async def _fetch(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
-        """Fetch a source's rows into their places: from this worker itself, through shared memory, or in messages."""
+        """Fetch a source's rows into their places: from this worker itself, through shared
+        memory, or in messages.
+        """
         if rows.source == self._worker:
             size = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
             published = await self._own_published(rows.key)
@@ -282,8 +274,9 @@ class Puller:
             await self._fetch_by_messages(buffer, rows, in_flight)
 
     async def _ack(self, origins: Sequence[RowOrigin], fetched: Sequence[SourceRows]) -> None:
-        """Ack the rows that are here now, for sources to free. Rows of shared tables are acked by their holds instead,
-        but for this worker's own, which count as acked at once: its table keeps their memory.
+        """Ack the rows that are here now, for sources to free. Rows of shared tables are acked by
+        their holds instead, but for this worker's own, which count as acked at once: its table
+        keeps their memory.
         """
         for rows in fetched:
             if rows.source != self._worker:
@@ -294,18 +287,25 @@ class Puller:
                 published.ack(len(origin.positions))
 
     def _shares_memory(self, rows: SourceRows) -> bool:
-        """Return whether the source can write into this process's memory. PeerError when it must and cannot."""
+        """Return whether the source can write into this process's memory. PeerError when it must
+        and cannot.
+        """
         if self._transport_mode is TransportMode.dask:
             return False
         domain = shared_memory_domain()
         if domain and rows.domain == domain:
             return rows.source not in self._no_shared_memory
         if self._transport_mode is TransportMode.shm:
-            raise PeerError(f"data.transport=shm, but worker {rows.source!r} shares no memory with {self._worker!r}")
+            raise PeerError(
+                f"data.transport=shm, but worker {rows.source!r} shares no memory with "
+                f"{self._worker!r}"
+            )
         return False
 
     async def _fetch_by_write(self, buffer: ReceiveBuffer, rows: SourceRows) -> None:
-        """Ask the source to write its rows to their places, as many at once as its other columns fit into a message."""
+        """Ask the source to write its rows to their places, as many at once as its other columns
+        fit into a message.
+        """
         rows_in_message = self._limits.message // max(1, rows.other_row_bytes)
         batch_rows = max(1, min(_MAX_WRITTEN_ROWS, rows_in_message))
         remaining = np.arange(len(rows.positions))
@@ -316,7 +316,10 @@ class Puller:
             reply = await self._request_rows(rows, request, buffer.write_target(rows, batch))
             if (reason := reply.header.get("cannot map")) is not None:
                 if self._transport_mode is TransportMode.shm:
-                    raise PeerError(f"data.transport=shm, but worker {rows.source!r} cannot write here: {reason}")
+                    raise PeerError(
+                        f"data.transport=shm, but worker {rows.source!r} cannot write here: "
+                        f"{reason}"
+                    )
                 logger.warning("rows of worker %r come as messages: %s", rows.source, reason)
                 self._no_shared_memory.add(rows.source)
                 # all of them: to write some twice does no harm
@@ -327,13 +330,18 @@ class Puller:
             written = reply.header.get("written")
             if frames or written != expected:
                 raise PeerError(
-                    f"worker {rows.source!r} wrote {written!r} bytes: by the row lengths it told they are {expected}"
+                    f"worker {rows.source!r} wrote {written!r} bytes: by the row lengths it told "
+                    f"they are {expected}"
                 )
             remaining = remaining[done:]
         self.traffic.add_shared(rows.source, buffer.ragged_bytes(rows))
 
-    async def _fetch_by_messages(self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int) -> None:
-        """Receive a source's rows in messages, so many in flight at once, each within this worker's budget."""
+    async def _fetch_by_messages(
+        self, buffer: ReceiveBuffer, rows: SourceRows, in_flight: int
+    ) -> None:
+        """Receive a source's rows in messages, so many in flight at once, each within this
+        worker's budget.
+        """
         total = buffer.ragged_bytes(rows) + len(rows.positions) * rows.other_row_bytes
         share = max(_LEAST_MESSAGE, total // (_ROUNDS * in_flight))
         requests = buffer.split_into_requests(rows, min(self._limits.message, share))
@@ -345,90 +353,66 @@ class Puller:
 
         await gather_or_cancel(*(one_after_the_other() for _ in range(in_flight)))
 
-    async def _fetch_message(self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest) -> None:
-        """Receive the rows of one request. The source may send the first of them only; then the rest is asked for."""
+    async def _fetch_message(
+        self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest
+    ) -> None:
+        """Receive the rows of one request. The source may send the first of them only; then the
+        rest is asked for.
+        """
         remaining = request
         while len(remaining.rows):
             reply = await self._request_rows(rows, remaining, None)
             done, frames = self._take_others(buffer, rows, remaining, reply)
             if len(frames) != len(remaining.columns):
-                raise PeerError(f"worker {rows.source!r} sent {len(frames)} columns: expected {remaining.columns}")
+                raise PeerError(
+                    f"worker {rows.source!r} sent {len(frames)} columns: expected "
+                    f"{remaining.columns}"
+                )
             received = dict(zip(remaining.columns, frames, strict=True))
-            await self._copy_threads.run(remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received)
+            await self._copy_threads.run(
+                remaining.nbytes, buffer.copy_frames, rows, remaining.rows[:done], received
+            )
             remaining = replace(remaining, rows=remaining.rows[done:])
 
-    async def _request_rows(self, rows: SourceRows, request: RowRequest, target: dict[str, Any] | None) -> Reply:
+    async def _request_rows(
+        self, rows: SourceRows, request: RowRequest, target: dict[str, Any] | None
+    ) -> Reply:
         """Ask a source for rows: to write them to ``target``, or without one to send them."""
         positions = pack_ints(rows.positions[request.rows])
-        body = {"rows": positions, "columns": list(request.columns), "others": request.others, "target": target}
+        body = {
+            "rows": positions,
+            "columns": list(request.columns),
+            "others": request.others,
+            "target": target,
+        }
         row_bytes = request.nbytes if target is None else 0
-        reply = await self._transport.request(rows.source, Request(Op.FETCH, rows.key, body, row_bytes))
+        reply = await self._transport.request(
+            rows.source, Request(Op.FETCH, rows.key, body, row_bytes)
+        )
         self.traffic.add_message(rows.source, reply.nbytes)
         return reply
 
     def _take_others(
         self, buffer: ReceiveBuffer, rows: SourceRows, request: RowRequest, reply: Reply
     ) -> tuple[int, Sequence[Frame]]:
-        """Take the other columns out of a reply. Return how many rows it is about, and the frames after those."""
+        """Take the other columns out of a reply. Return how many rows it is about, and the
+        frames after those.
+        """
         done = reply.header.get("rows")
         split = reply.header.get("split")
-        if not (isinstance(done, int) and isinstance(split, int) and 0 < done <= len(request.rows) and split >= 0):
+        if not (
+            isinstance(done, int)
+            and isinstance(split, int)
+            and 0 < done <= len(request.rows)
+            and split >= 0
+        ):
             raise PeerError(f"worker {rows.source!r} gave {done!r} of {len(request.rows)} rows")
         schema = other_columns_schema(buffer.schema, rows.lengths)
         if request.others and len(schema):
             table = from_frames(reply.header.get("others", {}), reply.frames[:split], schema)
             if table.num_rows != done:
-                raise PeerError(f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}")
+                raise PeerError(
+                    f"worker {rows.source!r} gave {table.num_rows} rows instead of {done}"
+                )
             buffer.add_others(rows.destinations[request.rows[:done]], table)
         return done, reply.frames[split:]
-
-
-# Pulls the groups of an edge by group: those that this worker has already are taken from its own
-# tables.
-
-
-async def pull_groups(
-    puller: Puller,
-    edge: Edge,
-    key: TransitionKey,
-    groups: GroupShare,
-    *,
-    row_lengths: Mapping[int, RowLengths],
-    already_here: Sequence[pa.Table],
-) -> pa.Table:
-    """Return a row of each group of the share, sorted by row id, and ack what the share says.
-
-    Values that are in one of the tables ``already_here`` are not fetched, and not copied.
-    """
-    wanted: Ints = groups.share.identity[GROUP_ID].to_numpy()
-    here = [
-        _first_of(table.select(edge.schema.names).cast(edge.schema), wanted) for table in already_here if table.num_rows
-    ]
-    groups_here = [rows[GROUP_ID].to_numpy() for rows in here]
-    share = groups.without(np.concatenate([np.zeros(0, np.int64), *groups_here]))
-    origins = [
-        RowOrigin(
-            worker=edge.sources[source],
-            key=key,
-            positions=positions,
-            destinations=share.destinations[source],
-            lengths=row_lengths.get(source),
-        )
-        for source, positions in share.positions.items()
-    ]
-    fetched = await puller.pull(edge, origins, share.identity, ack=False)
-    await puller.ack(key, {edge.sources[source]: rows for source, rows in groups.acks.items()})
-    if not here:
-        return fetched
-    rows = pa.concat_tables([*here, fetched])
-    row_groups = rows[GROUP_ID].to_numpy()
-    known, first_rows = np.unique(row_groups, return_index=True)  # the same group may be in several tables
-    row_of_group = dict(zip(known.tolist(), first_rows.tolist(), strict=True))
-    return rows_at(rows, np.array([row_of_group[group] for group in wanted.tolist()], dtype=np.intp))
-
-
-def _first_of(table: pa.Table, wanted: Ints) -> pa.Table:
-    """Return the first row of each wanted group that a table has."""
-    groups = table[GROUP_ID].to_numpy()
-    known, first = np.unique(groups, return_index=True)
-    return rows_at(table, np.sort(first[np.isin(known, wanted)]))

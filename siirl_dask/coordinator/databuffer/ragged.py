@@ -1,7 +1,9 @@
-"""Variable-length columns (lists of numbers, text, binary), and copying rows of them from place to place.
+"""Variable-length columns (lists of numbers, text, binary), and copying rows of them from place to
+place.
 
-The rows of such a column lie in one buffer, one after the other, so their lengths say where each begins. Columns whose
-rows have the same lengths (an offset group: a response's ids, log-probs, values) are copied by one plan.
+The rows of such a column lie in one buffer, one after the other, so their lengths say where each
+begins. Columns whose rows have the same lengths (an offset group: a response's ids, log-probs,
+values) are copied by one plan.
 """
 
 from __future__ import annotations
@@ -16,16 +18,26 @@ import pyarrow as pa
 from siirl_dask.coordinator.databuffer.arena import Bytes
 from siirl_dask.coordinator.layout.balance import Ints
 
-_SHORT = 256  # bytes: shorter ranges are copied by index, all in one go, longer ones each by a copy of its own
-_LONG = 2**20  # bytes: copied in a tenth of a millisecond, worth letting go of the interpreter's lock for
+# bytes: shorter ranges are copied by index, all in one go, longer ones each by a copy of its own
+_SHORT = 256
+_LONG = (
+    2**20
+)  # bytes: copied in a tenth of a millisecond, worth letting go of the interpreter's lock for
 _INDEX = 2**22  # elements of such an index at once
 
 
 @lru_cache(maxsize=256)
 def element_width(kind: pa.DataType) -> int | None:
-    """Return the bytes of one element of a row, 1 for text and binary; None for types of other columns."""
+    """Return the bytes of one element of a row, 1 for text and binary; None for types of other
+    columns.
+    """
     types = pa.types
-    if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
+    if (
+        types.is_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_string(kind)
+        or types.is_large_binary(kind)
+    ):
         return 1
     if types.is_list(kind) or types.is_large_list(kind):
         value = kind.value_type
@@ -36,19 +48,24 @@ def element_width(kind: pa.DataType) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RaggedColumn:
-    """A variable-length column without nulls: row r is ``lengths[r]`` elements of ``width`` bytes at ``starts[r]``."""
+    """A variable-length column without nulls: row r is ``lengths[r]`` elements of ``width``
+    bytes at ``starts[r]``.
+    """
 
     values: Bytes
     """Bytes that have the rows; there may be more after the last."""
     lengths: Ints
     """[rows] elements."""
     starts: Ints
-    """[rows] elements before each row: rows follow one another, but for those that several rows share."""
+    """[rows] elements before each row: rows follow one another, but for those that several rows
+    share."""
     width: int
 
 
 def as_ragged(array: pa.Array) -> RaggedColumn | None:
-    """Return a view of the array's buffers; None where its type is another, or a row or an element is null."""
+    """Return a view of the array's buffers; None where its type is another, or a row or an
+    element is null.
+    """
     width = element_width(array.type)
     if width is None or array.null_count:
         return None
@@ -59,7 +76,9 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
     if offsets is None or offsets.size == 0:  # Arrow allows no offsets where there are no rows
         bounds = np.zeros(rows + 1, np.int64)
     else:
-        bounds = np.frombuffer(offsets, dtype, rows + 1, array.offset * dtype.itemsize).astype(np.int64)
+        bounds = np.frombuffer(offsets, dtype, rows + 1, array.offset * dtype.itemsize).astype(
+            np.int64
+        )
     if pa.types.is_nested(kind):
         child = array.values
         if child.null_count:
@@ -72,11 +91,15 @@ def as_ragged(array: pa.Array) -> RaggedColumn | None:
     values = np.empty(0, np.uint8)
     if data is not None and data.size:
         values = np.frombuffer(data, np.uint8)[first * width :]
-    return RaggedColumn(values, lengths=np.diff(bounds), starts=bounds[:-1] - bounds[0], width=width)
+    return RaggedColumn(
+        values, lengths=np.diff(bounds), starts=bounds[:-1] - bounds[0], width=width
+    )
 
 
 def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
-    """Return a view of chunks that are slices of one array, such as one row again and again; None for any others."""
+    """Return a view of chunks that are slices of one array, such as one row again and again;
+    None for any others.
+    """
     columns: list[RaggedColumn] = []
     for chunk in chunks:
         column = as_ragged(chunk) if _data_of(chunk) == _data_of(chunks[0]) else None
@@ -86,8 +109,13 @@ def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
     filled = [column for column in columns if len(column.values)]
     if not filled:
         return None
-    first = max(filled, key=lambda column: len(column.values))  # all end where the array's values do
-    starts = [column.starts + (len(first.values) - len(column.values)) // first.width for column in columns]
+    first = max(
+        filled, key=lambda column: len(column.values)
+    )  # all end where the array's values do
+    starts = [
+        column.starts + (len(first.values) - len(column.values)) // first.width
+        for column in columns
+    ]
     lengths = [column.lengths for column in columns]
     return RaggedColumn(first.values, np.concatenate(lengths), np.concatenate(starts), first.width)
 
@@ -100,15 +128,20 @@ def _data_of(array: pa.Array) -> tuple[int, int] | None:
     return None if data is None else (data.address, data.size)
 
 
-def build_column(kind: pa.DataType, lengths: Ints, values: pa.Buffer, max_elements: int = 2**31 - 1) -> pa.ChunkedArray:
-    """Return the column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one after the other.
+def build_column(
+    kind: pa.DataType, lengths: Ints, values: pa.Buffer, max_elements: int = 2**31 - 1
+) -> pa.ChunkedArray:
+    """Return the column of ``kind`` whose rows, of ``lengths`` elements, lie in ``values`` one
+    after the other.
 
-    It has one chunk, unless its offsets are of 32 bits and cannot span all rows: then each chunk has at most
-    ``max_elements``. ArrowInvalid for a row that no such chunk can hold.
+    It has one chunk, unless its offsets are of 32 bits and cannot span all rows: then each chunk
+    has at most ``max_elements``. ArrowInvalid for a row that no such chunk can hold.
     """
     ends = np.cumsum(lengths)
     if lengths.max(initial=0) > max_elements and not _has_large_offsets(kind):
-        raise pa.ArrowInvalid(f"a row of {lengths.max()} elements: a column of {kind} holds at most {max_elements}")
+        raise pa.ArrowInvalid(
+            f"a row of {lengths.max()} elements: a column of {kind} holds at most {max_elements}"
+        )
     if len(ends) == 0 or ends[-1] <= max_elements or _has_large_offsets(kind):
         return pa.chunked_array([_build_array(kind, lengths, values)])
     width = element_width(kind) or 0
@@ -137,15 +170,18 @@ def _build_array(kind: pa.DataType, lengths: Ints, values: pa.Buffer) -> pa.Arra
 
 
 def starts_of(lengths: Ints) -> Ints:
-    """Return where each row begins when rows of these lengths lie one after the other. [N] -> [N]."""
+    """Return where each row begins when rows of these lengths lie one after the other. [N] ->
+    [N].
+    """
     return np.cumsum(lengths) - lengths
 
 
 class CopyPlan:
-    """Copies ``lengths[i]`` elements from ``sources[i]`` on to ``targets[i]`` on, in any column of an offset group.
+    """Copies ``lengths[i]`` elements from ``sources[i]`` on to ``targets[i]`` on, in any column of
+    an offset group.
 
-    All three are [N] in elements; the columns' widths make them bytes. Lengths may come from a peer: a plan is checked
-    as a whole before its first byte is copied.
+    All three are [N] in elements; the columns' widths make them bytes. Lengths may come from a
+    peer: a plan is checked as a whole before its first byte is copied.
     """
 
     def __init__(self, sources: Ints, targets: Ints, lengths: Ints) -> None:
@@ -158,7 +194,9 @@ class CopyPlan:
         self.elements = int(lengths.sum())
 
     def copy(self, source: Bytes, target: Bytes, width: int) -> None:
-        """Copy elements of ``width`` bytes. IndexError, before anything is copied, where rows lie outside of either."""
+        """Copy elements of ``width`` bytes. IndexError, before anything is copied, where rows
+        lie outside of either.
+        """
         if self._read_end * width > len(source) or self._write_end * width > len(target):
             raise IndexError("rows lie outside of the memory they were to be copied from or to")
         mean = self.elements * width / max(1, len(self._lengths))
@@ -175,40 +213,50 @@ class CopyPlan:
             for start, place, size in slices:
                 target[place : place + size] = source[start : start + size]
         else:
-            # numpy lets go of the interpreter's lock for each slice, and gets it back only when the thread that took
-            # it is interrupted, up to 5 ms later; a memoryview keeps it.
+            # numpy lets go of the interpreter's lock for each slice, and gets it back only when the
+            # thread that took it is interrupted, up to 5 ms later; a memoryview keeps it.
             writable = target.data
             readable = source.data
             for start, place, size in slices:
                 writable[place : place + size] = readable[start : start + size]
 
     def _copy_by_index(self, source: Bytes, target: Bytes, width: int) -> None:
-        """Copy with one index per element: a slice per row would cost more than the few bytes in it."""
+        """Copy with one index per element: a slice per row would cost more than the few bytes in
+        it.
+        """
         unit = 1
         if width in (1, 2, 4, 8) and (source.ctypes.data | target.ctypes.data) % width == 0:
             unit = width
         times = width // unit  # units of an element
         from_units = source[: len(source) // unit * unit].view(f"u{unit}")
         to_units = target[: len(target) // unit * unit].view(f"u{unit}")
-        rows = max(1, _INDEX * len(self._lengths) // max(1, self.elements * times))  # so many at once: bounds the index
+        rows = max(
+            1, _INDEX * len(self._lengths) // max(1, self.elements * times)
+        )  # so many at once: bounds the index
         for first in range(0, len(self._lengths), rows):
             batch = slice(first, first + rows)
             lengths = self._lengths[batch] * times
             sources = self._sources[batch] * times
             targets = self._targets[batch] * times
             within = np.arange(lengths.sum()) - np.repeat(starts_of(lengths), lengths)
-            to_units[within + np.repeat(targets, lengths)] = from_units[within + np.repeat(sources, lengths)]
+            to_units[within + np.repeat(targets, lengths)] = from_units[
+                within + np.repeat(sources, lengths)
+            ]
 
 
 def _merge(sources: Ints, targets: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
     """Join rows that follow each other on both sides, which one copy can take."""
     if len(lengths) == 0:
         return sources, targets, lengths
-    joined = (sources[1:] == sources[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
+    joined = (sources[1:] == sources[:-1] + lengths[:-1]) & (
+        targets[1:] == targets[:-1] + lengths[:-1]
+    )
     first = np.flatnonzero(np.concatenate(([True], ~joined)))
     return sources[first], targets[first], np.add.reduceat(lengths, first)
 
 
 def _has_large_offsets(kind: pa.DataType) -> bool:
     types = pa.types
-    return bool(types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind))
+    return bool(
+        types.is_large_list(kind) or types.is_large_string(kind) or types.is_large_binary(kind)
+    )

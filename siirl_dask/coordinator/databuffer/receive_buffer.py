@@ -1,6 +1,8 @@
-"""The receive buffer: the memory of a pull's result, laid out in its final order before any row arrives.
+"""The receive buffer: the memory of a pull's result, laid out in its final order before any row
+arrives.
 
-Each row is then put into its place once, by whichever way it travels. Nothing is sorted or joined afterwards.
+Each row is then put into its place once, by whichever way it travels. Nothing is sorted or joined
+afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from siirl_dask.coordinator.databuffer.arena import Arena, ArenaBlock, SharedSeg
 from siirl_dask.coordinator.databuffer.borrow import SharedRows, concat_slices
 from siirl_dask.coordinator.databuffer.early.early_pull import EarlyBatch
 from siirl_dask.coordinator.databuffer.published import Published
-from siirl_dask.coordinator.databuffer.ragged import CopyPlan, build_column, element_width, starts_of
+from siirl_dask.coordinator.databuffer.ragged import (
+    CopyPlan,
+    build_column,
+    element_width,
+    starts_of,
+)
 from siirl_dask.coordinator.host import physical_memory
 from siirl_dask.coordinator.layout.balance import Ints
 from siirl_dask.coordinator.transport.messages import TransitionKey, pack_ints
@@ -29,7 +36,9 @@ _ONE_CHUNK = 2**31  # bytes: offsets of 32 bits span whatever is smaller, so it 
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """The rows of a pull that are fetched from one worker (see ``RowOrigin``), and how long they are."""
+    """The rows of a pull that are fetched from one worker (see ``RowOrigin``), and how long they
+    are.
+    """
 
     source: str
     key: TransitionKey
@@ -39,7 +48,8 @@ class SourceRows:
     destinations: Ints
     """[rows] index of the same rows in the result."""
     lengths: Mapping[str, Ints]
-    """[rows] elements of each row, by variable-length column; one array object for all columns of an offset group."""
+    """[rows] elements of each row, by variable-length column; one array object for all columns
+    of an offset group."""
     other_row_bytes: int
     """Bytes of a row in the other columns, about."""
     domain: str
@@ -91,10 +101,11 @@ class _Column:
 
 
 class ReceiveBuffer:
-    """Memory for rows of ``schema``, from ``sources`` and ``shared``, which together have each row of the result once.
+    """Memory for rows of ``schema``, from ``sources`` and ``shared``, which together have each row
+    of the result once.
 
-    ``identity`` holds the columns that are known from the statistics, in the result's order. PeerError when the lengths
-    that sources announced exceed the machine's memory.
+    ``identity`` holds the columns that are known from the statistics, in the result's order.
+    PeerError when the lengths that sources announced exceed the machine's memory.
     """
 
     def __init__(
@@ -115,7 +126,9 @@ class ReceiveBuffer:
         widths = {name: element_width(schema.field(name).type) or 0 for name in layouts}
         total = sum(layout.elements * widths[name] for name, layout in layouts.items())
         if total > physical_memory():
-            raise PeerError(f"{total} bytes of rows for this worker: more than its machine's memory")
+            raise PeerError(
+                f"{total} bytes of rows for this worker: more than its machine's memory"
+            )
         self._columns = {
             name: _Column(widths[name], layout, arena.allocate(layout.elements * widths[name]))
             for name, layout in layouts.items()
@@ -129,13 +142,15 @@ class ReceiveBuffer:
             ragged, group = published.ragged_column(name)
             key = (group, id(column.layout))
             if key not in plans:
-                plans[key] = published.copy_plan(group, rows.positions, column.layout.starts[rows.destinations])
+                plans[key] = published.copy_plan(
+                    group, rows.positions, column.layout.starts[rows.destinations]
+                )
             plans[key].copy(ragged.values, column.block.bytes, column.width)
         self.add_others(rows.destinations, published.other_columns(rows.positions))
 
     def copy_frames(self, rows: SourceRows, subset: Ints, frames: Mapping[str, Frame]) -> None:
-        """Copy a subset of a source's rows to their places, from one frame a column. PeerError for other sizes than the
-        source has announced.
+        """Copy a subset of a source's rows to their places, from one frame a column. PeerError for
+        other sizes than the source has announced.
         """
         plans: dict[int, CopyPlan] = {}
         for name, frame in frames.items():
@@ -143,10 +158,14 @@ class ReceiveBuffer:
             lengths = rows.lengths[name][subset]
             key = id(column.layout)
             if key not in plans:
-                plans[key] = CopyPlan(starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths)
+                plans[key] = CopyPlan(
+                    starts_of(lengths), column.layout.starts[rows.destinations[subset]], lengths
+                )
             nbytes = memoryview(frame).nbytes
             if nbytes != plans[key].elements * column.width:
-                raise PeerError(f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise")
+                raise PeerError(
+                    f"column {name!r} came as {nbytes} bytes: its row lengths were told otherwise"
+                )
             plans[key].copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
 
     def row_ids(self, rows: SourceRows) -> Ints:
@@ -155,16 +174,21 @@ class ReceiveBuffer:
         return ids
 
     def copy_early(self, rows: SourceRows, batch: EarlyBatch) -> None:
-        """Copy those of a source's rows that arrived early to their places; others in the batch are another worker's.
+        """Copy those of a source's rows that arrived early to their places; others in the batch are
+        another worker's.
 
         PeerError where their lengths are not those that the source has announced since.
         """
-        _, at, in_batch = np.intersect1d(self.row_ids(rows), batch.row_ids, assume_unique=True, return_indices=True)
+        _, at, in_batch = np.intersect1d(
+            self.row_ids(rows), batch.row_ids, assume_unique=True, return_indices=True
+        )
         for name, frame in batch.frames.items():
             column = self._columns[name]
             lengths = batch.lengths[name]
             if not np.array_equal(lengths[in_batch], rows.lengths[name][at]):
-                raise PeerError(f"worker {rows.source!r} sent rows of column {name!r} early with other lengths")
+                raise PeerError(
+                    f"worker {rows.source!r} sent rows of column {name!r} early with other lengths"
+                )
             places = column.layout.starts[rows.destinations[at]]
             plan = CopyPlan(starts_of(lengths)[in_batch], places, lengths[in_batch])
             plan.copy(np.frombuffer(frame, np.uint8), column.block.bytes, column.width)
@@ -174,8 +198,9 @@ class ReceiveBuffer:
         self._others.append((destinations, table))
 
     def write_target(self, rows: SourceRows, subset: Ints) -> dict[str, Any] | None:
-        """Return where a process of this host shall write a subset of a source's rows: handles of segments; for each
-        column its segment, its first byte there and its layout; and for each layout the rows' starts in elements.
+        """Return where a process of this host shall write a subset of a source's rows: handles of
+        segments; for each column its segment, its first byte there and its layout; and for each
+        layout the rows' starts in elements.
 
         None where memory cannot be shared.
         """
@@ -187,7 +212,13 @@ class ReceiveBuffer:
                 segments.append(column.block.segment)
             if column.layout not in layouts:
                 layouts.append(column.layout)
-            columns.append([segments.index(column.block.segment), column.block.offset, layouts.index(column.layout)])
+            columns.append(
+                [
+                    segments.index(column.block.segment),
+                    column.block.offset,
+                    layouts.index(column.layout),
+                ]
+            )
         handles = [segment.handle.pack() for segment in segments if segment.handle]
         if len(handles) < len(segments):
             return None
@@ -197,13 +228,21 @@ class ReceiveBuffer:
     def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
         """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
         wanted = {name: rows.lengths[name] for name in rows.wanted}
-        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}  # once per offset group
-        return sum(elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items())
+        elements = {
+            id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()
+        }  # once per offset group
+        return sum(
+            elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items()
+        )
 
     def split_into_requests(self, rows: SourceRows, max_bytes: int) -> Iterator[RowRequest]:
-        """Divide a source's rows into requests of at most ``max_bytes``; a larger row is fetched column by column."""
+        """Divide a source's rows into requests of at most ``max_bytes``; a larger row is fetched
+        column by column.
+        """
         sizes = {name: rows.lengths[name] * self._columns[name].width for name in rows.wanted}
-        ends = np.cumsum(np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0))
+        ends = np.cumsum(
+            np.sum([np.full(len(rows.positions), rows.other_row_bytes), *sizes.values()], axis=0)
+        )
         first = 0
         while first < len(rows.positions):
             before = int(ends[first - 1]) if first else 0
@@ -214,7 +253,9 @@ class ReceiveBuffer:
                 yield RowRequest(rows=subset, columns=list(sizes), others=True, nbytes=nbytes)
             else:
                 for index, (name, size) in enumerate(sizes.items()):
-                    yield RowRequest(rows=subset, columns=[name], others=index == 0, nbytes=int(size[first]))
+                    yield RowRequest(
+                        rows=subset, columns=[name], others=index == 0, nbytes=int(size[first])
+                    )
             first = last
 
     @property
@@ -227,19 +268,25 @@ class ReceiveBuffer:
         return {column.block.segment for column in self._columns.values()}
 
     def discard(self) -> None:
-        """Drop the memory of a result that failed. An exception's traceback may keep this object for long."""
+        """Drop the memory of a result that failed. An exception's traceback may keep this object
+        for long.
+        """
         self._columns.clear()
         self._others.clear()
 
     def table(self) -> pa.Table:
-        """Return the result over the memory, once all rows are there. ArrowException when they are no such table."""
-        return pa.table([self._column(field.name, field.type) for field in self.schema], schema=self.schema)
+        """Return the result over the memory, once all rows are there. ArrowException when they
+        are no such table.
+        """
+        return pa.table(
+            [self._column(field.name, field.type) for field in self.schema], schema=self.schema
+        )
 
     def _lay_out(self) -> dict[str, _GroupLayout]:
         """Return the layout of each variable-length column.
 
-        Columns share a layout where every source has them in one offset group, which is where their arrays of lengths
-        are the same objects (see ``RowLengths.select``).
+        Columns share a layout where every source has them in one offset group, which is where their
+        arrays of lengths are the same objects (see ``RowLengths.select``).
         """
         by_arrays: dict[tuple[int, ...], _GroupLayout] = {}
         layouts = {}
@@ -249,18 +296,24 @@ class ReceiveBuffer:
                 continue
             key = tuple(id(rows.lengths[name]) for rows in sources)
             if key not in by_arrays:
-                lengths = np.zeros(self._count, np.int64)  # 0 for rows that are shared, or have the column among others
+                lengths = np.zeros(
+                    self._count, np.int64
+                )  # 0 for rows that are shared, or have the column among others
                 for rows in sources:
                     lengths[rows.destinations] = rows.lengths[name]
-                if lengths.sum(dtype=np.float64) > physical_memory():  # as floats: integers from a peer could overflow
-                    raise PeerError(f"rows of column {name!r} are said to be longer than this machine's memory")
+                if (
+                    lengths.sum(dtype=np.float64) > physical_memory()
+                ):  # as floats: integers from a peer could overflow
+                    raise PeerError(
+                        f"rows of column {name!r} are said to be longer than this machine's memory"
+                    )
                 by_arrays[key] = _GroupLayout(lengths, starts_of(lengths), int(lengths.sum()))
             layouts[name] = by_arrays[key]
         return layouts
 
     def _column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
-        """Return one column of the result. Its rows are in the buffer, or arrived among the other columns, or both:
-        where a column has nulls on some sources only.
+        """Return one column of the result. Its rows are in the buffer, or arrived among the other
+        columns, or both: where a column has nulls on some sources only.
         """
         if name in self._identity.column_names:
             return self._identity[name]
@@ -269,7 +322,9 @@ class ReceiveBuffer:
             buffered = pa.chunked_array([], kind)
         else:
             buffered = build_column(kind, column.layout.lengths, column.block.buffer())
-        others = [(places, table[name]) for places, table in self._others if name in table.column_names]
+        others = [
+            (places, table[name]) for places, table in self._others if name in table.column_names
+        ]
         if any(name in rows.columns for rows in self._shared):
             return self._with_shared(name, kind, buffered, others)
         if not others:
@@ -289,9 +344,15 @@ class ReceiveBuffer:
         return joined.combine_chunks()
 
     def _with_shared(
-        self, name: str, kind: pa.DataType, buffered: pa.ChunkedArray, others: Sequence[tuple[Ints, pa.ChunkedArray]]
+        self,
+        name: str,
+        kind: pa.DataType,
+        buffered: pa.ChunkedArray,
+        others: Sequence[tuple[Ints, pa.ChunkedArray]],
     ) -> pa.ChunkedArray:
-        """Return a column that some sources share: slices of theirs, of the buffer and of the other columns."""
+        """Return a column that some sources share: slices of theirs, of the buffer and of the
+        other columns.
+        """
         pieces: list[tuple[Ints, Ints, pa.ChunkedArray]] = []
         for source in self._sources:
             if name in source.lengths:

@@ -1,9 +1,11 @@
-"""Relays: a host with several targets of replicated rows takes them over the link once, and passes them on inside.
+"""Relays: a host with several targets of replicated rows takes them over the link once, and passes
+them on inside.
 
-Each target on the host takes the rows of some sources on other hosts (see ``layout.routes``) and publishes them again,
-in shared memory where it can, under a key of its own. The other targets pull them from there as they would from a
-source. Part by part a relay acks the sources once every target on its host has acked it: so a source that waits for
-acks still waits for all, and no relay piles up parts that its neighbours have not read.
+Each target on the host takes the rows of some sources on other hosts (see ``layout.routes``) and
+publishes them again, in shared memory where it can, under a key of its own. The other targets pull
+them from there as they would from a source. Part by part a relay acks the sources once every target
+on its host has acked it: so a source that waits for acks still waits for all, and no relay piles up
+parts that its neighbours have not read.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ import pyarrow as pa
 
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.pull import Puller
-from siirl_dask.coordinator.databuffer.row_lengths import RowLengths, RowOrigin, pack_row_lengths, unpack_row_lengths
+from siirl_dask.coordinator.databuffer.row_lengths import (
+    RowLengths,
+    RowOrigin,
+    pack_row_lengths,
+    unpack_row_lengths,
+)
 from siirl_dask.coordinator.layout.assignment import PullShare, routes_to, row_statistics
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport
 from siirl_dask.coordinator.transport.peers import gather_or_cancel
 from siirl_dask.errors import SiirlError
 from siirl_dask.planner import Edge, Hosts
 
-_MARK = "@"  # between the name of an edge or a part and the relay's index among the targets of its host
+_MARK = (
+    "@"  # between the name of an edge or a part and the relay's index among the targets of its host
+)
 
 
 class Relays:
@@ -41,8 +50,9 @@ class Relays:
         offer: Callable[[TransitionKey, Published], Awaitable[None]],
         inline_lengths: int,
     ) -> None:
-        """``slot`` returns where a key's rows are published, ``offer`` publishes rows in shared memory; row lengths of
-        more than ``inline_lengths`` bytes are sent only when they are asked for.
+        """``slot`` returns where a key's rows are published, ``offer`` publishes rows in shared
+        memory; row lengths of more than ``inline_lengths`` bytes are sent only when they are asked
+        for.
         """
         self._worker = worker
         self._hosts = hosts
@@ -54,7 +64,13 @@ class Relays:
         self._acking: set[asyncio.Task[None]] = set()
 
     async def origins(
-        self, edge: Edge, key: TransitionKey, share: PullShare, row_lengths: Mapping[int, RowLengths], *, part: bool
+        self,
+        edge: Edge,
+        key: TransitionKey,
+        share: PullShare,
+        row_lengths: Mapping[int, RowLengths],
+        *,
+        part: bool,
     ) -> list[RowOrigin]:
         """Return where this worker takes the rows of its share from, once its relays have them.
 
@@ -78,7 +94,13 @@ class Relays:
         relayed = await gather_or_cancel(
             *(
                 self._relayed(
-                    edge, key, origins, targets=routes.targets, index=index, identity=share.identity, part=part
+                    edge,
+                    key,
+                    origins,
+                    targets=routes.targets,
+                    index=index,
+                    identity=share.identity,
+                    part=part,
                 )
                 for index, origins in by_relay.items()
             )
@@ -105,7 +127,8 @@ class Relays:
         identity: pa.Table,
         part: bool,
     ) -> RowOrigin:
-        """Return the rows of ``origins`` as those of one relay, number ``index`` of ``targets`` on this host.
+        """Return the rows of ``origins`` as those of one relay, number ``index`` of ``targets`` on
+        this host.
 
         It passes them on in the order of the result.
         """
@@ -114,17 +137,31 @@ class Relays:
         relay = targets[index]
         if relay == self._worker:
             renumbered = [
-                replace(origin, destinations=np.searchsorted(destinations, origin.destinations)) for origin in origins
+                replace(origin, destinations=np.searchsorted(destinations, origin.destinations))
+                for origin in origins
             ]
             await self._pass_on(
-                edge, relayed, renumbered, identity=identity.take(destinations), takers=len(targets), part=part
+                edge,
+                relayed,
+                renumbered,
+                identity=identity.take(destinations),
+                takers=len(targets),
+                part=part,
             )
             reply = self.answer(self._slot(relayed).result())
         else:
             reply = await self._transport.request(relay, Request(Op.PASSED_ON, relayed))
-        lengths = unpack_row_lengths(reply.header.get("row_lengths"), reply.frames, 1, edge.schema).get(0)
+        lengths = unpack_row_lengths(
+            reply.header.get("row_lengths"), reply.frames, 1, edge.schema
+        ).get(0)
         positions = np.arange(len(destinations))
-        return RowOrigin(worker=relay, key=relayed, positions=positions, destinations=destinations, lengths=lengths)
+        return RowOrigin(
+            worker=relay,
+            key=relayed,
+            positions=positions,
+            destinations=destinations,
+            lengths=lengths,
+        )
 
     async def _pass_on(
         self,
@@ -136,7 +173,9 @@ class Relays:
         takers: int,
         part: bool,
     ) -> None:
-        """Pull rows over the link and publish them for this host. A failure reaches those who wait for them."""
+        """Pull rows over the link and publish them for this host. A failure reaches those who
+        wait for them.
+        """
         try:
             table = await self._puller.pull(edge, origins, identity, ack=False)
             published = Published(row_statistics(table, 0), table, unacked=table.num_rows * takers)
@@ -152,7 +191,9 @@ class Relays:
         acking.add_done_callback(self._acking.discard)
 
     async def _ack(self, origins: Sequence[RowOrigin], published: Published | None) -> None:
-        """Ack the rows of all origins, once those that were published of them are acked by this host's targets."""
+        """Ack the rows of all origins, once those that were published of them are acked by this
+        host's targets.
+        """
         if published is not None:
             await published.all_acked.wait()
         for origin in origins:
@@ -162,7 +203,9 @@ class Relays:
 
 
 def relay_of(name: str) -> tuple[str, int | None]:
-    """Return the name of an edge or a part without a relay's index, and that index; None where it has none."""
+    """Return the name of an edge or a part without a relay's index, and that index; None where
+    it has none.
+    """
     bare, mark, index = name.rpartition(_MARK)
     if mark and index.isdecimal() and index == str(int(index[:9])):
         return bare, int(index)

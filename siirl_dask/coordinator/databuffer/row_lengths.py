@@ -1,7 +1,9 @@
-"""Row lengths: all that a target must know of a source's rows to lay out its result before their bytes arrive.
+"""Row lengths: all that a target must know of a source's rows to lay out its result before their
+bytes arrive.
 
-Columns share offset groups (prompts; responses and whatever is known of each of their tokens), so this is small. It
-travels with an edge's statistics where there are few rows, and is requested otherwise.
+Columns share offset groups (prompts; responses and whatever is known of each of their tokens), so
+this is small. It travels with an edge's statistics where there are few rows, and is requested
+otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class RowLengths:
     group_lengths: Sequence[Ints] | None
     """Elements of each row, [rows] a group; None where they are still to be asked for."""
     shared_table: SharedTable | None = None
-    """The place where processes of the source's domain can read the rows; None where they are not shared."""
+    """The place where processes of the source's domain can read the rows; None where they are
+    not shared."""
 
     @property
     def rows(self) -> int:
@@ -48,9 +51,11 @@ class RowLengths:
         return len(self.group_lengths[0])
 
     def select(self, positions: Ints) -> dict[str, Ints]:
-        """Return the lengths, by column, of the rows at ``positions``. PeerError when the source published fewer.
+        """Return the lengths, by column, of the rows at ``positions``. PeerError when the source
+        published fewer.
 
-        Columns of one group get the same array object: ``receive_buffer`` recognizes groups by that.
+        Columns of one group get the same array object: ``receive_buffer`` recognizes groups by
+        that.
         """
         assert self.group_lengths is not None
         if any(len(lengths) <= positions.max(initial=-1) for lengths in self.group_lengths):
@@ -65,13 +70,22 @@ class RowLengths:
             count = len(self.group_lengths)
             frames = [pack_ints(lengths) for lengths in self.group_lengths]
         shared = None if self.shared_table is None else self.shared_table.pack()
-        header = [self.source, self.domain, self.other_row_bytes, dict(self.offset_groups), count, shared]
+        header = [
+            self.source,
+            self.domain,
+            self.other_row_bytes,
+            dict(self.offset_groups),
+            count,
+            shared,
+        ]
         return header, frames
 
 
 @dataclass(frozen=True, slots=True)
 class RowOrigin:
-    """Rows of a pull that one worker has: a source, or a target of this host that passes rows on."""
+    """Rows of a pull that one worker has: a source, or a target of this host that passes rows
+    on.
+    """
 
     worker: str
     key: TransitionKey
@@ -86,13 +100,17 @@ class RowOrigin:
 
 def other_columns_schema(schema: pa.Schema, ragged: Collection[str]) -> pa.Schema:
     """Return the columns that are not among the ``ragged`` ones, nor known from the statistics."""
-    return pa.schema([field for field in schema if field.name not in ragged and field.name not in IDENTITY])
+    return pa.schema(
+        [field for field in schema if field.name not in ragged and field.name not in IDENTITY]
+    )
 
 
 def unpack_row_lengths(
     headers: object, frames: Sequence[Frame], sources: int, schema: pa.Schema
 ) -> dict[int, RowLengths]:
-    """Return row lengths by source. PeerError when they are not of rows of ``schema``, from that many sources."""
+    """Return row lengths by source. PeerError when they are not of rows of ``schema``, from that
+    many sources.
+    """
     by_source: dict[int, RowLengths] = {}
     unread = list(frames)
     for header in headers if isinstance(headers, list | tuple) else [headers]:
@@ -105,7 +123,10 @@ def unpack_row_lengths(
             ):
                 lengths = None
                 if count >= 0:
-                    lengths = [unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40) for frame in unread[:count]]
+                    lengths = [
+                        unpack_ints(bytes(frame), MAX_ROW_ELEMENTS, 2**40)
+                        for frame in unread[:count]
+                    ]
                     unread = unread[count:]
                 by_source[source] = RowLengths(
                     source=source,
@@ -116,14 +137,18 @@ def unpack_row_lengths(
                     shared_table=unpack_shared_table(shared),
                 )
             case _:
-                raise PeerError(f"received {str(header)[:120]!r} for the lengths of rows of {schema.names}")
+                raise PeerError(
+                    f"received {str(header)[:120]!r} for the lengths of rows of {schema.names}"
+                )
     if unread:
         raise PeerError(f"received {len(unread)} frames of row lengths that no source announced")
     return by_source
 
 
 def _fit_schema(groups: Mapping[Any, Any], count: int, schema: pa.Schema) -> bool:
-    """Return whether the columns are known, of variable-length types, each in one of ``count`` groups (-1: any)."""
+    """Return whether the columns are known, of variable-length types, each in one of ``count``
+    groups (-1: any).
+    """
     names = set(schema.names)
     for name, group in groups.items():
         if name not in names or element_width(schema.field(name).type) is None:

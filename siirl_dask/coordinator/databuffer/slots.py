@@ -18,8 +18,8 @@ from siirl_dask.planner import Edge
 class Window:
     """Knows the latest iteration that this worker has begun. Belongs to the event loop.
 
-    The driver starts at most ``ahead`` iterations beyond the first that some worker has not completed. So a peer is at
-    most in the one ``ahead`` after the next of this worker's own.
+    The driver starts at most ``ahead`` iterations beyond the first that some worker has not
+    completed. So a peer is at most in the one ``ahead`` after the next of this worker's own.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -34,7 +34,10 @@ class Window:
         """Raise PeerError for an iteration that no peer can have reached."""
         last = self._latest + 1 + self._ahead
         if not 0 <= key.sequence <= last:
-            raise PeerError(f"refused iteration {key.sequence}: expected at most {last}, as this run can have begun")
+            raise PeerError(
+                f"refused iteration {key.sequence}: expected at most {last}, as this run can have "
+                "begun"
+            )
 
 
 class PublishedSlots:
@@ -54,7 +57,9 @@ class PublishedSlots:
 
     async def wait(self, key: TransitionKey) -> Published:
         """Wait until something is published under a key, and return it."""
-        return await asyncio.shield(self.slot(key))  # one that gives up waiting must not cancel the slot
+        return await asyncio.shield(
+            self.slot(key)
+        )  # one that gives up waiting must not cancel the slot
 
     def find(self, key: TransitionKey) -> Published | None:
         """Return what is published under a key; None before that, and after an abort."""
@@ -70,7 +75,9 @@ class PublishedSlots:
                 yield published
 
     def forget(self, before: int) -> None:
-        """Drop the slots of iterations before sequence number ``before``, but for tables that peers still read."""
+        """Drop the slots of iterations before sequence number ``before``, but for tables that
+        peers still read.
+        """
         for key in [key for key in self._slots if key.sequence < before]:
             published = _result(self._slots[key])
             if published is None or not published.is_shared:
@@ -113,7 +120,9 @@ _MAX_AHEAD = 16  # parts beyond this worker's own: a source waits for everyone's
 
 
 class ExpectedKeys:
-    """Finds the edge that a peer's key names. Belongs to the event loop. ``edges`` are the run's, by ``phase/name``."""
+    """Finds the edge that a peer's key names. Belongs to the event loop. ``edges`` are the
+    run's, by ``phase/name``.
+    """
 
     def __init__(self, run: str, edges: Mapping[str, Edge], window: Window) -> None:
         self._run = run
@@ -134,19 +143,37 @@ class ExpectedKeys:
     def forget(self, before: int) -> None:
         """Expect nothing of iterations before sequence number ``before`` any more."""
         self._forgotten = max(self._forgotten, before)
-        self._parts = {(sequence, name): part for (sequence, name), part in self._parts.items() if sequence >= before}
+        self._parts = {
+            (sequence, name): part
+            for (sequence, name), part in self._parts.items()
+            if sequence >= before
+        }
 
     def edge(self, key: TransitionKey) -> Edge:
-        """Return the edge that a peer's key names, of a part and of a relay as well. PeerError when there is none."""
+        """Return the edge that a peer's key names, of a part and of a relay as well. PeerError
+        when there is none.
+        """
         whole, relay = relay_of(key.edge)
         edge = self._edges.get(whole)
         if edge is None:
             name, _, part = whole.rpartition("/")
             last = self._parts.get((key.sequence, name), -1) + _MAX_AHEAD
-            if part.isdecimal() and len(part) < _MAX_DIGITS and part == str(int(part)) and int(part) <= last:
+            if (
+                part.isdecimal()
+                and len(part) < _MAX_DIGITS
+                and part == str(int(part))
+                and int(part) <= last
+            ):
                 edge = self._edges.get(name)
-        if key.run != self._run or edge is None or (relay is not None and relay >= len(edge.targets)):
-            raise PeerError(f"refused edge {short(key.edge)} of run {key.run}: this is run {self._run}, without it")
+        if (
+            key.run != self._run
+            or edge is None
+            or (relay is not None and relay >= len(edge.targets))
+        ):
+            raise PeerError(
+                f"refused edge {short(key.edge)} of run {key.run}: this is run {self._run}, "
+                "without it"
+            )
         return edge
 
     def check_iteration(self, key: TransitionKey) -> None:

@@ -1,1 +1,3 @@
-"""The layout decides which worker owns which row: balanced by tokens, and computed alike by every worker."""
+"""The layout decides which worker owns which row: balanced by tokens, and computed alike by
+every worker.
+"""

@@ -1,8 +1,9 @@
 """Row statistics, and the assignment of rows to workers that follows from them.
 
-A source publishes a few numbers per row: id, group, tokens, mini-batch. Whoever needs the layout of a transition
-gathers those of all sources and computes the owners. The result depends on nothing else, so every worker's is the same
-and nobody has to announce it. Rows of a worker that is a target as well stay with it where the targets stay balanced.
+A source publishes a few numbers per row: id, group, tokens, mini-batch. Whoever needs the layout of
+a transition gathers those of all sources and computes the owners. The result depends on nothing
+else, so every worker's is the same and nobody has to announce it. Rows of a worker that is a target
+as well stay with it where the targets stay balanced.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class HostRoutes:
     targets: tuple[str, ...]
     """Targets on the host."""
     relays: Mapping[int, int]
-    """Index of the target that takes a source's rows over the link and passes them on, by the source's index; sources
-    without one send their rows to each target.
+    """Index of the target that takes a source's rows over the link and passes them on, by the
+    source's index; sources without one send their rows to each target.
     """
 
 
@@ -62,21 +63,29 @@ def routes_to(worker: str, edge: Edge, hosts: Hosts) -> HostRoutes:
     if edge.rows is not Rows.REPLICATED or len(targets) == 1:
         return HostRoutes(targets, {})
     away = (index for index, source in enumerate(edge.sources) if host_of(source, hosts) != here)
-    return HostRoutes(targets, {source: number % len(targets) for number, source in enumerate(away)})
+    return HostRoutes(
+        targets, {source: number % len(targets) for number, source in enumerate(away)}
+    )
 
 
 def count_takers(source: str, edge: Edge, hosts: Hosts) -> int:
-    """Return how many workers ack each row of a source: one where it has one owner; by group every target, itself or
-    another for it; of replicated rows every target on the source's host, and one on each other host.
+    """Return how many workers ack each row of a source: one where it has one owner; by group every
+    target, itself or another for it; of replicated rows every target on the source's host, and one
+    on each other host.
     """
     if edge.rows is not Rows.REPLICATED:
         return len(edge.targets) if edge.by_group else 1
     here = host_of(source, hosts)
-    return sum(len(targets) if host == here else 1 for host, targets in by_host(edge.targets, hosts).items())
+    return sum(
+        len(targets) if host == here else 1
+        for host, targets in by_host(edge.targets, hosts).items()
+    )
 
 
 def near_sources(worker: str, edge: Edge, hosts: Hosts) -> NDArray[np.bool_]:
-    """Return which of an edge's sources are on a worker's host, [sources]; a row that several have is taken there."""
+    """Return which of an edge's sources are on a worker's host, [sources]; a row that several
+    have is taken there.
+    """
     here = host_of(worker, hosts)
     return np.array([host_of(source, hosts) == here for source in edge.sources], dtype=np.bool_)
 
@@ -92,7 +101,8 @@ _POSITION = "position"
 RowStatistics = NDArray[np.void]
 """Statistics of rows as they travel: [rows] records of ``STATISTICS``."""
 STATISTICS = np.dtype(
-    [(name, "<i8") for name in (ROW_ID, GROUP_ID, TOKENS)] + [(name, "<i4") for name in (MINIBATCH, _SOURCE, _POSITION)]
+    [(name, "<i8") for name in (ROW_ID, GROUP_ID, TOKENS)]
+    + [(name, "<i4") for name in (MINIBATCH, _SOURCE, _POSITION)]
 )
 _BELOW = {TOKENS: 2**48, MINIBATCH: 2**31, _POSITION: 2**48}
 
@@ -116,14 +126,18 @@ def row_statistics(table: pa.Table, source: int) -> RowStatistics:
 
 
 def unpack_statistics(frame: Frame, sources: int) -> RowStatistics:
-    """Return the statistics in a frame. PeerError when it holds none of an edge with that many sources."""
+    """Return the statistics in a frame. PeerError when it holds none of an edge with that many
+    sources.
+    """
     if memoryview(frame).nbytes % STATISTICS.itemsize:
         raise PeerError(f"received {memoryview(frame).nbytes} bytes for statistics")
     statistics: RowStatistics = np.frombuffer(frame, STATISTICS)
     for name, below in (_BELOW | {_SOURCE: sources}).items():
         values: NDArray[Any] = statistics[name]
         if len(values) and (values.min() < 0 or values.max() >= below):
-            raise PeerError(f"received statistics with {name} from {values.min()} to {values.max()}")
+            raise PeerError(
+                f"received statistics with {name} from {values.min()} to {values.max()}"
+            )
     return statistics
 
 
@@ -144,10 +158,14 @@ class EdgeStatistics:
     """Index into what that source published."""
 
     @staticmethod
-    def from_rows(statistics: RowStatistics, near: NDArray[np.bool_] | None = None) -> EdgeStatistics:
-        """Sort what was gathered. Its own order, which depends on the tree, does not show in the result.
+    def from_rows(
+        statistics: RowStatistics, near: NDArray[np.bool_] | None = None
+    ) -> EdgeStatistics:
+        """Sort what was gathered. Its own order, which depends on the tree, does not show in the
+        result.
 
-        Of a row that several sources hold, one in ``near``, [sources], is listed where there is any.
+        Of a row that several sources hold, one in ``near``, [sources], is listed where there is
+        any.
         """
         sources = statistics[_SOURCE]
         far = np.zeros(len(statistics), np.bool_) if near is None else ~near[sources]
@@ -166,11 +184,14 @@ class EdgeStatistics:
         )
 
 
-def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hosts: Hosts | None = None) -> Ints:
-    """Return each row's owner, as an index of the edge's targets. [rows] -> [rows]. Not for REPLICATED edges.
+def assign_owners(
+    edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hosts: Hosts | None = None
+) -> Ints:
+    """Return each row's owner, as an index of the edge's targets. [rows] -> [rows]. Not for
+    REPLICATED edges.
 
-    ``rows`` are those of the guiding edge; ``quadratic_from``: see ``row_costs``; ``hosts``: host of each worker, where
-    they are on several.
+    ``rows`` are those of the guiding edge; ``quadratic_from``: see ``row_costs``; ``hosts``: host
+    of each worker, where they are on several.
     """
     owners = len(edge.targets)
     costs = row_costs(rows.tokens, quadratic_from)
@@ -192,21 +213,31 @@ def assign_owners(edge: Edge, rows: EdgeStatistics, quadratic_from: int = 0, hos
 
 
 def _homes(edge: Edge, rows: EdgeStatistics) -> Ints:
-    """Return, for each row, its source's index among the targets; NOWHERE where the source is no target."""
+    """Return, for each row, its source's index among the targets; NOWHERE where the source is no
+    target.
+    """
     target_index = {worker: index for index, worker in enumerate(edge.targets)}
-    of_source = np.array([target_index.get(worker, NOWHERE) for worker in edge.sources], dtype=np.int64)
+    of_source = np.array(
+        [target_index.get(worker, NOWHERE) for worker in edge.sources], dtype=np.int64
+    )
     return of_source[rows.sources]
 
 
 def _hosts_of_rows(edge: Edge, rows: EdgeStatistics, hosts: Hosts) -> HostsOfRows | None:
-    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on their host.
+    """Return the hosts of targets and rows; None where no choice of a target keeps more rows on
+    their host.
 
-    Where no two workers share a host, a row's home says as much, and the owners are those of a run on one host.
+    Where no two workers share a host, a row's home says as much, and the owners are those of a run
+    on one host.
     """
     workers = {*edge.targets, *edge.sources}
     targets = [host_of(worker, hosts) for worker in edge.targets]
     sources = [host_of(worker, hosts) for worker in edge.sources]
-    if len({*targets}) == 1 or {*targets}.isdisjoint(sources) or len({*targets, *sources}) == len(workers):
+    if (
+        len({*targets}) == 1
+        or {*targets}.isdisjoint(sources)
+        or len({*targets, *sources}) == len(workers)
+    ):
         return None
     number = {host: index for index, host in enumerate(dict.fromkeys((*targets, *sources)))}
     of_source = np.array([number[host] for host in sources], dtype=np.int64)
@@ -240,16 +271,25 @@ class PullShare:
     destinations: dict[int, Ints]
     """[rows of a source] the index of the same rows in ``row_ids``, and so in the result."""
     identity: pa.Table
-    """The columns of the rows that are known from the statistics, in their order; these need not travel again."""
+    """The columns of the rows that are known from the statistics, in their order; these need not
+    travel again."""
 
     @staticmethod
     def of(rows: EdgeStatistics, index: Ints) -> PullShare:
-        """Return the share that has the rows at ``index``, ascending, of the edge whose statistics are ``rows``."""
+        """Return the share that has the rows at ``index``, ascending, of the edge whose
+        statistics are ``rows``.
+        """
         sources = rows.sources[index]
-        destinations = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
-        positions = {source: rows.positions[index[places]] for source, places in destinations.items()}
+        destinations = {
+            int(source): np.flatnonzero(sources == source) for source in np.unique(sources)
+        }
+        positions = {
+            source: rows.positions[index[places]] for source, places in destinations.items()
+        }
         row_ids = rows.row_ids[index]
-        identity = pa.table({ROW_ID: row_ids, GROUP_ID: rows.groups[index], TOKENS: rows.tokens[index]})
+        identity = pa.table(
+            {ROW_ID: row_ids, GROUP_ID: rows.groups[index], TOKENS: rows.tokens[index]}
+        )
         return PullShare(row_ids, positions, destinations, identity)
 
 
@@ -278,8 +318,10 @@ def pull_share(
         missing = row_ids[edge_rows.row_ids[index] != row_ids]
     if len(missing):
         raise PeerError(
-            f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of {edge.source!r} "
-            f"(first row_id {missing[0]}): a node that removes rows must come before the branches part"
+            f"edge {edge.name}: {len(missing)} rows that {edge.guide!r} has are not among those of "
+            f"{edge.source!r} "
+            f"(first row_id {missing[0]}): a node that removes rows must come before the branches "
+            "part"
         )
     return PullShare.of(edge_rows, index)
 
@@ -298,8 +340,8 @@ class GroupShare:
     share: PullShare
     """The rows of the source with these groups."""
     acks: Mapping[int, int]
-    """Rows that the worker acks, by source: its own, and those that have fewer takers than there are targets. All
-    targets together ack each row once per target."""
+    """Rows that the worker acks, by source: its own, and those that have fewer takers than there
+    are targets. All targets together ack each row once per target."""
 
     def without(self, groups: Ints) -> PullShare:
         """Return the share without ``groups``, which the worker has already."""
@@ -329,7 +371,9 @@ def group_share(
 
     DataError when the guide has rows of groups that the edge has not.
     """
-    groups, first = np.unique(edge_rows.groups, return_index=True)  # of several rows of a group the first one counts
+    groups, first = np.unique(
+        edge_rows.groups, return_index=True
+    )  # of several rows of a group the first one counts
     wanted = np.unique(guide_rows.groups)
     unknown = np.setdiff1d(wanted, groups)
     if len(unknown):
@@ -345,12 +389,17 @@ def group_share(
     taken = first[pairs // targets]
     taker = pairs % targets
     takers = np.bincount(taken, minlength=len(edge_rows.groups))
-    # One target acks a row for those targets too that do not take it: the last that takes it, or any if none does.
+    # One target acks a row for those targets too that do not take it: the last that takes it, or
+    # any if none does.
     acks_for_others = np.arange(len(edge_rows.groups)) % targets
     acks_for_others[taken] = taker
     own = taken[taker == this_worker]
-    acks = np.bincount(own, minlength=len(takers)) + np.where(acks_for_others == this_worker, targets - takers, 0)
-    by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(np.int64)
+    acks = np.bincount(own, minlength=len(takers)) + np.where(
+        acks_for_others == this_worker, targets - takers, 0
+    )
+    by_source = np.bincount(edge_rows.sources, weights=acks, minlength=len(edge.sources)).astype(
+        np.int64
+    )
     return GroupShare(
         share=PullShare.of(edge_rows, np.sort(own)),
         acks={source: int(rows) for source, rows in enumerate(by_source) if rows},

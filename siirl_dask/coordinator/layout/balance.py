@@ -1,9 +1,11 @@
-"""Balances rows over owners: pure functions of small statistics, computed alike by every worker that needs the answer.
+"""Balances rows over owners: pure functions of small statistics, computed alike by every worker
+that needs the answer.
 
-Rows go longest first to the least loaded, and swaps follow where that left an owner above 1.02 of the mean. Rows that
-already lie with an owner stay there as far as this bound allows, so what is balanced does not move; of those that move,
-as many as possible stay on their host. All is integer arithmetic, in an order that the statistics fix: sums of floats
-would depend on their order, and workers would disagree.
+Rows go longest first to the least loaded, and swaps follow where that left an owner above 1.02 of
+the mean. Rows that already lie with an owner stay there as far as this bound allows, so what is
+balanced does not move; of those that move, as many as possible stay on their host. All is integer
+arithmetic, in an order that the statistics fix: sums of floats would depend on their order, and
+workers would disagree.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ Ints = NDArray[np.int64]
 
 NOWHERE = -1
 """Home of an item that lies with none of the owners."""
-_ENOUGH = (51, 50)  # max/mean of 1.02, as integers: waiting 2% for the fullest costs less than moving rows for it
-_PARTNERS = 64  # emptiest owners that the fullest tries to swap with first: as good as all of them, nearly always
+_ENOUGH = (
+    51,
+    50,
+)  # max/mean of 1.02, as integers: waiting 2% for the fullest costs less than moving rows for it
+# emptiest owners that the fullest tries to swap with first: as good as all of them, nearly always
+_PARTNERS = 64
 _PAIRS = 2**23  # pairs of items that are looked at for swaps: tens of milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class HostsOfRows:
-    """Hosts of owners and of items (rows, or groups of them), by number, where there are several."""
+    """Hosts of owners and of items (rows, or groups of them), by number, where there are
+    several.
+    """
 
     owners: Ints
     """[owners]"""
@@ -47,35 +55,46 @@ class HostsOfRows:
 
 
 def row_costs(tokens: Ints, quadratic_from: int = 0) -> Ints:
-    """Return the cost of each row, at least 1: its tokens, plus ``tokens ** 2 / quadratic_from`` for attention.
+    """Return the cost of each row, at least 1: its tokens, plus ``tokens ** 2 / quadratic_from``
+    for attention.
 
-    ``quadratic_from`` is the number of tokens at which attention costs as much as all the rest, about six times the
-    hidden size of a transformer; 0 leaves attention out. [N] tokens -> [N] tokens, rounded down.
+    ``quadratic_from`` is the number of tokens at which attention costs as much as all the rest,
+    about six times the hidden size of a transformer; 0 leaves attention out. [N] tokens -> [N]
+    tokens, rounded down.
     """
     attention = tokens * tokens // quadratic_from if quadratic_from else 0
     return np.maximum(tokens + attention, 1)
 
 
-def balance(costs: Sequence[int] | Ints, owners: int, loads: Sequence[int] | Ints | None = None) -> Ints:
-    """Return the owner of each item: longest first, to the least loaded, then fewest items, then first; then swaps.
+def balance(
+    costs: Sequence[int] | Ints, owners: int, loads: Sequence[int] | Ints | None = None
+) -> Ints:
+    """Return the owner of each item: longest first, to the least loaded, then fewest items, then
+    first; then swaps.
 
-    ``loads`` [owners] is what the owners carry already. [N] -> [N]. Longest-first beats Karmarkar-Karp at many owners
-    (max/mean 1.010 against 1.097 at 1,024); with four items an owner it is 1.1, and swaps bring that below 1.02.
+    ``loads`` [owners] is what the owners carry already. [N] -> [N]. Longest-first beats
+    Karmarkar-Karp at many owners (max/mean 1.010 against 1.097 at 1,024); with four items an owner
+    it is 1.1, and swaps bring that below 1.02.
     """
     costs = np.asarray(costs, dtype=np.int64)
     carried = np.zeros(owners, np.int64) if loads is None else np.asarray(loads, dtype=np.int64)
     enough = _enough(costs, carried)
     owner = _swap(costs, _longest_first(costs, carried), carried, enough)
     fullest = int(_sums(costs, owner, carried).max())
-    alone = int((costs + costs.min(initial=enough) > enough).sum())  # too long to share with even the shortest
+    alone = int(
+        (costs + costs.min(initial=enough) > enough).sum()
+    )  # too long to share with even the shortest
     if fullest <= enough or carried.any() or not 0 < alone < owners:
         return owner
     with_longest_alone = _swap(costs, _longest_first(costs, carried, alone), carried, enough)
-    return with_longest_alone if _sums(costs, with_longest_alone, carried).max() < fullest else owner
+    return (
+        with_longest_alone if _sums(costs, with_longest_alone, carried).max() < fullest else owner
+    )
 
 
 def balance_near(costs: Ints, owners: int, hosts: HostsOfRows, loads: Ints) -> Ints:
-    """Return the same as ``balance``, or where fewer leave their host then, an answer whose fullest owner has no more.
+    """Return the same as ``balance``, or where fewer leave their host then, an answer whose fullest
+    owner has no more.
 
     [N] -> [N]; ``loads`` [owners] is what the owners carry already.
     """
@@ -87,12 +106,15 @@ def balance_near(costs: Ints, owners: int, hosts: HostsOfRows, loads: Ints) -> I
     return _less_leaving(costs, spread, near, hosts)
 
 
-def balance_in_place(costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None) -> Ints:
-    """Return the owner of each item, its home where possible. [N] -> [N]; a home of NOWHERE is none.
+def balance_in_place(
+    costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+) -> Ints:
+    """Return the owner of each item, its home where possible. [N] -> [N]; a home of NOWHERE is
+    none.
 
-    The fullest owner has no more than under ``balance``, or 1.02 of the mean. With its own answer as homes, this
-    returns the same answer again: rows that were balanced once do not move at the next edge. With ``hosts``, of two
-    such answers the one is taken of which less leaves its host.
+    The fullest owner has no more than under ``balance``, or 1.02 of the mean. With its own answer
+    as homes, this returns the same answer again: rows that were balanced once do not move at the
+    next edge. With ``hosts``, of two such answers the one is taken of which less leaves its host.
     """
     spread = balance(costs, owners)
     nowhere = bool((homes == NOWHERE).all())
@@ -113,12 +135,18 @@ def balance_in_place(costs: Ints, owners: int, homes: Ints, hosts: HostsOfRows |
 
 
 def _less_leaving(costs: Ints, owner: Ints, near: Ints, hosts: HostsOfRows) -> Ints:
-    """Return ``near`` if less leaves its host there than with ``owner``, and ``owner`` otherwise."""
+    """Return ``near`` if less leaves its host there than with ``owner``, and ``owner``
+    otherwise.
+    """
     return near if hosts.leaving_cost(costs, near) < hosts.leaving_cost(costs, owner) else owner
 
 
-def _filled(costs: Ints, owners: int, owner: Ints, limit: int, hosts: HostsOfRows | None) -> Ints | None:
-    """Return owners for those items too that have none yet; None if the fullest would have more than ``limit``."""
+def _filled(
+    costs: Ints, owners: int, owner: Ints, limit: int, hosts: HostsOfRows | None
+) -> Ints | None:
+    """Return owners for those items too that have none yet; None if the fullest would have more
+    than ``limit``.
+    """
     owner = owner.copy()
     nothing = np.zeros(owners, np.int64)
     moving = owner == NOWHERE
@@ -132,7 +160,9 @@ def _filled(costs: Ints, owners: int, owner: Ints, limit: int, hosts: HostsOfRow
     return owner if _sums(costs, owner, nothing).max() <= limit else None
 
 
-def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None) -> Ints:
+def balance_groups(
+    costs: Ints, groups: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
+) -> Ints:
     """Return the owner of each row such that the rows of a group stay together. [N] -> [N].
 
     A group's home is where most of its cost lies, and so is its host.
@@ -149,9 +179,13 @@ def balance_groups(costs: Ints, groups: Ints, owners: int, homes: Ints, hosts: H
 
 
 def _costliest(costs: Ints, group_of: Ints, groups: int, place_of: Ints, places: int) -> Ints:
-    """Return the place where most of each group's cost lies, [groups]; NOWHERE for a group that is at none."""
+    """Return the place where most of each group's cost lies, [groups]; NOWHERE for a group that
+    is at none.
+    """
     costliest = np.full(groups, NOWHERE, dtype=np.int64)
-    for pair in _pairs_by_cost(costs, group_of, places, place_of)[::-1]:  # the costliest place is last: it overwrites
+    for pair in _pairs_by_cost(costs, group_of, places, place_of)[
+        ::-1
+    ]:  # the costliest place is last: it overwrites
         costliest[pair // places] = pair % places
     return costliest
 
@@ -159,7 +193,8 @@ def _costliest(costs: Ints, group_of: Ints, groups: int, place_of: Ints, places:
 def balance_minibatches(
     costs: Ints, minibatches: Ints, owners: int, homes: Ints, hosts: HostsOfRows | None = None
 ) -> Ints:
-    """Return the owner of each row, each mini-batch balanced by itself: workers wait for each other after every one.
+    """Return the owner of each row, each mini-batch balanced by itself: workers wait for each other
+    after every one.
 
     [N] -> [N].
     """
@@ -172,7 +207,9 @@ def balance_minibatches(
 
 
 def _sums(costs: Ints, owner: Ints, carried: Ints) -> Ints:
-    """Return what each owner carries with these items on top. Not by bincount, which adds floats."""
+    """Return what each owner carries with these items on top. Not by bincount, which adds
+    floats.
+    """
     sums = carried.copy()
     np.add.at(sums, owner, costs)
     return sums
@@ -188,7 +225,9 @@ def _enough(costs: Ints, carried: Ints) -> int:
 def _longest_first(costs: Ints, carried: Ints, alone: int = 0) -> Ints:
     """Return the owner of each item; the ``alone`` longest have the first owners for themselves."""
     owners = len(carried)
-    unit = (len(costs) + 1) * owners  # load, count and owner as one number: twice as fast as a heap of tuples
+    unit = (
+        len(costs) + 1
+    ) * owners  # load, count and owner as one number: twice as fast as a heap of tuples
     heap = [load * unit + owner for owner, load in enumerate(carried.tolist())][alone:]
     heapify(heap)
     order = np.argsort(-costs, kind="stable")
@@ -203,8 +242,8 @@ def _longest_first(costs: Ints, carried: Ints, alone: int = 0) -> Ints:
 
 
 def _near_first(costs: Ints, carried: Ints, hosts: HostsOfRows, limit: int) -> Ints:
-    """Return the owner of each item: longest first, to the least loaded on its host, if that has no more than ``limit``
-    then; the rest to the least loaded of all.
+    """Return the owner of each item: longest first, to the least loaded on its host, if that has no
+    more than ``limit`` then; the rest to the least loaded of all.
     """
     owners = len(carried)
     loads = carried.copy()
@@ -216,7 +255,9 @@ def _near_first(costs: Ints, carried: Ints, hosts: HostsOfRows, limit: int) -> I
         heapify(heap)
     order = np.argsort(-costs, kind="stable")
     chosen = np.full(len(costs), NOWHERE, dtype=np.int64)
-    for item, cost, host in zip(order.tolist(), costs[order].tolist(), hosts.items[order].tolist(), strict=True):
+    for item, cost, host in zip(
+        order.tolist(), costs[order].tolist(), hosts.items[order].tolist(), strict=True
+    ):
         heap = heaps.get(host, [])
         if heap and heap[0] // unit + cost <= limit:
             least = heap[0] % owners
@@ -229,8 +270,8 @@ def _near_first(costs: Ints, carried: Ints, hosts: HostsOfRows, limit: int) -> I
 
 
 def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
-    """Swap items of the fullest owner with shorter ones of others, until that no longer helps or nobody has more than
-    ``enough``.
+    """Swap items of the fullest owner with shorter ones of others, until that no longer helps or
+    nobody has more than ``enough``.
     """
     owner = owner.copy()
     owners = len(carried)
@@ -245,8 +286,12 @@ def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
         others = np.flatnonzero(tried[owner])
         pairs -= len(own) * len(others)
         gain = costs[own][:, None] - costs[others]
-        fuller = np.maximum(loads[full] - gain, loads[owner[others]] + gain)  # the larger of the two loads afterwards
-        if fuller.min(initial=loads[full]) == loads[full]:  # no swap helps: try with all owners, then give up
+        fuller = np.maximum(
+            loads[full] - gain, loads[owner[others]] + gain
+        )  # the larger of the two loads afterwards
+        if (
+            fuller.min(initial=loads[full]) == loads[full]
+        ):  # no swap helps: try with all owners, then give up
             partners = owners if partners < owners else 0
             continue
         own_at, others_at = divmod(int(fuller.argmin()), len(others))
@@ -262,8 +307,8 @@ def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
 
 
 def _stays(costs: Ints, owners: int, homes: Ints, limit: int) -> NDArray[np.bool_]:
-    """Return which items stay at home: all of an owner that has no more than ``limit``; of a fuller one,
-    longest first, each that still fits into the mean, at least one.
+    """Return which items stay at home: all of an owner that has no more than ``limit``; of a fuller
+    one, longest first, each that still fits into the mean, at least one.
     """
     at_home = homes != NOWHERE
     loads_at_home = _sums(costs[at_home], homes[at_home], np.zeros(owners, np.int64))
@@ -272,7 +317,9 @@ def _stays(costs: Ints, owners: int, homes: Ints, limit: int) -> NDArray[np.bool
     stays = np.zeros(len(costs), dtype=np.bool_)
     order = np.argsort(-costs, kind="stable")
     order = order[at_home[order]]
-    for item, cost, home in zip(order.tolist(), costs[order].tolist(), homes[order].tolist(), strict=True):
+    for item, cost, home in zip(
+        order.tolist(), costs[order].tolist(), homes[order].tolist(), strict=True
+    ):
         if loads[home] == 0 or loads[home] + cost <= bounds[home]:
             loads[home] += cost
             stays[item] = True
@@ -280,7 +327,9 @@ def _stays(costs: Ints, owners: int, homes: Ints, limit: int) -> NDArray[np.bool
 
 
 def _rename_owners(costs: Ints, owners: int, homes: Ints, owner: Ints) -> Ints:
-    """Keep the division of the items, and give each part to the owner that has most of it already and is still free."""
+    """Keep the division of the items, and give each part to the owner that has most of it
+    already and is still free.
+    """
     name = [NOWHERE] * owners
     free = set(range(owners))
     for pair in _pairs_by_cost(costs, owner, owners, homes).tolist():
@@ -289,11 +338,15 @@ def _rename_owners(costs: Ints, owners: int, homes: Ints, owner: Ints) -> Ints:
             name[part] = home
             free.remove(home)
     rest = iter(sorted(free))
-    return np.array([next(rest) if home == NOWHERE else home for home in name], dtype=np.int64)[owner]
+    return np.array([next(rest) if home == NOWHERE else home for home in name], dtype=np.int64)[
+        owner
+    ]
 
 
 def _pairs_by_cost(costs: Ints, part_of: Ints, owners: int, homes: Ints) -> Ints:
-    """Return ``part * owners + home`` for each part and each home of its items, those with most cost there first."""
+    """Return ``part * owners + home`` for each part and each home of its items, those with most
+    cost there first.
+    """
     at_home = homes != NOWHERE
     pairs, pair_of = np.unique(part_of[at_home] * owners + homes[at_home], return_inverse=True)
     totals = _sums(costs[at_home], pair_of, np.zeros(len(pairs), np.int64))
@@ -301,7 +354,8 @@ def _pairs_by_cost(costs: Ints, part_of: Ints, owners: int, homes: Ints) -> Ints
 
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return ``[start, stop)`` of ``parts`` consecutive ranges of ``count`` items, the longer ones first.
+    """Return ``[start, stop)`` of ``parts`` consecutive ranges of ``count`` items, the longer ones
+    first.
 
     10 over 4 is (0,3) (3,6) (6,8) (8,10).
     """
@@ -319,33 +373,45 @@ def split(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 _BITS = 32
-_SPREAD = 0x9E3779B1  # 2^32 over the golden ratio: multiples of it, modulo 2^32, spread evenly however many there are
+# 2^32 over the golden ratio: multiples of it, modulo 2^32, spread evenly however many there are
+_SPREAD = 0x9E3779B1
 
 
 def preferred_targets(groups: Ints, sources: Ints, edge: Edge) -> Ints:
-    """Return the index of the target that each row prefers. [rows] group ids, [rows] indices of sources -> [rows].
+    """Return the index of the target that each row prefers. [rows] group ids, [rows] indices of
+    sources -> [rows].
 
-    Sources share the targets evenly among them in order, and each its groups evenly among its targets. So few pairs of
-    workers exchange rows early, as many as there are workers, and a group is whole.
+    Sources share the targets evenly among them in order, and each its groups evenly among its
+    targets. So few pairs of workers exchange rows early, as many as there are workers, and a group
+    is whole.
     """
     spread = (groups.astype(np.uint64) * np.uint64(_SPREAD)) & np.uint64(2**_BITS - 1)
     places = (sources.astype(np.uint64) << np.uint64(_BITS)) + spread
-    return (places * np.uint64(len(edge.targets)) // np.uint64(len(edge.sources) << _BITS)).astype(np.int64)
+    return (places * np.uint64(len(edge.targets)) // np.uint64(len(edge.sources) << _BITS)).astype(
+        np.int64
+    )
 
 
 def prefers(edge: Edge, hosts: Hosts) -> bool:
     """Return whether rows of the edge prefer a target.
 
-    They do not where some targets are on a host with sources and others are not: there rows stay on their host.
+    They do not where some targets are on a host with sources and others are not: there rows stay on
+    their host.
     """
     if edge.early is None:
         return False
     targets = {host_of(worker, hosts) for worker in edge.targets}
-    return len(targets) == 1 or targets.isdisjoint(host_of(worker, hosts) for worker in edge.sources)
+    return len(targets) == 1 or targets.isdisjoint(
+        host_of(worker, hosts) for worker in edge.sources
+    )
 
 
-def early_targets(edge: Edge, source: str, hosts: Hosts, *, prefetch: bool | None) -> dict[int, str]:
-    """Return the targets, by index, that may get rows of a source early. ``prefetch``: see ``data.prefetch``."""
+def early_targets(
+    edge: Edge, source: str, hosts: Hosts, *, prefetch: bool | None
+) -> dict[int, str]:
+    """Return the targets, by index, that may get rows of a source early. ``prefetch``: see
+    ``data.prefetch``.
+    """
     if prefetch is False or source not in edge.sources or not prefers(edge, hosts):
         return {}
     at = edge.sources.index(source)

@@ -1,1 +1,3 @@
-"""Messages between workers: over Unix sockets within a host, over streams of Dask's comms between hosts."""
+"""Messages between workers: over Unix sockets within a host, over streams of Dask's comms
+between hosts.
+"""

@@ -1,11 +1,13 @@
-"""Carries requests between hosts over byte streams that Dask's comms open: tcp or tls, as the cluster speaks.
+"""Carries requests between hosts over byte streams that Dask's comms open: tcp or tls, as the
+cluster speaks.
 
-Dask provides the addresses, the connections, their keep-alive and the certificates. It reads no byte of them: a
-listener of one's own leaves out Dask's handshake, which unpickles what arrives as every message of Dask's does, and the
-format is that of ``wire``. Neither the scheduler nor the client sees any of it.
+Dask provides the addresses, the connections, their keep-alive and the certificates. It reads no
+byte of them: a listener of one's own leaves out Dask's handshake, which unpickles what arrives as
+every message of Dask's does, and the format is that of ``wire``. Neither the scheduler nor the
+client sees any of it.
 
-A connection carries one request at a time, and there are as many as requests are under way: the kernel's buffers limit
-one over the round trip, several fill the link.
+A connection carries one request at a time, and there are as many as requests are under way: the
+kernel's buffers limit one over the round trip, several fill the link.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAGIC = b"siirl\x00\x00\x01"
 _HELLO_TIMEOUT = 10.0  # seconds for a connection to say which run it is of
-_ATTEMPT = 0.2  # of the timeout: seconds for one attempt to connect; behind a link that was down a new one is quicker
+# of the timeout: seconds for one attempt to connect; behind a link that was down a new one is
+# quicker
+_ATTEMPT = 0.2
 _PAUSE = 0.1  # seconds between two attempts
 _LOOKS = 4  # attempts to reach the listener of a peer that answers nothing
 _MAX_IDLE = 512  # connections held for the next requests
@@ -53,7 +57,9 @@ _LARGEST_PIECE = 2**30  # bytes: TLS takes no 2 GiB at once
 
 
 def _hello(run: str) -> bytes:
-    """Return the first bytes of a connection. A run that listens here later, at the same port, is another."""
+    """Return the first bytes of a connection. A run that listens here later, at the same port,
+    is another.
+    """
     return _MAGIC + sha256(run.encode()).digest()
 
 
@@ -63,10 +69,13 @@ _HELLO_SIZE = len(_hello(""))
 class DaskStreams:
     """Carries requests to the members of a run, and answers theirs. Belongs to the event loop.
 
-    ``members`` is {name: Dask address}; ``timeout`` is the seconds that a connection may take to open.
+    ``members`` is {name: Dask address}; ``timeout`` is the seconds that a connection may take to
+    open.
     """
 
-    def __init__(self, worker: Worker, run: str, members: Mapping[str, str], handler: Handler, timeout: float) -> None:
+    def __init__(
+        self, worker: Worker, run: str, members: Mapping[str, str], handler: Handler, timeout: float
+    ) -> None:
         self._worker = worker
         self._run = run
         self._members = members
@@ -79,14 +88,18 @@ class DaskStreams:
         self._listener: Any = None
 
     async def start(self) -> int:
-        """Listen on the interface of the worker's own address, and return the port. ConfigError where that fails."""
+        """Listen on the interface of the worker's own address, and return the port. ConfigError
+        where that fails.
+        """
         address = self._worker.address
         scheme, _ = parse_address(address)
         backend = get_backend(scheme)
         if not isinstance(backend, BaseTCPBackend):
             raise ConfigError(
-                f"worker {self._worker.name!r} is at {address}: rows travel over byte streams, which {scheme}:// has "
-                "not; start the cluster with protocol tcp or tls (weights between accelerators go by nccl or hccl)"
+                f"worker {self._worker.name!r} is at {address}: rows travel over byte streams, "
+                f"which {scheme}:// has "
+                "not; start the cluster with protocol tcp or tls (weights between accelerators go "
+                "by nccl or hccl)"
             )
         place = unparse_host_port(get_address_host(address), 0)
         security = self._worker.security.get_listen_args("worker")
@@ -96,7 +109,8 @@ class DaskStreams:
             await self._listener.start()
         except OSError as error:
             raise ConfigError(
-                f"worker {self._worker.name!r} at {address} cannot listen on {place}: {error}; expected the address of "
+                f"worker {self._worker.name!r} at {address} cannot listen on {place}: {error}; "
+                "expected the address of "
                 "an interface of its host (dask worker --host)"
             ) from error
         return int(self._listener.get_host_port()[1])
@@ -119,13 +133,17 @@ class DaskStreams:
             await stream.send(wire.pack(0, request.pack()))
             reply = await stream.receive(request.reply_bounds)
         except BaseException:
-            self._drop(stream)  # a reply may still be on its way: this connection cannot be used again
+            self._drop(
+                stream
+            )  # a reply may still be on its way: this connection cannot be used again
             raise
         self._put_back(worker, stream)
         return Reply.of(reply)
 
     async def runs(self, worker: str, seconds: float) -> bool:
-        """The kernel takes a connection for a process that listens, whatever that does, and refuses one for another."""
+        """The kernel takes a connection for a process that listens, whatever that does, and
+        refuses one for another.
+        """
         if worker not in self._addresses:
             return False
         _, place = parse_address(self._addresses[worker])
@@ -134,7 +152,9 @@ class DaskStreams:
         attempt = seconds / _LOOKS
         end = loop.time() + seconds
         while loop.time() < end:
-            with suppress(OSError):  # TimeoutError as well: the way to it may be up again a moment later
+            with suppress(
+                OSError
+            ):  # TimeoutError as well: the way to it may be up again a moment later
                 async with asyncio.timeout(attempt):
                     _, writer = await asyncio.open_connection(host, port)
                 writer.close()
@@ -170,7 +190,9 @@ class DaskStreams:
         self._open.discard(stream)
 
     async def _connect(self, address: str) -> _Stream:
-        """Open a connection, and try again while there is time: a link may be down for a moment. OSError when not."""
+        """Open a connection, and try again while there is time: a link may be down for a moment.
+        OSError when not.
+        """
         loop = asyncio.get_running_loop()
         scheme, place = parse_address(address)
         connector = get_backend(scheme).get_connector()
@@ -185,7 +207,9 @@ class DaskStreams:
                 raise
             except OSError as error:  # TimeoutError as well
                 if loop.time() + _PAUSE > end:
-                    raise ConnectionError(f"no connection to {address} within {self._timeout:g} s: {error}") from error
+                    raise ConnectionError(
+                        f"no connection to {address} within {self._timeout:g} s: {error}"
+                    ) from error
                 await asyncio.sleep(_PAUSE)
         self._open.add(stream)
         await stream.send([_hello(self._run)])
@@ -194,14 +218,17 @@ class DaskStreams:
     async def _serve(self, comm: Comm) -> None:
         """Answer the requests of one connection until it ends."""
         if len(self._served) >= _PER_MEMBER * len(self._members):
-            logger.warning("refused a connection from %s: there are %d", comm.peer_address, len(self._served))
+            logger.warning(
+                "refused a connection from %s: there are %d", comm.peer_address, len(self._served)
+            )
             comm.abort()
             return
         self._served.add(comm)
         try:
             await self._answer_all(_Stream(comm))
         except OSError:
-            pass  # the peer has closed it, or is gone: whoever waits for that peer learns it by pings
+            # the peer has closed it, or is gone: whoever waits for that peer learns it by pings
+            pass
         except Aborted:
             pass  # the peer is being aborted as well
         except PeerError as error:
@@ -218,8 +245,8 @@ class DaskStreams:
             await (await self._answer_next(stream))
 
     async def _answer_next(self, stream: _Stream) -> asyncio.Future[None]:
-        """Begin to send the answer to the next request. Nothing here refers to its frames any more: each is freed as
-        soon as its last byte is out.
+        """Begin to send the answer to the next request. Nothing here refers to its frames any more:
+        each is freed as soon as its last byte is out.
         """
         request = await stream.receive(wire.REQUEST)
         head, frames = await answer_to(request.head, self._run, self._handler)
@@ -244,15 +271,21 @@ class _Stream:
         return sent
 
     async def receive(self, bounds: wire.MessageBounds) -> wire.Message:
-        """Return the next message. OSError at the end of the stream, PeerError for what is no message."""
+        """Return the next message. OSError at the end of the stream, PeerError for what is no
+        message.
+        """
         prelude = wire.read_prelude(await self.read(wire.PRELUDE.size), bounds)
         top = await self.read(prelude.top)
         sizes = wire.read_sizes(prelude, top, bounds)
         if sum(sizes) <= _SMALL:
-            return wire.read_message(prelude, top, wire.split(memoryview(await self.read(sum(sizes))), sizes))
+            return wire.read_message(
+                prelude, top, wire.split(memoryview(await self.read(sum(sizes))), sizes)
+            )
         frames: list[Frame] = []
         for size in sizes:
-            frame = np.empty(size, np.uint8).data  # each its own, to be freed by itself; not filled with zeros first
+            frame = np.empty(
+                size, np.uint8
+            ).data  # each its own, to be freed by itself; not filled with zeros first
             for piece in _pieces(frame):
                 await self._stream().read_into(piece)
             frames.append(frame)

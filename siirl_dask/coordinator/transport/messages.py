@@ -1,4 +1,6 @@
-"""The messages between workers: requests, replies, and the protocol of whatever carries them from name to name."""
+"""The messages between workers: requests, replies, and the protocol of whatever carries them
+from name to name.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _MAX_REPLY = 2**28  # bytes of frames, beyond those of the rows that are asked f
 class TransitionKey:
     """Names what the sources of one edge published in one iteration of one run.
 
-    The table under a key never changes once it is there, so a read can always be repeated: after a timeout, after a
-    pull that was cancelled, or when nobody knows whether a message arrived.
+    The table under a key never changes once it is there, so a read can always be repeated: after a
+    timeout, after a pull that was cancelled, or when nobody knows whether a message arrived.
     """
 
     run: str
@@ -45,11 +47,13 @@ class Op(StrEnum):
     FETCH = "fetch"
     """Bytes of the rows named, in the reply or written straight into the asker's memory."""
     EARLY = "early"
-    """Rows that a source has finished and that will probably be the asker's, while their table is not whole."""
+    """Rows that a source has finished and that will probably be the asker's, while their table
+    is not whole."""
     PASSED_ON = "passed_on"
     """Lengths of the rows that the peer took from other hosts for the targets on its own."""
     ACK = "ack"
-    """The number of rows that have arrived and will not be asked for again; the source may free them."""
+    """The number of rows that have arrived and will not be asked for again; the source may free
+    them."""
     STEAL = "steal"
     """Items of a node's work that the peer has not begun; the asker computes them."""
     RETURN = "return"
@@ -65,7 +69,9 @@ NOT_REPEATABLE = frozenset({Op.ACK, Op.STEAL, Op.RETURN})
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question to a peer. ``body`` is plain data (numbers, text, bytes, lists, mappings) that the receiver checks."""
+    """A question to a peer. ``body`` is plain data (numbers, text, bytes, lists, mappings) that
+    the receiver checks.
+    """
 
     op: str
     key: TransitionKey
@@ -98,9 +104,13 @@ class Reply:
 
     @staticmethod
     def of(message: Message) -> Reply:
-        """Return the reply that a message holds. PeerError when it is a refusal, with the peer's words."""
+        """Return the reply that a message holds. PeerError when it is a refusal, with the peer's
+        words.
+        """
         if not isinstance(message.head, dict):
-            raise PeerError(message.head if isinstance(message.head, str) else "an answer that is none")
+            raise PeerError(
+                message.head if isinstance(message.head, str) else "an answer that is none"
+            )
         return Reply(message.head, message.frames)
 
     @property
@@ -112,7 +122,9 @@ Handler = Callable[[Request], Awaitable[Reply]]
 
 
 async def answer_to(packed: object, run: str, handler: Handler) -> tuple[object, Sequence[Frame]]:
-    """Return the head and the frames of the message that answers a request. Aborted when the run is being stopped."""
+    """Return the head and the frames of the message that answers a request. Aborted when the run
+    is being stopped.
+    """
     try:
         reply = await handler(read_request(run, packed))
     except Aborted:
@@ -126,8 +138,8 @@ async def answer_to(packed: object, run: str, handler: Handler) -> tuple[object,
 
 
 class Transport(Protocol):
-    """Carries a request to a worker, by name, and its reply back. PeerError names a peer that is gone, stalls or
-    refuses.
+    """Carries a request to a worker, by name, and its reply back. PeerError names a peer that is
+    gone, stalls or refuses.
     """
 
     async def request(self, worker: str, request: Request) -> Reply: ...
@@ -139,8 +151,8 @@ def pack_ints(values: Ints) -> bytes:
 
 
 def unpack_ints(value: object, below: int, max_count: int) -> Ints:
-    """Return the numbers that ``pack_ints`` packed. PeerError unless they are at most ``max_count``, each from 0 to
-    ``below - 1``.
+    """Return the numbers that ``pack_ints`` packed. PeerError unless they are at most
+    ``max_count``, each from 0 to ``below - 1``.
     """
     if not isinstance(value, bytes | bytearray | memoryview) or memoryview(value).nbytes % 8:
         raise PeerError(f"received {str(value)[:40]!r} where numbers were expected")
@@ -148,5 +160,7 @@ def unpack_ints(value: object, below: int, max_count: int) -> Ints:
     if len(numbers) > max_count:
         raise PeerError(f"received {len(numbers)} numbers where at most {max_count} were expected")
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= below):
-        raise PeerError(f"received numbers from {numbers.min()} to {numbers.max()}: expected 0 to {below - 1}")
+        raise PeerError(
+            f"received numbers from {numbers.min()} to {numbers.max()}: expected 0 to {below - 1}"
+        )
     return numbers

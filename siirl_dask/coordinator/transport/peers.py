@@ -1,11 +1,13 @@
-"""The transport of a worker: each peer is reached by the first carrier that can, and watched while a reply is pending.
+"""The transport of a worker: each peer is reached by the first carrier that can, and watched while
+a reply is pending.
 
-A peer is dead when its process or its host is. Pings come first: a peer's event loop answers them, however long a node
-computes, unless code of the node holds the interpreter's lock. So one that answers none is only suspected, and the
-kernel of its host is asked: it knows a process that has ended, and on this host one that was stopped.
+A peer is dead when its process or its host is. Pings come first: a peer's event loop answers them,
+however long a node computes, unless code of the node holds the interpreter's lock. So one that
+answers none is only suspected, and the kernel of its host is asked: it knows a process that has
+ended, and on this host one that was stopped.
 
-A link between hosts may fail for less than the peer timeout and nothing is lost: TCP sends again what was under way,
-pings try new connections, and a read whose connection broke is asked again.
+A link between hosts may fail for less than the peer timeout and nothing is lost: TCP sends again
+what was under way, pings try new connections, and a read whose connection broke is asked again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from siirl_dask.coordinator.transport.messages import NOT_REPEATABLE, Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.messages import (
+    NOT_REPEATABLE,
+    Op,
+    Reply,
+    Request,
+    TransitionKey,
+)
 from siirl_dask.errors import PeerError, SilentPeer
 
 # Several coroutines at once: the first failure cancels the others and is raised as itself.
@@ -25,7 +33,8 @@ _T = TypeVar("_T")
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, _T]) -> list[_T]:
-    """Return the results in order. The first exception cancels the rest and is raised once all of them have ended.
+    """Return the results in order. The first exception cancels the rest and is raised once all of
+    them have ended.
 
     A TaskGroup alone would raise an ExceptionGroup, which no ``except PeerError`` catches.
     """
@@ -47,10 +56,11 @@ _SLICES = 10
 async def answers(ping: Callable[[], Coroutine[Any, Any, bool]], seconds: float) -> bool:
     """Return whether one of several pings is answered within ``seconds``.
 
-    ``ping()`` returns False where its connection failed, which may pass. Each slice of the time begins a new ping, over
-    a new connection, and earlier ones go on: after an outage a new connection is up at once, where TCP waits longer
-    each time before it repeats what an old one lost. A slice in which this process itself was frozen or starved does
-    not count: the answer is read in the next.
+    ``ping()`` returns False where its connection failed, which may pass. Each slice of the time
+    begins a new ping, over a new connection, and earlier ones go on: after an outage a new
+    connection is up at once, where TCP waits longer each time before it repeats what an old one
+    lost. A slice in which this process itself was frozen or starved does not count: the answer is
+    read in the next.
     """
     loop = asyncio.get_running_loop()
     pause = seconds / _SLICES
@@ -64,7 +74,9 @@ async def answers(ping: Callable[[], Coroutine[Any, Any, bool]], seconds: float)
                 left = end - loop.time()
                 if left <= 0:
                     break
-                done, pings = await asyncio.wait(pings, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                done, pings = await asyncio.wait(
+                    pings, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
                 if any(task.result() for task in done):
                     return True
             await asyncio.sleep(max(0.0, end - loop.time()))
@@ -78,7 +90,8 @@ async def answers(ping: Callable[[], Coroutine[Any, Any, bool]], seconds: float)
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _PING_EVERY = 0.05  # of the peer timeout: pause between rounds of pings
-_ON_HOST = 0.8  # of the peer timeout: time for an answer where no link can fail; the rest is for the news to spread
+# of the peer timeout: time for an answer where no link can fail; the rest is for the news to spread
+_ON_HOST = 0.8
 _BETWEEN_HOSTS = 0.9  # of it: the rest is for the kernel of the peer's host
 _ASKS = 4  # times that a read is asked when its connection breaks each time
 _ASK_PAUSE = 0.2  # seconds before it is asked again
@@ -105,12 +118,20 @@ class PeerTransport:
         self._carriers = carriers
         self._chosen: dict[str, Carrier] = {}  # by peer
         self._peer_timeout = peer_timeout
-        self._pending: dict[str, set[asyncio.Timeout]] = {}  # the timeouts of requests that await an answer
-        self._asked: dict[asyncio.Timeout, tuple[Request, float]] = {}  # what these asked for, and when
-        self._silent: set[asyncio.Timeout] = set()  # those that were ended because the peer answers no ping
+        self._pending: dict[
+            str, set[asyncio.Timeout]
+        ] = {}  # the timeouts of requests that await an answer
+        self._asked: dict[
+            asyncio.Timeout, tuple[Request, float]
+        ] = {}  # what these asked for, and when
+        self._silent: set[asyncio.Timeout] = (
+            set()
+        )  # those that were ended because the peer answers no ping
         self._watched: dict[str, Callable[[str], None]] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
-        self._suspected: dict[str, float] = {}  # peers that answer no ping though their process is there, since when
+        self._suspected: dict[
+            str, float
+        ] = {}  # peers that answer no ping though their process is there, since when
         self._rounds: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -119,7 +140,8 @@ class PeerTransport:
     async def request(self, worker: str, request: Request) -> Reply:
         """Send a request and return the reply. PeerError when the peer is gone, silent, or refuses.
 
-        A peer that is alive may take any time: whether anything gets done is watched for the run as a whole.
+        A peer that is alive may take any time: whether anything gets done is watched for the run as
+        a whole.
         """
         timeout = asyncio.timeout(None)
         pending = self._pending.setdefault(worker, set())
@@ -143,7 +165,9 @@ class PeerTransport:
             self._silent.discard(timeout)
 
     def pending_replies(self) -> list[tuple[str, str, float]]:
-        """Return each reply that is pending: the peer, the edge and what was asked for, and for how many seconds."""
+        """Return each reply that is pending: the peer, the edge and what was asked for, and for
+        how many seconds.
+        """
         now = asyncio.get_running_loop().time()
         replies = []
         for worker, pending in self._pending.items():
@@ -154,8 +178,8 @@ class PeerTransport:
         return replies
 
     def watch(self, worker: str, on_silence: Callable[[str], None]) -> None:
-        """Ping a peer from now on, also while no reply is pending. ``on_silence`` is called once, with what is wrong,
-        when it answers none.
+        """Ping a peer from now on, also while no reply is pending. ``on_silence`` is called once,
+        with what is wrong, when it answers none.
         """
         self._watched[worker] = on_silence
 
@@ -180,7 +204,9 @@ class PeerTransport:
         return await carrier.ask(worker, request)
 
     async def _carrier_to(self, worker: str) -> Carrier:
-        """Return the carrier to a peer, chosen at the first request. PeerError when none reaches it."""
+        """Return the carrier to a peer, chosen at the first request. PeerError when none reaches
+        it.
+        """
         if worker in self._chosen:
             return self._chosen[worker]
         for carrier in self._carriers:
@@ -198,7 +224,10 @@ class PeerTransport:
         return PeerError(self._place(worker, request) + reason)
 
     def _place(self, worker: str, request: Request) -> str:
-        return f"edge {request.key.edge}, {request.op} from worker {worker!r} at {self._members[worker]}: "
+        return (
+            f"edge {request.key.edge}, {request.op} from worker {worker!r} at "
+            f"{self._members[worker]}: "
+        )
 
     async def _ping_in_rounds(self) -> None:
         """Ping each peer with a reply pending, and each that is watched, in rounds."""
@@ -211,7 +240,9 @@ class PeerTransport:
                     self._pings[worker] = asyncio.create_task(self._check_alive(worker))
 
     async def _check_alive(self, worker: str) -> None:
-        """Ping a peer, and end every wait for it when it does not answer in time and its process is not there."""
+        """Ping a peer, and end every wait for it when it does not answer in time and its process
+        is not there.
+        """
         carrier = self._chosen.get(worker, self._carriers[-1])
         waits = self._peer_timeout * (_BETWEEN_HOSTS if carrier is self._carriers[-1] else _ON_HOST)
         if await answers(lambda: self._ping(worker), waits):
@@ -234,7 +265,8 @@ class PeerTransport:
         """Log, once, that a silent peer is waited for; the next round asks it again."""
         if self._suspected.setdefault(worker, since) == since:
             logger.warning(
-                "worker %r at %s answers nothing for %.0f s, and is waited for, since its process runs: code in it may "
+                "worker %r at %s answers nothing for %.0f s, and is waited for, since its process "
+                "runs: code in it may "
                 "hold the interpreter's lock",
                 worker,
                 self._members[worker],
@@ -251,14 +283,17 @@ class PeerTransport:
 
 
 class Carrier(Protocol):
-    """Reaches workers by name. ``ask`` raises OSError when the peer is gone, PeerError when it refuses."""
+    """Reaches workers by name. ``ask`` raises OSError when the peer is gone, PeerError when it
+    refuses.
+    """
 
     async def reaches(self, worker: str) -> bool: ...
 
     async def ask(self, worker: str, request: Request) -> Reply: ...
 
     async def runs(self, worker: str, seconds: float) -> bool:
-        """Return whether the peer's process runs, as far as the kernel of its host shows within ``seconds``.
+        """Return whether the peer's process runs, as far as the kernel of its host shows within
+        ``seconds``.
 
         Nothing in the process itself needs to answer.
         """

@@ -1,11 +1,12 @@
-"""Carries requests between processes of one host, over Unix sockets: a sixth of the time of a message over tcp.
+"""Carries requests between processes of one host, over Unix sockets: a sixth of the time of a
+message over tcp.
 
-Shared memory moves rows in a few milliseconds; the messages about them must not take as long again. Sockets have
-abstract names (Linux): a process that is killed leaves nothing in any folder, and only processes of the same user are
-answered.
+Shared memory moves rows in a few milliseconds; the messages about them must not take as long again.
+Sockets have abstract names (Linux): a process that is killed leaves nothing in any folder, and only
+processes of the same user are answered.
 
-The format is that of ``wire``. Requests and replies carry a number, so many can be under way on one connection, and a
-late answer to a request that was abandoned finds nobody who waits for it.
+The format is that of ``wire``. Requests and replies carry a number, so many can be under way on one
+connection, and a late answer to a request that was abandoned finds nobody who waits for it.
 """
 
 from __future__ import annotations
@@ -29,18 +30,27 @@ from siirl_dask.errors import Aborted, PeerError
 
 logger = logging.getLogger("siirl_dask.coordinator")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of struct ucred (unix(7))
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_STOPPED = (
+    psutil.STATUS_STOPPED,
+    psutil.STATUS_TRACING_STOP,
+    psutil.STATUS_ZOMBIE,
+    psutil.STATUS_DEAD,
+)
 
 
 def socket_name(run: str, worker: str, address: str) -> str:
-    """Return the abstract name of a worker's socket. A successor of that name has another: its address differs."""
+    """Return the abstract name of a worker's socket. A successor of that name has another: its
+    address differs.
+    """
     return "\0siirl-" + sha256(f"{run} {worker} {address}".encode()).hexdigest()
 
 
 class UnixSockets:
-    """Carries requests to the members of a run on this host, and answers theirs. Belongs to the event loop.
+    """Carries requests to the members of a run on this host, and answers theirs. Belongs to the
+    event loop.
 
-    ``members`` is {name: address}. ``reaches`` is False for members on other hosts: no such socket is there.
+    ``members`` is {name: address}. ``reaches`` is False for members on other hosts: no such socket
+    is there.
     """
 
     def __init__(self, run: str, worker: str, members: Mapping[str, str], handler: Handler) -> None:
@@ -55,7 +65,9 @@ class UnixSockets:
     async def start(self) -> None:
         if shared_memory_domain():
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_unix_server(self._accept, path=self._name(self._worker))
+            self._server = await loop.create_unix_server(
+                self._accept, path=self._name(self._worker)
+            )
 
     async def reaches(self, worker: str) -> bool:
         if not shared_memory_domain():
@@ -69,14 +81,18 @@ class UnixSockets:
         return await connection.ask(request)
 
     async def runs(self, worker: str, seconds: float) -> bool:
-        """The kernel closes a process's connections as it ends, and shows one that a signal stopped."""
+        """The kernel closes a process's connections as it ends, and shows one that a signal
+        stopped.
+        """
         connection = await self._connection(worker)
         if connection is None or connection.channel.lost is not None:
             return False
         return not _is_stopped(connection.channel.pid)
 
     async def _connection(self, worker: str) -> _Connection | None:
-        """Return the one connection to a peer, made at the first request; None when the peer is not on this host."""
+        """Return the one connection to a peer, made at the first request; None when the peer is
+        not on this host.
+        """
         if worker not in self._connections:
             self._connections[worker] = asyncio.create_task(_connect(self._name(worker)))
         connecting = self._connections[worker]
@@ -151,13 +167,17 @@ class _Connection:
 
 
 class _Channel(asyncio.Protocol):
-    """Sends and receives messages over one socket. A protocol: a stream would take twice the time for a short message.
+    """Sends and receives messages over one socket. A protocol: a stream would take twice the time
+    for a short message.
 
-    ``on_message`` is called with each message, ``on_close`` once the connection is closed, for the reason in ``lost``.
+    ``on_message`` is called with each message, ``on_close`` once the connection is closed, for the
+    reason in ``lost``.
     """
 
     def __init__(
-        self, on_message: Callable[[_Channel, wire.Message], None], on_close: Callable[[_Channel], None]
+        self,
+        on_message: Callable[[_Channel, wire.Message], None],
+        on_close: Callable[[_Channel], None],
     ) -> None:
         self.lost: Exception | None = None
         self._transport: asyncio.Transport | None = None
@@ -204,13 +224,17 @@ class _Channel(asyncio.Protocol):
             self._transport.writelines(buffers)
 
     def allow(self, bounds: wire.MessageBounds) -> None:
-        """Allow for replies of this size: this side has asked for one. An earlier one may be on its way still."""
+        """Allow for replies of this size: this side has asked for one. An earlier one may be on
+        its way still.
+        """
         head = max(bounds.head, self._bounds.head)
         frames = max(bounds.frames, self._bounds.frames)
         self._bounds = wire.MessageBounds(head, frames)
 
     def keep(self, task: asyncio.Task[None]) -> None:
-        """Keep a reference to a task until it is done, and cancel it when the connection is lost."""
+        """Keep a reference to a task until it is done, and cancel it when the connection is
+        lost.
+        """
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -228,7 +252,9 @@ class _Channel(asyncio.Protocol):
             self._transport.abort()
 
     def _next(self) -> wire.Message | None:
-        """Return the next message once all of it is there; until then, record how many bytes are needed to go on."""
+        """Return the next message once all of it is there; until then, record how many bytes are
+        needed to go on.
+        """
         prelude = wire.read_prelude(self._received, self._bounds)
         start = wire.PRELUDE.size + prelude.top
         if len(self._received) < start:
@@ -240,8 +266,9 @@ class _Channel(asyncio.Protocol):
         if len(self._received) < end:
             self._needed = end
             return None
-        # A bytearray with a view cannot shrink, so each view is released by name: a profiler that holds the frame of
-        # this or of a called function, as Dask's does now and then, keeps them alive.
+        # A bytearray with a view cannot shrink, so each view is released by name: a profiler that
+        # holds the frame of this or of a called function, as Dask's does now and then, keeps them
+        # alive.
         with memoryview(self._received) as received, received[start:end] as body:
             views = wire.split(body, sizes)
             frames = [bytes(view) for view in views]

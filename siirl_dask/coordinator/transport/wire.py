@@ -1,9 +1,11 @@
-"""The format of messages between workers, the same over Unix sockets within a host and over streams between hosts.
+"""The format of messages between workers, the same over Unix sockets within a host and over streams
+between hosts.
 
-A message is a prelude (bytes of the head, number of frames, number of the message; little-endian), the size of each
-frame (8 bytes each), the head (msgpack) and the frames. Its head is plain data; bytes in it that are long travel as
-frames of their own, and an extension type says which. There are no other types: nothing is unpickled, nothing is
-decompressed, and every size is checked before memory is taken for it.
+A message is a prelude (bytes of the head, number of frames, number of the message; little-endian),
+the size of each frame (8 bytes each), the head (msgpack) and the frames. Its head is plain data;
+bytes in it that are long travel as frames of their own, and an extension type says which. There are
+no other types: nothing is unpickled, nothing is decompressed, and every size is checked before
+memory is taken for it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def check_types(schema: pa.Schema) -> None:
         if not _can_move(field.type):
             raise DataError(
                 f"column {field.name!r} has type {field.type}, which cannot move between workers: "
-                "expected numbers, booleans, strings, binary, times, or lists, maps and structs of them; cast it"
+                "expected numbers, booleans, strings, binary, times, or lists, maps and structs of "
+                "them; cast it"
             )
 
 
@@ -73,8 +76,12 @@ def to_frames(table: pa.Table) -> tuple[dict[str, Any], list[Frame]]:
 
 
 def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> None:
-    """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each child, depth first."""
-    if array.offset != 0:  # a slice, whose buffers are those of its whole parent: this copies the slice alone
+    """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each
+    child, depth first.
+    """
+    if (
+        array.offset != 0
+    ):  # a slice, whose buffers are those of its whole parent: this copies the slice alone
         array = array.take(pa.array(range(len(array)), pa.int64()))
     children = list(_children(array))
     own = array.buffers()[: array.type.num_buffers]
@@ -98,7 +105,9 @@ def _children(array: pa.Array) -> Iterator[pa.Array]:
 
 
 def from_frames(header: dict[str, Any], frames: Sequence[Frame], schema: pa.Schema) -> pa.Table:
-    """Return the table over the received buffers. PeerError for anything that is not a table of ``schema``."""
+    """Return the table over the received buffers. PeerError for anything that is not a table of
+    ``schema``.
+    """
     try:
         nodes = iter(header["nodes"])
         arrays = [_build(field.type, nodes, frames) for field in schema]
@@ -106,11 +115,23 @@ def from_frames(header: dict[str, Any], frames: Sequence[Frame], schema: pa.Sche
             raise ValueError("more columns than expected")
         for name, array in zip(schema.names, arrays, strict=True):
             if len(array) != header["rows"]:
-                raise ValueError(f"column {name!r} has {len(array)} rows instead of {header['rows']}")
+                raise ValueError(
+                    f"column {name!r} has {len(array)} rows instead of {header['rows']}"
+                )
             array.validate(full=True)
         return pa.table(arrays, schema=schema)
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError, StopIteration, pa.ArrowException) as error:
-        raise PeerError(f"received frames that are no table of {schema.names}: {error!r}") from error
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        StopIteration,
+        pa.ArrowException,
+    ) as error:
+        raise PeerError(
+            f"received frames that are no table of {schema.names}: {error!r}"
+        ) from error
 
 
 def _build(kind: pa.DataType, nodes: Iterator[Sequence[int]], frames: Sequence[Frame]) -> pa.Array:
@@ -131,7 +152,10 @@ def _child_fields(kind: pa.DataType) -> list[pa.Field]:
 def _is_list_like(kind: pa.DataType) -> bool:
     types = pa.types
     return bool(
-        types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind)
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+        or types.is_map(kind)
     )
 
 
@@ -199,7 +223,9 @@ def pack(number: int, head: object, frames: Sequence[Frame] = ()) -> list[Frame]
 
 
 def _outlined(value: Any, frames: list[memoryview]) -> Any:
-    """Return ``value`` with an extension type in place of long bytes, which are appended to ``frames``."""
+    """Return ``value`` with an extension type in place of long bytes, which are appended to
+    ``frames``.
+    """
     if isinstance(value, dict):
         return {key: _outlined(item, frames) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -211,21 +237,28 @@ def _outlined(value: Any, frames: list[memoryview]) -> Any:
 
 
 def read_prelude(data: bytes | bytearray, bounds: MessageBounds) -> Prelude:
-    """Return the prelude at the start of ``data``. PeerError for a head or a number of frames beyond the bounds."""
+    """Return the prelude at the start of ``data``. PeerError for a head or a number of frames
+    beyond the bounds.
+    """
     head, frames, number = PRELUDE.unpack_from(data)
     if head > bounds.head or frames > _MAX_FRAMES:
         raise PeerError(
-            f"received a message with a head of {head} bytes and {frames} frames: expected at most {bounds.head} bytes "
+            f"received a message with a head of {head} bytes and {frames} frames: expected at most "
+            f"{bounds.head} bytes "
             f"and {_MAX_FRAMES} frames"
         )
     return Prelude(head, frames, number)
 
 
 def read_sizes(prelude: Prelude, top: bytes | bytearray, bounds: MessageBounds) -> tuple[int, ...]:
-    """Return the sizes of the frames, from what follows the prelude. PeerError when they are beyond the bounds."""
+    """Return the sizes of the frames, from what follows the prelude. PeerError when they are
+    beyond the bounds.
+    """
     sizes = struct.unpack_from(f"<{prelude.frames}Q", top)
     if sum(sizes) > bounds.frames:
-        raise PeerError(f"received frames of {sum(sizes)} bytes together: expected at most {bounds.frames}")
+        raise PeerError(
+            f"received frames of {sum(sizes)} bytes together: expected at most {bounds.frames}"
+        )
     return sizes
 
 
@@ -248,20 +281,32 @@ def read_message(prelude: Prelude, top: bytes, frames: Sequence[Frame]) -> Messa
         if not isinstance(own, int) or not 0 <= own <= len(frames):
             raise ValueError(f"{own!r} frames of {len(frames)}")
         _check_plain(head)
-    except (ValueError, TypeError, IndexError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise PeerError(f"received bytes that are no message: {type(error).__name__}: {str(error)[:120]}") from None
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        RecursionError,
+        msgpack.exceptions.UnpackException,
+    ) as error:
+        raise PeerError(
+            f"received bytes that are no message: {type(error).__name__}: {str(error)[:120]}"
+        ) from None
     return Message(prelude.number, head, frames[:own])
 
 
 def read_messages(data: object, bounds: MessageBounds, at_most: int) -> list[Message]:
-    """Return the messages that lie one after the other in ``data``. PeerError for anything else, and for more."""
+    """Return the messages that lie one after the other in ``data``. PeerError for anything else,
+    and for more.
+    """
     if not isinstance(data, bytes):
         raise PeerError(f"received {short(data)}: expected bytes")
     messages: list[Message] = []
     at = 0
     while at < len(data):
         if len(messages) == at_most or len(data) - at < PRELUDE.size:
-            raise PeerError(f"received {len(data)} bytes: expected {at_most} whole messages at most")
+            raise PeerError(
+                f"received {len(data)} bytes: expected {at_most} whole messages at most"
+            )
         prelude = read_prelude(data[at : at + PRELUDE.size], bounds)
         start = at + PRELUDE.size + prelude.top
         top = data[at + PRELUDE.size : start]
@@ -276,7 +321,9 @@ def read_messages(data: object, bounds: MessageBounds, at_most: int) -> list[Mes
 
 
 def _check_plain(value: object) -> None:
-    """Raise ValueError for values within each other more than 32 times, TypeError for any that is no plain data."""
+    """Raise ValueError for values within each other more than 32 times, TypeError for any that
+    is no plain data.
+    """
     level = [value]
     depth = 0
     while level:

@@ -1,4 +1,6 @@
-"""Changes the options that describe models, wherever a configuration or the roles and nodes of a DAG have them."""
+"""Changes the options that describe models, wherever a configuration or the roles and nodes of a
+DAG have them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ _T = TypeVar("_T")
 
 
 def with_models(value: _T, change: Change) -> _T:
-    """Return ``value`` with ``change`` applied to each dataclass in it, outer ones last; itself if none changes."""
+    """Return ``value`` with ``change`` applied to each dataclass in it, outer ones last; itself
+    if none changes.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
         changes = _changed(fields, change)
         whole: _T = change(dataclasses.replace(value, **changes) if changes else value)
         return whole
@@ -33,10 +41,14 @@ def with_models(value: _T, change: Change) -> _T:
 
 
 def with_models_in_dag(dag: DAG, change: Change) -> DAG:
-    """Return the DAG with changed options of its roles and nodes, as ``with_models``; itself if none changes."""
+    """Return the DAG with changed options of its roles and nodes, as ``with_models``; itself if
+    none changes.
+    """
     roles = tuple(_role(role, change) for role in dag.roles)
     nodes = tuple(_node(node, change) for node in dag.nodes)
-    changed = any(new is not old for new, old in zip((*roles, *nodes), (*dag.roles, *dag.nodes), strict=True))
+    changed = any(
+        new is not old for new, old in zip((*roles, *nodes), (*dag.roles, *dag.nodes), strict=True)
+    )
     return DAG(roles, nodes) if changed else dag
 
 

@@ -1,8 +1,10 @@
-"""Chooses the number type that ``model.dtype=auto`` stands for in a run: one for all its roles and workers.
+"""Chooses the number type that ``model.dtype=auto`` stands for in a run: one for all its roles and
+workers.
 
-Engine and trainer have to compute in one type, and a run's results depend on it. So it is decided before anything is
-built, and the run records it: bfloat16 where the workers see accelerators that all compute in it, float32 elsewhere.
-Before there are workers to ask, the type is expected from this machine and the configuration.
+Engine and trainer have to compute in one type, and a run's results depend on it. So it is decided
+before anything is built, and the run records it: bfloat16 where the workers see accelerators that
+all compute in it, float32 elsewhere. Before there are workers to ask, the type is expected from
+this machine and the configuration.
 """
 
 from __future__ import annotations
@@ -66,11 +68,13 @@ def is_open(config: Config, dags: Iterable[DAG] = ()) -> bool:
     return any(with_dtype_in_dag(dag, Dtype.float32) is not dag for dag in dags)
 
 
-def expected_dtype(cluster: ClusterConfig, recorded: Dtype | None = None, device: str | None = None) -> NumberType:
+def expected_dtype(
+    cluster: ClusterConfig, recorded: Dtype | None = None, device: str | None = None
+) -> NumberType:
     """Return the type that ``auto`` stands for, as far as is known without workers.
 
-    ``recorded`` is the type that the run in the folder computes in, which stays. ``device`` is a device of
-    ``driver/estimates/speeds.py`` for which a plan is made.
+    ``recorded`` is the type that the run in the folder computes in, which stays. ``device`` is a
+    device of ``driver/estimates/speeds.py`` for which a plan is made.
     """
     if recorded is not None and recorded is not Dtype.auto:
         return NumberType(recorded, "the run began with it")
@@ -83,17 +87,22 @@ def expected_dtype(cluster: ClusterConfig, recorded: Dtype | None = None, device
         why = f"cluster.device_memory={cluster.device_memory} is an accelerator's"
         return NumberType(Dtype.bfloat16, why, certain=False)
     if not _is_here(cluster):
-        return NumberType(Dtype.bfloat16, "the cluster's workers are elsewhere, with accelerators", certain=False)
+        return NumberType(
+            Dtype.bfloat16, "the cluster's workers are elsewhere, with accelerators", certain=False
+        )
     from siirl_dask.devices import DeviceKind, accelerator
 
     if accelerator.kind_here() is DeviceKind.CPU:
         # behind a port of this machine there may be another one
-        return NumberType(Dtype.float32, "this machine has no accelerator", certain=not cluster.exists)
+        return NumberType(
+            Dtype.float32, "this machine has no accelerator", certain=not cluster.exists
+        )
     return NumberType(Dtype.bfloat16, "this machine has accelerators", certain=False)
 
 
 def workers_dtype(client: Client, expected: NumberType) -> NumberType:
-    """Return the type that ``auto`` stands for on the workers of a cluster; ``expected`` if none answers in time.
+    """Return the type that ``auto`` stands for on the workers of a cluster; ``expected`` if none
+    answers in time.
 
     The run refuses later, with a reason, a worker that does not answer.
     """
@@ -101,7 +110,11 @@ def workers_dtype(client: Client, expected: NumberType) -> NumberType:
 
     expected = dataclasses.replace(expected, certain=True)
     try:
-        answers = complete(client, lambda: client.run(accelerators_here, on_error="return"), timeout=_ANSWER_TIMEOUT)
+        answers = complete(
+            client,
+            lambda: client.run(accelerators_here, on_error="return"),
+            timeout=_ANSWER_TIMEOUT,
+        )
     except TimeoutError:
         return expected
     reports = [answer for answer in answers.values() if isinstance(answer, Mapping)]
@@ -120,7 +133,9 @@ def _of_accelerators(found: Accelerators) -> NumberType:
         return NumberType(Dtype.float32, "the workers see no accelerator")
     unable = [name for name, has_bfloat16 in found.items() if not has_bfloat16]
     if unable:
-        return NumberType(Dtype.float32, f"{', '.join(sorted(unable))} of the workers has no bfloat16")
+        return NumberType(
+            Dtype.float32, f"{', '.join(sorted(unable))} of the workers has no bfloat16"
+        )
     return NumberType(Dtype.bfloat16, f"the workers have {', '.join(sorted(found))}")
 
 
@@ -130,7 +145,9 @@ def with_dtype(config: Config, dtype: Dtype) -> Config:
 
 
 def with_dtype_in_dag(dag: DAG, dtype: Dtype) -> DAG:
-    """Return the DAG with ``dtype`` in place of ``auto`` in the options of its roles and nodes; itself without any."""
+    """Return the DAG with ``dtype`` in place of ``auto`` in the options of its roles and nodes;
+    itself without any.
+    """
     return with_models_in_dag(dag, partial(_with_type, dtype))
 
 

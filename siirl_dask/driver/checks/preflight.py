@@ -1,7 +1,8 @@
-"""Checks a run before it starts; ``run``, ``plan`` and ``eval`` all call ``check``, and nothing else checks.
+"""Checks a run before it starts; ``run``, ``plan`` and ``eval`` all call ``check``, and nothing
+else checks.
 
-A role's needs are declared beside its builder (``@builds(preflight=...)``), a node's options beside its function
-(``@columns(trial=...)``). This module knows no role, no algorithm and no engine.
+A role's needs are declared beside its builder (``@builds(preflight=...)``), a node's options beside
+its function (``@columns(trial=...)``). This module knows no role, no algorithm and no engine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from siirl_dask.coordinator.source import Source, open_source
 from siirl_dask.driver.checks.prompt_rows import check_rows, may_be_answered
 from siirl_dask.driver.checks.weight_sync import check_weight_sync, transfer_notes
 from siirl_dask.driver.doctor.packages import refuse_older
-from siirl_dask.driver.estimates.device_memory import cards_of, check_devices, device_memory, footprints_of
+from siirl_dask.driver.estimates.device_memory import (
+    cards_of,
+    check_devices,
+    device_memory,
+    footprints_of,
+)
 from siirl_dask.driver.estimates.memory import WorkerMemory, check_memory, memory_of
 from siirl_dask.driver.phases import Phases, exists
 from siirl_dask.errors import ConfigError, DataError, PlanError, UserError, did_you_mean
@@ -47,15 +53,19 @@ class Checked:
 
 
 def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Checked:
-    """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known before it starts.
+    """Raise ConfigError, DataError or PlanError for a run that cannot work, as far as is known
+    before it starts.
 
-    Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes whose roles do not
-    fit on accelerators of ``cluster.device_memory``, for a reader who is shown what to change.
+    Datasets and models that are absent are not looked into. Without ``refuse_devices`` a run passes
+    whose roles do not fit on accelerators of ``cluster.device_memory``, for a reader who is shown
+    what to change.
     """
     refuse_older()
     plan, _ = next(iter(phases.values()))
     if config.cluster.spec:
-        from siirl_dask.driver.clusters.deployment import check_spec  # Dask, which `plan` need not wait for
+        from siirl_dask.driver.clusters.deployment import (
+            check_spec,
+        )  # Dask, which `plan` need not wait for
 
         check_spec(config.cluster.spec)
     serialize_phases(phases)
@@ -86,7 +96,9 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
 
 
 def _notes_on_rows(phases: Phases) -> list[str]:
-    """Return sentences on rows of datasets that are there. DataError for a prompt that is null, or has its answer."""
+    """Return sentences on rows of datasets that are there. DataError for a prompt that is null,
+    or has its answer.
+    """
     notes = []
     for plan, dataset in phases.values():
         if all(source.table or exists(source.url) for source in dataset.sources):
@@ -95,7 +107,9 @@ def _notes_on_rows(phases: Phases) -> list[str]:
 
 
 def _check_lone_samples(dag: DAG) -> None:
-    """Raise ConfigError for a node that compares the samples of a prompt where each prompt has one."""
+    """Raise ConfigError for a node that compares the samples of a prompt where each prompt has
+    one.
+    """
     for node in dag.nodes:
         learns_alone = node.contract.learns_alone
         if learns_alone is None or _samples(dag, node) != 1 or learns_alone(**node.options):
@@ -104,13 +118,17 @@ def _check_lone_samples(dag: DAG) -> None:
         compares = f"rollout.n=1: node {node.name!r} compares the samples of a prompt"
         if advantage is None:
             raise ConfigError(
-                f"{compares} ({short_name(bare(node.fn))}), and each prompt has one, so that it does nothing; expected "
+                f"{compares} ({short_name(bare(node.fn))}), and each prompt has one, so that it "
+                "does nothing; expected "
                 "rollout.n of at least 2, or a DAG without this node"
             )
         raise ConfigError(
-            f"{compares} ({short_name(bare(advantage))}), and each prompt has one, so that no answer is better or "
-            "worse than another and nothing is learned; expected rollout.n of at least 2, or an advantage that "
-            "compares with something else, as remax, gae, reinforce_plus_plus and, of turns, turn_gae do "
+            f"{compares} ({short_name(bare(advantage))}), and each prompt has one, so that no "
+            "answer is better or "
+            "worse than another and nothing is learned; expected rollout.n of at least 2, or an "
+            "advantage that "
+            "compares with something else, as remax, gae, reinforce_plus_plus and, of turns, "
+            "turn_gae do "
             "(docs/algorithms.md)"
         )
 
@@ -118,7 +136,8 @@ def _check_lone_samples(dag: DAG) -> None:
 def _samples(dag: DAG, node: Node) -> int | None:
     """Return how many samples of a prompt reach a node.
 
-    None where a node before it makes rows otherwise, and where none makes any: a replay's rows come from storage.
+    None where a node before it makes rows otherwise, and where none makes any: a replay's rows come
+    from storage.
     """
     before = set(node.after)
     samples: int | None = None
@@ -139,7 +158,10 @@ def _check_role(role: Role, plan: Plan, config: Config) -> RoleCost:
     """Run the role's own preflight; its errors name the role."""
     preflight = preflight_of(role.build)
     if preflight is None:
-        note = f"{short_name(role.build)} declares no preflight (@builds): it is not checked, its memory not counted"
+        note = (
+            f"{short_name(role.build)} declares no preflight (@builds): it is not checked, its "
+            "memory not counted"
+        )
         return RoleCost(notes=(note,))
     try:
         return preflight(options_of(role.build), plan.placement[role.name], config)
@@ -154,14 +176,19 @@ _PROVIDED_BY = {
 
 
 def _check_requirements(dag: DAG, costs: Mapping[str, RoleCost]) -> None:
-    """Raise ConfigError for a node whose role does not provide what the node's function requires."""
+    """Raise ConfigError for a node whose role does not provide what the node's function
+    requires.
+    """
     for node in dag.nodes:
         provided = costs[node.role].provides | provides_of(dag.role(node.role).build)
         missing = sorted(set(node.contract.requires) - provided)
         if missing:
-            options = " and ".join(_PROVIDED_BY.get(ability, f"what provides {ability}") for ability in missing)
+            options = " and ".join(
+                _PROVIDED_BY.get(ability, f"what provides {ability}") for ability in missing
+            )
             raise ConfigError(
-                f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with {', '.join(missing)}, and "
+                f"node {node.name!r} runs {short_name(node.fn)}, which needs a role with "
+                f"{', '.join(missing)}, and "
                 f"role {node.role!r} has none: give its trainer {options}, or leave the node out"
             )
 
@@ -174,10 +201,15 @@ def _check_together(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
             continue
         other = first.setdefault(cost.together, role)
         if plan.placement[role] != plan.placement[other]:
-            places = {name: worker_ranges(plan.placement[name], tuple(plan.chains)) for name in (other, role)}
+            places = {
+                name: worker_ranges(plan.placement[name], tuple(plan.chains))
+                for name in (other, role)
+            }
             raise PlanError(
-                f"roles {other!r} and {role!r} hold {cost.together} together, and are on workers {places[other]} and "
-                f"{places[role]}: expected the same ones, in the same order; change cluster.placement"
+                f"roles {other!r} and {role!r} hold {cost.together} together, and are on workers "
+                f"{places[other]} and "
+                f"{places[role]}: expected the same ones, in the same order; change "
+                "cluster.placement"
             )
 
 
@@ -191,9 +223,11 @@ def _check_processes(plan: Plan, costs: Mapping[str, RoleCost]) -> None:
             other = first.setdefault(worker, role)
             if costs[other].process != costs[role].process:
                 raise PlanError(
-                    f"roles {other!r} and {role!r} are both on worker {worker}, whose process would be made into "
+                    f"roles {other!r} and {role!r} are both on worker {worker}, whose process "
+                    "would be made into "
                     f"{costs[other].process} and {costs[role].process}: give both the same options "
-                    "(trainer.operators, critic.operators), or workers of their own (cluster.placement)"
+                    "(trainer.operators, critic.operators), or workers of their own "
+                    "(cluster.placement)"
                 )
 
 
@@ -204,14 +238,17 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
     idle = [worker for worker in workers if worker not in busy]
     if idle:
         notes.append(
-            f"workers {worker_ranges(idle, workers)} have nothing to do: cluster.placement gives every role other ones"
+            f"workers {worker_ranges(idle, workers)} have nothing to do: cluster.placement gives "
+            "every role other ones"
         )
     roles: dict[str, list[str]] = {}
     for name, cost in costs.items():
         for note in cost.notes:
             roles.setdefault(note, []).append(repr(name))
         if cost.memory is None and not cost.notes:
-            notes.append(f"role {name!r}: its model is not on this machine, so its memory is not counted")
+            notes.append(
+                f"role {name!r}: its model is not on this machine, so its memory is not counted"
+            )
     for note, names in roles.items():
         subject = "role" if len(names) == 1 else "roles"
         notes.append(f"{subject} {', '.join(names)}: {note}")
@@ -219,10 +256,11 @@ def _notes(plan: Plan, costs: Mapping[str, RoleCost]) -> list[str]:
 
 
 def check_observation(config: Config, plan: Plan) -> None:
-    """Raise ConfigError for backends of metrics that are not installed, and for an unusable ``profile``.
+    """Raise ConfigError for backends of metrics that are not installed, and for an unusable
+    ``profile``.
 
-    ``plan`` is the one that the run begins with. It is not part of ``check``: a run that has lost workers goes on
-    without their profiles, and an evaluation has neither.
+    ``plan`` is the one that the run begins with. It is not part of ``check``: a run that has lost
+    workers goes on without their profiles, and an evaluation has neither.
     """
     check_backends(config.observe.backends)
     _check_profile(config, plan)
@@ -234,12 +272,17 @@ def _check_profile(config: Config, plan: Plan) -> None:
     steps = config.run.steps
     late = [step for step in profile.steps if step > steps]
     if late:
-        raise ConfigError(f"profile.steps={profile.steps}: step {late[0]} is none of 1 to run.steps={steps}")
+        raise ConfigError(
+            f"profile.steps={profile.steps}: step {late[0]} is none of 1 to run.steps={steps}"
+        )
     roles = list(plan.placement)
     for role in profile.roles:
         if role not in roles:
             near = did_you_mean(role, roles)
-            raise ConfigError(f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has {roles}){near}")
+            raise ConfigError(
+                f"profile.roles={profile.roles}: the DAG has no role {role!r} (it has "
+                f"{roles}){near}"
+            )
     most = max((len(plan.placement[role]) for role in profile.roles or roles), default=0)
     outside = [rank for rank in profile.ranks if rank >= most]
     if profile.steps and outside:
@@ -252,8 +295,8 @@ def _check_profile(config: Config, plan: Plan) -> None:
 def _check_expected_lengths(config: Config, phases: Phases) -> None:
     """Raise ConfigError or DataError for an unusable ``rollout.expected_length_column``.
 
-    ConfigError if no training node reads the column; DataError if the training dataset lacks it, or if any dataset has
-    values in it other than whole numbers of at least 1.
+    ConfigError if no training node reads the column; DataError if the training dataset lacks it, or
+    if any dataset has values in it other than whole numbers of at least 1.
     """
     column = config.rollout.expected_length_column
     if column is None:
@@ -262,8 +305,10 @@ def _check_expected_lengths(config: Config, phases: Phases) -> None:
     nodes = phases[first][0].dag.nodes
     if not any(column in (*node.contract.reads, *node.contract.optional) for node in nodes):
         raise ConfigError(
-            f"rollout.expected_length_column={column!r} and no node reads that column: give the node that runs "
-            "siirl_dask.nodes:encode_prompts the rollout as well, as in with: {rollout: ${rollout}, ...}"
+            f"rollout.expected_length_column={column!r} and no node reads that column: give the "
+            "node that runs "
+            "siirl_dask.nodes:encode_prompts the rollout as well, as in with: {rollout: "
+            "${rollout}, ...}"
         )
     for phase, (_, dataset) in phases.items():
         for source in dataset.sources:
@@ -277,7 +322,9 @@ def _check_column(source: Source, column: str, *, required: bool) -> None:
     if column not in snapshot.schema.names:
         if required:
             known = snapshot.schema.names
-            raise DataError(f"{label} is not there (there is: {known}){did_you_mean(column, known)}")
+            raise DataError(
+                f"{label} is not there (there is: {known}){did_you_mean(column, known)}"
+            )
         return
     first = 0
     for group in snapshot.row_groups():

@@ -1,4 +1,6 @@
-"""Checks a dataset's rows before a run starts: finds nulls, and renders the first prompt as the model sees it."""
+"""Checks a dataset's rows before a run starts: finds nulls, and renders the first prompt as the
+model sees it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class FirstPrompt:
 
 
 def may_be_answered(dag: DAG) -> bool:
-    """Return whether a prompt may end with the assistant's message: no node encodes it, or one lets the model go on."""
+    """Return whether a prompt may end with the assistant's message: no node encodes it, or one
+    lets the model go on.
+    """
     encoders = [node for node in dag.nodes if bare(node.fn) in (encode_prompts, sample_until_mixed)]
     if not encoders:
         return True
@@ -52,9 +56,9 @@ def may_be_answered(dag: DAG) -> bool:
 def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
     """Return a sentence for each source some of whose answers are null.
 
-    DataError, with the row, for a null prompt, and unless prompts may be ``answered`` for one whose last message is the
-    assistant's. The first 16,384 rows of up to 16 row groups are looked at, 64 MiB in all; a step names others that it
-    draws.
+    DataError, with the row, for a null prompt, and unless prompts may be ``answered`` for one whose
+    last message is the assistant's. The first 16,384 rows of up to 16 row groups are looked at, 64
+    MiB in all; a step names others that it draws.
     """
     notes = []
     for source in dataset.sources:
@@ -65,26 +69,34 @@ def check_rows(dataset: Dataset, *, answered: bool = True) -> list[str]:
             if prompts.null_count:
                 row = pc.index(pc.is_null(prompts), True).as_py()
                 raise DataError(
-                    f"dataset {source.url!r}: the prompt of row {row} of {place} is null (data.prompt="
+                    f"dataset {source.url!r}: the prompt of row {row} of {place} is null "
+                    "(data.prompt="
                     f"{source.prompt}): remove such rows, or name another column"
                 )
             row = None if answered else _first_answered(prompts)
             if row is not None:
-                raise DataError(f"dataset {source.url!r}: the prompt of row {row} of {place}: {ENDS_WITH_ANSWER}")
+                raise DataError(
+                    f"dataset {source.url!r}: the prompt of row {row} of {place}: "
+                    f"{ENDS_WITH_ANSWER}"
+                )
             looked += len(answers)
             nulls += answers.null_count
             if first is None and answers.null_count:
                 first = f"row {pc.index(pc.is_null(answers), True).as_py()} of {place}"
         if first is not None:
             notes.append(
-                f"dataset {source.url!r}: {nulls:,} of {looked:,} answers that were looked at are null (data.answer="
-                f"{source.answer}), such as that of {first}: a reward that needs an answer fails for them"
+                f"dataset {source.url!r}: {nulls:,} of {looked:,} answers that were looked at are "
+                "null (data.answer="
+                f"{source.answer}), such as that of {first}: a reward that needs an answer fails "
+                "for them"
             )
     return notes
 
 
 def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArray]]:
-    """Yield a row group's name, prompts and answers; a worker will report those that cannot be read."""
+    """Yield a row group's name, prompts and answers; a worker will report those that cannot be
+    read.
+    """
     snapshot = open_source(source)
     footers = FooterCache()
     left = _BYTES
@@ -94,7 +106,9 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
             return
         rows = range(min(group.rows, _ROWS))
         try:
-            table = snapshot.read_row_group(group, names, rows=rows, max_bytes=source.read_limit, footers=footers)
+            table = snapshot.read_row_group(
+                group, names, rows=rows, max_bytes=source.read_limit, footers=footers
+            )
         except StorageError:
             continue
         left -= table.nbytes
@@ -105,7 +119,9 @@ def _rows(source: Source) -> Iterator[tuple[str, pa.ChunkedArray, pa.ChunkedArra
 def _first_answered(prompts: pa.ChunkedArray) -> int | None:
     """Return the row of the first prompt whose last message is the assistant's."""
     kind = prompts.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
         return None
     if kind.value_type.get_field_index("role") < 0:
         return None
@@ -125,9 +141,9 @@ def _values(table: pa.Table, path: str) -> pa.ChunkedArray:
 def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | None:
     """Return the first prompt of an open dataset as the model sees it.
 
-    None where no node runs ``encode_prompts``, where the model's tokenizer is not on this machine, and where its images
-    are at a URL. DataError for a prompt that the model cannot be shown; ConfigError for options that do not fit the
-    tokenizer.
+    None where no node runs ``encode_prompts``, where the model's tokenizer is not on this machine,
+    and where its images are at a URL. DataError for a prompt that the model cannot be shown;
+    ConfigError for options that do not fit the tokenizer.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return None
@@ -146,7 +162,9 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         return None
     prompt = _values(table, source.prompt)[0].as_py()
     if prompt is None:
-        raise DataError(f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})")
+        raise DataError(
+            f"dataset {source.url!r}: its first prompt is null (data.prompt={source.prompt})"
+        )
     if images is not None:
         shown = images_of(normalised(plain(table[images]), images)[0].as_py())
         if any(image.data is None for image in shown):
@@ -154,11 +172,17 @@ def first_prompt(config: Config, plan: Plan, dataset: Dataset) -> FirstPrompt | 
         processor = load_processor(folder_here(config.model.path, weights=False), config.images)
         assert processor is not None
         prompt = marked(prompt, processor.family.placeholder)
-    return rendered(tokenizer, prompt, f"dataset {source.url!r}: its first prompt", config.data.continue_answers)
+    return rendered(
+        tokenizer, prompt, f"dataset {source.url!r}: its first prompt", config.data.continue_answers
+    )
 
 
-def rendered(tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_answers: bool = False) -> FirstPrompt:
-    """Return a prompt as the model sees it, images as one placeholder each. DataError, with ``name``, if it cannot."""
+def rendered(
+    tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_answers: bool = False
+) -> FirstPrompt:
+    """Return a prompt as the model sees it, images as one placeholder each. DataError, with
+    ``name``, if it cannot.
+    """
     with named(name):
         ids: Sequence[int] = tokenizer.encode(prompt, continue_answer=continue_answers)
     return FirstPrompt(shortened(tokenizer.decode(ids, skip_special=False)), len(ids))
@@ -166,7 +190,9 @@ def rendered(tokenizer: HuggingFaceTokenizer, prompt: Any, name: str, continue_a
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Raise a DataError that begins with ``name`` in place of a DataError or an exception of a chat template."""
+    """Raise a DataError that begins with ``name`` in place of a DataError or an exception of a
+    chat template.
+    """
     try:
         yield
     except (ConfigError, ImageError):
@@ -174,15 +200,20 @@ def named(name: str) -> Iterator[None]:
     except DataError as error:
         raise DataError(f"{name}: {error}") from error
     except Exception as error:  # a chat template may raise anything
-        raise DataError(f"{name}: the chat template fails on it: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{name}: the chat template fails on it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
-    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, which the engine will report.
+    """Return the tokenizer of ``model.path``; None where it cannot be loaded here, which the engine
+    will report.
 
     ConfigError for options of ``model`` that do not fit it.
     """
-    from siirl_dask.rollout.tokenizer import load_tokenizer  # transformers: seconds that others need not wait for
+    from siirl_dask.rollout.tokenizer import (
+        load_tokenizer,
+    )  # transformers: seconds that others need not wait for
 
     label = f"model.path={config.model.path!r}"
     try:
@@ -197,4 +228,7 @@ def shortened(text: str) -> str:
     if len(text) > _SHOWN:
         half = _SHOWN // 2
         text = f"{text[:half]} [... {len(text) - _SHOWN:,} characters ...] {text[-half:]}"
-    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    return "".join(
+        sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for sign in text
+    )

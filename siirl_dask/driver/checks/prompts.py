@@ -1,4 +1,6 @@
-"""Warns of prompts that were dropped: a worker counts its own, and only the driver sees the counts of all."""
+"""Warns of prompts that were dropped: a worker counts its own, and only the driver sees the
+counts of all.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ _PROMPTS = "data/prompts"
 
 
 def check_prompts(completed: CompletedIteration, max_prompt_length: int) -> None:
-    """Warn, once for all workers, of prompts that were too long, and of an iteration that has no others.
+    """Warn, once for all workers, of prompts that were too long, and of an iteration that has no
+    others.
 
-    DataError where that iteration is the run's first training step, the validation before it, or an evaluation. A DAG
-    that does not log ``data/prompts`` is not checked.
+    DataError where that iteration is the run's first training step, the validation before it, or an
+    evaluation. A DAG that does not log ``data/prompts`` is not checked.
     """
     metrics = values(completed.metrics)
     for name in metrics:
@@ -30,7 +33,12 @@ def check_prompts(completed: CompletedIteration, max_prompt_length: int) -> None
 
 
 def _check(
-    iteration: Iteration, metrics: Mapping[str, float | None], max_prompt_length: int, *, subject: str, prefix: str
+    iteration: Iteration,
+    metrics: Mapping[str, float | None],
+    max_prompt_length: int,
+    *,
+    subject: str,
+    prefix: str,
 ) -> None:
     used = metrics[f"{prefix}{_PROMPTS}"]
     dropped = metrics.get(f"{prefix}data/dropped_prompts")
@@ -49,5 +57,7 @@ def _check(
         reason += f": all {dropped:.0f} are {too_long}, the shortest has {shortest:.0f}"
     first = {Phase.TRAIN: 1, Phase.VALIDATION: 0, Phase.EVALUATION: iteration.step}
     if iteration.step == first.get(iteration.phase):
-        raise DataError(f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts")
+        raise DataError(
+            f"{reason}; raise data.max_prompt_length, or take a dataset with shorter prompts"
+        )
     logger.warning("%s; it is skipped", reason)

@@ -23,12 +23,17 @@ class Unreachable(ConfigError):
 
 
 def check_reachable(
-    client: Client, members: Mapping[str, str], phases: Phases, reads: Mapping[str, Sequence[str]], run_url: str
+    client: Client,
+    members: Mapping[str, str],
+    phases: Phases,
+    reads: Mapping[str, Sequence[str]],
+    run_url: str,
 ) -> None:
-    """Raise Unreachable, by worker, host and path, unless each worker reaches its files as this process does.
+    """Raise Unreachable, by worker, host and path, unless each worker reaches its files as this
+    process does.
 
-    ``reads`` has the folders that the workers of each role read. Workers that load prompts read the datasets, and all
-    write below ``run_url``.
+    ``reads`` has the folders that the workers of each role read. Workers that load prompts read the
+    datasets, and all write below ``run_url``.
     """
     workers_by_needs: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker in members:
@@ -37,20 +42,28 @@ def check_reachable(
     with probe(run_url) as name:
         for needed, workers in workers_by_needs.items():
             addresses = [members[worker] for worker in workers]
-            answers = client.run(find_unreachable, dict(needed), absolute(run_url), name, workers=addresses)
+            answers = client.run(
+                find_unreachable, dict(needed), absolute(run_url), name, workers=addresses
+            )
             for worker in workers:
                 host, found = answers[members[worker]]
-                problems += [f"for worker {worker!r} on host {host!r} {problem}" for problem in found]
+                problems += [
+                    f"for worker {worker!r} on host {host!r} {problem}" for problem in found
+                ]
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         expected = (
-            "; expected what the configuration names (model.path, data.url, run.url, ...) at the same place on every "
-            "host: on a file system that all share, or a URL such as s3://...; a model of the hub is hf://org/name"
+            "; expected what the configuration names (model.path, data.url, run.url, ...) at the "
+            "same place on every "
+            "host: on a file system that all share, or a URL such as s3://...; a model of the hub "
+            "is hf://org/name"
         )
         raise Unreachable("; ".join(problems[:_NAMED]) + more + expected)
 
 
-def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:
+def _read_by(
+    worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, str], ...]:
     """Return the files that a worker must be able to read: a name for messages, and the URL."""
     plan, _ = next(iter(phases.values()))
     needed: dict[str, str] = {}
@@ -63,7 +76,11 @@ def _read_by(worker: str, phases: Phases, reads: Mapping[str, Sequence[str]]) ->
     for phase, (phase_plan, dataset) in phases.items():
         if not any(isinstance(link, LoadPrompts) for link in phase_plan.chains[worker].flat):
             continue
-        labels = [f" {share.name!r}" for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+        labels = (
+            [f" {share.name!r}" for share in dataset.shares]
+            if isinstance(dataset, Mixture)
+            else [""]
+        )
         for label, source in zip(labels, dataset.sources, strict=True):
             needed[f"the {phase} dataset{label}"] = absolute(source.url)
     return tuple(needed.items())

@@ -12,14 +12,18 @@ from siirl_dask.planner import DAG
 from siirl_dask.planner.contract import options_of
 
 _READERS = {
-    "environments": (EnvironmentsConfig, "siirl_dask.nodes:play, as configs/dags/turns.yaml and siirl_dask.turns have"),
+    "environments": (
+        EnvironmentsConfig,
+        "siirl_dask.nodes:play, as configs/dags/turns.yaml and siirl_dask.turns have",
+    ),
     "endpoint": (EndpointConfig, "siirl_dask.nodes:run_agents, as docs/endpoint.md shows"),
 }
 """Groups that a DAG reads as a whole or not at all, and a node that does."""
 
 
 def check_read(config: Config, dags: Sequence[DAG]) -> None:
-    """Raise ConfigError for an agent that no node acts for, and for environments or an endpoint that nothing reads.
+    """Raise ConfigError for an agent that no node acts for, and for environments or an endpoint
+    that nothing reads.
 
     A node or a role reads a group that is among its options, under the group's name or any other.
     """
@@ -29,8 +33,10 @@ def check_read(config: Config, dags: Sequence[DAG]) -> None:
     idle = [name for name in config.agents if name not in acting]
     if idle:
         raise ConfigError(
-            f"agents.{idle[0]}: no node of the DAG has agent: {idle[0]}, so that it would neither act nor learn; take "
-            "the recipe siirl_dask.agents, add its nodes as in configs/dags/agents.yaml, or leave it out"
+            f"agents.{idle[0]}: no node of the DAG has agent: {idle[0]}, so that it would neither "
+            "act nor learn; take "
+            "the recipe siirl_dask.agents, add its nodes as in configs/dags/agents.yaml, or leave "
+            "it out"
         )
     all_options = [dict(node.options) for node in nodes]
     all_options += [dict(options_of(role.build)) for role in roles]
@@ -39,7 +45,8 @@ def check_read(config: Config, dags: Sequence[DAG]) -> None:
         if key is not None and not any(_has(options, group, kind) for options in all_options):
             value = getattr(getattr(config, group), key)
             raise ConfigError(
-                f"{group}.{key}={value!r}: no node of the DAG reads {group}; expected one that runs {reader}, or leave "
+                f"{group}.{key}={value!r}: no node of the DAG reads {group}; expected one that "
+                f"runs {reader}, or leave "
                 "the key out"
             )
 

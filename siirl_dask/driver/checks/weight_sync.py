@@ -1,4 +1,6 @@
-"""Checks how the policy's new weights reach the engines (``rollout.weight_sync``), and describes it for a plan."""
+"""Checks how the policy's new weights reach the engines (``rollout.weight_sync``), and describes
+it for a plan.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,25 @@ from siirl_dask.schema import PARAMETER_DATA
 
 
 def check_weight_sync(config: Config, plan: Plan) -> None:
-    """Raise PlanError if ``rollout.weight_sync=broadcast`` and a broadcast cannot bring all weights of the plan."""
+    """Raise PlanError if ``rollout.weight_sync=broadcast`` and a broadcast cannot bring all
+    weights of the plan.
+    """
     if config.rollout.weight_sync is not WeightSync.broadcast:
         return
     for source, target in _transfers(plan):
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
         if reason:
             raise PlanError(
-                f"rollout.weight_sync=broadcast, and none can bring the weights of node {source.node.name!r} to node "
+                "rollout.weight_sync=broadcast, and none can bring the weights of node "
+                f"{source.node.name!r} to node "
                 f"{target.node.name!r}: {reason}; change that, or take rollout.weight_sync=auto"
             )
 
 
 def transfer_notes(config: Config, plan: Plan) -> list[str]:
-    """Return a sentence on each transfer of weights between workers, as far as is known before the devices are."""
+    """Return a sentence on each transfer of weights between workers, as far as is known before
+    the devices are.
+    """
     workers = tuple(plan.chains)
     weight_sync = config.rollout.weight_sync
     notes = []
@@ -36,8 +43,12 @@ def transfer_notes(config: Config, plan: Plan) -> list[str]:
         if set(senders) == set(receivers) and len(senders) == 1:
             continue
         weights = f"new weights ({source.node.name} -> {target.node.name})"
-        if plan.streams.get(source.node.name) == target.node.name and stays(source, target, plan.placement):
-            notes.append(f"{weights} stay on their workers: each engine loads what its trainer has gathered")
+        if plan.streams.get(source.node.name) == target.node.name and stays(
+            source, target, plan.placement
+        ):
+            notes.append(
+                f"{weights} stay on their workers: each engine loads what its trainer has gathered"
+            )
             continue
         reason = why_no_broadcast(source, target, plan.placement, plan.streams)
         broadcast = f"by broadcast from worker {senders[0]} to {worker_ranges(receivers, workers)}"

@@ -1,1 +1,3 @@
-"""Dask clusters of a run: started or connected to, their workers, the tasks that are sent to them."""
+"""Dask clusters of a run: started or connected to, their workers, the tasks that are sent to
+them.
+"""

@@ -1,4 +1,6 @@
-"""Tasks for the workers, and calls to the scheduler that have no timeout of their own, from the driver's thread."""
+"""Tasks for the workers, and calls to the scheduler that have no timeout of their own, from the
+driver's thread.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def complete(
 ) -> T:
     """Return the result of an asynchronous ``call`` on the client's event loop.
 
-    ``meanwhile`` is called every ``SLICE`` seconds until then: an exception that it raises ends the wait. TimeoutError
-    after ``timeout`` seconds.
+    ``meanwhile`` is called every ``SLICE`` seconds until then: an exception that it raises ends the
+    wait. TimeoutError after ``timeout`` seconds.
     """
 
     async def work() -> T:
@@ -59,17 +61,26 @@ def submit(
     turn: int,
     **arguments: Any,
 ) -> dict[str, Future[Any]]:
-    """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits for another.
+    """Submit one task to each worker, pinned to it; all of them as one graph, of which none waits
+    for another.
 
-    A worker runs its tasks in the order of ``turn``, without a message from the scheduler between two steps. Dask's
-    pages show the tasks as ``siirl-train``, by ``what`` they do, and in a span of that within one of the ``run``. There
-    is no span for each step: Dask forgets none.
+    A worker runs its tasks in the order of ``turn``, without a message from the scheduler between
+    two steps. Dask's pages show the tasks as ``siirl-train``, by ``what`` they do, and in a span of
+    that within one of the ``run``. There is no span for each step: Dask forgets none.
     """
     group = task_group(plugin, what)
     keys = {(group, turn, worker): address for worker, address in members.items()}
     span = {"name": (run, what), "ids": (plugin, group)}
-    with annotate(workers=keys.__getitem__, span=span):  # the scheduler asks the former for each key
+    with annotate(
+        workers=keys.__getitem__, span=span
+    ):  # the scheduler asks the former for each key
         futures = client.map(
-            function, [plugin] * len(members), key=list(keys), pure=False, fifo_timeout="0ms", number=turn, **arguments
+            function,
+            [plugin] * len(members),
+            key=list(keys),
+            pure=False,
+            fifo_timeout="0ms",
+            number=turn,
+            **arguments,
         )
     return dict(zip(members, futures, strict=True))

@@ -1,4 +1,6 @@
-"""The Dask cluster of a run: started on this machine, an existing one, or what a cluster spec describes."""
+"""The Dask cluster of a run: started on this machine, an existing one, or what a cluster spec
+describes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processe
 
 logger = logging.getLogger("siirl_dask.driver")
 _CLOSE_PATIENCE = 3.0  # seconds for workers to close by themselves after a complete run
-_STOP_PATIENCE = 0.5  # seconds for the same after a failure or Ctrl-C: the whole stop may take five seconds
+_STOP_PATIENCE = (
+    0.5  # seconds for the same after a failure or Ctrl-C: the whole stop may take five seconds
+)
 _CONNECT_TIMEOUT = 5.0  # seconds for a scheduler that has just started to answer
 _INTERVAL = 0.5  # seconds between two attempts to connect
 _CLOSE_TIMEOUT = 15.0  # seconds; what Dask has not closed by then is left to the end of the process
@@ -37,15 +41,17 @@ _PROFILE = {
     "distributed.worker.profile.interval": ("10ms", "100ms"),
     "distributed.admin.low-level-log-length": (1000, 100),
 }
-"""Dask's default and ours: its profiler kept 300 kB of stacks a second and worker, for a thousand seconds."""
+"""Dask's default and ours: its profiler kept 300 kB of stacks a second and worker, for a
+thousand seconds."""
 
 
 @contextmanager
 def connect(config: Config, progress: Progress) -> Iterator[Client]:
-    """Yield a client of a cluster with ``cluster.workers`` workers; a cluster started here is closed afterwards.
+    """Yield a client of a cluster with ``cluster.workers`` workers; a cluster started here is
+    closed afterwards.
 
-    ConfigError if no scheduler answers at the given address, or no scheduler file comes; RunError if the workers do not
-    come up in time.
+    ConfigError if no scheduler answers at the given address, or no scheduler file comes; RunError
+    if the workers do not come up in time.
     """
     cluster = config.cluster
     if cluster.exists:
@@ -53,7 +59,11 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             yield client
         return
     if cluster.spec:
-        with dask.config.set(_common_settings(config)), main_not_imported(), deployed(cluster, progress) as client:
+        with (
+            dask.config.set(_common_settings(config)),
+            main_not_imported(),
+            deployed(cluster, progress) as client,
+        ):
             yield client
         return
     with dask.config.set(_local_settings(config)), main_not_imported(), _local(config) as local:
@@ -62,7 +72,9 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress)
             yield client
         finally:
-            with suppress(TimeoutError):  # the cluster is closed next: no orderly farewell is needed
+            with suppress(
+                TimeoutError
+            ):  # the cluster is closed next: no orderly farewell is needed
                 client.close(timeout=_STOP_PATIENCE)
 
 
@@ -90,11 +102,14 @@ def _local(config: Config) -> Iterator[LocalCluster]:
 
 
 def _close(cluster: LocalCluster, patience: float) -> None:
-    """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so none is left over."""
+    """Close the cluster; workers that are busy for more than ``patience`` seconds are killed, so
+    none is left over.
+    """
     nannies = list(cluster.workers.values())
     loop = cluster.loop
     assert loop is not None  # only a client without a loop of its own has none
-    # it logs connections to killed workers, with tracebacks, and may do so after the cluster's silence has ended
+    # it logs connections to killed workers, with tracebacks, and may do so after the cluster's
+    # silence has ended
     logging.getLogger("distributed.batched").setLevel(logging.WARNING)
     late = threading.Timer(patience, loop.add_callback, [_kill, nannies])
     late.start()
@@ -108,7 +123,9 @@ def _close(cluster: LocalCluster, patience: float) -> None:
 
 
 def _kill(nannies: Sequence[Nanny]) -> None:
-    """Kill the worker processes, on the cluster's event loop, where no nanny acts between the two steps."""
+    """Kill the worker processes, on the cluster's event loop, where no nanny acts between the
+    two steps.
+    """
     for nanny in nannies:
         if nanny.status is Status.running:
             nanny.close_gracefully(reason="siirl-dask-kill")  # or it would start another worker
@@ -120,8 +137,8 @@ def _kill(nannies: Sequence[Nanny]) -> None:
 async def _prepare_processes() -> None:
     """Start the fork server with SIGINT blocked.
 
-    Ctrl-C reaches every process of the terminal. Processes that this thread starts inherit the mask and ignore it; the
-    driver's main thread gets it and stops them in order.
+    Ctrl-C reaches every process of the terminal. Processes that this thread starts inherit the mask
+    and ignore it; the driver's main thread gets it and stops them in order.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     prepare_processes(dask.config.get("distributed.nanny.pre-spawn-environ"))
@@ -154,26 +171,33 @@ def _local_settings(config: Config) -> dict[str, object]:
         **_common_settings(config),
         "distributed.worker.multiprocessing-method": START_METHOD,
         "distributed.logging.distributed": "critical",
-        # else Dask's cluster closes the nanny of a worker that died 15 s ago and is just starting once more
+        # else Dask's cluster closes the nanny of a worker that died 15 s ago and is just starting
+        # once more
         "distributed.deploy.lost-worker-timeout": "1 day",
     }
 
 
 @contextmanager
 def reconnect(config: Config, progress: Progress) -> Iterator[Client]:
-    """Yield a client of an existing cluster whose scheduler was lost, once another one has replaced it, with workers.
+    """Yield a client of an existing cluster whose scheduler was lost, once another one has replaced
+    it, with workers.
 
-    RunError after ``cluster.scheduler_timeout`` seconds, SchedulerLost if that one ends as well. An elastic run waits
-    for one worker only.
+    RunError after ``cluster.scheduler_timeout`` seconds, SchedulerLost if that one ends as well. An
+    elastic run waits for one worker only.
     """
     cluster = config.cluster
     deadline = time.monotonic() + cluster.scheduler_timeout
-    progress.note(f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s (cluster.scheduler_timeout)")
+    progress.note(
+        f"waiting for another scheduler, up to {cluster.scheduler_timeout:g} s "
+        "(cluster.scheduler_timeout)"
+    )
     client = _client_of_another(cluster, deadline)
     try:
         limit = ("cluster.scheduler_timeout", max(0.0, deadline - time.monotonic()))
         with scheduler_guard(client, cluster):
-            wait_for_workers(client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None)
+            wait_for_workers(
+                client, cluster, progress, limit=limit, workers=1 if cluster.elastic else None
+            )
         yield client
     finally:
         with _without_tracebacks(client), suppress(TimeoutError):
@@ -188,11 +212,21 @@ def _client_of_another(cluster: ClusterConfig, deadline: float) -> Client:
             if not address:
                 address = address_in(cluster.scheduler_file or "")
             return Client(address=address, timeout=_CONNECT_TIMEOUT)
-        except (OSError, ValueError, KeyError, TypeError) as error:  # no file, half a file, no scheduler
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:  # no file, half a file, no scheduler
             if time.monotonic() >= deadline:
-                where = cluster.address if cluster.address else f"which {cluster.scheduler_file!r} names: {address}"
+                where = (
+                    cluster.address
+                    if cluster.address
+                    else f"which {cluster.scheduler_file!r} names: {address}"
+                )
                 raise RunError(
-                    f"the scheduler was lost, and none came to its place ({where}) within cluster.scheduler_timeout="
+                    f"the scheduler was lost, and none came to its place ({where}) within "
+                    "cluster.scheduler_timeout="
                     f"{cluster.scheduler_timeout:g} s: {error}"
                 ) from error
             time.sleep(_INTERVAL)
@@ -208,7 +242,11 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
         where = f"{address!r}, which cluster.scheduler_file={cluster.scheduler_file!r} names"
     try:
         client = Client(address=address, timeout=cluster.start_timeout)
-    except (OSError, ValueError, TypeError) as error:  # no scheduler; a malformed address; tls without certificates
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # no scheduler; a malformed address; tls without certificates
         message = f"no Dask scheduler answers at {where}: {error}"
         hint = "; certificates are named in Dask's configuration, under distributed.comm.tls"
         raise ConfigError(message + (hint if "tls" in message.lower() else "")) from error
@@ -217,13 +255,18 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress)
         yield client
     finally:
-        with _without_tracebacks(client), suppress(TimeoutError):  # a scheduler that is cut off does not answer
+        with (
+            _without_tracebacks(client),
+            suppress(TimeoutError),
+        ):  # a scheduler that is cut off does not answer
             client.close(timeout=_STOP_PATIENCE)
 
 
 @contextmanager
 def _without_tracebacks(client: Client) -> Iterator[None]:
-    """Keep a client that has lost its scheduler from printing a traceback: the run has reported the loss already."""
+    """Keep a client that has lost its scheduler from printing a traceback: the run has reported
+    the loss already.
+    """
     log = logging.getLogger("distributed.client")
     before = log.level
     if client.status != "running":

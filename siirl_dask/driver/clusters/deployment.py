@@ -1,7 +1,7 @@
 """Starts the Dask cluster that ``cluster.spec`` names, and ends it with the run.
 
-Dask's deployment projects do the work: a spec names any class that is a ``distributed.deploy.Cluster``, or a function
-that returns one, such as ``distributed.SSHCluster``.
+Dask's deployment projects do the work: a spec names any class that is a
+``distributed.deploy.Cluster``, or a function that returns one, such as ``distributed.SSHCluster``.
 """
 
 from __future__ import annotations
@@ -34,22 +34,26 @@ logger = logging.getLogger("siirl_dask.driver")
 _CLOSE_TIMEOUT = 15.0  # seconds until the workers are ended one by one, without the scheduler
 _CLIENT_TIMEOUT = 0.5  # seconds for the client's farewell: the cluster is closed next
 _LOGS_OF_A_CLOSE = ("distributed.batched", "distributed.deploy.cluster")
-"""Dask's logs of workers that come or go while a cluster closes, with tracebacks, also after it has closed."""
+"""Dask's logs of workers that come or go while a cluster closes, with tracebacks, also after it
+has closed."""
 _RESTART_MARGIN = 1.0  # seconds after Dask has forgotten a lost worker
 _LOG_LINES = 5  # of Dask's own log, in the error of a cluster that does not start
 
 
 def check_spec(path: str) -> None:
-    """Raise ConfigError unless the file names a class that can be imported here, and arguments that it accepts."""
+    """Raise ConfigError unless the file names a class that can be imported here, and arguments
+    that it accepts.
+    """
     _factory(read_cluster_spec(path))
 
 
 @contextmanager
 def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
-    """Start what ``cluster.spec`` describes, wait for ``cluster.workers`` workers, and yield a client.
+    """Start what ``cluster.spec`` describes, wait for ``cluster.workers`` workers, and yield a
+    client.
 
-    The cluster is closed afterwards, whatever happens. ConfigError for a spec that cannot be used; RunError if the
-    cluster does not start, or too few workers come in time.
+    The cluster is closed afterwards, whatever happens. ConfigError for a spec that cannot be used;
+    RunError if the cluster does not start, or too few workers come in time.
     """
     assert config.spec is not None
     spec = read_cluster_spec(config.spec)
@@ -75,7 +79,8 @@ def deployed(config: ClusterConfig, progress: Progress) -> Iterator[Client]:
 
 
 def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> None:
-    """Start workers of a cluster in place of those that are lost for good, such as those of a host without power.
+    """Start workers of a cluster in place of those that are lost for good, such as those of a host
+    without power.
 
     ``lost`` are their names. Returns at once. Dask waits for a lost worker before it forgets it
     (``distributed.deploy.lost-worker-timeout``), and a class without scaling starts none.
@@ -92,7 +97,9 @@ def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> No
     def warn(started: Future[None]) -> None:
         error = started.exception()
         if error is not None:
-            logger.warning("%s cannot start a worker in place of a lost one: %s", cluster.name, error)
+            logger.warning(
+                "%s cannot start a worker in place of a lost one: %s", cluster.name, error
+            )
 
     timer = threading.Timer(patience + _RESTART_MARGIN, start)
     timer.daemon = True
@@ -100,7 +107,9 @@ def start_lost(cluster: Cluster, workers: int, lost: Collection[str] = ()) -> No
 
 
 async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
-    """End and forget each job of which no worker is left: Dask does so by itself only where a job has a single one."""
+    """End and forget each job of which no worker is left: Dask does so by itself only where a
+    job has a single one.
+    """
     present = {str(info["name"]) for info in cluster.scheduler_info["workers"].values()}
     for job, spec in list(cluster.worker_spec.items()):
         names = {f"{job}{suffix}" for suffix in spec.get("group", ("",))}
@@ -109,30 +118,43 @@ async def _forget(cluster: SpecCluster, lost: Collection[str]) -> None:
         try:
             await cluster.workers.pop(job).close()
         except Exception as error:  # whatever the command that ends a job gives
-            logger.warning("%s cannot end the job %s, whose workers are lost: %s", cluster.name, job, error)
+            logger.warning(
+                "%s cannot end the job %s, whose workers are lost: %s", cluster.name, job, error
+            )
 
 
 def _factory(spec: ClusterSpec) -> Callable[[], Cluster]:
-    """Return a function that makes the cluster. ConfigError for a class or arguments that cannot be used."""
+    """Return a function that makes the cluster. ConfigError for a class or arguments that cannot
+    be used.
+    """
     where = f"cluster.spec={spec.path!r}: class {spec.class_name!r}"
     module_name, _, name = spec.class_name.rpartition(".")
     try:
         with _unchanged_sigint():
             module = import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where} cannot be imported: {error}; install the package that has it") from error
+        raise ConfigError(
+            f"{where} cannot be imported: {error}; install the package that has it"
+        ) from error
     factory = getattr(module, name, None)
     if factory is None:
-        raise ConfigError(f"{where}: module {module_name!r} has no {name!r}{did_you_mean(name, dir(module))}")
+        raise ConfigError(
+            f"{where}: module {module_name!r} has no {name!r}{did_you_mean(name, dir(module))}"
+        )
     kind: Any = None
     if isclass(factory):
         kind = factory
     elif callable(factory):
         kind = get_type_hints(factory).get("return")
     if not isclass(kind) or not issubclass(kind, Cluster):
-        raise ConfigError(f"{where} is no cluster: expected a class of distributed.deploy.Cluster, as SLURMCluster is")
+        raise ConfigError(
+            f"{where} is no cluster: expected a class of distributed.deploy.Cluster, as "
+            "SLURMCluster is"
+        )
     if "asynchronous" in spec.kwargs:
-        raise ConfigError(f"{where}: kwargs.asynchronous: a run starts its cluster synchronously; leave it out")
+        raise ConfigError(
+            f"{where}: kwargs.asynchronous: a run starts its cluster synchronously; leave it out"
+        )
     parameters = signature(factory).parameters
     try:
         signature(factory).bind(**spec.kwargs)
@@ -145,8 +167,12 @@ def _factory(spec: ClusterSpec) -> Callable[[], Cluster]:
 
 @contextmanager
 def _unchanged_sigint() -> Iterator[None]:
-    """Keep this process's handler of SIGINT: importing dask_jobqueue sets one of its own, which exits with 0."""
-    if threading.current_thread() is not threading.main_thread():  # no other may set a handler: nor may the import
+    """Keep this process's handler of SIGINT: importing dask_jobqueue sets one of its own, which
+    exits with 0.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # no other may set a handler: nor may the import
         yield
         return
     before = signal.getsignal(signal.SIGINT)
@@ -159,7 +185,8 @@ def _unchanged_sigint() -> Iterator[None]:
 def _start(spec: ClusterSpec, timeout: float) -> Cluster:
     """Make the cluster in a thread of its own.
 
-    Some classes wait there for all their hosts, and would leave some behind if Ctrl-C ended them half-way.
+    Some classes wait there for all their hosts, and would leave some behind if Ctrl-C ended them
+    half-way.
     """
     make_cluster = _factory(spec)
     made = Future[Cluster]()
@@ -181,7 +208,8 @@ def _start(spec: ClusterSpec, timeout: float) -> Cluster:
         if not made.done():
             made.add_done_callback(_close_unused)
             raise RunError(
-                f"cluster.spec={spec.path!r}: {spec.class_name} did not start within cluster.start_timeout="
+                f"cluster.spec={spec.path!r}: {spec.class_name} did not start within "
+                "cluster.start_timeout="
                 f"{timeout:g} s{_quoted(lines)}"
             )
         error = made.exception()
@@ -195,8 +223,12 @@ def _close_unused(made: Future[Cluster]) -> None:
         _close(made.result())
 
 
-def _start_failure(spec: ClusterSpec, error: BaseException, lines: Iterable[str] = ()) -> SiirlError:
-    """Return the error of a cluster that does not start; a class refuses arguments with TypeError or ValueError."""
+def _start_failure(
+    spec: ClusterSpec, error: BaseException, lines: Iterable[str] = ()
+) -> SiirlError:
+    """Return the error of a cluster that does not start; a class refuses arguments with
+    TypeError or ValueError.
+    """
     text = " ".join(str(error).split())
     if not text:
         text = type(error).__name__
@@ -251,14 +283,20 @@ def _scale(cluster: Cluster, workers: int) -> Future[None]:
         return done
 
     async def grow() -> None:
-        corrected = cluster._correct_state()  # before scale(), which calls it as well, and would log its errors
+        corrected = (
+            cluster._correct_state()
+        )  # before scale(), which calls it as well, and would log its errors
         cluster.scale(workers)
         try:
             await corrected
         except Exception:
-            asyncio.get_running_loop().set_exception_handler(_ignore)  # the errors of other workers: one is shown
+            asyncio.get_running_loop().set_exception_handler(
+                _ignore
+            )  # the errors of other workers: one is shown
             for worker in cluster.workers.values():
-                worker.status = Status.failed  # Dask's close() insists on a status, and gives none to these
+                worker.status = (
+                    Status.failed
+                )  # Dask's close() insists on a status, and gives none to these
             raise
 
     assert cluster.loop is not None  # only a client without a loop of its own has none
@@ -281,23 +319,31 @@ def _hint(spec: ClusterSpec, cluster: Cluster) -> str:
 
 
 def no_replacement(spec: str, cluster: Cluster) -> str:
-    """Return advice for a class that starts no worker in place of a lost one; an empty text for any other."""
+    """Return advice for a class that starts no worker in place of a lost one; an empty text for
+    any other.
+    """
     if cluster._supports_scaling:
         return ""
     return (
-        f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with `dask worker "
-        f"{cluster.scheduler_address}`, begin with more workers than cluster.workers, or set cluster.elastic=true"
+        f": the class of cluster.spec={spec!r} starts none in place of a lost one; start one with "
+        "`dask worker "
+        f"{cluster.scheduler_address}`, begin with more workers than cluster.workers, or set "
+        "cluster.elastic=true"
     )
 
 
 def _close(cluster: Cluster) -> None:
-    """Close the cluster; where its scheduler is gone, or a worker too busy, the workers are ended one by one."""
+    """Close the cluster; where its scheduler is gone, or a worker too busy, the workers are
+    ended one by one.
+    """
     for name in _LOGS_OF_A_CLOSE:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         cluster.close(timeout=_CLOSE_TIMEOUT)
     except OSError as error:  # also a TimeoutError
-        logger.warning("%s does not close (%s): its workers are ended", cluster.name, error or "no answer")
+        logger.warning(
+            "%s does not close (%s): its workers are ended", cluster.name, error or "no answer"
+        )
         cluster.sync(_end_workers, cluster, callback_timeout=_CLOSE_TIMEOUT)
 
 

@@ -15,14 +15,17 @@ from typing import Any
 
 from distributed import Nanny, Status
 
-_WORKER = "Dask Worker process (from Nanny)"  # as distributed.nanny names the processes that it starts
+_WORKER = (
+    "Dask Worker process (from Nanny)"  # as distributed.nanny names the processes that it starts
+)
 
 
 class NamelessNanny(Nanny):
     """A nanny whose worker's semaphores have no names once the worker runs.
 
-    A nanny and its worker talk over two queues with three semaphores each. The worker finds them by their names, which
-    are files that a process unlinks as it ends: after ``kill -9`` of them all they would stay until the next boot.
+    A nanny and its worker talk over two queues with three semaphores each. The worker finds them by
+    their names, which are files that a process unlinks as it ends: after ``kill -9`` of them all
+    they would stay until the next boot.
     """
 
     async def instantiate(self) -> Status:
@@ -34,7 +37,9 @@ class NamelessNanny(Nanny):
 
 
 def unlink_names(queue: Any) -> None:
-    """Unlink the names of a multiprocessing queue's semaphores, which go on for those that have opened them."""
+    """Unlink the names of a multiprocessing queue's semaphores, which go on for those that have
+    opened them.
+    """
     for finalize in _finalizers(queue):
         finalize()  # it unlinks the name, informs the resource tracker, and does so only once
 
@@ -56,9 +61,9 @@ def _finalizers(queue: Any) -> Iterator[Finalize]:
 def main_not_imported() -> Iterator[None]:
     """Start Dask's worker processes inside without importing this process's main module in them.
 
-    multiprocessing imports it in each process that it starts, so a script without ``if __name__ == "__main__":`` would
-    call ``run`` once more in each worker. Workers need nothing of it: what a DAG uses of it is sent by value. Other
-    processes are started as before.
+    multiprocessing imports it in each process that it starts, so a script without ``if __name__ ==
+    "__main__":`` would call ``run`` once more in each worker. Workers need nothing of it: what a
+    DAG uses of it is sent by value. Other processes are started as before.
     """
     before = spawn.get_preparation_data
 

@@ -1,4 +1,6 @@
-"""The processes of a cluster: orders the workers by rank, and refuses environments that do not fit together."""
+"""The processes of a cluster: orders the workers by rank, and refuses environments that do not
+fit together.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +37,24 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
 
     ``before`` are the names of earlier members: those that are there have the ranks that they had.
 
-    ConfigError for a process that cannot import this package, and for one with another version of it, of Python or of
-    a package whose messages all must understand; WorkerLost for one that leaves meanwhile. Other differences are
-    logged.
+    ConfigError for a process that cannot import this package, and for one with another version of
+    it, of Python or of a package whose messages all must understand; WorkerLost for one that leaves
+    meanwhile. Other differences are logged.
     """
     workers: dict[str, str] = {}
     for address, info in client.scheduler_info(n_workers=-1)["workers"].items():
         if info["status"] == Status.running.name:
             workers[str(info["name"])] = address
     reports = client.run(report, on_error="return")
-    ordered = rank_order({name: (address, reports.get(address)) for name, address in workers.items()})
+    ordered = rank_order(
+        {name: (address, reports.get(address)) for name, address in workers.items()}
+    )
     chosen = {name: workers[name] for name in keep_ranks(ordered, before)[:count]}
     if len(chosen) < count:
-        raise WorkerLost(f"{len(chosen)} of {count} workers are there: another one left while the run was prepared")
+        raise WorkerLost(
+            f"{len(chosen)} of {count} workers are there: another one left while the run was "
+            "prepared"
+        )
     with workers_needed(client, chosen):
         check_alike(client, chosen, reports)
     return chosen
@@ -55,7 +62,9 @@ def members(client: Client, count: int, before: Iterable[str] = ()) -> dict[str,
 
 @contextmanager
 def workers_needed(client: Client, workers: Mapping[str, str]) -> Iterator[None]:
-    """Raise WorkerLost if something fails inside and one of the ``workers``, {name: address}, has left by then."""
+    """Raise WorkerLost if something fails inside and one of the ``workers``, {name: address},
+    has left by then.
+    """
     try:
         yield
     except WorkerLost:
@@ -68,7 +77,8 @@ def workers_needed(client: Client, workers: Mapping[str, str]) -> Iterator[None]
 
 
 def gone(client: Client, workers: Mapping[str, str]) -> str | None:
-    """Return a clause about the first of the ``workers``, {name: address}, that has left the cluster; None if all stay.
+    """Return a clause about the first of the ``workers``, {name: address}, that has left the
+    cluster; None if all stay.
 
     Where the scheduler is gone, that is not known, and nobody has left.
     """
@@ -79,8 +89,11 @@ def gone(client: Client, workers: Mapping[str, str]) -> str | None:
     return None
 
 
-def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str, Report | Exception]) -> None:
-    """Raise ConfigError unless the ``workers``, {name: address}, fit to each other, to the scheduler and this process.
+def check_alike(
+    client: Client, workers: Mapping[str, str], reports: Mapping[str, Report | Exception]
+) -> None:
+    """Raise ConfigError unless the ``workers``, {name: address}, fit to each other, to the
+    scheduler and this process.
 
     ``reports`` has the report of each address.
     """
@@ -89,7 +102,9 @@ def check_alike(client: Client, workers: Mapping[str, str], reports: Mapping[str
 
 
 def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:
-    """Return the names in ``ordered``, those of ``before`` at the ranks that they had there; others fill the gaps."""
+    """Return the names in ``ordered``, those of ``before`` at the ranks that they had there;
+    others fill the gaps.
+    """
     earlier = list(before)
     others = iter([name for name in ordered if name not in earlier])
     first = [name if name in ordered else next(others, None) for name in earlier]
@@ -97,15 +112,19 @@ def keep_ranks(ordered: Sequence[str], before: Iterable[str]) -> list[str]:
 
 
 def hosts_of(members: Mapping[str, str]) -> dict[str, str]:
-    """Return the host of each worker of ``members``: that of its address, which its peers reach it by."""
+    """Return the host of each worker of ``members``: that of its address, which its peers reach
+    it by.
+    """
     return {name: get_address_host(address) for name, address in members.items()}
 
 
 def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> list[str]:
-    """Return the workers' names by host, then device, then name; ``workers`` has the address and report of each.
+    """Return the workers' names by host, then device, then name; ``workers`` has the address and
+    report of each.
 
-    A host goes by its own name, which launchers and container platforms keep where addresses change. A name that is
-    the worker's address counts without its port, which is another one in each start. Numbers in names go by value.
+    A host goes by its own name, which launchers and container platforms keep where addresses
+    change. A name that is the worker's address counts without its port, which is another one in
+    each start. Numbers in names go by value.
     """
 
     def sort_key(name: str) -> tuple[object, ...]:
@@ -123,7 +142,9 @@ def rank_order(workers: Mapping[str, tuple[str, Report | Exception | None]]) -> 
 
 
 def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key by which ``node2`` comes before ``node10``, and numbers before other texts."""
+    """Return a sort key by which ``node2`` comes before ``node10``, and numbers before other
+    texts.
+    """
     key = []
     for part in re.findall(r"\d+|\D+", text):
         is_number = part.isdecimal()
@@ -136,7 +157,9 @@ def _scheduler(client: Client) -> ClusterProcess:
         answer: Report | Exception = client.run_on_scheduler(report)
     except Exception as error:  # whatever an import there may raise
         answer = error
-    return ClusterProcess(f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer)
+    return ClusterProcess(
+        f"the scheduler at {client.scheduler_info()['address']}", "dask scheduler", answer
+    )
 
 
 def _worker(name: str, address: str, answer: Report | Exception | None) -> ClusterProcess:
@@ -147,15 +170,19 @@ def _worker(name: str, address: str, answer: Report | Exception | None) -> Clust
 
 
 def _check(scheduler: ClusterProcess, workers: Sequence[ClusterProcess]) -> None:
-    """Raise ConfigError unless the processes fit to each other and to this one; log smaller differences."""
+    """Raise ConfigError unless the processes fit to each other and to this one; log smaller
+    differences.
+    """
     here = report()
     reports: dict[str, Report] = {}
     for process in (scheduler, *workers):
         if isinstance(process.report, Exception):
             error = process.report
             raise ConfigError(
-                f"{process.label} cannot load siirl_dask: {type(error).__name__}: {error}; expected siirl_dask "
-                f"{here['versions']['siirl_dask']} and its dependencies in the Python that runs `{process.start}` there"
+                f"{process.label} cannot load siirl_dask: {type(error).__name__}: {error}; "
+                "expected siirl_dask "
+                f"{here['versions']['siirl_dask']} and its dependencies in the Python that runs "
+                f"`{process.start}` there"
             )
         reports[process.label] = process.report
     refused = [line for name in _MUST for line in _differences(name, here, reports)]
@@ -164,7 +191,9 @@ def _check(scheduler: ClusterProcess, workers: Sequence[ClusterProcess]) -> None
         refused = _describe_others("the code of siirl_dask", here["code"], code)
     if refused:
         raise ConfigError(
-            "the processes of the cluster do not fit together: " + "; ".join(refused) + "; expected the same "
+            "the processes of the cluster do not fit together: "
+            + "; ".join(refused)
+            + "; expected the same "
             "environment on every host"
         )
     of_workers = {process.label: reports[process.label] for process in workers}
@@ -182,12 +211,16 @@ def _differences(package: str, here: Report, reports: Mapping[str, Report]) -> l
 def _describe_others(
     subject: str, here: str, found: Mapping[str, str], where: str = "here", at: str = "on"
 ) -> list[str]:
-    """Return a sentence for each value other than ``here``, which names the processes that have it."""
+    """Return a sentence for each value other than ``here``, which names the processes that have
+    it.
+    """
     sentences = []
     for value in sorted({*found.values()} - {here}):
         labels = [label for label, each in found.items() if each == value]
         more = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
-        sentences.append(f"{subject} is {here} {where} and {value} {at} {', '.join(labels[:_NAMED])}{more}")
+        sentences.append(
+            f"{subject} is {here} {where} and {value} {at} {', '.join(labels[:_NAMED])}{more}"
+        )
     return sentences
 
 
@@ -197,7 +230,9 @@ def _warn_of_variables(workers: Mapping[str, Report]) -> None:
     names = {name for each in workers.values() for name in each["variables"]}
     for name in sorted(names):
         values = {label: _shown(each["variables"].get(name)) for label, each in workers.items()}
-        for line in _describe_others(f"environment variable {name}", values[first], values, f"for {first}", "for"):
+        for line in _describe_others(
+            f"environment variable {name}", values[first], values, f"for {first}", "for"
+        ):
             logger.warning("%s", line)
 
 

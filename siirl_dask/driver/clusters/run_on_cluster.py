@@ -1,4 +1,6 @@
-"""A run's plugins on the scheduler and its workers: installs them, calls them through the scheduler, removes them."""
+"""A run's plugins on the scheduler and its workers: installs them, calls them through the
+scheduler, removes them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from siirl_dask.worker.tasks import port_of
 
 logger = logging.getLogger("siirl_dask.driver")
 _CALL_TIMEOUT = 10.0  # seconds for the scheduler to answer
-_LEAVE_TIMEOUT = 3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+_LEAVE_TIMEOUT = (
+    3.0  # seconds for every worker to drop the run's plugin; one that is cut off never does
+)
 
 Report = Callable[[dict[str, Any]], None]
 """Handles an event of the run, from any thread."""
@@ -33,14 +37,18 @@ class RunOnCluster:
     """
 
     def __init__(self, client: Client, spec: RunSpec, report: Report) -> None:
-        """``report`` is called with each event of a worker or the supervisor, and when the scheduler is gone."""
+        """``report`` is called with each event of a worker or the supervisor, and when the
+        scheduler is gone.
+        """
         self._client = client
         self._spec = spec
         self._report = report
         self._is_registered = False
         self._is_abandoned = False
         self._patience = scheduler_patience(spec.data.peer_timeout, address_of(client))
-        self._watch = SchedulerWatch(client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler)
+        self._watch = SchedulerWatch(
+            client, self._patience, f"{spec.plugin}-ping", self._report_no_scheduler
+        )
 
     @property
     def is_reachable(self) -> bool:
@@ -60,10 +68,11 @@ class RunOnCluster:
     ) -> list[int]:
         """Install the plugins; return the ports where the workers listen for peers, in rank order.
 
-        ``cluster_stays``: the cluster stays when this process ends. The supervisor reports progress every
-        ``report_interval`` seconds, idle workers if the run is ``elastic``, and nodes that get nothing done for
-        ``node_timeout`` seconds. ``meanwhile`` is called during the wait for the workers, and may raise to end it.
-        SchedulerLost when the scheduler goes away; PeerError if another run has just taken a worker that was idle.
+        ``cluster_stays``: the cluster stays when this process ends. The supervisor reports progress
+        every ``report_interval`` seconds, idle workers if the run is ``elastic``, and nodes that
+        get nothing done for ``node_timeout`` seconds. ``meanwhile`` is called during the wait for
+        the workers, and may raise to end it. SchedulerLost when the scheduler goes away; PeerError
+        if another run has just taken a worker that was idle.
         """
         client = self._client
         plugin = self._spec.plugin
@@ -86,13 +95,19 @@ class RunOnCluster:
             self._is_registered = True
             self._watch.start()
             complete(client, lambda: client.register_plugin(DAGWorker(self._spec)), meanwhile)
-            ports = complete(client, lambda: client.run(port_of, plugin, workers=addresses), meanwhile)
+            ports = complete(
+                client, lambda: client.run(port_of, plugin, workers=addresses), meanwhile
+            )
         except OSError as error:
-            raise SchedulerLost(f"the scheduler went away while the run was put on its workers: {error}") from error
+            raise SchedulerLost(
+                f"the scheduler went away while the run was put on its workers: {error}"
+            ) from error
         return [ports[address] for address in addresses]
 
     def leave(self) -> None:
-        """Remove the plugins. Where this process is cut off from the cluster, the supervisor does so by itself."""
+        """Remove the plugins. Where this process is cut off from the cluster, the supervisor
+        does so by itself.
+        """
         self._watch.stop()
         if not self.is_reachable:
             return
@@ -101,7 +116,9 @@ class RunOnCluster:
             self._client.unsubscribe_topic(self._spec.topic)
             self._call("leave", _LEAVE_TIMEOUT)
         except OSError as error:
-            logger.warning("what this run built may stay on a worker until that is restarted: %s", error)
+            logger.warning(
+                "what this run built may stay on a worker until that is restarted: %s", error
+            )
 
     def abort(self, reason: str) -> None:
         """Order every worker to stop."""
@@ -127,26 +144,35 @@ class RunOnCluster:
         return {worker for worker, address in self._spec.members.items() if address in known}
 
     def traffic(self) -> int | None:
-        """Return the bytes through the scheduler and the client since ``register``; None where nobody counts them."""
+        """Return the bytes through the scheduler and the client since ``register``; None where
+        nobody counts them.
+        """
         try:
             count: int | None = self._call("traffic")
-        except OSError:  # a figure of a table is no reason to end a run; the watch reports a scheduler that is gone
+        except OSError:
+            # a figure of a table is no reason to end a run; the watch reports a scheduler that is
+            # gone
             return None
         return count
 
     def readings(self) -> dict[str, Reading]:
         """Return where each worker was at its last heartbeat."""
         return {
-            worker: Reading(beats, place, waits) for worker, (beats, place, waits) in self._call("readings").items()
+            worker: Reading(beats, place, waits)
+            for worker, (beats, place, waits) in self._call("readings").items()
         }
 
     def _report_no_scheduler(self, address: str, reason: str | None) -> None:
-        self._report({"kind": "no scheduler", "what": describe_loss(address, self._patience, reason)})
+        self._report(
+            {"kind": "no scheduler", "what": describe_loss(address, self._patience, reason)}
+        )
 
     def _call(self, operation: str, timeout: float = _CALL_TIMEOUT, **arguments: Any) -> Any:
         """Call the supervisor on the scheduler."""
 
         async def call() -> Any:
-            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(**arguments)
+            return await getattr(self._client.scheduler, f"{self._spec.plugin}-{operation}")(
+                **arguments
+            )
 
         return self._client.sync(call, callback_timeout=timeout)

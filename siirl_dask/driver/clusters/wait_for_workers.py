@@ -24,10 +24,12 @@ def wait_for_workers(
     limit: tuple[str, float] | None = None,
     workers: int | None = None,
 ) -> None:
-    """Return once ``workers`` workers are there, ``cluster.workers`` by default, and show how many are.
+    """Return once ``workers`` workers are there, ``cluster.workers`` by default, and show how many
+    are.
 
-    RunError, which ends with ``hint``, after ``cluster.start_timeout`` seconds, or after another ``limit``: the key of
-    a timeout and its seconds. ``check`` is called between looks and may raise sooner.
+    RunError, which ends with ``hint``, after ``cluster.start_timeout`` seconds, or after another
+    ``limit``: the key of a timeout and its seconds. ``check`` is called between looks and may raise
+    sooner.
     """
     key = "cluster.start_timeout"
     timeout = cluster.start_timeout
@@ -44,14 +46,17 @@ def wait_for_workers(
             check()
             left = deadline - time.monotonic()
             if left <= 0:
-                raise RunError(f"{running} of {needed} workers came up within {key}={timeout:g} s{hint}")
+                raise RunError(
+                    f"{running} of {needed} workers came up within {key}={timeout:g} s{hint}"
+                )
             time.sleep(min(left, _INTERVAL))
 
 
 def _running(client: Client) -> int:
     """Return the number of workers, counted as ``Client.wait_for_workers`` counts them.
 
-    Ctrl-C inside one of Dask's own calls would break that call on its event loop, with a traceback of it.
+    Ctrl-C inside one of Dask's own calls would break that call on its event loop, with a traceback
+    of it.
     """
     scheduler = client.scheduler
     assert scheduler is not None  # the client is connected

@@ -1,7 +1,8 @@
-"""Examines what a run needs: Python and packages, the machine, devices, vLLM, the store, the cluster.
+"""Examines what a run needs: Python and packages, the machine, devices, vLLM, the store, the
+cluster.
 
-A check returns findings and changes nothing; that of the store removes its files. A configuration's DAG, model and data
-are not examined here, but by ``preflight``.
+A check returns findings and changes nothing; that of the store removes its files. A configuration's
+DAG, model and data are not examined here, but by ``preflight``.
 """
 
 from __future__ import annotations
@@ -29,34 +30,56 @@ def examine(config: Config | None) -> list[DoctorFinding]:
         findings = [
             *_checked("devices", check_plugin),
             *_checked("packages", check_packages),
-            *_checked("machine", lambda: check_machine(workers_here, cluster.threads, examined.data.spill_directory)),
+            *_checked(
+                "machine",
+                lambda: check_machine(workers_here, cluster.threads, examined.data.spill_directory),
+            ),
             *_checked("devices", check_devices),
             *_checked("topology", lambda: _topology(cluster)),
         ]
         if config is not None:
             findings += _checked("storage", lambda: [check_storage(config.run.url)])
             findings += _checked("cluster", lambda: _cluster(config))
-        kinds = [kind for kind in DeviceKind if any(each.part.startswith(f"{kind}:") for each in findings)]
+        kinds = [
+            kind
+            for kind in DeviceKind
+            if any(each.part.startswith(f"{kind}:") for each in findings)
+        ]
         kind = kinds[0] if kinds else DeviceKind.CPU
-        return [*findings, *_checked("vllm", lambda: [judge_vllm(probe, examined.rollout.engine, kind)])]
+        return [
+            *findings,
+            *_checked("vllm", lambda: [judge_vllm(probe, examined.rollout.engine, kind)]),
+        ]
 
 
 def _topology(cluster: ClusterConfig) -> Iterable[DoctorFinding]:
-    from siirl_dask.driver.doctor.topology import check_topology  # torch, which the first check tries to import
+    from siirl_dask.driver.doctor.topology import (
+        check_topology,
+    )  # torch, which the first check tries to import
 
     return check_topology(cluster)
 
 
 def _cluster(config: Config) -> Iterable[DoctorFinding]:
-    from siirl_dask.driver.doctor.cluster import check_cluster  # Dask, which other checks need not wait for
+    from siirl_dask.driver.doctor.cluster import (
+        check_cluster,
+    )  # Dask, which other checks need not wait for
 
     return check_cluster(config.cluster)
 
 
 def _checked(part: str, check: Callable[[], Iterable[DoctorFinding]]) -> list[DoctorFinding]:
-    """Return the findings of a check. A check that raises is a fault itself, and the others go on."""
+    """Return the findings of a check. A check that raises is a fault itself, and the others go
+    on.
+    """
     try:
         return list(check())
     except Exception as error:
         text = f"it could not be examined: {type(error).__name__}: {error}"
-        return [fault(part, text, "see whether the packages are whole (pip check); a fault of this command otherwise")]
+        return [
+            fault(
+                part,
+                text,
+                "see whether the packages are whole (pip check); a fault of this command otherwise",
+            )
+        ]

@@ -25,7 +25,9 @@ _ALIKE = "install the same environment on every host, or start the workers from 
 
 
 def check_cluster(cluster: ClusterConfig) -> list[DoctorFinding]:
-    """Return findings on the cluster that the configuration names, whatever it is. Nothing is started."""
+    """Return findings on the cluster that the configuration names, whatever it is. Nothing is
+    started.
+    """
     if cluster.spec:
         return [_described(cluster.spec)]
     if not cluster.exists:
@@ -33,7 +35,13 @@ def check_cluster(cluster: ClusterConfig) -> list[DoctorFinding]:
     try:
         return _existing(cluster)
     except ConfigError as error:
-        return [fault(_PART, str(error), "start the scheduler, or correct cluster.address or cluster.scheduler_file")]
+        return [
+            fault(
+                _PART,
+                str(error),
+                "start the scheduler, or correct cluster.address or cluster.scheduler_file",
+            )
+        ]
 
 
 def _described(path: str) -> DoctorFinding:
@@ -41,7 +49,9 @@ def _described(path: str) -> DoctorFinding:
         check_spec(path)
     except ConfigError as error:
         return fault(_PART, str(error), "see docs/clusters.md for files that work")
-    return note(_PART, f"{path} can be used; it is not started here, so its hosts are not looked at")
+    return note(
+        _PART, f"{path} can be used; it is not started here, so its hosts are not looked at"
+    )
 
 
 def _existing(cluster: ClusterConfig) -> list[DoctorFinding]:
@@ -52,7 +62,11 @@ def _existing(cluster: ClusterConfig) -> list[DoctorFinding]:
     assert address is not None
     try:
         client = Client(address, timeout=_PATIENCE)
-    except (OSError, ValueError, TypeError) as error:  # no scheduler; a malformed address; tls without certificates
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # no scheduler; a malformed address; tls without certificates
         raise ConfigError(f"no Dask scheduler answers at {address!r}: {error}") from error
     try:
         return _workers(client, cluster.workers)
@@ -72,7 +86,11 @@ def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
     text = f"{where} has {counted(len(infos), 'worker')}"
     findings = [ok(_PART, text)]
     if len(infos) < wanted:
-        findings = [fault(_PART, f"{text}, and a run wants {wanted}", "start more, or lower cluster.workers")]
+        findings = [
+            fault(
+                _PART, f"{text}, and a run wants {wanted}", "start more, or lower cluster.workers"
+            )
+        ]
     running = sum(worker["status"] == Status.running.name for worker in infos)
     with warnings_of("siirl_dask.driver") as warnings:
         try:
@@ -86,7 +104,8 @@ def _workers(client: Client, wanted: int) -> list[DoctorFinding]:
 
 
 def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[DoctorFinding]:
-    """Return findings of a worker on each host, on its limits and on the interface over which it reaches its peers.
+    """Return findings of a worker on each host, on its limits and on the interface over which it
+    reaches its peers.
 
     ``addresses`` is {name: address}.
     """
@@ -98,12 +117,21 @@ def _hosts(client: Client, addresses: dict[str, str], wanted: int) -> list[Docto
         faults = [each for each in limits[address] if each.state is DoctorState.FAULT]
         interface = client.run(interface_of, host, workers=[address], on_error="return")[address]
         if isinstance(interface, Exception):
-            findings.append(fault(f"host {host}", str(interface), "dask worker --host ADDRESS or --interface NAME"))
+            findings.append(
+                fault(
+                    f"host {host}", str(interface), "dask worker --host ADDRESS or --interface NAME"
+                )
+            )
         findings += [
-            DoctorFinding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure) for each in faults
+            DoctorFinding(f"host {host}", each.state, f"{each.part}: {each.text}", each.cure)
+            for each in faults
         ]
         if not faults and not isinstance(interface, Exception):
             count = list(hosts.values()).count(host)
-            workers = "1 worker, which reaches its" if count == 1 else f"{count} workers, which reach their"
+            workers = (
+                "1 worker, which reaches its"
+                if count == 1
+                else f"{count} workers, which reach their"
+            )
             findings.append(ok(f"host {host}", f"{workers} peers over {interface}"))
     return findings

@@ -1,4 +1,6 @@
-"""Checks the accelerators that torch sees, those that it does not see, and the backends of collectives."""
+"""Checks the accelerators that torch sees, those that it does not see, and the backends of
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _LIBRARY = re.compile(r"\b(\d+\.\d[\w.]*)")
 
 
 def check_plugin() -> list[DoctorFinding]:
-    """Return a fault where a plug-in of torch's cannot be imported. It is the first to import torch."""
+    """Return a fault where a plug-in of torch's cannot be imported. It is the first to import
+    torch.
+    """
     try:
         check_plugins()
     except ConfigError as error:
@@ -33,7 +37,9 @@ def check_plugin() -> list[DoctorFinding]:
 
 
 def check_devices() -> list[DoctorFinding]:
-    """Return findings on the accelerators, and on the backends of torch.distributed and their interface."""
+    """Return findings on the accelerators, and on the backends of torch.distributed and their
+    interface.
+    """
     try:
         import torch
 
@@ -44,7 +50,10 @@ def check_devices() -> list[DoctorFinding]:
     counts = {maker: count_nodes(maker, Path("/dev")) for maker in _MAKERS}
     there = {maker: count for maker, count in counts.items() if count}
     if kind is DeviceKind.CPU:
-        return [judge_unseen(there, torch.__version__, accelerator.built_for()), *check_backends(kind)]
+        return [
+            judge_unseen(there, torch.__version__, accelerator.built_for()),
+            *check_backends(kind),
+        ]
     drivers = ", ".join(filter(None, map(driver_of, there)))
     seen = [_device(kind, index, drivers) for index in range(accelerator.count(kind))]
     return [*seen, *check_backends(kind)]
@@ -56,7 +65,8 @@ def count_nodes(maker: str, folder: Path) -> int:
 
 
 def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | None) -> DoctorFinding:
-    """Return the finding where torch sees no accelerator; ``there`` are those that the operating system has, by maker.
+    """Return the finding where torch sees no accelerator; ``there`` are those that the operating
+    system has, by maker.
 
     ``built_for`` is the version of CUDA that torch is built for; None for a build for CPUs.
     """
@@ -65,11 +75,17 @@ def judge_unseen(there: dict[str, int], torch_version: str, built_for: str | Non
         why = f" ({hidden} is empty)" if hidden else ""
         return ok("devices", f"no accelerator{why}: a run computes on CPUs")
     maker, count = next(iter(there.items()))
-    said = f"{count} of {maker} {'is' if count == 1 else 'are'} there, and torch {torch_version} sees none"
+    said = (
+        f"{count} of {maker} {'is' if count == 1 else 'are'} there, and torch {torch_version} sees "
+        "none"
+    )
     if _MAKERS[maker].plugin is not None:
         return fault("devices", said, f"{_install(_MAKERS[maker])}, and source CANN's set_env.sh")
     if built_for is None:
-        cure = "pip install torch from PyPI, which is built for CUDA, in place of the build for CPUs (docs/engines.md)"
+        cure = (
+            "pip install torch from PyPI, which is built for CUDA, in place of the build for CPUs "
+            "(docs/engines.md)"
+        )
         return fault("devices", f"{said}: it is built for CPUs", cure)
     cure = f"install a driver for CUDA {built_for} or newer, and look at what nvidia-smi says"
     driver = driver_of(maker)
@@ -96,19 +112,28 @@ def _device(kind: DeviceKind, index: int, driver: str) -> DoctorFinding:
 
     name = accelerator.name_of(kind, index)
     free, total = accelerator.free_and_total(kind, index)
-    said = f"{name} with {readable_bytes(total)}, {readable_bytes(free)} free, driver {driver or 'unknown'}"
+    said = (
+        f"{name} with {readable_bytes(total)}, {readable_bytes(free)} free, driver "
+        f"{driver or 'unknown'}"
+    )
     part = f"{kind}:{index}"
     if total - free > max(_USED_BY_TORCH, _USED_BY_OTHERS * total):
         cure = f"end what else runs on it, or give a run other devices ({traits_of(kind).visible})"
         return note(part, f"{said}: other programs have {readable_bytes(total - free)}", cure)
     capability = accelerator.compute_capability(torch.device(kind, index))
     if capability is not None and capability < accelerator.TENSOR_CORES:
-        return note(part, f"{said}; it is older than Ampere", "it has no bfloat16: model.dtype=auto takes float32")
+        return note(
+            part,
+            f"{said}; it is older than Ampere",
+            "it has no bfloat16: model.dtype=auto takes float32",
+        )
     return ok(part, said)
 
 
 def check_backends(kind: DeviceKind) -> list[DoctorFinding]:
-    """Return findings on the backends of torch.distributed for devices of this kind, and on their interfaces."""
+    """Return findings on the backends of torch.distributed for devices of this kind, and on
+    their interfaces.
+    """
     from siirl_dask.collectives import BACKENDS, LOOPBACK, backends, interface_of
 
     wanted = dict.fromkeys(("gloo", BACKENDS[kind]))
@@ -117,11 +142,20 @@ def check_backends(kind: DeviceKind) -> list[DoctorFinding]:
     if missing:
         traits = traits_of(kind)
         cure = install_command("torch") if traits.plugin is None else _install(traits)
-        return [fault("collectives", f"torch is built without {', '.join(missing)}: it has {', '.join(built)}", cure)]
+        return [
+            fault(
+                "collectives",
+                f"torch is built without {', '.join(missing)}: it has {', '.join(built)}",
+                cure,
+            )
+        ]
     here = interface_of(LOOPBACK)
     interfaces = list(psutil.net_if_addrs())
     others = [name for name in interfaces if name != here]
-    text = f"{' and '.join(wanted)} over {here} between workers of this machine; others: {', '.join(others) or 'none'}"
+    text = (
+        f"{' and '.join(wanted)} over {here} between workers of this machine; others: "
+        f"{', '.join(others) or 'none'}"
+    )
     findings = [ok("collectives", text)]
     for kind_traits in map(traits_of, DeviceKind):
         variable = kind_traits.interface
@@ -134,7 +168,8 @@ def check_backends(kind: DeviceKind) -> list[DoctorFinding]:
 def judge_interface(variable: str, value: str, interfaces: Iterable[str]) -> DoctorFinding:
     """Return a finding on an environment variable that names interfaces as NCCL and HCCL read it.
 
-    It has beginnings of names with commas between them, whole names after ``=``, names to leave out after ``^``.
+    It has beginnings of names with commas between them, whole names after ``=``, names to leave out
+    after ``^``.
     """
     known = list(interfaces)
     names = [name.partition(":")[0] for name in value.lstrip("^=").split(",")]

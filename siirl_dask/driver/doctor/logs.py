@@ -9,7 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
-    """Yield the warnings that are logged under ``name`` inside the block; they are printed nowhere."""
+    """Yield the warnings that are logged under ``name`` inside the block; they are printed
+    nowhere.
+    """
     log = logging.getLogger(name)
     collector = _Collector()
     propagate = log.propagate

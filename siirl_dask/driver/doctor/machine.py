@@ -1,4 +1,6 @@
-"""Checks the limits of the operating system: descriptors, memory, shared memory, space for temporary files."""
+"""Checks the limits of the operating system: descriptors, memory, shared memory, space for
+temporary files.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[DoctorFinding]:
-    """Return findings on this machine, for a run with ``workers`` workers of ``threads`` threads each on it."""
+    """Return findings on this machine, for a run with ``workers`` workers of ``threads`` threads
+    each on it.
+    """
     return [
         *check_limits(workers),
         _temporary(spill_folder or tempfile.gettempdir()),
@@ -32,7 +36,9 @@ def check_machine(workers: int, threads: int, spill_folder: str | None) -> list[
 
 
 def check_limits(workers: int) -> list[DoctorFinding]:
-    """Return findings on the limits of this process that workers need to be high, for a run with ``workers``."""
+    """Return findings on the limits of this process that workers need to be high, for a run with
+    ``workers``.
+    """
     return [_open_files(workers), shared_memory(_SHM)]
 
 
@@ -56,19 +62,24 @@ def shared_memory(folder: Path) -> DoctorFinding:
         return fault("shared memory", f"{folder} is not there", "mount -t tmpfs tmpfs /dev/shm")
     total, free = _space(folder)
     if free >= _LEAST_SHM:
-        return ok("shared memory", f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}")
+        return ok(
+            "shared memory", f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}"
+        )
     return fault(
         "shared memory",
         f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}: NCCL and vLLM want "
         f"{readable_bytes(_LEAST_SHM)} at least",
-        "give a container more (docker run --shm-size=16g), or delete what killed programs left there",
+        "give a container more (docker run --shm-size=16g), or delete what killed programs left "
+        "there",
     )
 
 
 def _temporary(folder: str) -> DoctorFinding:
     if not Path(folder).is_dir():
         return fault(
-            "temporary files", f"{folder} is not there", "make the folder, or set data.spill_directory and TMPDIR"
+            "temporary files",
+            f"{folder} is not there",
+            "make the folder, or set data.spill_directory and TMPDIR",
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         cure = "give data.spill_directory, or set TMPDIR, to a folder that this user may write to"
@@ -77,7 +88,11 @@ def _temporary(folder: str) -> DoctorFinding:
     text = f"{folder} has {readable_bytes(free)} free of {readable_bytes(total)}"
     if free >= _LEAST_TEMPORARY:
         return ok("temporary files", text)
-    return fault("temporary files", text, "make room, or set data.spill_directory and TMPDIR to a larger disk")
+    return fault(
+        "temporary files",
+        text,
+        "make room, or set data.spill_directory and TMPDIR to a larger disk",
+    )
 
 
 def _space(folder: Path) -> tuple[int, int]:
@@ -96,9 +111,15 @@ def _memory() -> DoctorFinding:
 
 
 def _cores(workers: int, threads: int) -> DoctorFinding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if workers * threads > cores:
         wanted = f"{counted(workers, 'worker')} of {counted(threads, 'thread')}"
         text = f"{cores}, and a run has {wanted} (cluster.workers, cluster.threads)"
-        return note("cores", text, "they take turns where they compute on CPUs; on accelerators it matters little")
+        return note(
+            "cores",
+            text,
+            "they take turns where they compute on CPUs; on accelerators it matters little",
+        )
     return ok("cores", str(cores))

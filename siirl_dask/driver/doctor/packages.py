@@ -21,11 +21,17 @@ _REFUSED_IF_OLDER = ("torch", "transformers")
 
 
 def check_packages() -> list[DoctorFinding]:
-    """Return findings on Python, on every package that is needed, and on those of extras that are installed."""
+    """Return findings on Python, on every package that is needed, and on those of extras that
+    are installed.
+    """
     project = _project()
     findings = [_python(project.requires_python)]
     judged = [_judge(needed, required=True) for needed in project.needed]
-    judged += [_judge(needed, required=False) for extra, needed in project.optional if extra not in _NOT_FOR_RUNS]
+    judged += [
+        _judge(needed, required=False)
+        for extra, needed in project.optional
+        if extra not in _NOT_FOR_RUNS
+    ]
     wrong = [finding for finding in judged if finding is not None]
     if wrong:
         return [*findings, *wrong]
@@ -34,7 +40,8 @@ def check_packages() -> list[DoctorFinding]:
 
 
 def refuse_older() -> None:
-    """Raise ConfigError where torch or transformers is older than this package asks for: it would end the run later.
+    """Raise ConfigError where torch or transformers is older than this package asks for: it would
+    end the run later.
 
     A newer one passes: what it lacks, if anything, is not known. The doctor names both.
     """
@@ -42,16 +49,21 @@ def refuse_older() -> None:
         found = version(needed.name)
         if needed.name not in _REFUSED_IF_OLDER or found is None:
             continue
-        least = SpecifierSet(",".join(str(each) for each in needed.specifier if each.operator == ">="))
+        least = SpecifierSet(
+            ",".join(str(each) for each in needed.specifier if each.operator == ">=")
+        )
         if not least.contains(found, prereleases=True):
             raise ConfigError(
-                f"{needed.name} {found} is installed in {sys.prefix}, and siirl_dask needs {_wanted(needed)}: "
+                f"{needed.name} {found} is installed in {sys.prefix}, and siirl_dask needs "
+                f"{_wanted(needed)}: "
                 f"{_install(needed)}"
             )
 
 
 def install_command(name: str) -> str:
-    """Return the command that installs a package that this one needs, of a version that it needs."""
+    """Return the command that installs a package that this one needs, of a version that it
+    needs.
+    """
     return _install(next(needed for needed in _project().needed if needed.name == name))
 
 
@@ -66,9 +78,15 @@ def version(name: str) -> str | None:
 class _Project:
     """The requirements of this package: from pyproject.toml beside it, or as it was installed."""
 
-    def __init__(self, requires_python: str, needed: list[str], optional: dict[str, list[str]]) -> None:
+    def __init__(
+        self, requires_python: str, needed: list[str], optional: dict[str, list[str]]
+    ) -> None:
         self.requires_python = SpecifierSet(requires_python)
-        self.needed = [each for each in map(Requirement, needed) if each.marker is None or each.marker.evaluate()]
+        self.needed = [
+            each
+            for each in map(Requirement, needed)
+            if each.marker is None or each.marker.evaluate()
+        ]
         self._optional = optional
 
     @property
@@ -84,13 +102,21 @@ def _project() -> _Project:
     if file.is_file():
         project = tomllib.loads(file.read_text())["project"]
         if project["name"] == "siirl_dask":
-            return _Project(project["requires-python"], project["dependencies"], project["optional-dependencies"])
+            return _Project(
+                project["requires-python"],
+                project["dependencies"],
+                project["optional-dependencies"],
+            )
     installed = metadata.distribution("siirl_dask")
     needed: list[str] = []
-    optional: dict[str, list[str]] = {extra: [] for extra in installed.metadata.get_all("Provides-Extra") or ()}
+    optional: dict[str, list[str]] = {
+        extra: [] for extra in installed.metadata.get_all("Provides-Extra") or ()
+    }
     for text in installed.requires or ():
         marker = Requirement(text).marker
-        extras = [extra for extra in optional if marker is not None and marker.evaluate({"extra": extra})]
+        extras = [
+            extra for extra in optional if marker is not None and marker.evaluate({"extra": extra})
+        ]
         if extras and marker is not None and not marker.evaluate({"extra": ""}):
             optional[extras[0]].append(text.partition(";")[0])
         else:
@@ -102,19 +128,31 @@ def _python(wanted: SpecifierSet) -> DoctorFinding:
     here = ".".join(map(str, sys.version_info[:3]))
     if wanted.contains(here, prereleases=True):
         return ok("python", f"{here} in {sys.prefix}")
-    return fault("python", f"{here}, and siirl_dask needs {wanted}", "make PYTHON=python3.11 install")
+    return fault(
+        "python", f"{here}, and siirl_dask needs {wanted}", "make PYTHON=python3.11 install"
+    )
 
 
 def _judge(needed: Requirement, *, required: bool) -> DoctorFinding | None:
-    """Return a fault for a package that is not as it should be; None for one that is, or need not be there."""
+    """Return a fault for a package that is not as it should be; None for one that is, or need
+    not be there.
+    """
     found = version(needed.name)
     if found is None and not required:
         return None
     if found is None:
-        return fault(needed.name, f"it is not installed, and siirl_dask needs {_wanted(needed)}", _install(needed))
+        return fault(
+            needed.name,
+            f"it is not installed, and siirl_dask needs {_wanted(needed)}",
+            _install(needed),
+        )
     if needed.specifier.contains(found, prereleases=True):
         return None
-    return fault(needed.name, f"{found} is installed, and siirl_dask needs {_wanted(needed)}", _install(needed))
+    return fault(
+        needed.name,
+        f"{found} is installed, and siirl_dask needs {_wanted(needed)}",
+        _install(needed),
+    )
 
 
 def _wanted(needed: Requirement) -> str:

@@ -30,12 +30,19 @@ from siirl_dask.runs.folder import check_writable
 
 _PART = "storage"
 _PATIENCE = 15.0  # seconds for the whole round trip
-_RETRIES = 2.0  # seconds for which a failed operation is tried again: a run has storage.retry_seconds
-_CURE = "give run.url a folder that this user may write to, or look at the store's credentials and endpoint"
+_RETRIES = (
+    2.0  # seconds for which a failed operation is tried again: a run has storage.retry_seconds
+)
+_CURE = (
+    "give run.url a folder that this user may write to, or look at the store's credentials and "
+    "endpoint"
+)
 
 
 def check_storage(url: str) -> DoctorFinding:
-    """Return the finding of a round trip in the folder ``url``, which need not be there and is not there afterwards."""
+    """Return the finding of a round trip in the folder ``url``, which need not be there and is
+    not there afterwards.
+    """
     try:
         check_writable(url, write=False)
     except ConfigError as error:
@@ -72,15 +79,24 @@ def _round_trip(url: str) -> DoctorFinding:
             write_atomic(fs, f"{folder}/file", data)
             step = "be read"
             if fs.cat_file(f"{folder}/file") != data:
-                return fault(_PART, f"{url} gives back other bytes than were written", "take another store")
+                return fault(
+                    _PART, f"{url} gives back other bytes than were written", "take another store"
+                )
             step = "create a file once"
             write_exclusive(fs, f"{folder}/once", data)
             if _creates_twice(fs, f"{folder}/once"):
-                text = f"{url} lets two writers create one file: two starts of a run would damage each other's files"
-                return fault(_PART, text, "take a POSIX file system, or an S3 store with conditional writes")
+                text = (
+                    f"{url} lets two writers create one file: two starts of a run would damage "
+                    "each other's files"
+                )
+                return fault(
+                    _PART, text, "take a POSIX file system, or an S3 store with conditional writes"
+                )
             step = "be deleted from"
     except Exception as error:  # each store has errors of its own
-        return fault(_PART, f"{url} cannot {step}: {type(error).__name__}: {error}".rstrip(": "), _CURE)
+        return fault(
+            _PART, f"{url} cannot {step}: {type(error).__name__}: {error}".rstrip(": "), _CURE
+        )
     seconds = time.monotonic() - began
     return ok(_PART, f"{url}: written, read, created once, deleted, in {seconds:.2f} s")
 
@@ -96,7 +112,9 @@ def _creates_twice(fs: AbstractFileSystem, path: str) -> bool:
 
 @contextmanager
 def _new_folder(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-    """Yield the place of a new folder in ``url``; remove it, and those above it that were not there before."""
+    """Yield the place of a new folder in ``url``; remove it, and those above it that were not
+    there before.
+    """
     fs, folder = open_fs(join(url, f".doctor-{uuid4().hex}"))
     local = isinstance(fs, LocalFileSystem)
     new = [place for place in Path(folder).parents if not place.exists()] if local else []

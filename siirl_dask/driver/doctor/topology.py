@@ -1,4 +1,6 @@
-"""Reports how the accelerators of this machine are linked, and which CPUs workers on them would be bound to."""
+"""Reports how the accelerators of this machine are linked, and which CPUs workers on them would
+be bound to.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ from siirl_dask.devices.accelerator import VisibleDevices
 from siirl_dask.devices.cpus import show_cpus
 from siirl_dask.devices.topology import Topology
 from siirl_dask.driver.doctor.finding import DoctorFinding, note, ok
-from siirl_dask.driver.estimates.worker_devices import assign_devices, describe_links, describe_nodes
+from siirl_dask.driver.estimates.worker_devices import (
+    assign_devices,
+    describe_links,
+    describe_nodes,
+)
 from siirl_dask.worker.hardware.affinity import topology_of
 
 _PART = "topology"
 
 
 def check_topology(cluster: ClusterConfig) -> list[DoctorFinding]:
-    """Return findings on NUMA nodes, links between accelerators and, for a run that starts here, each worker's CPUs."""
+    """Return findings on NUMA nodes, links between accelerators and, for a run that starts here,
+    each worker's CPUs.
+    """
     visible = accelerator.visible_devices()
     nodes = ok("numa", describe_nodes())
     if visible.kind is DeviceKind.CPU:
@@ -24,11 +32,14 @@ def check_topology(cluster: ClusterConfig) -> list[DoctorFinding]:
     return [nodes, *judge_topology(visible, topology_of(visible.kind), cluster)]
 
 
-def judge_topology(visible: VisibleDevices, topology: Topology, cluster: ClusterConfig) -> list[DoctorFinding]:
+def judge_topology(
+    visible: VisibleDevices, topology: Topology, cluster: ClusterConfig
+) -> list[DoctorFinding]:
     """Return findings on the links of devices, and on what is known of the CPUs near them."""
     findings = [ok(_PART, describe_links(topology, visible.kind))]
     findings += [
-        note(_PART, fault, "run it by hand; without it links are those that sysfs tells") for fault in topology.faults
+        note(_PART, fault, "run it by hand; without it links are those that sysfs tells")
+        for fault in topology.faults
     ]
     if cluster.affinity is Affinity.none:
         return [*findings, ok("affinity", "cluster.affinity=none: workers are bound to no CPUs")]

@@ -23,26 +23,36 @@ _PATIENCE = 90.0  # seconds; its first import on a machine takes many
 
 @contextmanager
 def vllm_probe() -> Iterator[subprocess.Popen[str] | None]:
-    """Start the process that imports vLLM, and end it at the end of the block; None where vLLM is not installed."""
+    """Start the process that imports vLLM, and end it at the end of the block; None where vLLM
+    is not installed.
+    """
     if find_spec("vllm") is None:
         yield None
         return
     command = [sys.executable, "-m", _PROBE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def judge_vllm(process: subprocess.Popen[str] | None, engine: str, kind: DeviceKind) -> DoctorFinding:
+def judge_vllm(
+    process: subprocess.Popen[str] | None, engine: str, kind: DeviceKind
+) -> DoctorFinding:
     """Return a finding on vLLM, for a run with ``engine`` on a machine with devices of ``kind``."""
     extra = traits_of(kind).vllm_cure
     if process is None and engine == Engine.vllm:
         text = "it is not installed, and rollout.engine is vllm"
         return fault(_PART, text, f"{extra}, or rollout.engine=transformers")
     if process is None:
-        return note(_PART, "it is not installed: rollout.engine=auto takes transformers, which is slower", extra)
+        return note(
+            _PART,
+            "it is not installed: rollout.engine=auto takes transformers, which is slower",
+            extra,
+        )
     versions = {name: version(name) for name in ENGINE_PACKAGES}
     installed = ", ".join(f"{name} {found}" for name, found in versions.items() if found)
     try:
@@ -59,5 +69,7 @@ def judge_vllm(process: subprocess.Popen[str] | None, engine: str, kind: DeviceK
     text = f"{installed or found['version']}, for {found['device'] or 'no device'}"
     if found["device"] != str(kind):
         text += f", and torch computes on {kind} here: vLLM cannot run"
-        return fault(_PART, text, f"pip uninstall {installed.split(' ')[0] or 'vllm'}, then {extra}")
+        return fault(
+            _PART, text, f"pip uninstall {installed.split(' ')[0] or 'vllm'}, then {extra}"
+        )
     return ok(_PART, text)

@@ -1,4 +1,5 @@
-"""Compares a plan's estimates with a run's measurements, and scales these to other splits of the workers.
+"""Compares a plan's estimates with a run's measurements, and scales these to other splits of the
+workers.
 
     bytes    estimated at the greatest lengths and at the mean lengths of the steps, and measured from peers
     seconds  by a device's figures, if one is named, and by the trace: the slowest worker's, without its waits
@@ -29,14 +30,17 @@ _ROWS = 1.01  # the same, of rows
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An estimate and a measurement; None where the planner cannot know, or the run has not measured."""
+    """An estimate and a measurement; None where the planner cannot know, or the run has not
+    measured.
+    """
 
     estimated: float | None
     measured: float | None
     times: float = _TIMES
     """Factor by which they may differ before that is reported."""
     above_only: bool = False
-    """True where a measurement may well be below its estimate: a bound, or bytes of rows that need not all move."""
+    """True where a measurement may well be below its estimate: a bound, or bytes of rows that
+    need not all move."""
 
     @property
     def ratio(self) -> float | None:
@@ -47,7 +51,9 @@ class Compared:
 
     @property
     def deviates(self) -> bool:
-        """Whether they differ by more than a factor of ``times``, in a direction that is reported."""
+        """Whether they differ by more than a factor of ``times``, in a direction that is
+        reported.
+        """
         if self.estimated is None or self.measured is None:
             return False
         if self.measured > self.estimated * self.times:
@@ -139,7 +145,8 @@ def analyze(
 ) -> Analysis:
     """Return the plan with its measurements in the steps of ``records``.
 
-    ``speed`` are the figures of a device for which seconds are estimated, at ``lengths``; None: they are not.
+    ``speed`` are the figures of a device for which seconds are estimated, at ``lengths``; None:
+    they are not.
     """
     model: NodeSeconds | None = None
     estimated: dict[str, float] | None = None
@@ -167,8 +174,8 @@ def analyze(
 class _Scaled:
     """Scales measured seconds to other numbers of workers.
 
-    By the performance model's ratio where it knows the node. Otherwise work is divided evenly among a role's workers,
-    except of nodes that read or write weights: each worker has all of them.
+    By the performance model's ratio where it knows the node. Otherwise work is divided evenly among
+    a role's workers, except of nodes that read or write weights: each worker has all of them.
     """
 
     plan: Plan
@@ -190,11 +197,15 @@ class _Scaled:
             elif PARAMETER_DATA in (*node.contract.reads, *node.contract.writes.names):
                 scaled[name] = seconds
             else:
-                scaled[name] = seconds * len(self.plan.placement[node.role]) / len(placement[node.role])
+                scaled[name] = (
+                    seconds * len(self.plan.placement[node.role]) / len(placement[node.role])
+                )
         return scaled
 
 
-def _node(plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None) -> NodeAnalysis:
+def _node(
+    plan: Plan, name: str, measured: Measured, estimated: Mapping[str, float] | None
+) -> NodeAnalysis:
     node = plan.stages[name].node
     own = measured.nodes.get(name)
     estimated_seconds = None if estimated is None else estimated.get(name)
@@ -210,12 +221,18 @@ def _node(plan: Plan, name: str, measured: Measured, estimated: Mapping[str, flo
 
 
 def _edges(
-    plan: Plan, sizes: TableSizes, measured: Measured, records: Sequence[Record], lengths: StepTokens | None
+    plan: Plan,
+    sizes: TableSizes,
+    measured: Measured,
+    records: Sequence[Record],
+    lengths: StepTokens | None,
 ) -> list[EdgeAnalysis]:
     bounds = estimate(plan, sizes)
     at_mean = None
     if lengths is not None:
-        mean_sizes = replace(sizes, prompt_tokens=round(lengths.prompt), response_tokens=round(lengths.response))
+        mean_sizes = replace(
+            sizes, prompt_tokens=round(lengths.prompt), response_tokens=round(lengths.response)
+        )
         at_mean = estimate(plan, mean_sizes)
     rows = _measured_rows(plan, sizes, records)
     moving = {edge.ends: edge.name for edge in plan.edges if edge.moves}
@@ -232,7 +249,9 @@ def _edges(
                 moves=moves,
                 rows=Compared(bound.rows, measured_rows, _ROWS),
                 most_bytes=bound.bytes if moves else None,
-                bytes=Compared(expected_bytes, None if own is None else own.received, above_only=True),
+                bytes=Compared(
+                    expected_bytes, None if own is None else own.received, above_only=True
+                ),
                 unknown=bound.unknown,
                 waiting=None if own is None else own.waiting,
             )
@@ -240,7 +259,9 @@ def _edges(
     return edges
 
 
-def _measured_rows(plan: Plan, sizes: TableSizes, records: Sequence[Record]) -> dict[str, float | None]:
+def _measured_rows(
+    plan: Plan, sizes: TableSizes, records: Sequence[Record]
+) -> dict[str, float | None]:
     """Return the rows of an average step by the node that made them: prompts, and their samples."""
     found: dict[str, float | None] = {}
     for maker in rows_made(plan, sizes):
@@ -253,8 +274,13 @@ def _measured_rows(plan: Plan, sizes: TableSizes, records: Sequence[Record]) -> 
 
 
 def _memory(group: WorkerMemory, measured: Measured) -> MemoryAnalysis:
-    most = max((measured.memory[worker] for worker in group.workers if worker in measured.memory), default=None)
-    return MemoryAnalysis(group.workers, tuple(group.roles), Compared(group.total, most, times=1.0, above_only=True))
+    most = max(
+        (measured.memory[worker] for worker in group.workers if worker in measured.memory),
+        default=None,
+    )
+    return MemoryAnalysis(
+        group.workers, tuple(group.roles), Compared(group.total, most, times=1.0, above_only=True)
+    )
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:

@@ -1,4 +1,6 @@
-"""The memory that a run's roles need on the workers' accelerators, and whether it fits ``cluster.device_memory``."""
+"""The memory that a run's roles need on the workers' accelerators, and whether it fits
+``cluster.device_memory``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def footprints_of(costs: Mapping[str, RoleCost]) -> dict[str, Footprint]:
 
 
 def device_memory(config: Config) -> int | None:
-    """Return the bytes of each worker's accelerator, where the configuration names them and does not take the CPUs."""
+    """Return the bytes of each worker's accelerator, where the configuration names them and does
+    not take the CPUs.
+    """
     memory = config.cluster.device_memory
     if memory is None or config.cluster.device is DevicePreference.cpu:
         return None
@@ -35,13 +39,19 @@ def device_memory(config: Config) -> int | None:
 
 
 def cards_of(plan: Plan, footprints: Mapping[str, Footprint], per_host: int | None = None) -> Cards:
-    """Return one accelerator of each group whose workers have the same roles; without workers that use no memory.
+    """Return one accelerator of each group whose workers have the same roles; without workers that
+    use no memory.
 
-    ``per_host`` is the number of accelerators of each host, which its workers share in turn; None: one for each worker.
+    ``per_host`` is the number of accelerators of each host, which its workers share in turn; None:
+    one for each worker.
     """
     roles: dict[str, dict[str, Footprint]] = {}
     for worker in plan.chains:
-        own = {role: size for role, size in footprints.items() if worker in plan.placement.get(role, ())}
+        own = {
+            role: size
+            for role, size in footprints.items()
+            if worker in plan.placement.get(role, ())
+        }
         roles[worker] = own
     groups: dict[tuple[tuple[str, ...], ...], list[list[str]]] = {}
     for workers in _sharers(plan, per_host):
@@ -57,7 +67,9 @@ def cards_of(plan: Plan, footprints: Mapping[str, Footprint], per_host: int | No
 
 
 def _sharers(plan: Plan, per_host: int | None) -> Iterator[list[str]]:
-    """Yield the workers of each accelerator, as they will choose: see worker/hardware/devices.py."""
+    """Yield the workers of each accelerator, as they will choose: see
+    worker/hardware/devices.py.
+    """
     for workers in by_host(plan.chains, plan.hosts or {}).values():
         count = len(workers) if per_host is None else min(per_host, len(workers))
         for card in range(count):
@@ -65,7 +77,9 @@ def _sharers(plan: Plan, per_host: int | None) -> Iterator[list[str]]:
 
 
 def check_devices(memory: int | None, cards: Cards) -> None:
-    """Raise PlanError, with what to change, for roles that do not fit on accelerators of ``memory`` bytes."""
+    """Raise PlanError, with what to change, for roles that do not fit on accelerators of
+    ``memory`` bytes.
+    """
     if memory is None:
         return
     for label, workers in cards.items():

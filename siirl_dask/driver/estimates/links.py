@@ -1,7 +1,9 @@
-"""Estimates the bytes that a plan moves from host to host in a step, by laying out rows as the workers would.
+"""Estimates the bytes that a plan moves from host to host in a step, by laying out rows as the
+workers would.
 
-Each edge's rows go to the owners that ``assign_owners`` gives them, all of one length: their longest. Rows that are
-replicated, weights above all, go to each other host once. Statistics, acks and the like are not counted.
+Each edge's rows go to the owners that ``assign_owners`` gives them, all of one length: their
+longest. Rows that are replicated, weights above all, go to each other host once. Statistics, acks
+and the like are not counted.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ class _Layouts:
         owners: Ints | None = None
         if guiding is not None and guide.rows is not Rows.REPLICATED:
             statistics = self._with_sources(guide, guiding)
-            assigned = assign_owners(guide, statistics, self._sizes.quadratic_from, self._plan.hosts)
+            assigned = assign_owners(
+                guide, statistics, self._sizes.quadratic_from, self._plan.hosts
+            )
             owners = np.array([self._number[target] for target in guide.targets])[assigned]
         for edge in edges:
             if edge.moves and edge.by_group:
@@ -119,7 +123,9 @@ class _Layouts:
         return _Table(rows, None if table.workers is None else np.repeat(table.workers, times))
 
     def _rows(self, ids: Ints, groups: Ints, tokens: int) -> EdgeStatistics:
-        """Return rows of one length, drawn into mini-batches by group as ``draw_minibatches`` does."""
+        """Return rows of one length, drawn into mini-batches by group as ``draw_minibatches``
+        does.
+        """
         count = int(groups.max(initial=-1)) + 1
         order = np.random.default_rng(0).permutation(count)
         zeros = np.zeros(len(ids), np.int64)
@@ -141,10 +147,14 @@ class _Layouts:
         return replace(table.rows, sources=source[table.workers])
 
     def _count(self, edge: Edge, table: _Table | None, owners: Ints | None) -> EdgeLinks:
-        """Return the bytes that an edge moves between hosts, to the ``owners`` of its rows or to all of its targets."""
+        """Return the bytes that an edge moves between hosts, to the ``owners`` of its rows or to
+        all of its targets.
+        """
         total = self._sizes.totals.get(edge.source)
         if total is not None:
-            return EdgeLinks(edge, self._replicated(edge, dict.fromkeys(edge.sources, total / len(edge.sources))))
+            return EdgeLinks(
+                edge, self._replicated(edge, dict.fromkeys(edge.sources, total / len(edge.sources)))
+            )
         if table is None:
             return EdgeLinks(edge, {}, counted=False)
         each, unknown = travelling_bytes(edge.schema, self._sizes, self._longest)
@@ -167,7 +177,9 @@ class _Layouts:
         return EdgeLinks(edge, links, unknown)
 
     def _count_groups(self, edge: Edge, guiding: _Table | None, owners: Ints | None) -> EdgeLinks:
-        """Return the bytes that an edge by group moves: each group once to every worker that owns a row of it."""
+        """Return the bytes that an edge by group moves: each group once to every worker that
+        owns a row of it.
+        """
         table = self._tables[edge.source]
         if table is None or guiding is None:
             return EdgeLinks(edge, {}, counted=False)
@@ -178,14 +190,19 @@ class _Layouts:
             locations = table.workers[first]
         if owners is None:
             return self._count(edge, _Table(self._rows(groups, groups, 0), locations), None)
-        indices, group_owners = np.unique(np.stack([np.searchsorted(groups, guiding.rows.groups), owners]), axis=1)
+        indices, group_owners = np.unique(
+            np.stack([np.searchsorted(groups, guiding.rows.groups), owners]), axis=1
+        )
         ids = groups[indices]
         return self._count(edge, _Table(self._rows(ids, ids, 0), locations[indices]), group_owners)
 
-    def _replicated(self, edge: Edge, held: Mapping[str, float], hosts_with_all: Collection[str] = ()) -> Links:
+    def _replicated(
+        self, edge: Edge, held: Mapping[str, float], hosts_with_all: Collection[str] = ()
+    ) -> Links:
         """Return the links of rows that go to every target.
 
-        ``held`` are the bytes that each source has, ``hosts_with_all`` the hosts that have all rows already.
+        ``held`` are the bytes that each source has, ``hosts_with_all`` the hosts that have all rows
+        already.
         """
         links = Counter[tuple[str, str]]()
         for host in by_host(edge.targets, self._plan.hosts):

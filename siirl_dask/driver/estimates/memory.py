@@ -1,4 +1,5 @@
-"""Estimates an upper bound of each worker's memory, and refuses a run that exceeds ``cluster.memory_limit``.
+"""Estimates an upper bound of each worker's memory, and refuses a run that exceeds
+``cluster.memory_limit``.
 
     process     Python with torch, transformers, Arrow and Dask
     roles       what each role's builder declares (``RoleCost.memory``): see training/preflight.py, rollout/preflight.py
@@ -7,11 +8,11 @@
     tables      peak of the live tables, over the nodes of the chain: see planner/explain/memory.py
     moving      rows published and received by the steps that run at once; at most data.memory_limit
 
-Where workers have accelerators, roles are there, and only what they keep in the host's memory counts: see
-device_memory.py.
+Where workers have accelerators, roles are there, and only what they keep in the host's memory
+counts: see device_memory.py.
 
-Not counted: transformers' key-value cache, columns without a bound (texts of the dataset), and the prompts that
-the dataloader holds ahead (an eighth of data.memory_limit at most).
+Not counted: transformers' key-value cache, columns without a bound (texts of the dataset), and the
+prompts that the dataloader holds ahead (an eighth of data.memory_limit at most).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from siirl_dask.training.preflight import count_adapters
 
 _PROCESS = 450 * 10**6  # 414 MB were measured on Linux, before a model
 _LIBRARIES = 2 * 10**9  # of an accelerator, which a process loads; by habit, not measured
-_ROW = 512  # bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
+# bytes of a published parameter's name, type, shape and ids, for names up to about 400 letters
+_ROW = 512
 _ROW_END = 8  # bytes that Arrow spends on where a list ends
 _ADVICE = {  # advice by the largest part
     "tables": "lower data.batch_size, rollout.n, rollout.max_response_length or data.max_prompt_length, or give the "
@@ -91,7 +93,11 @@ class WorkerMemory:
 
     def text(self) -> str:
         """Return the parts with their sizes as one line, largest first."""
-        parts = {f"tables (at {self.largest})": self.tables, "moving rows": self.moving, "process": self.process}
+        parts = {
+            f"tables (at {self.largest})": self.tables,
+            "moving rows": self.moving,
+            "process": self.process,
+        }
         if self.checkpoint:
             parts["checkpoint"] = self.checkpoint
         if self.computing:
@@ -111,7 +117,8 @@ class WorkerMemory:
 def memory_of(
     config: Config, phases: Phases, costs: Mapping[str, RoleCost], *, accelerators: bool = False
 ) -> list[WorkerMemory]:
-    """Return the host's memory of each group of workers with the same roles, in the phase that takes most.
+    """Return the host's memory of each group of workers with the same roles, in the phase that
+    takes most.
 
     With ``accelerators`` the roles compute there, and else on the CPU.
     """
@@ -139,17 +146,25 @@ def memory_of(
     return groups
 
 
-def spared_roles(plans: Sequence[Plan], costs: Mapping[str, RoleCost], workers: Sequence[str]) -> frozenset[str]:
+def spared_roles(
+    plans: Sequence[Plan], costs: Mapping[str, RoleCost], workers: Sequence[str]
+) -> frozenset[str]:
     """Return the roles whose weights the host need not store while they sleep.
 
     They get new weights on these workers each time after another role has computed on the device.
     """
-    frees = frozenset(name for name, cost in costs.items() if cost.device is not None and cost.device.busy)
+    frees = frozenset(
+        name for name, cost in costs.items() if cost.device is not None and cost.device.busy
+    )
     chains = [plan.chains[worker] for plan in plans for worker in workers]
-    return frozenset(role for role in costs if all(always_reloaded(chain, role, frees) for chain in chains))
+    return frozenset(
+        role for role in costs if all(always_reloaded(chain, role, frees) for chain in chains)
+    )
 
 
-def _beside_accelerators(memory: WorkerMemory, costs: Mapping[str, RoleCost], spared: frozenset[str]) -> WorkerMemory:
+def _beside_accelerators(
+    memory: WorkerMemory, costs: Mapping[str, RoleCost], spared: frozenset[str]
+) -> WorkerMemory:
     """Return the host's memory of workers whose roles compute on accelerators."""
     roles: dict[str, int | None] = {}
     loading = 0
@@ -182,7 +197,10 @@ def _by_roles(plan: Plan) -> dict[tuple[str, ...], list[str]]:
 
 
 def _peak(
-    config: Config, workers: Sequence[str], roles: Mapping[str, int | None], usages: Sequence[tuple[str, TableUsage]]
+    config: Config,
+    workers: Sequence[str],
+    roles: Mapping[str, int | None],
+    usages: Sequence[tuple[str, TableUsage]],
 ) -> WorkerMemory:
     """Return the memory of workers in the phase whose tables take most."""
     phase, peak = max(usages, key=lambda pair: pair[1].tables)
@@ -213,16 +231,23 @@ def check_memory(config: Config, groups: Sequence[WorkerMemory]) -> None:
             largest = max(_ADVICE, key=lambda name: parts[name])
             advice = _ADVICE[largest]
         raise PlanError(
-            f"workers {worker_ranges(memory.workers, memory.workers)} ({', '.join(memory.roles) or 'no role'}) "
+            f"workers {worker_ranges(memory.workers, memory.workers)} "
+            f"({', '.join(memory.roles) or 'no role'}) "
             f"may each come to need {readable_bytes(memory.total)}, and cluster.memory_limit="
-            f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise cluster.memory_limit"
+            f"{config.cluster.memory_limit!r}: {memory.text()}; {advice}, or raise "
+            "cluster.memory_limit"
         )
 
 
 def sizes_of(
-    config: Config, plan: Plan, dataset: Dataset, count: Callable[[str], ModelSize | None] = count_parameters
+    config: Config,
+    plan: Plan,
+    dataset: Dataset,
+    count: Callable[[str], ModelSize | None] = count_parameters,
 ) -> TableSizes:
-    """Return the sizes that a phase's estimates start from. An absent dataset that is read whole counts as a batch."""
+    """Return the sizes that a phase's estimates start from. An absent dataset that is read whole
+    counts as a batch.
+    """
     totals: dict[str, int] = {}
     pieces: dict[str, tuple[int, int]] = {}
     for node in plan.dag.nodes:
@@ -251,7 +276,9 @@ def sizes_of(
 
 
 def _route_widths(config: Config) -> dict[str, int]:
-    """Return the bytes of a row's routes, a byte for each expert that a token goes to; none where they are unknown."""
+    """Return the bytes of a row's routes, a byte for each expert that a token goes to; none
+    where they are unknown.
+    """
     routing = read_routing(config.model.path) if config.rollout.router_replay else None
     if routing is None:
         return {}

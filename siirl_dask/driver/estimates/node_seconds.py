@@ -1,18 +1,21 @@
 """Seconds of each node of a step on a device, from parameters, tokens and the device's figures.
 
-A node's work follows from its columns: a node that writes responses generates, one that writes log-probs or values runs
-a forward pass over the rows, one that reads mini-batches for a trained role runs forward and backward passes, and
-weights move from the node that writes parameters to the one that reads them. Everything else counts as nothing.
+A node's work follows from its columns: a node that writes responses generates, one that writes
+log-probs or values runs a forward pass over the rows, one that reads mini-batches for a trained
+role runs forward and backward passes, and weights move from the node that writes parameters to the
+one that reads them. Everything else counts as nothing.
 
     pass        2 FLOPs a parameter and token, and attention; three times that with gradients, two where adapters alone
-                learn, and once more with recomputation; a prompt's rows on one worker, in one mini-batch, take it
-                through all but attention once; of a mixture's experts those count that a token chooses
-    generation  each step reads cache and weights once, of a mixture's experts those that any of its tokens chooses;
+                learn, and once more with recomputation; a prompt's rows on one worker, in one
+                mini-batch, take it through all but attention once; of a mixture's experts those
+                count that a token chooses
+    generation  each step reads cache and weights once, of a mixture's experts those that any of its
+    tokens chooses;
                 prompts are read before, once for all samples
     optimizer   reads and writes 40 bytes a parameter for each mini-batch; adapters count as nothing
-    weights     all, in the model's type, or the adapters alone, in float32
-    collectives sums of gradients, gathers and scatters of fsdp, of which computing hides four fifths
-    moves       what sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
+    weights     all, in the model's type, or the adapters alone, in float32 collectives sums of
+    gradients, gathers and scatters of fsdp, of which computing hides four fifths moves       what
+    sleeps, wakes, parks and is reloaded: see role_moves.py; nothing on a CPU
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ from siirl_dask.models.shapes import ModelSize, count_parameters, read_widths
 from siirl_dask.planner import Node, Plan
 from siirl_dask.planner.contract import options_of
 from siirl_dask.rollout import engine_spec
-from siirl_dask.schema import MINIBATCH, OLD_LOGPROBS, PARAMETER_DATA, REFERENCE_LOGPROBS, RESPONSE_IDS, VALUES
+from siirl_dask.schema import (
+    MINIBATCH,
+    OLD_LOGPROBS,
+    PARAMETER_DATA,
+    REFERENCE_LOGPROBS,
+    RESPONSE_IDS,
+    VALUES,
+)
 from siirl_dask.training.preflight import count_adapters
 from siirl_dask.training.specs import division_of, trainer_spec
 
@@ -45,11 +55,14 @@ Placement = Mapping[str, Sequence[str]]
 """The workers of each role."""
 _SCORES = {OLD_LOGPROBS, REFERENCE_LOGPROBS, VALUES}
 _FLOAT32 = 4
-_OPTIMIZER = 40  # bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are zeroed
+# bytes: AdamW reads weights, gradients and moments and writes all but the gradients, which are
+# zeroed
+_OPTIMIZER = 40
 _HIDDEN_BY_COMPUTING = 0.8  # share of a collective's time
 _ENGINE_SHARE = 0.85  # of an accelerator's memory, for weights and cache
 _SAMPLER = 40  # bytes read and written for each logit that a token is drawn from
-_MODULES = 6  # times a bare operation's seconds that one takes within a model's Python; fitted on one machine
+# times a bare operation's seconds that one takes within a model's Python; fitted on one machine
+_MODULES = 6
 _OPERATIONS = {  # counted on torch 2.13 and transformers 5: for each layer, and outside the layers
     "step": (70, 80),
     "forward": (96, 107),
@@ -86,7 +99,9 @@ class _Model:
         return max(1, self.size.total - embeddings)
 
     def needed(self, tokens: float = 1) -> float:
-        """Return the parameters of the layers that so many ``tokens`` use, which choose experts at random."""
+        """Return the parameters of the layers that so many ``tokens`` use, which choose experts
+        at random.
+        """
         if not self.experts:
             return self.layers
         unused: float = (1 - self.architecture.chosen / self.experts) ** tokens
@@ -125,10 +140,12 @@ class NodeSeconds:
     speed: Speed
     lengths: StepTokens
     _models: dict[str, tuple[ModelSize, Architecture, int] | None] = field(default_factory=dict)
-    """Size, architecture and experts of models that were read, by path; None where they are not known."""
+    """Size, architecture and experts of models that were read, by path; None where they are not
+    known."""
 
     def on(self, placement: Placement) -> dict[str, float] | None:
-        """Return the seconds of each node that takes any for a placement of the roles, moves of memory included.
+        """Return the seconds of each node that takes any for a placement of the roles, moves of
+        memory included.
 
         None where the size of a model is not known.
         """
@@ -155,25 +172,34 @@ class NodeSeconds:
         return found
 
     def moves(self, placement: Placement) -> Moves:
-        """Return the seconds by node for which memory of the roles of a worker moves; nothing on a CPU."""
+        """Return the seconds by node for which memory of the roles of a worker moves; nothing on
+        a CPU.
+        """
         if self.speed.cores:
             return {}
         roles_of: dict[str, frozenset[str]] = {}
         for role, workers in placement.items():
             for worker in workers:
                 roles_of[worker] = roles_of.get(worker, frozenset()) | {role}
-        return slowest(self._moves_of(roles, placement).seconds() for roles in set(roles_of.values()))
+        return slowest(
+            self._moves_of(roles, placement).seconds() for roles in set(roles_of.values())
+        )
 
     def _moves_of(self, roles: frozenset[str], placement: Placement) -> WorkerMoves:
         """Return the moves of a worker with these roles."""
         nodes = [node for node in self.plan.dag.ordered() if node.role in roles]
-        works = [NodeWork(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes]
+        works = [
+            NodeWork(node, _computes(node, self.plan), learns(node, self.plan)) for node in nodes
+        ]
         generating: dict[str, Node] = {}
         for node in nodes:
             if RESPONSE_IDS in node.contract.writes.names:
                 generating[node.role] = node
         engines = [self._engine(node, placement, works) for node in generating.values()]
-        models = [self._parked(role, placement, works) for role in dict.fromkeys(node.role for node in nodes)]
+        models = [
+            self._parked(role, placement, works)
+            for role in dict.fromkeys(node.role for node in nodes)
+        ]
         all_workers = {worker for workers in placement.values() for worker in workers}
         return WorkerMoves(
             self.speed,
@@ -183,8 +209,12 @@ class NodeSeconds:
             [model for model in models if model is not None],
         )
 
-    def _engine(self, node: Node, placement: Placement, works: Sequence[NodeWork]) -> SleepingEngine | None:
-        """Return the engine with which a node generates; None where nothing is known of what it moves."""
+    def _engine(
+        self, node: Node, placement: Placement, works: Sequence[NodeWork]
+    ) -> SleepingEngine | None:
+        """Return the engine with which a node generates; None where nothing is known of what it
+        moves.
+        """
         options = options_of(self.plan.dag.role(node.role).build)
         rollout: RolloutConfig = options.get("rollout", self.config.rollout)
         moves = engine_spec(rollout.engine).facts.moves(rollout)
@@ -198,7 +228,10 @@ class NodeSeconds:
             sleeps = False
         weights = model.itemsize * model.size.total / rollout.tensor_parallel_size
         loads = [work.node for work in works if PARAMETER_DATA in work.node.contract.reads]
-        whole = any(self._weight_bytes(load, model, options) == model.itemsize * model.size.total for load in loads)
+        whole = any(
+            self._weight_bytes(load, model, options) == model.itemsize * model.size.total
+            for load in loads
+        )
         return SleepingEngine(
             role=node.role,
             weights=weights if sleeps else 0.0,
@@ -208,7 +241,9 @@ class NodeSeconds:
             tensors=model.size.tensors if whole else 0,
         )
 
-    def _parked(self, role: str, placement: Placement, works: Sequence[NodeWork]) -> ParkedModel | None:
+    def _parked(
+        self, role: str, placement: Placement, works: Sequence[NodeWork]
+    ) -> ParkedModel | None:
         """Return the model of a role that learns or scores; None for any other role."""
         options = options_of(self.plan.dag.role(role).build)
         trainer: TrainerConfig | None = options.get("trainer")
@@ -227,7 +262,9 @@ class NodeSeconds:
         copies = 0  # of the trained parameters: moments, and an average
         if any(work.learns for work in works if work.node.role == role):
             copies = 3 if trainer.keeps_average else 2
-        publisher = next((work.node for work in works if PARAMETER_DATA in work.node.contract.writes.names), None)
+        publisher = next(
+            (work.node for work in works if PARAMETER_DATA in work.node.contract.writes.names), None
+        )
         gathered = 0
         if publisher is not None and shards > 1:
             gathered = self._weight_bytes(publisher, model, options)
@@ -247,9 +284,13 @@ class NodeSeconds:
         reads = set(node.contract.reads)
         trainer: TrainerConfig = options.get("trainer", config.trainer)
         if RESPONSE_IDS in writes:
-            return _generation(model, options.get("rollout", config.rollout), config, speed, lengths)
+            return _generation(
+                model, options.get("rollout", config.rollout), config, speed, lengths
+            )
         if PARAMETER_DATA in writes | reads:
-            seconds = self._weight_bytes(node, model, options) / min(speed.link, speed.memory_rate / 3)
+            seconds = self._weight_bytes(node, model, options) / min(
+                speed.link, speed.memory_rate / 3
+            )
             return seconds / 2 if PARAMETER_DATA in reads else seconds
         if learns(node, self.plan):
             return _update(model, trainer, config, speed, lengths)
@@ -284,7 +325,9 @@ class NodeSeconds:
 
 
 def _read_model(path: str) -> tuple[ModelSize, Architecture, int] | None:
-    """Return a model's size, architecture and experts of each layer; None where they are not known."""
+    """Return a model's size, architecture and experts of each layer; None where they are not
+    known.
+    """
     size = count_parameters(path)
     architecture = read_architecture(path)
     widths = read_widths(path)
@@ -303,7 +346,9 @@ def _computes(node: Node, plan: Plan) -> bool:
         return True
     if writes.isdisjoint(_SCORES):
         return False
-    return RESPONSE_IDS in node.contract.reads  # log-probs that the engine has reported need no pass
+    return (
+        RESPONSE_IDS in node.contract.reads
+    )  # log-probs that the engine has reported need no pass
 
 
 def _owners(works: Sequence[NodeWork]) -> set[str]:
@@ -319,7 +364,9 @@ def learns(node: Node, plan: Plan) -> bool:
 
 
 def _contention(speed: Speed, config: Config, workers: int) -> float:
-    """Return the factor by which work takes longer if a host's workers have fewer cores than threads."""
+    """Return the factor by which work takes longer if a host's workers have fewer cores than
+    threads.
+    """
     if not speed.cores:
         return 1.0
     return max(1.0, workers * config.cluster.threads / speed.cores)
@@ -330,11 +377,17 @@ def _flops(model: _Model, speed: Speed) -> float:
 
 
 def _forward_flops(model: _Model, tokens: _Tokens) -> float:
-    """Return the arithmetic of a forward pass: layers, causal attention within rows, and the head."""
+    """Return the arithmetic of a forward pass: layers, causal attention within rows, and the
+    head.
+    """
     architecture = model.architecture
     # half of the pairs of tokens, two products of 2 FLOPs
     attention = 2 * architecture.layers * architecture.queries * tokens.length
-    return 2 * model.needed() * tokens.computed + attention * tokens.whole + 2 * model.head * tokens.responses
+    return (
+        2 * model.needed() * tokens.computed
+        + attention * tokens.whole
+        + 2 * model.head * tokens.responses
+    )
 
 
 def _pass_bytes(model: _Model, tokens: _Tokens) -> float:
@@ -346,7 +399,11 @@ def _pass_bytes(model: _Model, tokens: _Tokens) -> float:
     per_token = 24 * architecture.hidden + model.itemsize * 4 * architecture.intermediate
     in_attention = model.itemsize * 2 * (architecture.queries + architecture.keys)
     copies = 2 if tokens.computed < tokens.whole else 1
-    return 2 * architecture.layers * (tokens.computed * per_token + tokens.whole * in_attention * copies)
+    return (
+        2
+        * architecture.layers
+        * (tokens.computed * per_token + tokens.whole * in_attention * copies)
+    )
 
 
 def _operations(model: _Model, speed: Speed, kind: str) -> float:
@@ -356,11 +413,18 @@ def _operations(model: _Model, speed: Speed, kind: str) -> float:
 
 
 def _tokens(
-    model: _Model, trainer: TrainerConfig, config: Config, lengths: StepTokens, *, epochs: int = 1, parts: int = 1
+    model: _Model,
+    trainer: TrainerConfig,
+    config: Config,
+    lengths: StepTokens,
+    *,
+    epochs: int = 1,
+    parts: int = 1,
 ) -> _Tokens:
     """Return the tokens of a worker.
 
-    A prompt's samples are spread over the workers, and those of a worker over ``parts`` of its rows.
+    A prompt's samples are spread over the workers, and those of a worker over ``parts`` of its
+    rows.
     """
     rows = epochs * config.data.batch_size * config.rollout.n / model.workers
     length = lengths.prompt + lengths.response
@@ -371,18 +435,24 @@ def _tokens(
     return _Tokens(rows * length, computed, rows * lengths.response, length)
 
 
-def _scoring(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
+def _scoring(
+    model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens
+) -> float:
     tokens = _tokens(model, trainer, config, lengths)
     compute = _forward_flops(model, tokens)
     passes = max(1.0, tokens.whole / trainer.max_tokens_per_micro_batch)
-    seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(model, speed, "forward")
+    seconds = compute / (_flops(model, speed) * speed.training) + passes * _operations(
+        model, speed, "forward"
+    )
     if speed.cores:
         seconds += _pass_bytes(model, tokens) / speed.memory_rate
     gathered = model.itemsize * model.size.total if trainer_spec(trainer.backend).gathers else 0
     return _with_collectives(seconds, passes * gathered, model, speed)
 
 
-def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
+def _update(
+    model: _Model, trainer: TrainerConfig, config: Config, speed: Speed, lengths: StepTokens
+) -> float:
     steps = config.algorithm.minibatches * config.algorithm.epochs
     parts = config.algorithm.minibatches if config.algorithm.split_groups else 1
     tokens = _tokens(model, trainer, config, lengths, epochs=config.algorithm.epochs, parts=parts)
@@ -399,15 +469,21 @@ def _update(model: _Model, trainer: TrainerConfig, config: Config, speed: Speed,
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
     gathers = trainer_spec(trainer.backend).gathers
     if gathers:
-        moved = passes * ((times - 1) * model.itemsize * model.size.total + 4 * learned)  # gathers, and the scatter
+        moved = passes * (
+            (times - 1) * model.itemsize * model.size.total + 4 * learned
+        )  # gathers, and the scatter
     else:
         # the sums over replicas; those within one are not counted
         moved = steps * 2 * 4 * learned / shards
     return _with_collectives(seconds, moved, model, speed, hidden=gathers)
 
 
-def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed, *, hidden: bool = True) -> float:
-    """Return the seconds of computing and of collectives; computing hides most of these if they are ``hidden``."""
+def _with_collectives(
+    compute: float, nbytes: float, model: _Model, speed: Speed, *, hidden: bool = True
+) -> float:
+    """Return the seconds of computing and of collectives; computing hides most of these if they
+    are ``hidden``.
+    """
     ring = (model.workers - 1) / model.workers  # share of a tensor that each worker of a ring sends
     moved = nbytes * ring / speed.link
     if not hidden:
@@ -415,17 +491,25 @@ def _with_collectives(compute: float, nbytes: float, model: _Model, speed: Speed
     return compute + max(moved - _HIDDEN_BY_COMPUTING * compute, (1 - _HIDDEN_BY_COMPUTING) * moved)
 
 
-def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: StepTokens) -> float:
-    """Return the seconds of the slowest engine, in which a waiting row replaces each row that has ended."""
+def _generation(
+    model: _Model, rollout: RolloutConfig, config: Config, speed: Speed, lengths: StepTokens
+) -> float:
+    """Return the seconds of the slowest engine, in which a waiting row replaces each row that
+    has ended.
+    """
     facts = engine_spec(rollout.engine).facts
     ranks = rollout.tensor_parallel_size
     rows = config.data.batch_size * config.rollout.n / (model.workers / ranks)
-    slots = min(rows, _slots(model, rollout, float(facts.rows(rollout)), speed=speed, lengths=lengths))
+    slots = min(
+        rows, _slots(model, rollout, float(facts.rows(rollout)), speed=speed, lengths=lengths)
+    )
     prompts = rows / rollout.n if facts.reads_prompts_once(rollout) else rows
     flops = ranks * _flops(model, speed)
     rate = ranks * speed.memory_rate * speed.decoding
     read = prompts * lengths.prompt
-    prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (flops * speed.prefill)
+    prefill = _forward_flops(model, _Tokens(read, read, rows, lengths.prompt)) / (
+        flops * speed.prefill
+    )
     steps = max(lengths.longest, rows * lengths.response / slots)
     running = rows * lengths.response / steps
     weights = model.itemsize * (model.needed(running) + model.head)
@@ -437,8 +521,12 @@ def _generation(model: _Model, rollout: RolloutConfig, config: Config, speed: Sp
     return prefill + steps * (token + _operations(model, speed, "step"))
 
 
-def _slots(model: _Model, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: StepTokens) -> float:
-    """Return the rows that an engine generates at once: at most ``most``, and as many as have room."""
+def _slots(
+    model: _Model, rollout: RolloutConfig, most: float, *, speed: Speed, lengths: StepTokens
+) -> float:
+    """Return the rows that an engine generates at once: at most ``most``, and as many as have
+    room.
+    """
     ranks = rollout.tensor_parallel_size
     if speed.cores:
         return most

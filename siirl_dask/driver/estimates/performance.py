@@ -1,7 +1,8 @@
-"""Estimates the seconds of a step, the idle time of each role, and which split of the workers would be faster.
+"""Estimates the seconds of a step, the idle time of each role, and which split of the workers would
+be faster.
 
-Nodes begin when their parents have ended and their workers are free, in the order of the DAG; node_seconds.py
-estimates how long each takes.
+Nodes begin when their parents have ended and their workers are free, in the order of the DAG;
+node_seconds.py estimates how long each takes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class StepTime:
 
 
 def step_time(config: Config, plan: Plan, speed: Speed, lengths: StepTokens) -> StepTime | None:
-    """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan is not known."""
+    """Return the seconds of a step of ``plan`` on such devices; None where a model of the plan
+    is not known.
+    """
     model = NodeSeconds(config, plan, speed, lengths)
     seconds = model.on(plan.placement)
     own = model.computing(plan.placement)
@@ -69,17 +72,24 @@ class Split:
 
 
 def splits(config: Config, plan: Plan, speed: Speed, lengths: StepTokens) -> list[Split]:
-    """Return the splits of the workers that the engine's and the shards' sizes allow, the fastest first."""
-    return splits_by(config, plan, NodeSeconds(config, plan, speed, lengths).on, _overhead(plan, speed))
+    """Return the splits of the workers that the engine's and the shards' sizes allow, the
+    fastest first.
+    """
+    return splits_by(
+        config, plan, NodeSeconds(config, plan, speed, lengths).on, _overhead(plan, speed)
+    )
 
 
 def splits_by(
-    config: Config, plan: Plan, seconds_on: Callable[[Placement], Mapping[str, float] | None], rest: float
+    config: Config,
+    plan: Plan,
+    seconds_on: Callable[[Placement], Mapping[str, float] | None],
+    rest: float,
 ) -> list[Split]:
     """Return the same by other estimates.
 
-    ``seconds_on`` returns the seconds of each node for a placement, None where it cannot know them; ``rest`` are the
-    seconds of a step outside its nodes.
+    ``seconds_on`` returns the seconds of each node for a placement, None where it cannot know them;
+    ``rest`` are the seconds of a step outside its nodes.
     """
     total = len(plan.chains)
     engine = _role_that(plan, RESPONSE_IDS)
@@ -113,7 +123,9 @@ def _shards_fit(trainer: TrainerConfig, workers: int) -> bool:
 
 
 def _role_that(plan: Plan, column: str) -> str | None:
-    return next((node.role for node in plan.dag.nodes if column in node.contract.writes.names), None)
+    return next(
+        (node.role for node in plan.dag.nodes if column in node.contract.writes.names), None
+    )
 
 
 def _overhead(plan: Plan, speed: Speed) -> float:
@@ -121,9 +133,14 @@ def _overhead(plan: Plan, speed: Speed) -> float:
 
 
 def schedule(
-    config: Config, plan: Plan, seconds: Mapping[str, float], placement: Mapping[str, Sequence[str]], rest: float
+    config: Config,
+    plan: Plan,
+    seconds: Mapping[str, float],
+    placement: Mapping[str, Sequence[str]],
+    rest: float,
 ) -> StepTime:
-    """Return the step's time: each node begins when its parents have ended and its workers are free.
+    """Return the step's time: each node begins when its parents have ended and its workers are
+    free.
 
     ``rest`` are seconds of a step outside its nodes.
     """
@@ -150,7 +167,8 @@ def schedule(
 
 
 def lengths_of(config: Config, text: str | None) -> StepTokens:
-    """Return the lengths that ``--tokens 300,800`` names, means of prompts and responses; None: the longest allowed.
+    """Return the lengths that ``--tokens 300,800`` names, means of prompts and responses; None: the
+    longest allowed.
 
     ConfigError for another text, and for more than the configuration allows.
     """
@@ -162,7 +180,9 @@ def lengths_of(config: Config, text: str | None) -> StepTokens:
     prompt = 0 if match is None else int(match[1])
     response = 0 if match is None else int(match[2])
     if not prompt or not response:
-        raise ConfigError(f"--tokens {text}: expected mean tokens of a prompt and of a response, such as 300,800")
+        raise ConfigError(
+            f"--tokens {text}: expected mean tokens of a prompt and of a response, such as 300,800"
+        )
     if prompt > longest_prompt or response > longest_response:
         raise ConfigError(
             f"--tokens {text}: expected at most data.max_prompt_length={longest_prompt} and "

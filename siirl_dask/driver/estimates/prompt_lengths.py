@@ -33,12 +33,17 @@ if TYPE_CHECKING:
 
 _GROUPS = 16  # row groups that are sampled
 _ROWS = 32  # prompts of each
-_HEAD = 2**14  # rows of a row group among which they are chosen: a later row costs the decoding of those before it
+_HEAD = (
+    2**14
+    # rows of a row group among which they are chosen: a later row costs the decoding of those
+    # before it
+)
 _TEXT = 2**21  # characters that are encoded at most: one to two seconds
 _GROUPS_OF_IMAGES = 4  # row groups that are sampled where prompts have images: each is megabytes
 
 Encode = Callable[[Any], Sequence[int]]
-"""Returns the token ids of a prompt; where prompts have images, of the prompt and the value of their column."""
+"""Returns the token ids of a prompt; where prompts have images, of the prompt and the value of
+their column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,20 @@ class TooLong:
             return f"{self.found:,} of {self.rows:,} prompts are {longer}"
         judged = f"judged by {self.looked_at:,} of them"
         if not self.found:
-            return f"fewer than {min(1.0, 3 / self.looked_at):.1%} of {self.rows:,} prompts are {longer}, {judged}"
+            return (
+                f"fewer than {min(1.0, 3 / self.looked_at):.1%} of {self.rows:,} prompts are "
+                f"{longer}, {judged}"
+            )
         share = self.found / self.looked_at
-        return f"about {share:.1%} (+- {2 * self._error(share):.1%}) of {self.rows:,} prompts are {longer}, {judged}"
+        return (
+            f"about {share:.1%} (+- {2 * self._error(share):.1%}) of {self.rows:,} prompts are "
+            f"{longer}, {judged}"
+        )
 
     def _error(self, share: float) -> float:
-        """Return the standard error: prompts of one row group may be alike, so it is not below that of the groups."""
+        """Return the standard error: prompts of one row group may be alike, so it is not below
+        that of the groups.
+        """
         independent = sqrt(share * (1 - share) / self.looked_at)
         deviations = (looked**2 * (found / looked - share) ** 2 for looked, found in self.counts)
         groups = len(self.counts)
@@ -81,10 +94,12 @@ class TooLong:
 
 
 def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[str]:
-    """Return a sentence for each source of an open dataset, none where its prompts cannot be measured here.
+    """Return a sentence for each source of an open dataset, none where its prompts cannot be
+    measured here.
 
-    That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this machine. Another
-    sentence names the special tokens that texts get. DataError for a prompt that cannot be encoded.
+    That is where no node runs ``encode_prompts``, and where the model's tokenizer is not on this
+    machine. Another sentence names the special tokens that texts get. DataError for a prompt that
+    cannot be encoded.
     """
     if not any(bare(node.fn) is encode_prompts for node in plan.dag.nodes):
         return []
@@ -96,8 +111,14 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
         try:
             processor = load_processor(folder_here(config.model.path, weights=False), config.images)
         except ConfigError:
-            return []  # the engine, on the workers' machines, raises the error where they cannot load it either
-    names = [f"source {share.name!r}: " for share in dataset.shares] if isinstance(dataset, Mixture) else [""]
+            # the engine, on the workers' machines, raises the error where they cannot load it
+            # either
+            return []
+    names = (
+        [f"source {share.name!r}: " for share in dataset.shares]
+        if isinstance(dataset, Mixture)
+        else [""]
+    )
     notes = []
     if tokenizer.special_tokens_note and any(_holds_texts(source) for source in dataset.sources):
         notes.append(tokenizer.special_tokens_note)
@@ -109,10 +130,16 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
         limit = config.data.max_prompt_length
         if processor is None:
             counted = counted_lengths(source, tokenizer.identity, limit)
-            sample = sample_lengths(source, encode, limit, _TEXT // len(names)) if counted is None else counted
+            sample = (
+                sample_lengths(source, encode, limit, _TEXT // len(names))
+                if counted is None
+                else counted
+            )
         else:
             with_images = partial(_encode_with_images, encode, processor)
-            sample = sample_lengths(source, with_images, limit, _TEXT // len(names), images=config.images.column)
+            sample = sample_lengths(
+                source, with_images, limit, _TEXT // len(names), images=config.images.column
+            )
         if sample.looked_at:
             dropped = "; they are dropped from their steps" if sample.found else ""
             notes.append(f"{name}{sample.text(limit)}{dropped}")
@@ -120,7 +147,9 @@ def notes_on_long_prompts(config: Config, plan: Plan, dataset: Dataset) -> list[
 
 
 def counted_lengths(source: Source, tokenizer: str | None, limit: int) -> TooLong | None:
-    """Count by the lengths that ``data import`` wrote into the table; None where it has none by this tokenizer."""
+    """Count by the lengths that ``data import`` wrote into the table; None where it has none by
+    this tokenizer.
+    """
     table = open_source(source)
     known = token_lengths_of(table)
     if known is None or (known.prompt, known.tokenizer) != (source.prompt, tokenizer):
@@ -136,8 +165,12 @@ def _holds_texts(source: Source) -> bool:
     return bool(pa.types.is_large_string(kind))
 
 
-def _encode_with_images(encode: Encode, processor: ImageProcessor, row: tuple[Any, Any]) -> Sequence[int]:
-    """Return the ids of a prompt with its images, from their headers. ImageError also for one that is at a URL."""
+def _encode_with_images(
+    encode: Encode, processor: ImageProcessor, row: tuple[Any, Any]
+) -> Sequence[int]:
+    """Return the ids of a prompt with its images, from their headers. ImageError also for one
+    that is at a URL.
+    """
     prompt, value = row
     images = images_of(value)
     if any(image.data is None for image in images):
@@ -146,12 +179,18 @@ def _encode_with_images(encode: Encode, processor: ImageProcessor, row: tuple[An
 
 
 def sample_lengths(
-    source: Source, encode: Encode, limit: int, characters: int = _TEXT, *, images: str | None = None
+    source: Source,
+    encode: Encode,
+    limit: int,
+    characters: int = _TEXT,
+    *,
+    images: str | None = None,
 ) -> TooLong:
-    """Count long prompts of up to 16 row groups, the same ones each time, until ``characters`` have been encoded.
+    """Count long prompts of up to 16 row groups, the same ones each time, until ``characters`` have
+    been encoded.
 
-    With ``images``, the column of the prompts' images, ``encode`` gets both. A prompt whose images cannot be used is
-    left out: the step that it is in reports it.
+    With ``images``, the column of the prompts' images, ``encode`` gets both. A prompt whose images
+    cannot be used is left out: the step that it is in reports it.
     """
     counts = []
     for rows in _samples(source, images):
@@ -194,7 +233,9 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
         group = groups[number]
         rows = np.sort(random.permutation(min(group.rows, _HEAD))[:rows_of_group]).tolist()
         try:
-            table = snapshot.read_row_group(group, names, rows=rows, max_bytes=source.read_limit, footers=footers)
+            table = snapshot.read_row_group(
+                group, names, rows=rows, max_bytes=source.read_limit, footers=footers
+            )
         except StorageError:
             continue
         values = pc.struct_field(table[column], path) if path else table[column]
@@ -203,4 +244,8 @@ def _samples(source: Source, images: str | None) -> Iterator[list[Any]]:
             yield [prompt for prompt in prompts if prompt is not None]
             continue
         shown = normalised(plain(table[images]), images).to_pylist()
-        yield [(prompt, value) for prompt, value in zip(prompts, shown, strict=True) if prompt is not None]
+        yield [
+            (prompt, value)
+            for prompt, value in zip(prompts, shown, strict=True)
+            if prompt is not None
+        ]

@@ -1,7 +1,8 @@
-"""Seconds for which memory of a worker's roles moves in a step, since they use its accelerator one after the other.
+"""Seconds for which memory of a worker's roles moves in a step, since they use its accelerator one
+after the other.
 
-The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or learns puts the other
-roles to sleep (``Context.free_device``), and a role wakes when it is used.
+The moves follow from the worker's nodes, as they do in a run: a node that generates, scores or
+learns puts the other roles to sleep (``Context.free_device``), and a role wakes when it is used.
 
     sleeps    an engine gives its memory back; graphs, and weights unless new ones follow, go to the host's memory
     wakes     the same memory is taken again, and what the host has comes back
@@ -10,8 +11,9 @@ roles to sleep (``Context.free_device``), and a role wakes when it is used.
     gathers   messages of 16 MiB in which the weights of a sharded model are gathered
     reloads   each tensor that an engine's loader takes
 
-Bytes go at the rate of the device's link to its host, of which all devices of a host together have no more than the
-host's memory gives. Where the workers of a host are not known, they are eight, as in the systems of the data sheets.
+Bytes go at the rate of the device's link to its host, of which all devices of a host together have
+no more than the host's memory gives. Where the workers of a host are not known, they are eight, as
+in the systems of the data sheets.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from siirl_dask.planner import Node
 from siirl_dask.schema import PARAMETER_DATA
 
 _CARDS = 8  # of a host
-_MAPPED = 200e9  # bytes a second that the driver gives or takes back in pieces of 2 MiB; by habit, not measured
-_TENSOR = 3e-3  # seconds of Python and small kernels for each tensor that an engine reloads, with its layer
+# bytes a second that the driver gives or takes back in pieces of 2 MiB; by habit, not measured
+_MAPPED = 200e9
+# seconds of Python and small kernels for each tensor that an engine reloads, with its layer
+_TENSOR = 3e-3
 _MESSAGE = 0.5e-3  # seconds of Python and launching for each message of a gather
 _BUCKET = 16 * 2**20  # bytes of a message
 Moves = dict[str, dict[str, float]]
-"""Seconds by node and, within it, by the kind of move: ``{"rollout": {"policy parks": 0.1, "rollout wakes": 0.3}}``."""
+"""Seconds by node and, within it, by the kind of move: ``{"rollout": {"policy parks": 0.1,
+"rollout wakes": 0.3}}``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,10 +67,14 @@ class SleepingEngine:
         return _Moved(copied, mapped)
 
     def wake(self, *, cache: bool) -> _Moved | None:
-        """Wake the weights, and the ``cache`` as well to generate; return the bytes that move, None for nothing."""
+        """Wake the weights, and the ``cache`` as well to generate; return the bytes that move,
+        None for nothing.
+        """
         moved = _Moved()
         if not self.weights_awake:
-            moved = _Moved(self.graphs + (self.weights if self.on_host else 0.0), self.weights + self.graphs)
+            moved = _Moved(
+                self.graphs + (self.weights if self.on_host else 0.0), self.weights + self.graphs
+            )
             self.weights_awake = True
         if cache and not self.cache_awake:
             moved = _Moved(moved.copied, moved.mapped + self.cache)
@@ -75,7 +84,9 @@ class SleepingEngine:
 
 @dataclass(kw_only=True, slots=True)
 class ParkedModel:
-    """A trained or scoring model on a worker: its bytes there, and which of them are on the device."""
+    """A trained or scoring model on a worker: its bytes there, and which of them are on the
+    device.
+    """
 
     role: str
     weights: float
@@ -90,7 +101,9 @@ class ParkedModel:
     """Whether weights differ from the host's copy."""
 
     def rest(self) -> _Moved | None:
-        """Park; return the bytes that move, None for nothing. Unchanged weights are not copied again."""
+        """Park; return the bytes that move, None for nothing. Unchanged weights are not copied
+        again.
+        """
         if not self.parks:
             return None
         copied = 0.0
@@ -197,7 +210,9 @@ class WorkerMoves:
                 self._add(name, f"{role} gathers", model.messages * _MESSAGE)
 
     def _free(self, at: int, name: str, role: str) -> None:
-        """Put the other roles to sleep before the node ``name``, the worker's node number ``at``."""
+        """Put the other roles to sleep before the node ``name``, the worker's node number
+        ``at``.
+        """
         for engine in self.engines:
             if engine.role != role:
                 follow = self._weights_follow(at, engine.role)
@@ -207,7 +222,9 @@ class WorkerMoves:
                 self._note(name, f"{model.role} parks", model.rest())
 
     def _weights_follow(self, at: int, role: str) -> bool:
-        """Return whether the next node of the role in the step surely loads weights: see ``planner/reloads.py``."""
+        """Return whether the next node of the role in the step surely loads weights: see
+        ``planner/reloads.py``.
+        """
         for work in self.works[at + 1 :]:
             if work.node.role == role:
                 return False if work.node.lag else work.node.weight_sink is not None
@@ -222,7 +239,9 @@ class WorkerMoves:
         own[kind] = own.get(kind, 0.0) + seconds
 
     def _rate(self) -> float:
-        """Return the bytes a second between a device and its host while all devices of the host copy."""
+        """Return the bytes a second between a device and its host while all devices of the host
+        copy.
+        """
         speed = self.speed
         return speed.copying * min(speed.host_link, speed.host_memory / min(self.workers, _CARDS))
 

@@ -1,10 +1,12 @@
-"""Figures of devices from which a plan estimates seconds: data sheets of accelerators, this machine's CPU measured.
+"""Figures of devices from which a plan estimates seconds: data sheets of accelerators, this
+machine's CPU measured.
 
-Shares of these figures that programs reach are usual values, not measured here: 40 % of the arithmetic in training,
-50 % while prompts are read, 60 % of the memory's rate while tokens are generated one after the other, and 60 % of the
-rate between a device and its host. The host is one of a system that is sold with eight such cards: DGX H100 and H200
-with sixteen channels of DDR5-4800, DGX A100 with sixteen of DDR4-3200, Atlas 800 with 32 of DDR4-3200; a workstation
-with eight of DDR5-4800 for the RTX 4090.
+Shares of these figures that programs reach are usual values, not measured here: 40 % of the
+arithmetic in training, 50 % while prompts are read, 60 % of the memory's rate while tokens are
+generated one after the other, and 60 % of the rate between a device and its host. The host is one
+of a system that is sold with eight such cards: DGX H100 and H200 with sixteen channels of
+DDR5-4800, DGX A100 with sixteen of DDR4-3200, Atlas 800 with 32 of DDR4-3200; a workstation with
+eight of DDR5-4800 for the RTX 4090.
 """
 
 from __future__ import annotations
@@ -126,26 +128,33 @@ def note_on_float32(accelerator: str) -> str:
     if speed is None:
         return f"{shown}: it multiplies several times as fast in bfloat16 (model.dtype=bfloat16)"
     return (
-        f"{shown}: it multiplies {speed.flops / speed.flops32:.0f} times as fast in bfloat16, {speed.flops / 1e12:.0f} "
+        f"{shown}: it multiplies {speed.flops / speed.flops32:.0f} times as fast in bfloat16, "
+        f"{speed.flops / 1e12:.0f} "
         f"TFLOP/s for {speed.flops32 / 1e12:.0f} by {speed.source} (model.dtype=bfloat16)"
     )
 
 
 def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
-    """Return the figures of a device of the table, or of this machine's CPU for ``cpu``, which takes half a second.
+    """Return the figures of a device of the table, or of this machine's CPU for ``cpu``, which
+    takes half a second.
 
-    ``figures`` replace values, as ``flops=4e14``. ConfigError for an unknown name or a figure that is no number.
+    ``figures`` replace values, as ``flops=4e14``. ConfigError for an unknown name or a figure that
+    is no number.
     """
     if name != "cpu" and name not in TABLE:
         known = ["cpu", *TABLE]
-        raise ConfigError(f"--on {name}: expected one of {', '.join(known)}{did_you_mean(name, known)}")
+        raise ConfigError(
+            f"--on {name}: expected one of {', '.join(known)}{did_you_mean(name, known)}"
+        )
     speed = measure_cpu(threads) if name == "cpu" else TABLE[name]
     known = [field.name for field in fields(Speed) if field.name not in ("name", "source")]
     replaced: dict[str, Any] = {}
     for figure in figures:
         key, _, text = figure.partition("=")
         if key not in known:
-            raise ConfigError(f"--figure {figure}: expected one of {', '.join(known)}{did_you_mean(key, known)}")
+            raise ConfigError(
+                f"--figure {figure}: expected one of {', '.join(known)}{did_you_mean(key, known)}"
+            )
         try:
             value = float(text)
         except ValueError:
@@ -158,11 +167,13 @@ def speed_of(name: str, figures: Sequence[str] = (), threads: int = 1) -> Speed:
 
 
 _OF_BEST = 0.7
-"""Share of a CPU's best rounds that whole runs reach, by twelve of 0.3 and 32 million parameters (estimates.md)."""
+"""Share of a CPU's best rounds that whole runs reach, by twelve of 0.3 and 32 million parameters
+(estimates.md)."""
 
 
 def measure_cpu(threads: int = 1) -> Speed:
-    """Measure this machine's CPU with all cores busy, and return the figures of ``threads`` of them.
+    """Measure this machine's CPU with all cores busy, and return the figures of ``threads`` of
+    them.
 
     It measures a product of matrices, a copy, and small operations.
     """
@@ -180,7 +191,9 @@ def measure_cpu(threads: int = 1) -> Speed:
         moved = _seconds(lambda: copy.copy_(block))
         small = torch.rand(32, 64)
 
-        def chain() -> object:  # norms: as much Python and as many operations as a layer's, on small tensors
+        def chain() -> (
+            object
+        ):  # norms: as much Python and as many operations as a layer's, on small tensors
             value = small
             for _ in range(20):
                 value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)

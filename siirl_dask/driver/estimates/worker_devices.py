@@ -1,4 +1,6 @@
-"""Describes this machine's topology, and the devices and CPUs that workers started here will use."""
+"""Describes this machine's topology, and the devices and CPUs that workers started here will
+use.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def find_worker_devices(cluster: ClusterConfig, workers: Sequence[str]) -> Worke
 
     None where workers compute on CPUs, are on other machines, or are bound to nothing.
     """
-    if cluster.exists or cluster.spec or cluster.device is DevicePreference.cpu or cluster.affinity is Affinity.none:
+    if (
+        cluster.exists
+        or cluster.spec
+        or cluster.device is DevicePreference.cpu
+        or cluster.affinity is Affinity.none
+    ):
         return None
     visible = visible_devices()
     if visible.kind is DeviceKind.CPU:
@@ -49,12 +56,16 @@ def assign_devices(
     visible_to = dict.fromkeys(workers, with_topology(visible, topology))
     devices = assign(visible_to)
     cpus = {worker: share_of_worker(worker, visible_to, devices, threads) for worker in workers}
-    return WorkerDevices(topology, {worker: replace(device, cpus=cpus[worker]) for worker, device in devices.items()})
+    return WorkerDevices(
+        topology, {worker: replace(device, cpus=cpus[worker]) for worker, device in devices.items()}
+    )
 
 
 def describe_nodes() -> str:
     """Return the NUMA nodes of this machine and the CPUs that this process may use."""
-    nodes = "; ".join(f"node {node} has CPUs {show_cpus(cpus) or 'none'}" for node, cpus in numa_nodes().items())
+    nodes = "; ".join(
+        f"node {node} has CPUs {show_cpus(cpus) or 'none'}" for node, cpus in numa_nodes().items()
+    )
     allowed = show_cpus(given_cpus())
     return f"{nodes or 'the system tells of no nodes'}; this process may use {allowed or 'any'}"
 
@@ -75,33 +86,52 @@ def describe_links(topology: Topology, kind: DeviceKind) -> str:
     between = ", ".join(sorted(across, key=speed_of, reverse=True))
     if max(map(len, blocks)) == 1:
         return f"{between} between {_names(topology.order, kind)}"
-    return f"{within} within {' and within '.join(_names(block, kind) for block in blocks)}; {between} between these"
+    return (
+        f"{within} within {' and within '.join(_names(block, kind) for block in blocks)}; "
+        f"{between} between these"
+    )
 
 
 def describe_worker_devices(devices: WorkerDevices, plan: Plan) -> str:
-    """Return a plan's section on the topology: each worker's device, NUMA node and CPUs, and the links of groups."""
+    """Return a plan's section on the topology: each worker's device, NUMA node and CPUs, and the
+    links of groups.
+    """
     rows = []
     for worker, device in devices.devices.items():
         node = _numa_node(devices, device)
-        rows.append((worker, device.torch_name, "?" if node is None else str(node), show_cpus(device.cpus) or "-"))
+        rows.append(
+            (
+                worker,
+                device.torch_name,
+                "?" if node is None else str(node),
+                show_cpus(device.cpus) or "-",
+            )
+        )
     kind = next(iter(devices.devices.values())).kind
     lines = [
         f"Links: {describe_links(devices.topology, kind)}",
         table(("worker", "device", "NUMA node", "CPUs that it is bound to"), rows),
-        *(f"role {role!r}, {key}={size}: {link}" for role, key, size, link in group_links(devices, plan)),
+        *(
+            f"role {role!r}, {key}={size}: {link}"
+            for role, key, size, link in group_links(devices, plan)
+        ),
         *(f"note: {fault}" for fault in devices.topology.faults),
     ]
     return "\n".join(lines)
 
 
 def group_links(devices: WorkerDevices, plan: Plan) -> Iterator[tuple[str, str, int, str]]:
-    """Yield role, config key, size, and the slowest link of each kind of groups that a role's ranks form."""
+    """Yield role, config key, size, and the slowest link of each kind of groups that a role's
+    ranks form.
+    """
     for role in plan.dag.roles:
         workers = plan.placement[role.name]
         for key, size in groups_of(role.build, len(workers)).items():
             links = []
             for first in range(0, len(workers), size):
-                cards = sorted({devices.devices[worker].index for worker in workers[first : first + size]})
+                cards = sorted(
+                    {devices.devices[worker].index for worker in workers[first : first + size]}
+                )
                 if len(cards) > 1:
                     links.append(slowest_link(devices.topology.links, cards))
             if not links:

@@ -1,1 +1,3 @@
-"""Checkpoints, committed steps, restarts, other workers, a lost scheduler: a run goes on by these."""
+"""Checkpoints, committed steps, restarts, other workers, a lost scheduler: a run goes on by
+these.
+"""

@@ -31,14 +31,17 @@ class Commits:
     state_tables: Sequence[str] = ()
     """Tables of the rows that nodes store for later steps."""
     _obsolete: set[tuple[int, str]] = field(default_factory=set)
-    """Steps and tables of stages that are not needed any more, and that workers may still be writing."""
+    """Steps and tables of stages that are not needed any more, and that workers may still be
+    writing."""
     _complete: set[tuple[int, str]] = field(default_factory=set)
     """Steps and tables that every worker has written."""
     _committed: dict[int, set[str]] = field(default_factory=dict)
     """Tables of recent steps that are committed, where nodes store rows for later steps."""
 
     def commit(self, written: StagedTable | WrittenCheckpoint) -> None:
-        """Commit a table of a step, or a checkpoint. Fenced if another start has taken the run over."""
+        """Commit a table of a step, or a checkpoint. Fenced if another start has taken the run
+        over.
+        """
         if isinstance(written, WrittenCheckpoint):
             self._commit_checkpoint(written)
         else:
@@ -71,7 +74,9 @@ class Commits:
         self._remove_old_state(step, table)
 
     def _is_being_written(self, step: int, table: str) -> bool:
-        """Return whether a worker may still be writing its part: a folder that goes meanwhile would fail the run."""
+        """Return whether a worker may still be writing its part: a folder that goes meanwhile
+        would fail the run.
+        """
         replayed_from = {stage.step: stage.table for stage in self.log.resume.stages}.get(step)
         if (step, table) in self._complete or table == replayed_from:
             return False
@@ -80,7 +85,8 @@ class Commits:
         return any(node.stored_as == table for node in self.cuts[replayed_from].dag.nodes)
 
     def _remove_old_state(self, step: int, table: str) -> None:
-        """Delete the rows that nodes stored at the step before ``step``, once ``step`` can go on without them.
+        """Delete the rows that nodes stored at the step before ``step``, once ``step`` can go on
+        without them.
 
         That is so when it has committed all state tables and a table from which it can go on.
         """
@@ -98,14 +104,20 @@ class Commits:
         try:
             remove_step(self.log.attempt, table, step)
         except OSError as error:  # it costs no run: `siirl-dask clean` finds what stays
-            logger.warning("the rows of step %d stay in %s: %s: %s", step, table, type(error).__name__, error)
+            logger.warning(
+                "the rows of step %d stay in %s: %s: %s", step, table, type(error).__name__, error
+            )
 
     def _commit_checkpoint(self, written: WrittenCheckpoint) -> None:
         log = self.log
         step = written.iteration.step
-        state = CheckpointState.of(step, written.saved, metrics=log.metrics_of(step), digest=self.digest)
+        state = CheckpointState.of(
+            step, written.saved, metrics=log.metrics_of(step), digest=self.digest
+        )
         self.checkpoints.commit(written.url, state, written.files)
         self._obsolete = {(later, table) for later, table in self._obsolete if later > step}
         self._complete = {(later, table) for later, table in self._complete if later > step}
-        self._committed = {later: tables for later, tables in self._committed.items() if later > step}
+        self._committed = {
+            later: tables for later, tables in self._committed.items() if later > step
+        }
         remove_old_stages(log.attempt.url, log.config.run.keep_stages)

@@ -1,4 +1,6 @@
-"""Lets an elastic run go on with fewer workers when some are lost, and with more when some have joined."""
+"""Lets an elastic run go on with fewer workers when some are lost, and with more when some have
+joined.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ElasticWorkers:
     Workers that are left keep their roles; see ``driver/recovery/resizing.py`` for the others.
     """
 
-    def __init__(self, config: Config, plan: Planner, reads: Mapping[str, Sequence[str]], progress: Progress) -> None:
+    def __init__(
+        self, config: Config, plan: Planner, reads: Mapping[str, Sequence[str]], progress: Progress
+    ) -> None:
         """``reads`` has the folders that the workers of each role read."""
         self._config = config
         self._plan = plan
@@ -42,7 +46,8 @@ class ElasticWorkers:
         self._kinds = Kinds.of(config.cluster.placement, config.cluster.workers)
         self._newcomers = Newcomers(reads, config.run.url)
         self._changing = threading.Lock()
-        """Held where ``_launches`` and ``_joined`` change: a look at idle workers may end after its launch has."""
+        """Held where ``_launches`` and ``_joined`` change: a look at idle workers may end after
+        its launch has."""
         self._launches = 0
         self._joined: list[str] = []
         """Names of the workers with which the run is to be launched again."""
@@ -50,7 +55,11 @@ class ElasticWorkers:
         """Why the last group of workers for which no plan could be made does not work."""
 
     def find(
-        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, plugin: str | None
+        self,
+        client: Client,
+        group: WorkerGroup | None,
+        failure: SiirlError | None,
+        plugin: str | None,
     ) -> WorkerGroup:
         with self._changing:
             self._launches += 1
@@ -61,7 +70,9 @@ class ElasticWorkers:
         remove_unusable_workers(client, group, failure, plugin)
         if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster, group)
-        if isinstance(failure, (WorkersJoined, WorkerLeft)):  # nobody is lost, so nobody is waited for
+        if isinstance(
+            failure, (WorkersJoined, WorkerLeft)
+        ):  # nobody is lost, so nobody is waited for
             patience = 0.0
         elif cluster.replacement_timeout is None:
             patience = _REPLACEMENT_TIMEOUT
@@ -86,7 +97,9 @@ class ElasticWorkers:
                 if launches == self._launches:
                     self._joined = [name for name in resized.members if name not in group.members]
 
-        return lambda: threading.Thread(target=look, name="look-at-idle-workers", daemon=True).start()
+        return lambda: threading.Thread(
+            target=look, name="look-at-idle-workers", daemon=True
+        ).start()
 
     def until_change(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
         return until_stopped(iterations, lambda: bool(self._joined), self._config.run.steps)
@@ -96,14 +109,22 @@ class ElasticWorkers:
             return
         names = ", ".join(map(repr, self._joined))
         workers = "workers" if len(self._joined) > 1 else "worker"
-        joined = WorkersJoined(f"taking in {len(self._joined)} more {workers} after step {steps}: {names}")
+        joined = WorkersJoined(
+            f"taking in {len(self._joined)} more {workers} after step {steps}: {names}"
+        )
         joined.since = since
         raise joined
 
     def _await(
-        self, client: Client, group: WorkerGroup | None, plugin: str | None, enough: int, patience: float
+        self,
+        client: Client,
+        group: WorkerGroup | None,
+        plugin: str | None,
+        enough: int,
+        patience: float,
     ) -> WorkerGroup:
-        """Return a group of ``enough`` workers or more; after ``patience`` seconds one of as many as there are.
+        """Return a group of ``enough`` workers or more; after ``patience`` seconds one of as many
+        as there are.
 
         RunError if they are still too few for any plan after ``cluster.start_timeout``.
         """
@@ -135,12 +156,23 @@ class ElasticWorkers:
         return f"{workers} free after {timeout:g} s, too few for the roles of the run{why}"
 
     def _available(self, client: Client, plugin: str | None) -> dict[str, str]:
-        """Return {name: address} of the workers that the run may use; those that it has refused are left out."""
-        free: dict[str, str] = complete(client, lambda: client.run_on_scheduler(free_workers, plugin))
-        return {name: address for name, address in free.items() if address not in self._newcomers.refused}
+        """Return {name: address} of the workers that the run may use; those that it has refused
+        are left out.
+        """
+        free: dict[str, str] = complete(
+            client, lambda: client.run_on_scheduler(free_workers, plugin)
+        )
+        return {
+            name: address
+            for name, address in free.items()
+            if address not in self._newcomers.refused
+        }
 
-    def _choose(self, client: Client, group: WorkerGroup | None, available: Mapping[str, str]) -> WorkerGroup | None:
-        """Return a group of as many of the ``available`` workers as a plan can be made for; None if for none.
+    def _choose(
+        self, client: Client, group: WorkerGroup | None, available: Mapping[str, str]
+    ) -> WorkerGroup | None:
+        """Return a group of as many of the ``available`` workers as a plan can be made for; None if
+        for none.
 
         ConfigError if those with which the run begins do not fit to each other.
         """
@@ -160,14 +192,20 @@ class ElasticWorkers:
         return None
 
     def _first(self, client: Client, available: Mapping[str, str]) -> WorkerGroup:
-        """Return the group with which the run begins if no more workers are there than ``cluster.workers``."""
+        """Return the group with which the run begins if no more workers are there than
+        ``cluster.workers``.
+        """
         names = self._newcomers.in_order(available)[: self._config.cluster.workers]
         members = {name: available[name] for name in names}
         self._newcomers.check_alike(client, members)
         return WorkerGroup(members, self._config)
 
-    def _largest(self, group: WorkerGroup, available: Mapping[str, str]) -> tuple[WorkerGroup, Phases] | None:
-        """Return the largest group for which a plan can be made, with its plans; members of ``group`` come first."""
+    def _largest(
+        self, group: WorkerGroup, available: Mapping[str, str]
+    ) -> tuple[WorkerGroup, Phases] | None:
+        """Return the largest group for which a plan can be made, with its plans; members of
+        ``group`` come first.
+        """
         cluster = self._config.cluster
         before = _kinds(group)
         names = [name for name in group.members if name in available]
@@ -178,7 +216,9 @@ class ElasticWorkers:
         for count in range(most, 0, -1):
             for kinds in self._kinds.assign(before, names, count):
                 placement = placement_of(kinds, list(kinds), cluster.placement)
-                config = replace(self._config, cluster=replace(cluster, workers=count, placement=placement))
+                config = replace(
+                    self._config, cluster=replace(cluster, workers=count, placement=placement)
+                )
                 resized = WorkerGroup({name: available[name] for name in kinds}, config)
                 try:
                     return resized, self._plan(resized)
@@ -187,11 +227,15 @@ class ElasticWorkers:
         return None
 
     def _note_change(self, before: int, now: int, patience: float) -> None:
-        """Show another number of workers to the user; a lower one was waited for ``patience`` seconds."""
+        """Show another number of workers to the user; a lower one was waited for ``patience``
+        seconds.
+        """
         if now == before:
             return
         waited = f": no other came within {patience:g} s" if patience and now < before else ""
-        self._progress.note(f"going on with {now} worker{'s' if now > 1 else ''} instead of {before}{waited}")
+        self._progress.note(
+            f"going on with {now} worker{'s' if now > 1 else ''} instead of {before}{waited}"
+        )
 
 
 def _kinds(group: WorkerGroup) -> dict[str, Kind]:

@@ -1,4 +1,6 @@
-"""Examines workers before an elastic run takes them in: it refuses those that do not fit or do not reach its files."""
+"""Examines workers before an elastic run takes them in: it refuses those that do not fit or do
+not reach its files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _REPORT_TIMEOUT = 30.0  # seconds for a worker that has just started to report w
 
 
 class Newcomers:
-    """Stores the reports of workers on what they run on. Arguments that are mappings of workers are {name: address}."""
+    """Stores the reports of workers on what they run on. Arguments that are mappings of workers
+    are {name: address}.
+    """
 
     def __init__(self, reads: Mapping[str, Sequence[str]], run_url: str) -> None:
         """``reads`` has the folders that the workers of each role read."""
@@ -33,21 +37,31 @@ class Newcomers:
 
     def ask(self, client: Client, addresses: Iterable[str]) -> None:
         """Ask workers that have not answered before for their reports."""
-        new = [address for address in addresses if isinstance(self._reports.get(address, OSError()), OSError)]
+        new = [
+            address
+            for address in addresses
+            if isinstance(self._reports.get(address, OSError()), OSError)
+        ]
         reports = complete(client, lambda: _ask_all(client, new))
         self._reports.update(zip(new, reports, strict=True))
 
     def in_order(self, workers: Mapping[str, str]) -> list[str]:
         """Return the names in rank order."""
-        return rank_order({name: (address, self._reports.get(address)) for name, address in workers.items()})
+        return rank_order(
+            {name: (address, self._reports.get(address)) for name, address in workers.items()}
+        )
 
     def check_alike(self, client: Client, workers: Mapping[str, str]) -> None:
-        """Raise ConfigError unless the workers fit to each other; WorkerLost for one that has left."""
+        """Raise ConfigError unless the workers fit to each other; WorkerLost for one that has
+        left.
+        """
         with workers_needed(client, workers):
             check_alike(client, workers, self._reports)
 
     def unlike(self, client: Client, new: Mapping[str, str]) -> set[str]:
-        """Return the names of newcomers that do not answer, or do not fit to this process; the latter are refused."""
+        """Return the names of newcomers that do not answer, or do not fit to this process; the
+        latter are refused.
+        """
         unlike: set[str] = set()
         for name, address in new.items():
             if isinstance(self._reports[address], OSError):
@@ -61,7 +75,9 @@ class Newcomers:
         return unlike
 
     def cut_off(self, client: Client, new: Mapping[str, str], phases: Phases) -> set[str]:
-        """Return the names of newcomers that have left or do not reach the files; the latter are refused."""
+        """Return the names of newcomers that have left or do not reach the files; the latter are
+        refused.
+        """
         cut_off: set[str] = set()
         with suppress(ConfigError, WorkerLost):
             self._check_reachable(client, new, phases)
@@ -89,7 +105,9 @@ async def _ask_all(client: Client, addresses: Sequence[str]) -> list[Report | Ex
     async def ask(address: str) -> Report | Exception:
         try:
             answers = await asyncio.wait_for(client.run(report, workers=[address]), _REPORT_TIMEOUT)
-        except Exception as error:  # whatever an import there may raise; it may have left, or stand still
+        except (
+            Exception
+        ) as error:  # whatever an import there may raise; it may have left, or stand still
             return error
         answer: Report = answers[address]
         return answer

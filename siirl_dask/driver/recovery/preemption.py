@@ -1,4 +1,6 @@
-"""Lets a run that gets SIGTERM, as from a machine that is taken away, write a last checkpoint before it ends."""
+"""Lets a run that gets SIGTERM, as from a machine that is taken away, write a last checkpoint
+before it ends.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from siirl_dask.planner import Iteration, Phase
 
 
 class Preempted(KeyboardInterrupt):
-    """The run has ended on SIGTERM: with its pending iterations and a checkpoint done, or without where that failed."""
+    """The run has ended on SIGTERM: with its pending iterations and a checkpoint done, or
+    without where that failed.
+    """
 
 
 class Preemption:
-    """Handles SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their end stops it."""
+    """Handles SIGTERM while inside: the first gives the run ``grace`` seconds, a second or their
+    end stops it.
+    """
 
     def __init__(self, grace: float, note: Callable[[str], None]) -> None:
         """With 0 seconds of ``grace``, or outside the main thread, SIGTERM acts as before."""
@@ -37,8 +43,12 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise Preempted for a failure after SIGTERM: the machine goes, so the run is not launched again."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """Raise Preempted for a failure after SIGTERM: the machine goes, so the run is not
+        launched again.
+        """
         if self._timer is not None:
             self._timer.cancel()
         if self._before is not None:
@@ -47,7 +57,9 @@ class Preemption:
             raise Preempted(f"; what was under way failed: {error}") from error
 
     def cut(self, iterations: Iterator[Iteration]) -> Iterator[Iteration]:
-        """Yield the iterations; after SIGTERM one step more, which drains the pipeline, and its checkpoint."""
+        """Yield the iterations; after SIGTERM one step more, which drains the pipeline, and its
+        checkpoint.
+        """
         for iteration in iterations:
             if not self.requested:
                 yield iteration
@@ -68,7 +80,9 @@ class Preemption:
                 self._before(signum, frame)
             raise KeyboardInterrupt
         self.requested = True
-        self._note(f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)")
+        self._note(
+            f"SIGTERM: what is under way and a checkpoint have {self._grace:g} s (run.grace)"
+        )
         self._timer = threading.Timer(self._grace, signal.raise_signal, [signal.SIGTERM])
         self._timer.daemon = True
         self._timer.start()

@@ -1,4 +1,6 @@
-"""Finds workers for a run that has lost some: those that are left keep their ranks, others take the free ones."""
+"""Finds workers for a run that has lost some: those that are left keep their ranks, others take
+the free ones.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,35 @@ from siirl_dask.worker.tasks import beats_inside
 
 logger = logging.getLogger("siirl_dask.driver")
 _LAST_CHANCE = 2.0  # seconds for a worker to answer that has been silent for as long as it may be
-_STOP_TIMEOUT = 1.0  # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
+_STOP_TIMEOUT = (
+    1.0  # seconds for a worker that answers nothing to stop by itself; then its nanny kills it
+)
 _CALL_TIMEOUT = 30.0  # seconds for the scheduler to remove it
 _INTERVAL = 0.1  # seconds between two looks at the tasks of a launch that has failed
 
 
 class FixedWorkers:
-    """Worker groups of a run whose number of workers stays: another worker takes the place of one that is lost."""
+    """Worker groups of a run whose number of workers stays: another worker takes the place of
+    one that is lost.
+    """
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config = config
         self._progress = progress
 
     def find(
-        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, plugin: str | None
+        self,
+        client: Client,
+        group: WorkerGroup | None,
+        failure: SiirlError | None,
+        plugin: str | None,
     ) -> WorkerGroup:
         cluster = self._config.cluster
         if group is None:
             return WorkerGroup(members(client, cluster.workers), self._config)
-        if not isinstance(failure, SchedulerLost):  # the workers of another scheduler have been waited for
+        if not isinstance(
+            failure, SchedulerLost
+        ):  # the workers of another scheduler have been waited for
             remove_unusable_workers(client, group, failure, plugin)
             hint = start_lost_workers(client, cluster, group)
             wait_for_workers(client, cluster, self._progress, hint=hint)
@@ -62,7 +74,8 @@ class FixedWorkers:
 
 
 def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGroup) -> str:
-    """Start the lost workers of the group again, on a cluster that the run has started by ``cluster.spec``.
+    """Start the lost workers of the group again, on a cluster that the run has started by
+    ``cluster.spec``.
 
     Returns the end of the error message for a run for which too few workers come.
     """
@@ -74,11 +87,15 @@ def start_lost_workers(client: Client, cluster: ClusterConfig, group: WorkerGrou
     return no_replacement(cluster.spec, client.cluster)
 
 
-def remove_unusable_workers(client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None) -> None:
-    """Remove the workers that would block the next launch: those that answer nothing, and those whose task never ends.
+def remove_unusable_workers(
+    client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None
+) -> None:
+    """Remove the workers that would block the next launch: those that answer nothing, and those
+    whose task never ends.
 
-    Where a nanny has started such a worker, that kills it and starts another. ``plugin`` is the name of the plugins of
-    the launch that failed. SilentPeer if the scheduler does not remove a worker in time.
+    Where a nanny has started such a worker, that kills it and starts another. ``plugin`` is the
+    name of the plugins of the launch that failed. SilentPeer if the scheduler does not remove a
+    worker in time.
     """
     _remove_silent(client, group, failure, plugin)
     if plugin is not None:
@@ -86,9 +103,11 @@ def remove_unusable_workers(client: Client, group: WorkerGroup, failure: SiirlEr
 
 
 def _remove_stuck(client: Client, group: WorkerGroup, plugin: str) -> None:
-    """Wait until all tasks of the launch have left the group's workers, and remove those where one never does.
+    """Wait until all tasks of the launch have left the group's workers, and remove those where one
+    never does.
 
-    A worker runs one task at a time: the next launch would wait for that one, which may wait for a device for ever.
+    A worker runs one task at a time: the next launch would wait for that one, which may wait for a
+    device for ever.
     """
     beats: dict[str, int] = {}
     since: dict[str, float] = {}
@@ -100,20 +119,26 @@ def _remove_stuck(client: Client, group: WorkerGroup, plugin: str) -> None:
                 since[address] = now
         stuck = [address for address in beats_now if now - since[address] >= LEAVE_TIMEOUT]
         if stuck:
-            logger.warning("given up, since their task does not return: workers at %s", ", ".join(stuck))
+            logger.warning(
+                "given up, since their task does not return: workers at %s", ", ".join(stuck)
+            )
             _remove(client, stuck)
             since.update(dict.fromkeys(stuck, now))
         time.sleep(_INTERVAL)
 
 
 def _beats_of_tasks(client: Client, group: WorkerGroup, plugin: str) -> dict[str, int]:
-    """Return {address: units of work that it has completed} of the workers that still run a task of the launch."""
+    """Return {address: units of work that it has completed} of the workers that still run a task
+    of the launch.
+    """
     present = client.scheduler_info(n_workers=-1)["workers"]
     addresses = [address for address in group.members.values() if address in present]
 
     async def ask(address: str) -> int | None:
         try:
-            answers = await asyncio.wait_for(client.run(beats_inside, plugin, workers=[address]), _CALL_TIMEOUT)
+            answers = await asyncio.wait_for(
+                client.run(beats_inside, plugin, workers=[address]), _CALL_TIMEOUT
+            )
         except Exception:  # a worker that is just leaving may break the connection in any way
             return None
         count: int | None = answers[address]
@@ -123,26 +148,41 @@ def _beats_of_tasks(client: Client, group: WorkerGroup, plugin: str) -> dict[str
         return await asyncio.gather(*map(ask, addresses))
 
     counts: list[int | None] = client.sync(ask_all)
-    return {address: count for address, count in zip(addresses, counts, strict=True) if count is not None}
+    return {
+        address: count
+        for address, count in zip(addresses, counts, strict=True)
+        if count is not None
+    }
 
 
-def _remove_silent(client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None) -> None:
-    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be silent.
+def _remove_silent(
+    client: Client, group: WorkerGroup, failure: SiirlError | None, plugin: str | None
+) -> None:
+    """Remove each worker, of the group or idle, that answers nothing for as long as a peer may be
+    silent.
 
-    A worker that was silent for that long before, as its peers have found, has a last chance of two seconds.
+    A worker that was silent for that long before, as its peers have found, has a last chance of two
+    seconds.
     """
     timeouts = _answer_timeouts(client, group, plugin, was_silent=isinstance(failure, SilentPeer))
     answered: list[bool] = client.sync(_answer_all, client, timeouts)
-    silent = [address for address, has_answered in zip(timeouts, answered, strict=True) if not has_answered]
+    silent = [
+        address
+        for address, has_answered in zip(timeouts, answered, strict=True)
+        if not has_answered
+    ]
     if silent:
         logger.warning("given up, since they answer nothing: workers at %s", ", ".join(silent))
         _remove(client, silent)
 
 
-def _answer_timeouts(client: Client, group: WorkerGroup, plugin: str | None, *, was_silent: bool) -> dict[str, float]:
+def _answer_timeouts(
+    client: Client, group: WorkerGroup, plugin: str | None, *, was_silent: bool
+) -> dict[str, float]:
     """Return the seconds within which the worker at each address has to answer.
 
-    ``was_silent``: peers have found a worker silent. Its last heartbeat is then older than the others'.
+    ``was_silent``: peers have found a worker silent. Its last heartbeat is then older than the
+    others'.
     """
     members = group.members.values()
     idle: dict[str, str] = complete(client, lambda: client.run_on_scheduler(free_workers, plugin))
@@ -160,7 +200,8 @@ def _answer_timeouts(client: Client, group: WorkerGroup, plugin: str | None, *, 
 
 
 def _remove(client: Client, addresses: Sequence[str]) -> None:
-    """Remove workers through the scheduler; their nannies kill them. SilentPeer if it does not do so in time.
+    """Remove workers through the scheduler; their nannies kill them. SilentPeer if it does not do
+    so in time.
 
     A worker without a nanny leaves the cluster and stays as a process.
     """
@@ -177,7 +218,8 @@ def _remove(client: Client, addresses: Sequence[str]) -> None:
         complete(client, remove, timeout=_CALL_TIMEOUT)
     except TimeoutError as error:
         raise SilentPeer(
-            f"workers at {', '.join(addresses)} are of no use, and the scheduler has not removed them: {error}"
+            f"workers at {', '.join(addresses)} are of no use, and the scheduler has not removed "
+            f"them: {error}"
         ) from error
 
 
@@ -191,4 +233,6 @@ async def _answer_all(client: Client, timeouts: Mapping[str, float]) -> list[boo
             return False
         return True
 
-    return await asyncio.gather(*(answers(address, timeout) for address, timeout in timeouts.items()))
+    return await asyncio.gather(
+        *(answers(address, timeout) for address, timeout in timeouts.items())
+    )

@@ -1,4 +1,6 @@
-"""Decides whether a run that has failed is launched again, reports that, and counts what it costs."""
+"""Decides whether a run that has failed is launched again, reports that, and counts what it
+costs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from siirl_dask.driver.failures import may_pass
 from siirl_dask.errors import Fenced, Interrupted, SiirlError, WorkerLeft, WorkersJoined
 from siirl_dask.observe import Restart
 
-_FIRST_PAUSE = 1.0  # seconds before the second restart in a row; each further pause is twice as long
+_FIRST_PAUSE = (
+    1.0  # seconds before the second restart in a row; each further pause is twice as long
+)
 _LONGEST_PAUSE = 60.0  # seconds
 
 
@@ -53,7 +57,8 @@ class Restarts:
         return self._decision
 
     def cause(self, failure: SiirlError) -> SiirlError:
-        """Return the error that the run ends with: the first of the failures in a row without a new step in between.
+        """Return the error that the run ends with: the first of the failures in a row without a new
+        step in between.
 
         What a node raises once all workers worked again is not one of them.
         """
@@ -63,26 +68,36 @@ class Restarts:
         if self._current is None and not may_pass(failure):
             return failure
         times = "once more" if self._in_a_row == 1 else f"{self._in_a_row} times more"
-        note = f"it was tried {times} without a new step (run.max_restarts={self.limit}); the last time: {failure}"
+        note = (
+            f"it was tried {times} without a new step (run.max_restarts={self.limit}); the last "
+            f"time: {failure}"
+        )
         if note not in getattr(first, "__notes__", ()):
             first.add_note(note)
         return first
 
     def pause(self, failure: SiirlError) -> None:
-        """Wait before the next launch after a ``failure``, unless it is the first in a row or a change of workers."""
+        """Wait before the next launch after a ``failure``, unless it is the first in a row or a
+        change of workers.
+        """
         if self._in_a_row > 1 and not self._is_change(failure):
             time.sleep(min(_FIRST_PAUSE * 2 ** (self._in_a_row - 2), _LONGEST_PAUSE))
 
     def resumed(self, resumed_at: int, workers: int, reused: int) -> None:
-        """Record that all ``workers`` work again after step ``resumed_at``; ``reused`` of them with their old roles."""
+        """Record that all ``workers`` work again after step ``resumed_at``; ``reused`` of them
+        with their old roles.
+        """
         if self._current is None:
             return
         seconds = time.monotonic() - self._failed_at
         steps_again = max(0, self._current.steps - resumed_at)
-        self.done.append(replace(self._current, seconds=seconds, steps_again=steps_again, workers=workers))
+        self.done.append(
+            replace(self._current, seconds=seconds, steps_again=steps_again, workers=workers)
+        )
         self._current = None
         self.note(
-            f"at work again after {seconds:.1f} s: {reused} of {workers} workers kept what they had built, steps to do "
+            f"at work again after {seconds:.1f} s: {reused} of {workers} workers kept what they "
+            "had built, steps to do "
             f"again: {steps_again}"
         )
 
@@ -110,7 +125,9 @@ class Restarts:
         return True
 
     def _is_change(self, failure: SiirlError) -> bool:
-        """Return whether workers have only come or gone, which an elastic run does not count as a failure."""
+        """Return whether workers have only come or gone, which an elastic run does not count as
+        a failure.
+        """
         if not self.elastic:
             return False
         return isinstance(failure, (WorkerLeft, WorkersJoined))
@@ -121,4 +138,6 @@ class Restarts:
             return
         since = getattr(failure, "since", None)
         self._failed_at = time.monotonic() if since is None else since
-        self._current = Restart(cause=str(failure), steps=steps, silence=getattr(failure, "silence", None))
+        self._current = Restart(
+            cause=str(failure), steps=steps, silence=getattr(failure, "silence", None)
+        )

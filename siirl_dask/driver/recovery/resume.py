@@ -12,7 +12,15 @@ from siirl_storage.files import absolute
 from siirl_dask.config import Config, Dtype
 from siirl_dask.config.secrets import redacted
 from siirl_dask.context import Metric
-from siirl_dask.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, PlanError, SiirlError, counted
+from siirl_dask.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    DataError,
+    PlanError,
+    SiirlError,
+    counted,
+)
 from siirl_dask.observe import Record, Status, read_metrics, read_summary
 from siirl_dask.observe.metrics import METRICS_FILE
 from siirl_dask.planner import DAG, Cut, Iteration, Node, Phase
@@ -28,7 +36,9 @@ from siirl_dask.schema import PARAMETER_DATA
 from siirl_dask.worker.roles.role_state import ResumeFrom
 
 logger = logging.getLogger("siirl_dask.driver")
-_OTHERWISE = "choose another run.name or run.url, or start anew with --fresh, which removes what is there"
+_OTHERWISE = (
+    "choose another run.name or run.url, or start anew with --fresh, which removes what is there"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +62,14 @@ class ResumePoint:
     stages: tuple[Stage, ...] = ()
     """Stored rows of the steps after ``done``, which are replayed; none is left out."""
     stored_state: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the rows that each node had stored for later steps, after the last step with a stage, by node."""
+    """Folder of the rows that each node had stored for later steps, after the last step with a
+    stage, by node."""
     unusable: tuple[tuple[int, str], ...] = ()
-    """Steps with a stage, and tables of them that are damaged or not needed any more, and are removed."""
+    """Steps with a stage, and tables of them that are damaged or not needed any more, and are
+    removed."""
     recorded: Mapping[tuple[Phase, int], Record] = field(default_factory=dict)
-    """Records of the steps up to the last one with a stage, by phase and step, which are not measured again."""
+    """Records of the steps up to the last one with a stage, by phase and step, which are not
+    measured again."""
 
     @property
     def last(self) -> int:
@@ -64,7 +77,9 @@ class ResumePoint:
         return self.stages[-1].step if self.stages else self.done
 
     def metrics_before(self, iteration: Iteration) -> dict[str, Metric]:
-        """Return what a replayed step had logged when its stage was stored; nothing for any other iteration."""
+        """Return what a replayed step had logged when its stage was stored; nothing for any
+        other iteration.
+        """
         if iteration.phase is not Phase.REPLAY:
             return {}
         return self.stages[iteration.step - self.done - 1].metrics
@@ -85,12 +100,13 @@ class ResumePoint:
 def find_resume_point(
     config: Config, dag: DAG, *, fresh: bool, force: bool, damaged: Mapping[str, str] | None = None
 ) -> ResumePoint:
-    """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder holds.
+    """Return where the run at ``run.url`` begins; with ``fresh`` at step 1, whatever the folder
+    holds.
 
-    It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that cannot, each with
-    what is wrong with it. CheckpointError if there are checkpoints and none can be used; ConfigError if the folder
-    holds a finished run, checkpoints without a run, or (unless ``force``) a run that differs in what decides its
-    results.
+    It resumes from the newest checkpoint that can be used. ``damaged`` holds the URLs of those that
+    cannot, each with what is wrong with it. CheckpointError if there are checkpoints and none can
+    be used; ConfigError if the folder holds a finished run, checkpoints without a run, or (unless
+    ``force``) a run that differs in what decides its results.
     """
     url = config.run.url
     if fresh:
@@ -99,7 +115,9 @@ def find_resume_point(
     if recorded is None:
         if checkpoints or _logged_steps(url):
             what = "checkpoints" if checkpoints else "metrics"
-            raise ConfigError(f"run.url={url!r} holds {what} of a run whose config.yaml is gone: {_OTHERWISE}")
+            raise ConfigError(
+                f"run.url={url!r} holds {what} of a run whose config.yaml is gone: {_OTHERWISE}"
+            )
         return ResumePoint()
     _check_unfinished(config, checkpoints[-1].step if checkpoints else 0)
     identity = RunIdentity.of(config, dag)
@@ -107,12 +125,17 @@ def find_resume_point(
     if differences:
         raise ConfigError(
             f"run.url={url!r} holds a run already, which differs in what decides its results: "
-            f"{'; '.join(differences)}. Give what it was started with, --force to go on all the same, or {_OTHERWISE}"
+            f"{'; '.join(differences)}. Give what it was started with, --force to go on all the "
+            f"same, or {_OTHERWISE}"
         )
     if not checkpoints:
         return ResumePoint(exists=True, note=f"no checkpoint in {url}: its steps are done anew")
     checkpoint, state, skipped = _newest_usable(url, checkpoints, damaged or {})
-    changed = "" if state.digest == identity.digest() else ", of another configuration, DAG or version of siirl_dask"
+    changed = (
+        ""
+        if state.digest == identity.digest()
+        else ", of another configuration, DAG or version of siirl_dask"
+    )
     return ResumePoint(
         done=checkpoint.step,
         checkpoint=checkpoint,
@@ -126,7 +149,9 @@ def find_resume_point(
 def _newest_usable(
     url: str, checkpoints: Sequence[Checkpoint], damaged: Mapping[str, str]
 ) -> tuple[Checkpoint, CheckpointState, tuple[str, ...]]:
-    """Return the newest checkpoint that is not known to be damaged, its state, and why newer ones are skipped."""
+    """Return the newest checkpoint that is not known to be damaged, its state, and why newer
+    ones are skipped.
+    """
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints):
         try:
@@ -137,15 +162,19 @@ def _newest_usable(
             reasons.append(f"the checkpoint of step {checkpoint.step} is damaged: {error}")
         else:
             return checkpoint, state, tuple(reasons)
-    raise CheckpointError(f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}")
+    raise CheckpointError(
+        f"run.url={url!r} holds no checkpoint that can be used: {'; '.join(reasons)}; {_OTHERWISE}"
+    )
 
 
 def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> None:
-    """Raise CheckpointError if the run at ``url`` would repeat steps whose checkpoint ought to be there, and is not.
+    """Raise CheckpointError if the run at ``url`` would repeat steps whose checkpoint ought to be
+    there, and is not.
 
-    Metrics, the summary and the rows in ``tables`` show how many steps were done. A checkpoint was due if these are
-    ``checkpoint.every`` or more, and it ought to be there unless the first one was still being written. Where all
-    steps, or all but the last, are replayed from their rows, nothing is lost, and the run goes on.
+    Metrics, the summary and the rows in ``tables`` show how many steps were done. A checkpoint was
+    due if these are ``checkpoint.every`` or more, and it ought to be there unless the first one was
+    still being written. Where all steps, or all but the last, are replayed from their rows, nothing
+    is lost, and the run goes on.
     """
     if not resume.exists or resume.fresh:
         return
@@ -153,12 +182,16 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
     missing = set(range(1, resume.done + 1)) - logged
     if missing:
         lines = f"{len(missing)} of the {counted(resume.done, 'step')} before the checkpoint"
-        logger.warning("%s has no lines of %s: they were lost", redacted(join(url, METRICS_FILE)), lines)
+        logger.warning(
+            "%s has no lines of %s: they were lost", redacted(join(url, METRICS_FILE)), lines
+        )
     if resume.checkpoint is not None:
         return
     config = Run(url).config
     every = config.checkpoint.every
-    ahead = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1  # rows that are stored before their update
+    ahead = (
+        config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
+    )  # rows that are stored before their update
     last_stored = 0
     for table in tables:
         last_stored = max([last_stored, *stored_steps(url, table)])
@@ -169,17 +202,22 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
     if len(begun) == 1 and min(begun) <= every and done <= min(begun) + every:
         return  # it was the first one, for which the second would have waited
     raise CheckpointError(
-        f"run.url={url!r} holds a run of {counted(done, 'step')} with checkpoint.every={every}, and no checkpoint of "
-        f"it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are stored reach to "
+        f"run.url={url!r} holds a run of {counted(done, 'step')} with checkpoint.every={every}, "
+        "and no checkpoint of "
+        f"it is there: {join(url, CHECKPOINTS)} is gone, or on another disk, and the rows that are "
+        "stored reach to "
         f"step {resume.last}. Bring it back, or {_OTHERWISE}"
     )
 
 
-def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool) -> tuple[str, ...]:
-    """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was started last.
+def check_same_data(
+    url: str, resume: ResumePoint, data: Mapping[str, DataVersion], *, force: bool
+) -> tuple[str, ...]:
+    """Raise ConfigError if a table of ``data`` is not what it was when the run at ``url`` was
+    started last.
 
-    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps are repeated, and a
-    run of an earlier version has recorded nothing.
+    With ``force`` a sentence about each is returned instead. Nothing is compared where all steps
+    are repeated, and a run of an earlier version has recorded nothing.
     """
     if not resume.last:
         return ()
@@ -191,10 +229,14 @@ def check_same_data(url: str, resume: ResumePoint, data: Mapping[str, DataVersio
         now = data.get(key, before)
         if now != before:
             same = ", of other content" if str(now) == str(before) else ""
-            changes.append(f"the table of {key} was replaced or changed: it had {before}, and now has {now}{same}")
+            changes.append(
+                f"the table of {key} was replaced or changed: it had {before}, and now has "
+                f"{now}{same}"
+            )
     if changes and not force:
         raise ConfigError(
-            f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it was started with, "
+            f"run.url={url!r} holds a run of other data: {'; '.join(changes)}. Bring back what it "
+            "was started with, "
             f"give --force to go on with what is there now, or {_OTHERWISE}"
         )
     return tuple(changes)
@@ -216,23 +258,30 @@ def _steps_of_summary(url: str) -> int:
 
 
 def recorded_dtype(url: str) -> Dtype | None:
-    """Return the number type of the run at ``url``, whatever it was started with; None where there is no run."""
+    """Return the number type of the run at ``url``, whatever it was started with; None where
+    there is no run.
+    """
     recorded, _ = _read_folder(url)
     return None if recorded is None else Dtype(recorded.values["model.dtype"])
 
 
 def _read_folder(url: str) -> tuple[RunIdentity | None, list[Checkpoint]]:
-    """Return the identity of the run at ``url``, if there is one, and its checkpoints, ascending."""
+    """Return the identity of the run at ``url``, if there is one, and its checkpoints,
+    ascending.
+    """
     try:
         return read_identity(url), find_checkpoints(url)
     except SiirlError:
         raise
     except Exception as error:  # each store has errors of its own: no credentials, no connection
-        raise ConfigError(f"run.url={url!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"run.url={url!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def weights_dag(dag: DAG) -> DAG | None:
-    """Return the nodes of a training DAG that bring the policy's weights to the engines; None if it has none.
+    """Return the nodes of a training DAG that bring the policy's weights to the engines; None if it
+    has none.
 
     PlanError when a node that publishes or loads weights reads rows: there are none before a step.
     """
@@ -250,7 +299,8 @@ def weights_dag(dag: DAG) -> DAG | None:
             after = node.after
         if needed:
             raise PlanError(
-                f"node {node.name!r} publishes or loads weights and needs {needed}: a run of this DAG cannot go "
+                f"node {node.name!r} publishes or loads weights and needs {needed}: a run of this "
+                "DAG cannot go "
                 "on from a checkpoint; expected nodes that need the trainer and the engine alone"
             )
         nodes[node.name] = replace(node, after=after, save_as=None, lag=0)
@@ -258,12 +308,15 @@ def weights_dag(dag: DAG) -> DAG | None:
 
 
 def _check_unfinished(config: Config, done: int) -> None:
-    """Raise ConfigError if the run in the folder has trained all its steps, or ended without a checkpoint."""
+    """Raise ConfigError if the run in the folder has trained all its steps, or ended without a
+    checkpoint.
+    """
     url = config.run.url
     steps = config.run.steps
     if done > steps:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, of {counted(done, 'step')}: raise run.steps={steps} or {_OTHERWISE}"
+            f"run.url={url!r} holds a run already, of {counted(done, 'step')}: raise "
+            f"run.steps={steps} or {_OTHERWISE}"
         )
     fs, path = open_fs(join(url, "summary.json"))
     if not fs.exists(path):
@@ -274,11 +327,13 @@ def _check_unfinished(config: Config, done: int) -> None:
         return  # a version that this one does not know wrote it
     if summary.status is Status.COMPLETE and summary.steps >= steps:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')}: raise "
+            f"run.url={url!r} holds a run already, finished after "
+            f"{counted(summary.steps, 'step')}: raise "
             f"run.steps={steps} to go on with it, {_OTHERWISE}"
         )
     if summary.status is Status.COMPLETE and not done:
         raise ConfigError(
-            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')} without a "
+            f"run.url={url!r} holds a run already, finished after {counted(summary.steps, 'step')} "
+            "without a "
             f"checkpoint to go on from (checkpoint.every): {_OTHERWISE}"
         )

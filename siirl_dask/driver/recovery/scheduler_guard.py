@@ -1,4 +1,6 @@
-"""Raises SchedulerLost while a run is prepared: the run has no plugin on the scheduler yet that would report it."""
+"""Raises SchedulerLost while a run is prepared: the run has no plugin on the scheduler yet that
+would report it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ _INTERVAL = 0.05  # seconds between two questions
 
 @contextmanager
 def scheduler_guard(client: Client, cluster: ClusterConfig) -> Iterator[None]:
-    """Raise SchedulerLost if the scheduler ends, or is silent for too long, inside, also in place of other exceptions.
+    """Raise SchedulerLost if the scheduler ends, or is silent for too long, inside, also in place
+    of other exceptions.
 
-    Calls of Dask's that wait for the scheduler fail at once when it is lost; the client is of no use afterwards.
+    Calls of Dask's that wait for the scheduler fail at once when it is lost; the client is of no
+    use afterwards.
     """
     guard = _Guard(client, cluster)
     try:
@@ -33,7 +37,8 @@ def scheduler_guard(client: Client, cluster: ClusterConfig) -> Iterator[None]:
     except SchedulerLost as error:
         error.may_return = cluster.scheduler_may_return
         raise
-    except Exception as error:  # Dask raises OSErrors, its own, cancellations, and reports them as a worker's answer
+    except Exception as error:
+        # Dask raises OSErrors, its own, cancellations, and reports them as a worker's answer
         reason = guard.find_out()
         if reason is None:
             raise
@@ -85,7 +90,9 @@ class _Guard:
 
 
 async def _disconnect(client: Client) -> None:
-    """End calls and futures that wait for the scheduler; Dask cancels futures only while it is connected."""
+    """End calls and futures that wait for the scheduler; Dask cancels futures only while it is
+    connected.
+    """
     for state in client.futures.values():
         state.cancel(reason="scheduler-connection-lost", msg="The run has given the scheduler up.")
     if client.scheduler_comm is not None:

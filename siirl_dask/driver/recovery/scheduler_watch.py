@@ -1,4 +1,6 @@
-"""Detects that the scheduler is gone or that this machine is cut off from it, which Dask's client notices late."""
+"""Detects that the scheduler is gone or that this machine is cut off from it, which Dask's
+client notices late.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from siirl_dask.coordinator.transport.peers import answers
 from siirl_dask.worker.monitoring.scheduler_patience import least_patience
 
 _PAUSE = 0.05  # pause between two pings, as a share of the patience
-_REFUSALS = 3  # in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
+# in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
+_REFUSALS = 3
 _REFUSES = "its port refuses connections"
-_NO_CONNECTION = (OSError, RuntimeError)  # which may pass; the latter once the client has closed its connections
+_NO_CONNECTION = (
+    OSError,
+    RuntimeError,
+)  # which may pass; the latter once the client has closed its connections
 _CONNECT_TIMEOUT = 1.0  # seconds for a connection to be accepted or refused
 
 
@@ -28,25 +34,35 @@ def address_of(client: Client) -> str:
 
 
 def describe_loss(address: str, patience: float, reason: str | None) -> str:
-    """Return a sentence about a scheduler that has ended, for a ``reason``, or was silent for ``patience`` seconds."""
+    """Return a sentence about a scheduler that has ended, for a ``reason``, or was silent for
+    ``patience`` seconds.
+    """
     if reason is not None:
         return f"the scheduler at {address} has ended: {reason}"
     return (
-        f"no sign of life of the scheduler at {address} within {patience:g} s (cluster.peer_timeout, "
+        f"no sign of life of the scheduler at {address} within {patience:g} s "
+        "(cluster.peer_timeout, "
         f"{least_patience(address):g} s at least): it has ended, or this machine is cut off from it"
     )
 
 
 class SchedulerWatch:
-    """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or silent for too long."""
+    """Pings the scheduler from the client's event loop, until ``stop`` or until it is gone or
+    silent for too long.
+    """
 
     def __init__(
-        self, client: Client, patience: float, ping: str | None, on_end: Callable[[str, str | None], None]
+        self,
+        client: Client,
+        patience: float,
+        ping: str | None,
+        on_end: Callable[[str, str | None], None],
     ) -> None:
-        """``patience`` is in seconds, ``ping`` the name of a handler of the run on the scheduler; None if it has none.
+        """``patience`` is in seconds, ``ping`` the name of a handler of the run on the scheduler;
+        None if it has none.
 
-        ``on_end`` is called once, on the event loop, with the scheduler's address and the evidence that its process has
-        ended; None if it is only silent.
+        ``on_end`` is called once, on the event loop, with the scheduler's address and the evidence
+        that its process has ended; None if it is only silent.
         """
         self._client = client
         self._patience = patience
@@ -70,7 +86,9 @@ class SchedulerWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        first_answer = asyncio.create_task(self.is_the_first())  # a scheduler that hangs already never answers
+        first_answer = asyncio.create_task(
+            self.is_the_first()
+        )  # a scheduler that hangs already never answers
         silence = asyncio.create_task(self._wait_for_silence())
         refusal = asyncio.create_task(self._wait_for_refusal())
         try:
@@ -91,7 +109,9 @@ class SchedulerWatch:
         return None
 
     async def _wait_for_refusal(self) -> None:
-        """Return once connections are refused: unlike silence, no load and no link that is down looks like that."""
+        """Return once connections are refused: unlike silence, no load and no link that is down
+        looks like that.
+        """
         refused = 0
         while refused < _REFUSALS:
             await asyncio.sleep(_PAUSE * self._patience)

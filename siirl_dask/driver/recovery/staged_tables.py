@@ -1,4 +1,6 @@
-"""Collects the workers' reports of the tables that they write while steps go on, until each table is whole."""
+"""Collects the workers' reports of the tables that they write while steps go on, until each
+table is whole.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Key = tuple[int, str]
 
 
 class StagedTables:
-    """The tables that are being written, by iteration. ``workers`` are all workers, in rank order."""
+    """The tables that are being written, by iteration. ``workers`` are all workers, in rank
+    order.
+    """
 
     def __init__(self, workers: Iterable[str]) -> None:
         self._workers = list(workers)
@@ -31,14 +35,18 @@ class StagedTables:
 
     @property
     def first_awaited(self) -> int | None:
-        """Sequence number of the first iteration that is done except for its tables; None if there is none."""
+        """Sequence number of the first iteration that is done except for its tables; None if
+        there is none.
+        """
         return min((sequence for sequence, _ in self._awaited), default=None)
 
     def report(self, event: Mapping[str, Any]) -> None:
         """Add a worker's report. StorageError or ValueError for one that is malformed."""
         phase, step, sequence = event["iteration"]
         key = (sequence, event["table"])
-        staging = self._staging.setdefault(key, _Staging(Iteration(Phase(phase), step, sequence), event["table"]))
+        staging = self._staging.setdefault(
+            key, _Staging(Iteration(Phase(phase), step, sequence), event["table"])
+        )
         staging.reports[event["member"]] = _Report.of(event)
 
     def await_tables(self, sequence: int, tables: Iterable[str]) -> None:
@@ -47,7 +55,9 @@ class StagedTables:
         self._awaited |= keys - self._complete
 
     def end(self, sequence: int) -> None:
-        """Record that all workers have completed an iteration except for its tables; iterations end in order."""
+        """Record that all workers have completed an iteration except for its tables; iterations
+        end in order.
+        """
         self._ended = sequence
         self._complete = {key for key in self._complete if key[0] > sequence}
 
@@ -75,7 +85,9 @@ class _Report:
 
     @staticmethod
     def of(event: Mapping[str, Any]) -> _Report:
-        """Return the report in a worker's event. StorageError or ValueError for one that is malformed."""
+        """Return the report in a worker's event. StorageError or ValueError for one that is
+        malformed.
+        """
         text = event.get("part")
         part = None if text is None else parse_part(json.loads(text))
         return _Report(part, unpack(event["metrics"]), event["position"])
@@ -83,7 +95,9 @@ class _Report:
 
 @dataclass(slots=True)
 class _Staging:
-    """A table of a step that is being written, and the reports of the workers that have done their part."""
+    """A table of a step that is being written, and the reports of the workers that have done
+    their part.
+    """
 
     iteration: Iteration
     table: str
@@ -97,5 +111,7 @@ class _Staging:
             table=self.table,
             parts=[report.part for report in reports if report.part is not None],
             metrics=merge([report.metrics for report in reports]),
-            position=max((report.position for report in reports if report.position is not None), default=None),
+            position=max(
+                (report.position for report in reports if report.position is not None), default=None
+            ),
         )

@@ -1,6 +1,8 @@
-"""Finds the steps that a resumed run replays: those after its checkpoint whose rows an earlier start has stored.
+"""Finds the steps that a resumed run replays: those after its checkpoint whose rows an earlier
+start has stored.
 
-A step may have stored several tables from which it can go on. It goes on from the furthest of them that is whole.
+A step may have stored several tables from which it can go on. It goes on from the furthest of them
+that is whole.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ logger = logging.getLogger("siirl_dask.driver")
 def with_stages(
     config: Config, dag: DAG, resume: ResumePoint, client: Client, members: Mapping[str, str]
 ) -> ResumePoint:
-    """Return ``resume`` with the stages after its checkpoint, as far as each step has a complete one.
+    """Return ``resume`` with the stages after its checkpoint, as far as each step has a complete
+    one.
 
-    The workers read every file once and compare its digest; a table that is damaged is named in the log.
+    The workers read every file once and compare its digest; a table that is damaged is named in the
+    log.
     """
     if not resume.exists or resume.fresh:
         return resume
@@ -50,7 +54,9 @@ def with_stages(
     unusable: list[tuple[int, str]] = []
     for stage in stages:
         superseded = (*search.further(stage.table), *cuts_used[stage.table].spent)
-        unusable += [(stage.step, table) for table in superseded if stage.step in stored.get(table, ())]
+        unusable += [
+            (stage.step, table) for table in superseded if stage.step in stored.get(table, ())
+        ]
     origin = resume.note if resume.checkpoint is not None else f"no checkpoint in {config.run.url}"
     return replace(
         resume,
@@ -65,7 +71,9 @@ def with_stages(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The search for stages of the run: in ``tables``, those first from which least is left to do."""
+    """The search for stages of the run: in ``tables``, those first from which least is left to
+    do.
+    """
 
     config: Config
     tables: tuple[str, ...]
@@ -74,7 +82,9 @@ class _Search:
     members: Mapping[str, str]
 
     def complete_stages(self, after: int) -> list[Stage]:
-        """Return a complete stage of each step from ``after + 1`` on, up to the first step that has none."""
+        """Return a complete stage of each step from ``after + 1`` on, up to the first step that
+        has none.
+        """
         url = self.config.run.url
         found = find_stages(url, self.tables, after, self.digest)
         unverified = [stage for stage in found if stage.step <= self.config.run.steps]
@@ -91,7 +101,9 @@ class _Search:
                 if other is not None:
                     earlier.append(other)
                     what = f"are taken from {other.table}"
-                warnings.setdefault(stage.step, []).append(f"the rows of step {stage.step} {what}: {damage}")
+                warnings.setdefault(stage.step, []).append(
+                    f"the rows of step {stage.step} {what}: {damage}"
+                )
             unverified = earlier
         complete: list[Stage] = []
         for step, best_stage in best.items():
@@ -102,10 +114,14 @@ class _Search:
             complete.append(best_stage)
         return complete
 
-    def with_state(self, stages: list[Stage], state_tables: Mapping[str, str]) -> tuple[list[Stage], dict[str, str]]:
-        """Return the stages up to the last step whose rows that nodes stored for later steps are all complete.
+    def with_state(
+        self, stages: list[Stage], state_tables: Mapping[str, str]
+    ) -> tuple[list[Stage], dict[str, str]]:
+        """Return the stages up to the last step whose rows that nodes stored for later steps are
+        all complete.
 
-        ``state_tables`` has the table of these rows by node. The second result has their folders at that step, by node.
+        ``state_tables`` has the table of these rows by node. The second result has their folders at
+        that step, by node.
         """
         steps = [stage.step for stage in stages]
         folders: dict[str, str] = {}
@@ -119,13 +135,20 @@ class _Search:
         if lost:
             nodes = ", ".join(f"node {name!r}" for name in state_tables)
             logger.warning(
-                "the rows of %s are generated again: what %s keeps for later steps is not whole", _span(lost), nodes
+                "the rows of %s are generated again: what %s keeps for later steps is not whole",
+                _span(lost),
+                nodes,
             )
         return stages, folders
 
     def _state_after(self, step: int, state_tables: Mapping[str, str]) -> dict[str, str] | None:
-        """Return the folders of the rows that nodes had stored after ``step``; None if one is not complete."""
-        found = [find_stage(self.config.run.url, [table], step, self.digest) for table in state_tables.values()]
+        """Return the folders of the rows that nodes had stored after ``step``; None if one is
+        not complete.
+        """
+        found = [
+            find_stage(self.config.run.url, [table], step, self.digest)
+            for table in state_tables.values()
+        ]
         stages = [stage for stage in found if stage is not None]
         if len(stages) < len(found) or any(self._damages(stages)):
             return None
@@ -140,12 +163,16 @@ class _Search:
         return self.tables[self.tables.index(table) + 1 :]
 
     def _damages(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what is wrong with each stage, by the first of its files that is not as written; empty if nothing."""
+        """Return what is wrong with each stage, by the first of its files that is not as
+        written; empty if nothing.
+        """
         files: list[WrittenFile] = []
         for stage in stages:
             folder = absolute(stage.url)
             files += [WrittenFile(folder, name, digest) for name, digest in stage.files.items()]
-        of_files = iter(damages_of(self.client, self.members, files, self.config.cluster.stall_timeout))
+        of_files = iter(
+            damages_of(self.client, self.members, files, self.config.cluster.stall_timeout)
+        )
         damages: list[str] = []
         for stage in stages:
             of_stage = [next(of_files) for _ in stage.files]
@@ -154,7 +181,9 @@ class _Search:
 
 
 def _describe_replay(stages: Sequence[Stage], tables: Sequence[str], cuts: Iterable[Cut]) -> str:
-    """Return a sentence about the steps that are replayed. ``tables`` are those there could be, the furthest first."""
+    """Return a sentence about the steps that are replayed. ``tables`` are those there could be,
+    the furthest first.
+    """
     steps = [stage.step for stage in stages]
     by_table: list[str] = []
     for table in tables[1:]:
@@ -181,4 +210,6 @@ def _records(url: str, last: int) -> dict[tuple[Phase, int], Record]:
         records = read_metrics(url)
     except DataError:
         return {}  # the start ended before it had logged a step
-    return {(record["phase"], record["step"]): record for record in records if record["step"] <= last}
+    return {
+        (record["phase"], record["step"]): record for record in records if record["step"] <= last
+    }

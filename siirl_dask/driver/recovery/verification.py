@@ -23,11 +23,19 @@ _INTERVAL = 1.0  # seconds between two looks at the workers, while none has read
 
 
 def verified_resume_point(
-    config: Config, dag: DAG, client: Client, members: Mapping[str, str], *, fresh: bool, force: bool
+    config: Config,
+    dag: DAG,
+    client: Client,
+    members: Mapping[str, str],
+    *,
+    fresh: bool,
+    force: bool,
 ) -> ResumePoint:
-    """Return where the run begins, like ``find_resume_point``: at the newest checkpoint of which every file is whole.
+    """Return where the run begins, like ``find_resume_point``: at the newest checkpoint of which
+    every file is whole.
 
-    Those that are skipped are named in the log. CheckpointError if there are checkpoints and none is whole.
+    Those that are skipped are named in the log. CheckpointError if there are checkpoints and none
+    is whole.
     """
     damaged: dict[str, str] = {}
     while True:
@@ -42,9 +50,14 @@ def verified_resume_point(
         damaged[resume.checkpoint.url] = damage
 
 
-def _damage(client: Client, members: Mapping[str, str], checkpoint: Checkpoint, timeout: float) -> str:
+def _damage(
+    client: Client, members: Mapping[str, str], checkpoint: Checkpoint, timeout: float
+) -> str:
     """Return what is wrong with the checkpoint; empty if nothing is."""
-    files = [WrittenFile(absolute(checkpoint.url), name, digest) for name, digest in checkpoint.files().items()]
+    files = [
+        WrittenFile(absolute(checkpoint.url), name, digest)
+        for name, digest in checkpoint.files().items()
+    ]
     return next(filter(None, damages_of(client, members, files, timeout)), "")
 
 
@@ -57,19 +70,25 @@ class WrittenFile:
     digest: FileDigest
 
 
-def damages_of(client: Client, members: Mapping[str, str], files: Sequence[WrittenFile], timeout: float) -> list[str]:
+def damages_of(
+    client: Client, members: Mapping[str, str], files: Sequence[WrittenFile], timeout: float
+) -> list[str]:
     """Return what is wrong with each of the files, empty for one that is as it was written.
 
-    They are shared out among the workers. RunError when nothing comes for ``timeout`` seconds, or a file cannot be
-    read; WorkerLost when a worker leaves meanwhile.
+    They are shared out among the workers. RunError when nothing comes for ``timeout`` seconds, or a
+    file cannot be read; WorkerLost when a worker leaves meanwhile.
     """
     assigned_bytes = dict.fromkeys(members.values(), 0)
     futures: dict[WrittenFile, Future[str]] = {}
     for file in sorted(files, key=lambda file: -file.digest.nbytes):
-        address = min(assigned_bytes, key=assigned_bytes.__getitem__)  # the largest file for the worker with least
+        address = min(
+            assigned_bytes, key=assigned_bytes.__getitem__
+        )  # the largest file for the worker with least
         assigned_bytes[address] += file.digest.nbytes
         digests = {file.name: file.digest}
-        futures[file] = client.submit(damage_of, file.folder, digests, workers=[address], pure=False)
+        futures[file] = client.submit(
+            damage_of, file.folder, digests, workers=[address], pure=False
+        )
     try:
         _wait(client, members, futures.values(), timeout)
         return [_result(file, futures[file]) for file in files]
@@ -77,7 +96,9 @@ def damages_of(client: Client, members: Mapping[str, str], files: Sequence[Writt
         client.cancel(list(futures.values()))
 
 
-def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[str]], timeout: float) -> None:
+def _wait(
+    client: Client, members: Mapping[str, str], futures: Iterable[Future[str]], timeout: float
+) -> None:
     """Wait for all. RunError when none is done for ``timeout`` seconds.
 
     WorkerLost when a worker has left: Dask keeps what is to run on that one alone waiting.
@@ -86,7 +107,9 @@ def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[s
     since = time.monotonic()
     while pending:
         try:
-            pending = wait(pending, timeout=min(timeout, _INTERVAL), return_when="FIRST_COMPLETED").not_done
+            pending = wait(
+                pending, timeout=min(timeout, _INTERVAL), return_when="FIRST_COMPLETED"
+            ).not_done
             since = time.monotonic()
         except TimeoutError as error:
             lost = gone(client, members)
@@ -94,7 +117,8 @@ def _wait(client: Client, members: Mapping[str, str], futures: Iterable[Future[s
                 raise WorkerLost(f"{lost} while files of the run were verified") from error
             if time.monotonic() - since >= timeout:
                 raise RunError(
-                    f"no worker could read a file of the run in {timeout:g} s (cluster.stall_timeout)"
+                    f"no worker could read a file of the run in {timeout:g} s "
+                    "(cluster.stall_timeout)"
                 ) from error
 
 
@@ -102,4 +126,6 @@ def _result(file: WrittenFile, future: Future[str]) -> str:
     try:
         return future.result()
     except OSError as error:
-        raise RunError(f"{file.folder} cannot be read by a worker: {type(error).__name__}: {error}") from error
+        raise RunError(
+            f"{file.folder} cannot be read by a worker: {type(error).__name__}: {error}"
+        ) from error

@@ -32,9 +32,14 @@ class WorkerGroups(Protocol):
     """Finds the workers of each launch of a run."""
 
     def find(
-        self, client: Client, group: WorkerGroup | None, failure: SiirlError | None, plugin: str | None
+        self,
+        client: Client,
+        group: WorkerGroup | None,
+        failure: SiirlError | None,
+        plugin: str | None,
     ) -> WorkerGroup:
-        """Return the next group: the first, or that after ``group`` had a ``failure`` with plugins named ``plugin``.
+        """Return the next group: the first, or that after ``group`` had a ``failure`` with plugins
+        named ``plugin``.
 
         RunError if too few workers come, ConfigError for one that does not fit to the others.
         """
@@ -49,5 +54,7 @@ class WorkerGroups(Protocol):
         ...
 
     def check_change(self, steps: int, since: float) -> None:
-        """Raise WorkersJoined if the group is to change now that ``steps`` are done, the last one at time ``since``."""
+        """Raise WorkersJoined if the group is to change now that ``steps`` are done, the last
+        one at time ``since``.
+        """
         ...

@@ -1,10 +1,11 @@
 """Estimates advantages of rows or of tokens, and draws mini-batches.
 
-A row without a reward (its reward function failed, and ``rewards.max_failures`` allowed it) gets no advantage and does
-not count in those of others. TrainingError for an advantage that is not finite, unless ``run.on_nan=skip``.
+A row without a reward (its reward function failed, and ``rewards.max_failures`` allowed it) gets no
+advantage and does not count in those of others. TrainingError for an advantage that is not finite,
+unless ``run.on_nan=skip``.
 
-Where episodes have several rows (``episodes.py``), an episode counts once, in a group of its agent's: its reward is the
-sum of its rows', one without a reward leaves all of them out.
+Where episodes have several rows (``episodes.py``), an episode counts once, in a group of its
+agent's: its reward is the sum of its rows', one without a reward leaves all of them out.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import Outcomes, TokenAdvantages, TokenOutcomes, moments, row_sums, whitened
+from siirl_dask.algorithms import (
+    Outcomes,
+    TokenAdvantages,
+    TokenOutcomes,
+    moments,
+    row_sums,
+    whitened,
+)
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
-from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS, comparison_groups, complete_sequences, sequences_of
+from siirl_dask.nodes.episodes.sequences import (
+    EPISODE_COLUMNS,
+    comparison_groups,
+    complete_sequences,
+    sequences_of,
+)
 from siirl_dask.nodes.nonfinite import check_finite
 from siirl_dask.nodes.packed_table import packed, ragged, response_mask, scatter_valid, values
 from siirl_dask.planner import ContractChanges, columns
@@ -53,8 +66,12 @@ _BaselineKey = tuple[int, str | None]
 """The group and, in a table of episodes, the agent that a baseline is for."""
 
 
-def _check_row_advantage(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> None:
-    """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
+def _check_row_advantage(
+    *, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()
+) -> None:
+    """Call the advantage with no rows, before the run begins. ValueError for a result of the
+    wrong shape.
+    """
     empty = torch.zeros(0)
     empty_ids = torch.zeros(0, dtype=torch.int64)
     outcomes = Outcomes(
@@ -68,9 +85,14 @@ def _check_row_advantage(*, advantage: Callable[[Outcomes], Tensor], parts: tupl
 
 
 def _check_token_advantages(
-    *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
+    *,
+    advantage: Callable[[TokenOutcomes], TokenAdvantages],
+    whiten: bool = True,
+    probabilities: bool = False,
 ) -> None:
-    """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
+    """Call the advantage with no rows, before the run begins. ValueError for a result of the
+    wrong shape.
+    """
     empty = torch.zeros(0)
     outcomes = TokenOutcomes(
         rewards=empty,
@@ -94,8 +116,8 @@ def _check_empty(tensor: Tensor, name: str) -> None:
 def _learns_alone(*, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()) -> bool:
     """Return whether a single sample of a prompt can get an advantage other than 0.
 
-    False for an advantage that compares the samples of a prompt: a sample of reward 0 that is alone in its group gets
-    0, and in a group with another sample it does not.
+    False for an advantage that compares the samples of a prompt: a sample of reward 0 that is alone
+    in its group gets 0, and in a group with another sample it does not.
     """
     prompts = torch.arange(2)
     apart = advantage(_two_samples(prompts, parts))
@@ -117,9 +139,14 @@ def _two_samples(group_ids: Tensor, parts: tuple[str, ...]) -> Outcomes:
 
 
 def _tokens_learn_alone(
-    *, advantage: Callable[[TokenOutcomes], TokenAdvantages], whiten: bool = True, probabilities: bool = False
+    *,
+    advantage: Callable[[TokenOutcomes], TokenAdvantages],
+    whiten: bool = True,
+    probabilities: bool = False,
 ) -> bool:
-    """Return what ``_learns_alone`` does, for samples of one token; with ``whiten`` the batch's mean is a baseline."""
+    """Return what ``_learns_alone`` does, for samples of one token; with ``whiten`` the batch's
+    mean is a baseline.
+    """
     if whiten:
         return True
     prompts = torch.arange(2)
@@ -156,7 +183,8 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {}
     if KL_PENALTY in table.column_names:
         raise DataError(
-            f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into the loss "
+            f"parts={[*names]}: a KL in the reward ({KL_PENALTY}) is in none of them; put it into "
+            "the loss "
             "(algorithm.kl_coefficient), or leave it out"
         )
     parts_of_rows = [dict(parts or ()) for parts in table[REWARD_PARTS].to_pylist()]
@@ -164,10 +192,14 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
         for name in names:
             if parts.get(name) is None:
                 raise DataError(
-                    f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): expected a reward "
+                    f"the reward of row {row_id} has no part {name!r} (it has: {sorted(parts)}): "
+                    "expected a reward "
                     f"function that returns a dict with {[*names]} for every row"
                 )
-    return {name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32) for name in names}
+    return {
+        name: torch.tensor([parts[name] for parts in parts_of_rows], dtype=torch.float32)
+        for name in names
+    }
 
 
 @columns(
@@ -179,14 +211,19 @@ def _reward_parts(table: pa.Table, names: tuple[str, ...]) -> dict[str, Tensor]:
     learns_alone=_learns_alone,
 )
 def estimate_advantage(
-    ctx: Context, table: pa.Table, *, advantage: Callable[[Outcomes], Tensor], parts: tuple[str, ...] = ()
+    ctx: Context,
+    table: pa.Table,
+    *,
+    advantage: Callable[[Outcomes], Tensor],
+    parts: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node needs complete groups: rows=GROUPED.
+    """Add one advantage a row, from ``advantage(Outcomes) -> [R]``. The node needs complete groups:
+    rows=GROUPED.
 
-    The sum of a row's token rewards (``kl_penalty``) is added to its reward. All rows of an episode have its advantage.
-    ``parts`` names parts of a reward that is a dict, which ``Outcomes.parts`` then has; an episode's are the sums of
-    its rows'. DataError for a row whose reward lacks one, and for ``parts`` together with ``kl_penalty``, which is in
-    none of them.
+    The sum of a row's token rewards (``kl_penalty``) is added to its reward. All rows of an episode
+    have its advantage. ``parts`` names parts of a reward that is a dict, which ``Outcomes.parts``
+    then has; an episode's are the sums of its rows'. DataError for a row whose reward lacks one,
+    and for ``parts`` together with ``kl_penalty``, which is in none of them.
     """
     comparable = complete_sequences(table, [REWARD, GREEDY_REWARD])
     scored = table.filter(comparable)
@@ -230,11 +267,13 @@ def estimate_token_advantages(
     whiten: bool = True,
     probabilities: bool = False,
 ) -> pa.Table:
-    """Add an advantage and a return for each response token. The row's reward is that of its last token in the mask.
+    """Add an advantage and a return for each response token. The row's reward is that of its last
+    token in the mask.
 
-    The rows of an episode are one row here: a segment's last token is followed by the first one of the next segment.
-    With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all the role's workers. With
-    ``probabilities`` the advantage also gets log-probs and collision probabilities, which ``policy_logprobs`` writes.
+    The rows of an episode are one row here: a segment's last token is followed by the first one of
+    the next segment. With ``whiten``, advantages get mean 0 and variance 1 over the tokens of all
+    the role's workers. With ``probabilities`` the advantage also gets log-probs and collision
+    probabilities, which ``policy_logprobs`` writes.
     """
     comparable = complete_sequences(table, [REWARD])
     scored = table.filter(comparable)
@@ -275,10 +314,12 @@ def estimate_token_advantages(
     groups="kept",
 )
 def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
-    """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax, arXiv:2310.10505).
+    """Give each sample its prompt's greedy reward as a baseline, and drop the greedy rows (ReMax,
+    arXiv:2310.10505).
 
-    The node needs complete groups, rows=GROUPED, and responses of ``generate_with_greedy``. The reward of a greedy
-    episode is the sum of its rows'. ValueError for a group without a greedy response.
+    The node needs complete groups, rows=GROUPED, and responses of ``generate_with_greedy``. The
+    reward of a greedy episode is the sum of its rows'. ValueError for a group without a greedy
+    response.
     """
     greedy = table.filter(table[GREEDY])
     rewards_of: dict[_BaselineKey, list[float | None]] = {}
@@ -293,7 +334,9 @@ def take_greedy_baselines(ctx: Context, table: pa.Table) -> pa.Table:
     keys = _baseline_keys(sampled)
     missing = sorted({group for group, agent in keys if (group, agent) not in baselines})
     if missing:
-        raise ValueError(f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy")
+        raise ValueError(
+            f"groups {missing[:5]} have no greedy response: generate with generate_with_greedy"
+        )
     column = pa.array([baselines[key] for key in keys], TYPES[GREEDY_REWARD])
     return sampled.append_column(GREEDY_REWARD, column)
 
@@ -308,14 +351,21 @@ def _baseline_keys(table: pa.Table) -> list[_BaselineKey]:
 
 @columns(reads=[GROUP_ID], optional=[EPISODE_ID], writes=fields(MINIBATCH))
 def draw_minibatches(
-    ctx: Context, table: pa.Table, *, minibatches: int, batch_size: int, n: int = 1, split_groups: bool = False
+    ctx: Context,
+    table: pa.Table,
+    *,
+    minibatches: int,
+    batch_size: int,
+    n: int = 1,
+    split_groups: bool = False,
 ) -> pa.Table:
     """Assign each row to a mini-batch: shuffle the step's prompts and cut them into equal parts.
 
-    All samples of a prompt are in one mini-batch; a group of an earlier step, whose number is larger than the step has
-    prompts, is drawn as the group of that number modulo their count. With ``split_groups`` each of a prompt's ``n``
-    samples is drawn by itself, an episode with all of its rows: the number of optimizer steps does not depend on how
-    many rows episodes have. The draw depends on the step's seed alone, so all workers agree without a message.
+    All samples of a prompt are in one mini-batch; a group of an earlier step, whose number is
+    larger than the step has prompts, is drawn as the group of that number modulo their count. With
+    ``split_groups`` each of a prompt's ``n`` samples is drawn by itself, an episode with all of its
+    rows: the number of optimizer steps does not depend on how many rows episodes have. The draw
+    depends on the step's seed alone, so all workers agree without a message.
     """
     if not split_groups:
         ids = table[GROUP_ID]
@@ -329,11 +379,14 @@ def draw_minibatches(
     return table.append_column(MINIBATCH, pa.array(minibatch, TYPES[MINIBATCH]))
 
 
-def _rewards_on_last_tokens(rewards: Tensor, mask: Tensor, offsets: Tensor, sequence_starts: Tensor) -> Tensor:
+def _rewards_on_last_tokens(
+    rewards: Tensor, mask: Tensor, offsets: Tensor, sequence_starts: Tensor
+) -> Tensor:
     """Put each row's reward on its last token in the mask. [R] -> [K].
 
-    ``sequence_starts``, [R], is the index of the first token of the row's sequence. The reward of a row without tokens
-    in the mask is put on the last such token before it in the sequence; where there is none either, on no token.
+    ``sequence_starts``, [R], is the index of the first token of the row's sequence. The reward of a
+    row without tokens in the mask is put on the last such token before it in the sequence; where
+    there is none either, on no token.
     """
     row_of_token = torch.arange(len(rewards)).repeat_interleave(offsets.diff())
     index_in_mask = torch.where(mask, torch.arange(len(mask)), -1)

@@ -1,7 +1,7 @@
 """Estimates advantages of rows that several agents wrote.
 
-An episode one of whose rows has no reward gets no advantage and does not count in those of others. TrainingError for an
-advantage that is not finite, unless ``run.on_nan=skip``.
+An episode one of whose rows has no reward gets no advantage and does not count in those of others.
+TrainingError for an advantage that is not finite, unless ``run.on_nan=skip``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from siirl_dask.planner import ContractChanges, columns, reads_option
 from siirl_dask.schema import ADVANTAGE, AGENT, GROUP_ID, REWARD, TYPES, fields
 
 
-def _check_advantage(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None) -> None:
-    """Call the advantage with no rows, before the run begins. ValueError for a result of the wrong shape."""
+def _check_advantage(
+    *, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None
+) -> None:
+    """Call the advantage with no rows, before the run begins. ValueError for a result of the
+    wrong shape.
+    """
     empty_ids = torch.zeros(0, dtype=torch.int64)
     outcomes = AgentOutcomes(
         rows=EpisodeRows.empty(),
@@ -39,10 +43,13 @@ def _check_advantage(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: 
         raise ValueError(f"advantages have shape {list(advantages.shape)}: expected [0]")
 
 
-def _learns_alone(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None) -> bool:
+def _learns_alone(
+    *, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None
+) -> bool:
     """Return whether a single episode of a prompt can get an advantage other than 0.
 
-    False for an advantage that compares the episodes of a prompt: one of reward 0 that is alone in its group gets 0.
+    False for an advantage that compares the episodes of a prompt: one of reward 0 that is alone in
+    its group gets 0.
     """
     prompts = torch.arange(2)
     apart = advantage(_two_episodes(prompts, advantage, proposal))
@@ -55,7 +62,9 @@ def _learns_alone(*, advantage: Callable[[AgentOutcomes], Tensor], proposal: str
 def _two_episodes(
     group_ids: Tensor, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None
 ) -> AgentOutcomes:
-    """Return two episodes of one agent; it is the proposer where ``advantage`` has an option of that name."""
+    """Return two episodes of one agent; it is the proposer where ``advantage`` has an option of
+    that name.
+    """
     options = advantage.keywords if isinstance(advantage, partial) else {}
     numbers = torch.arange(2)
     rows = EpisodeRows(
@@ -86,9 +95,14 @@ def _reads_proposal(*, proposal: str | None, **options: object) -> ContractChang
     learns_alone=_learns_alone,
 )
 def estimate_agent_advantages(
-    ctx: Context, table: pa.Table, *, advantage: Callable[[AgentOutcomes], Tensor], proposal: str | None = None
+    ctx: Context,
+    table: pa.Table,
+    *,
+    advantage: Callable[[AgentOutcomes], Tensor],
+    proposal: str | None = None,
 ) -> pa.Table:
-    """Add one advantage a row, from ``advantage(AgentOutcomes) -> [R]``. The node needs complete groups: rows=GROUPED.
+    """Add one advantage a row, from ``advantage(AgentOutcomes) -> [R]``. The node needs complete
+    groups: rows=GROUPED.
 
     ``proposal`` names a column of whole numbers: the proposal that each row is, or answers.
     """
@@ -112,21 +126,27 @@ def estimate_agent_advantages(
     stateful=True,
     depends_on_options=reads_option("by"),
 )
-def estimate_role_advantages(ctx: Context, table: pa.Table, *, by: tuple[str, ...] = (AGENT,)) -> pa.Table:
-    """Add one advantage a row: its part's reward minus the running baseline of its role (RAE, arXiv:2506.24119).
+def estimate_role_advantages(
+    ctx: Context, table: pa.Table, *, by: tuple[str, ...] = (AGENT,)
+) -> pa.Table:
+    """Add one advantage a row: its part's reward minus the running baseline of its role (RAE,
+    arXiv:2506.24119).
 
-    The node needs complete groups, rows=GROUPED, and a role built by ``build_role_baselines``. The columns ``by`` make
-    a role, such as the agent, or game and agent; in SPIRAL both. All rows of a step are compared with the baselines
-    before it; then these are updated with the parts of all workers, in the order of row ids, so that they are the same
-    on any number of workers. SPIRAL updates with a reward before it subtracts, which shrinks the advantage to ``decay``
-    times this one.
+    The node needs complete groups, rows=GROUPED, and a role built by ``build_role_baselines``. The
+    columns ``by`` make a role, such as the agent, or game and agent; in SPIRAL both. All rows of a
+    step are compared with the baselines before it; then these are updated with the parts of all
+    workers, in the order of row ids, so that they are the same on any number of workers. SPIRAL
+    updates with a reward before it subtracts, which shrinks the advantage to ``decay`` times this
+    one.
     """
     role_baselines: RoleBaselines = ctx.resource
     comparable = scored_episodes(table)
     scored = table.filter(comparable)
     rows = episode_rows(scored)
     rewards = values(scored[REWARD]).tolist()
-    role_of_row = [" ".join(str(value) for value in row.values()) for row in scored.select([*by]).to_pylist()]
+    role_of_row = [
+        " ".join(str(value) for value in row.values()) for row in scored.select([*by]).to_pylist()
+    ]
     parts = list(rows.members().values())
     totals = [sum(rewards[row] for row in part) for part in parts]
     roles = [role_of_row[part[0]] for part in parts]
@@ -157,13 +177,17 @@ def _add_advantage(ctx: Context, table: pa.Table, advantage: pa.Array) -> pa.Tab
 
 
 def _read_parts(message: bytes) -> Sequence[tuple[int, str, float]]:
-    """Return row id, role and reward of each part in a worker's message. PeerError for any other message."""
+    """Return row id, role and reward of each part in a worker's message. PeerError for any other
+    message.
+    """
     try:
         parts = json.loads(message)
     except ValueError as error:
         raise PeerError("received rewards of roles that are no JSON") from error
     if not isinstance(parts, list) or not all(map(_is_part, parts)):
-        raise PeerError("received rewards of roles: expected a list of row id, role and finite reward")
+        raise PeerError(
+            "received rewards of roles: expected a list of row id, role and finite reward"
+        )
     return [(row, role, float(reward)) for row, role, reward in parts]
 
 

@@ -1,6 +1,7 @@
 """Unbiased estimates of what k samples of a prompt would give, from n samples of it.
 
-Each is the mean over all choices of k of the n samples, computed in integers and fractions and rounded once.
+Each is the mean over all choices of k of the n samples, computed in integers and fractions and
+rounded once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from math import comb
 
 
 def pass_at_k_estimate(samples: int, right: int, k: int) -> float:
-    """Return the chance that at least one of ``k`` samples is right, where ``right`` of ``samples`` are.
+    """Return the chance that at least one of ``k`` samples is right, where ``right`` of ``samples``
+    are.
 
     ``1 - C(n - c, k) / C(n, k)`` (arXiv:2107.03374), with 1 <= k <= samples.
     """
@@ -25,22 +27,27 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     The i-th lowest reward is the highest in ``C(i - 1, k - 1)`` choices.
     """
     choices = _choices(len(rewards), k)
-    total = sum(Fraction(reward) * comb(below, k - 1) for below, reward in enumerate(sorted(rewards)))
+    total = sum(
+        Fraction(reward) * comb(below, k - 1) for below, reward in enumerate(sorted(rewards))
+    )
     return float(total / choices)
 
 
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float], k: int) -> float:
-    """Return the mean reward of the majority answer of ``k`` samples (self-consistency, arXiv:2203.11171).
+    """Return the mean reward of the majority answer of ``k`` samples (self-consistency,
+    arXiv:2203.11171).
 
-    [n], [n] -> one. Among answers with equally many votes the one that occurs first in all n samples wins. Equal
-    answers with different rewards count with their mean.
+    [n], [n] -> one. Among answers with equally many votes the one that occurs first in all n
+    samples wins. Equal answers with different rewards count with their mean.
     """
     rewards_of: dict[str, list[Fraction]] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         rewards_of.setdefault(answer, []).append(Fraction(reward))
     choices = _choices(len(answers), k)
     wins = _wins([len(own) for own in rewards_of.values()], k)
-    total = sum(won * sum(own) / len(own) for won, own in zip(wins, rewards_of.values(), strict=True))
+    total = sum(
+        won * sum(own) / len(own) for won, own in zip(wins, rewards_of.values(), strict=True)
+    )
     return float(total / choices)
 
 
@@ -57,10 +64,12 @@ def _choices(samples: int, k: int) -> int:
 
 
 def _wins(counts: Sequence[int], k: int) -> list[int]:
-    """Return in how many choices of k samples each answer wins; ``counts`` are the samples that give each answer.
+    """Return in how many choices of k samples each answer wins; ``counts`` are the samples that
+    give each answer.
 
-    Generating functions: the coefficient of x^v in an answer's polynomial counts the choices of v of its samples. An
-    answer wins with ``votes`` votes where all answers before it have fewer and all after it have no more.
+    Generating functions: the coefficient of x^v in an answer's polynomial counts the choices of v
+    of its samples. An answer wins with ``votes`` votes where all answers before it have fewer and
+    all after it have no more.
     """
     wins = [0] * len(counts)
     for votes in range(1, min(k, max(counts)) + 1):

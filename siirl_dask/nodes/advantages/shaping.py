@@ -1,4 +1,6 @@
-"""Nodes that add penalties to rewards: for leaving the reference policy, and for responses near the length limit."""
+"""Nodes that add penalties to rewards: for leaving the reference policy, and for responses near
+the length limit.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,14 @@ from siirl_dask.schema import (
     writes=fields(KL_PENALTY),
     stateful=True,
 )
-def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor], Tensor] = k1) -> pa.Table:
+def penalise_kl(
+    ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor], Tensor] = k1
+) -> pa.Table:
     """Add each token's penalty ``-coefficient * kl(old, reference)``.
 
-    The role's KLController holds the coefficient, and adapts it after each step to the mean divergence of the response
-    tokens on all its workers, faster the more samples there are: an episode of several rows is one.
+    The role's KLController holds the coefficient, and adapts it after each step to the mean
+    divergence of the response tokens on all its workers, faster the more samples there are: an
+    episode of several rows is one.
     """
     controller: KLController = ctx.resource
     mask, offsets = response_mask(table)
@@ -54,18 +59,27 @@ def penalise_kl(ctx: Context, table: pa.Table, *, kl: Callable[[Tensor, Tensor],
             ctx.log("kl/mean", mean)
     if ctx.rank.rank == 0:
         ctx.log("kl/coefficient", coefficient)
-    return table.append_column(KL_PENALTY, ragged(-coefficient * divergence, offsets, TYPES[KL_PENALTY]))
+    return table.append_column(
+        KL_PENALTY, ragged(-coefficient * divergence, offsets, TYPES[KL_PENALTY])
+    )
 
 
-@columns(reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE_COLUMNS], writes=fields(REWARD))
+@columns(
+    reads=[REWARD, RESPONSE_IDS], optional=[RESPONSE_MASK, *EPISODE_COLUMNS], writes=fields(REWARD)
+)
 def penalise_overlong(
-    ctx: Context, table: pa.Table, *, max_length: int, buffer: int | None = None, factor: float = 1.0
+    ctx: Context,
+    table: pa.Table,
+    *,
+    max_length: int,
+    buffer: int | None = None,
+    factor: float = 1.0,
 ) -> pa.Table:
     """Subtract DAPO's soft penalty for long responses (arXiv:2503.14476).
 
-    It is 0 up to ``max_length - buffer`` tokens of the response and rises linearly to ``factor`` at ``max_length``.
-    ``buffer`` defaults to a fifth of ``max_length``, as in the paper. An episode of several rows has the length of all
-    of them, and its penalty is in the reward of its last one.
+    It is 0 up to ``max_length - buffer`` tokens of the response and rises linearly to ``factor`` at
+    ``max_length``. ``buffer`` defaults to a fifth of ``max_length``, as in the paper. An episode of
+    several rows has the length of all of them, and its penalty is in the reward of its last one.
     """
     if buffer is None:
         buffer = max(1, max_length // 5)

@@ -1,4 +1,6 @@
-"""Rewards failures by their similarity to successes of the same task: SRPO (arXiv:2511.15605), as siiRL has it."""
+"""Rewards failures by their similarity to successes of the same task: SRPO (arXiv:2511.15605),
+as siiRL has it.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ def _check_options(*, success: float = 1.0, eps: float = 0.5, min_samples: int =
     if find_spec("sklearn") is None:
         raise ConfigError("score_by_similarity needs scikit-learn: pip install 'siirl_dask[srpo]'")
     if not eps > 0 or min_samples < 1:
-        raise ValueError(f"eps={eps}, min_samples={min_samples}: expected more than 0, and at least 1")
+        raise ValueError(
+            f"eps={eps}, min_samples={min_samples}: expected more than 0, and at least 1"
+        )
 
 
 def _learns_alone(*, success: float = 1.0, eps: float = 0.5, min_samples: int = 2) -> bool:
-    """Return False: without other samples of its prompt a failure has no success to be compared with."""
+    """Return False: without other samples of its prompt a failure has no success to be compared
+    with.
+    """
     return False
 
 
 @columns(depends_on_options=reads_option("columns"), writes=fields(EMBEDDING))
-def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("response",)) -> pa.Table:
-    """Add the encoder's embedding of each row's text: of its ``columns`` one after the other, with a line break
-    between.
+def embed_texts(
+    ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("response",)
+) -> pa.Table:
+    """Add the encoder's embedding of each row's text: of its ``columns`` one after the other, with
+    a line break between.
 
     The node needs a role built by ``build_encoder``. DataError for an embedding that is not finite.
     """
@@ -49,7 +57,10 @@ def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("r
     finite = embeddings.isfinite().all(1)
     if not finite.all():
         bad = int((~finite).nonzero()[0])
-        raise DataError(f"the embedding of {texts[bad]!r:.200} is not finite; with model.dtype=bfloat16, try float32")
+        raise DataError(
+            f"the embedding of {texts[bad]!r:.200} is not finite; with model.dtype=bfloat16, try "
+            "float32"
+        )
     offsets = torch.arange(len(texts) + 1) * embeddings.shape[1]
     return table.append_column(EMBEDDING, ragged(embeddings.flatten(), offsets, TYPES[EMBEDDING]))
 
@@ -64,14 +75,15 @@ def embed_texts(ctx: Context, table: pa.Table, *, columns: tuple[str, ...] = ("r
 def score_by_similarity(
     ctx: Context, table: pa.Table, *, success: float = 1.0, eps: float = 0.5, min_samples: int = 2
 ) -> pa.Table:
-    """Set the reward of a success to 1 and that of a failure to its likeness to the group's successes (SRPO,
-    arXiv:2511.15605); see ``srpo_rewards``.
+    """Set the reward of a success to 1 and that of a failure to its likeness to the group's
+    successes (SRPO, arXiv:2511.15605); see ``srpo_rewards``.
 
-    The node needs complete groups, rows=GROUPED: siiRL compares with what is on the same worker, so that its rewards
-    depend on the number of workers. An episode is a success where its reward, summed over its rows, is at least
-    ``success``. Its embedding is the mean of its rows'. The successes' embeddings, standardised, are clustered by
-    DBSCAN (``eps``, ``min_samples``); a failure's distance is that to the nearest cluster's mean, or to the mean of all
-    where there is no cluster. A group without successes, or without failures, keeps 0 and 1. The row that ends an
+    The node needs complete groups, rows=GROUPED: siiRL compares with what is on the same worker, so
+    that its rewards depend on the number of workers. An episode is a success where its reward,
+    summed over its rows, is at least ``success``. Its embedding is the mean of its rows'. The
+    successes' embeddings, standardised, are clustered by DBSCAN (``eps``, ``min_samples``); a
+    failure's distance is that to the nearest cluster's mean, or to the mean of all where there is
+    no cluster. A group without successes, or without failures, keeps 0 and 1. The row that ends an
     episode has its reward, others 0. DataError for embeddings of different widths.
     """
     comparable = scored_episodes(table)
@@ -110,8 +122,12 @@ def _group_rewards(embeddings: Tensor, succeeded: Tensor, eps: float, min_sample
     return rewards
 
 
-def _cluster_means(embeddings: NDArray[np.float64], eps: float, min_samples: int) -> NDArray[np.float64]:
-    """Return the mean of each cluster of embeddings; without clusters the mean of all. [N, D] -> [C, D]."""
+def _cluster_means(
+    embeddings: NDArray[np.float64], eps: float, min_samples: int
+) -> NDArray[np.float64]:
+    """Return the mean of each cluster of embeddings; without clusters the mean of all. [N, D] ->
+    [C, D].
+    """
     from sklearn.cluster import DBSCAN  # takes seconds to import, and only this node needs it
     from sklearn.preprocessing import StandardScaler
 

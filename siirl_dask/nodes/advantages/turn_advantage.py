@@ -1,7 +1,7 @@
 """Estimates advantages of turns, and spreads them over the turns' tokens.
 
-An episode one of whose rows has no reward gets no advantage and does not count in those of others. TrainingError for an
-advantage that is not finite, unless ``run.on_nan=skip``.
+An episode one of whose rows has no reward gets no advantage and does not count in those of others.
+TrainingError for an advantage that is not finite, unless ``run.on_nan=skip``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from siirl_dask.algorithms import EpisodeRows, TurnAdvantages, TurnOutcomes, moments, row_sums, whitened
+from siirl_dask.algorithms import (
+    EpisodeRows,
+    TurnAdvantages,
+    TurnOutcomes,
+    moments,
+    row_sums,
+    whitened,
+)
 from siirl_dask.context import Context
 from siirl_dask.errors import DataError
 from siirl_dask.nodes.episodes.sequences import EPISODE_COLUMNS
@@ -40,7 +47,9 @@ from siirl_dask.schema import (
 def _check_advantage(
     *, advantage: Callable[[TurnOutcomes], TurnAdvantages], team: bool = False, whiten: bool = False
 ) -> None:
-    """Call the advantage with no turns, before the run begins. ValueError for a result of the wrong shape."""
+    """Call the advantage with no turns, before the run begins. ValueError for a result of the
+    wrong shape.
+    """
     empty = torch.zeros(0)
     empty_ids = torch.zeros(0, dtype=torch.int64)
     outcomes = TurnOutcomes(
@@ -67,15 +76,18 @@ def _learns_alone(
 ) -> bool:
     """Return whether a single episode of a prompt can get advantages other than 0.
 
-    False for an advantage that compares the episodes of a prompt, and does not compare the turns of an episode either:
-    an episode without rewards that is alone in its group gets 0, and the turns of any other one do not get advantages
-    of both signs. With ``whiten`` the batch's mean is a baseline, where there is anything to whiten.
+    False for an advantage that compares the episodes of a prompt, and does not compare the turns of
+    an episode either: an episode without rewards that is alone in its group gets 0, and the turns
+    of any other one do not get advantages of both signs. With ``whiten`` the batch's mean is a
+    baseline, where there is anything to whiten.
     """
     prompts = torch.arange(2)
     apart = advantage(_two_episodes(prompts, _ZERO_REWARDS, _EQUAL_REWARDS)).advantages
     if whiten:
         return bool((apart != apart[0]).any())
-    together = advantage(_two_episodes(torch.zeros_like(prompts), _ZERO_REWARDS, _EQUAL_REWARDS)).advantages
+    together = advantage(
+        _two_episodes(torch.zeros_like(prompts), _ZERO_REWARDS, _EQUAL_REWARDS)
+    ).advantages
     if torch.equal(apart, together):
         return True
     if apart[0] != 0:
@@ -84,8 +96,12 @@ def _learns_alone(
     return bool(unequal.min() < 0 < unequal.max())
 
 
-def _two_episodes(group_ids: Tensor, first: Sequence[float], second: Sequence[float]) -> TurnOutcomes:
-    """Return two episodes of one agent, with the rewards of the turns of each; a turn has one token."""
+def _two_episodes(
+    group_ids: Tensor, first: Sequence[float], second: Sequence[float]
+) -> TurnOutcomes:
+    """Return two episodes of one agent, with the rewards of the turns of each; a turn has one
+    token.
+    """
     numbers = torch.arange(2)
     rewards = torch.tensor([*first, *second])
     return TurnOutcomes(
@@ -119,16 +135,19 @@ def estimate_turn_advantages(
     team: bool = False,
     whiten: bool = False,
 ) -> pa.Table:
-    """Add an advantage and a return for each response token, those of its turn, and the number of the turn.
+    """Add an advantage and a return for each response token, those of its turn, and the number of
+    the turn.
 
-    The node needs complete groups: rows=GROUPED. Without the column ``turns`` each row is one turn. A turn's reward is
-    the one in ``turns``, plus the penalties of its tokens (``kl_penalty``). The difference between ``reward`` and the
-    sum of the row's turns is added to the last of them. With ``team`` all agents' rows of an episode have the reward of
-    the team: it counts once, and its difference to the sum of all turns is added to the episode's last one. With
-    ``whiten``, the result of ``advantage`` gets mean 0 and variance 1 over all the role's workers, turns or tokens each
-    counting once.
+    The node needs complete groups: rows=GROUPED. Without the column ``turns`` each row is one turn.
+    A turn's reward is the one in ``turns``, plus the penalties of its tokens (``kl_penalty``). The
+    difference between ``reward`` and the sum of the row's turns is added to the last of them. With
+    ``team`` all agents' rows of an episode have the reward of the team: it counts once, and its
+    difference to the sum of all turns is added to the episode's last one. With ``whiten``, the
+    result of ``advantage`` gets mean 0 and variance 1 over all the role's workers, turns or tokens
+    each counting once.
 
-    DataError where ``team`` finds different rewards in an episode, and for spans that do not fit the response.
+    DataError where ``team`` finds different rewards in an episode, and for spans that do not fit
+    the response.
     """
     comparable = scored_episodes(table)
     scored = table.filter(comparable)
@@ -141,7 +160,9 @@ def estimate_turn_advantages(
         advantages = whitened(advantages, mask, ctx.all_sum(moments(advantages, mask)))
     for name, numbers in {ADVANTAGES: advantages, RETURNS: estimated.returns}.items():
         flat = _on_tokens(numbers, outcomes, turns)
-        table = table.append_column(name, scatter_valid(comparable, ragged(flat, turns.token_offsets, TYPES[name])))
+        table = table.append_column(
+            name, scatter_valid(comparable, ragged(flat, turns.token_offsets, TYPES[name]))
+        )
     turn_numbers = ragged(turns.numbers, turns.token_offsets, TYPES[TOKEN_TURNS])
     table = table.append_column(TOKEN_TURNS, scatter_valid(comparable, turn_numbers))
     check_finite(ctx, table, ADVANTAGES, RETURNS)
@@ -172,11 +193,15 @@ def _outcomes(table: pa.Table, turns: TableTurns, team: bool) -> TurnOutcomes:
     return replace(turn_outcomes, rewards=rewards.float())
 
 
-_ROUNDING = 1e-6  # relative to a reward as float32: a smaller difference is no reward beyond the turns'
+_ROUNDING = (
+    1e-6  # relative to a reward as float32: a smaller difference is no reward beyond the turns'
+)
 
 
 def _beyond(reward: float, turns: float) -> float:
-    """Return what a reward has beyond the sum of its turns' rewards; 0 for a difference of rounding."""
+    """Return what a reward has beyond the sum of its turns' rewards; 0 for a difference of
+    rounding.
+    """
     difference = reward - turns
     if abs(difference) <= _ROUNDING * max(1.0, abs(reward)):
         return 0.0
@@ -184,8 +209,8 @@ def _beyond(reward: float, turns: float) -> float:
 
 
 def _beyond_rows(row_rewards: Tensor, outcomes: TurnOutcomes) -> Tensor:
-    """Return what each row's reward has beyond its turns', on its last turn; for a row without turns, on the last turn
-    of its part. [R] -> [S].
+    """Return what each row's reward has beyond its turns', on its last turn; for a row without
+    turns, on the last turn of its part. [R] -> [S].
     """
     extra = torch.zeros_like(outcomes.rewards)
     rewards = row_rewards.tolist()
@@ -203,7 +228,8 @@ def _beyond_rows(row_rewards: Tensor, outcomes: TurnOutcomes) -> Tensor:
 
 
 def _beyond_team(row_rewards: Tensor, outcomes: TurnOutcomes) -> Tensor:
-    """Return what an episode's reward, which all its parts have, is beyond its turns', on its last turn. [R] -> [S].
+    """Return what an episode's reward, which all its parts have, is beyond its turns', on its last
+    turn. [R] -> [S].
 
     DataError for an episode whose parts have different rewards.
     """
@@ -217,7 +243,8 @@ def _beyond_team(row_rewards: Tensor, outcomes: TurnOutcomes) -> Tensor:
     for episode, totals in part_rewards.items():
         if _beyond(max(totals), min(totals)):
             raise DataError(
-                f"episode {episode} has the rewards {sorted(totals)}: with team=true expected one, that of the team"
+                f"episode {episode} has the rewards {sorted(totals)}: with team=true expected one, "
+                "that of the team"
             )
     for rounds in outcomes.rounds():
         turns = [turn for round_turns in rounds for turn in round_turns]
@@ -229,14 +256,17 @@ def _beyond_team(row_rewards: Tensor, outcomes: TurnOutcomes) -> Tensor:
 
 
 def _whitening_mask(outcomes: TurnOutcomes, numbers: Tensor) -> Tensor:
-    """Return which of the numbers count in whitening: all of tokens, of turns those that have tokens."""
+    """Return which of the numbers count in whitening: all of tokens, of turns those that have
+    tokens.
+    """
     if numbers.shape == outcomes.lengths.shape:
         return outcomes.lengths > 0
     return torch.ones(len(numbers), dtype=torch.bool)
 
 
 def _on_tokens(numbers: Tensor, outcomes: TurnOutcomes, turns: TableTurns) -> Tensor:
-    """Give each response token the number of its turn, or its own; 0 outside of turns. [S] or [K] -> [N].
+    """Give each response token the number of its turn, or its own; 0 outside of turns. [S] or [K]
+    -> [N].
 
     DataError for any other shape.
     """
@@ -245,7 +275,8 @@ def _on_tokens(numbers: Tensor, outcomes: TurnOutcomes, turns: TableTurns) -> Te
         numbers = numbers.repeat_interleave(outcomes.lengths)
     if numbers.shape != (int(outcomes.lengths.sum()),):
         raise DataError(
-            f"the advantage gave {list(numbers.shape)}: expected [{len(outcomes.lengths)}], a number for each turn, or "
+            f"the advantage gave {list(numbers.shape)}: expected [{len(outcomes.lengths)}], a "
+            "number for each turn, or "
             f"[{int(outcomes.lengths.sum())}], one for each token"
         )
     tokens[turns.in_turns] = numbers.float()

@@ -1,1 +1,3 @@
-"""Nodes in which a policy acts over several turns: environments, agents, and the rows of their episodes."""
+"""Nodes in which a policy acts over several turns: environments, agents, and the rows of their
+episodes.
+"""

@@ -1,4 +1,6 @@
-"""The rows of episodes that agents ran: as a table, as plain data for other workers, and as metrics."""
+"""The rows of episodes that agents ran: as a table, as plain data for other workers, and as
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,19 @@ import pyarrow as pa
 
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import PeerError
-from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, PlayedEpisode, PlayedRow, Turn, is_number
-from siirl_dask.nodes.episodes.episode_table import log_rewards, log_rows, oldest_version, rows_of_episodes
+from siirl_dask.nodes.episodes.episode_rows import (
+    EpisodeCodec,
+    PlayedEpisode,
+    PlayedRow,
+    Turn,
+    is_number,
+)
+from siirl_dask.nodes.episodes.episode_table import (
+    log_rewards,
+    log_rows,
+    oldest_version,
+    rows_of_episodes,
+)
 from siirl_dask.rewards import Score
 from siirl_dask.rollout import FinishReason, RolloutEngine
 from siirl_dask.rollout.endpoint import Segment
@@ -44,7 +57,9 @@ class AgentEpisode:
 
 @dataclass(frozen=True, slots=True)
 class AgentCodec:
-    """Packs episodes that a peer's agents have run, for the way back. All data from peers is checked."""
+    """Packs episodes that a peer's agents have run, for the way back. All data from peers is
+    checked.
+    """
 
     episodes: EpisodeCodec
 
@@ -52,7 +67,9 @@ class AgentCodec:
         """Return an episode that has ended as plain data."""
         rows = [_played_row(index, segment) for index, segment in enumerate(episode.segments)]
         return {
-            "episode": self.episodes.pack_result(PlayedEpisode(rows, episode.worker, episode.score.failure)),
+            "episode": self.episodes.pack_result(
+                PlayedEpisode(rows, episode.worker, episode.score.failure)
+            ),
             "seeds": [segment.seed for segment in episode.segments],
             "reward": episode.score.reward,
             "parts": dict(episode.score.parts),
@@ -77,7 +94,9 @@ class AgentCodec:
                 played = self.episodes.read_result(packed)
                 score = Score(reward, parts, played.failure)
                 if _is_consistent(played, seeds, score) and requests >= 0 and seconds >= 0:
-                    segments = [_segment(row, seed) for row, seed in zip(played.rows, seeds, strict=True)]
+                    segments = [
+                        _segment(row, seed) for row, seed in zip(played.rows, seeds, strict=True)
+                    ]
                     return AgentEpisode(segments, score, requests, seconds, played.worker)
         raise PeerError(f"received {str(value)[:80]!r}, which is no episode of an agent")
 
@@ -111,7 +130,9 @@ def _segment(row: PlayedRow, seed: int) -> Segment:
 
 
 def _is_consistent(played: PlayedEpisode, seeds: Sequence[object], score: Score) -> bool:
-    """Return whether seeds and score that a peer sent with an episode's rows have the values that they can have."""
+    """Return whether seeds and score that a peer sent with an episode's rows have the values
+    that they can have.
+    """
     if len(seeds) != len(played.rows):
         return False
     if not all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds):
@@ -121,11 +142,14 @@ def _is_consistent(played: PlayedEpisode, seeds: Sequence[object], score: Score)
     return all(isinstance(name, str) and is_number(number) for name, number in score.parts.items())
 
 
-def agent_rows(ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode], max_segments: int) -> pa.Table:
-    """Return the rows of each episode; ``table`` has a row for each of them, whose row id is the episode's number.
+def agent_rows(
+    ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode], max_segments: int
+) -> pa.Table:
+    """Return the rows of each episode; ``table`` has a row for each of them, whose row id is the
+    episode's number.
 
-    An episode's reward is that of its last row, and of the last turn in it; the others have 0, so that the sum over the
-    rows is the episode's. An episode without a reward has null in all rows.
+    An episode's reward is that of its last row, and of the last turn in it; the others have 0, so
+    that the sum over the rows is the episode's. An episode without a reward has null in all rows.
     """
     engine: RolloutEngine = ctx.resource
     segments: list[Segment] = []
@@ -151,13 +175,20 @@ def agent_rows(ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode], 
         REWARD_PARTS: [[*score.parts.items()] for score in scores],
         WORKER: workers,
     }
-    return rows_of_episodes(engine, table, [episode.segments for episode in episodes], max_segments, columns)
+    return rows_of_episodes(
+        engine, table, [episode.segments for episode in episodes], max_segments, columns
+    )
 
 
 def log_agent_episodes(ctx: Context, table: pa.Table, episodes: Sequence[AgentEpisode]) -> None:
     """Log lengths by row, and requests, seconds and rewards by episode."""
     turns = [sum(len(segment.turns) for segment in episode.segments) for episode in episodes]
-    log_rows(ctx, table, failed=sum(episode.score.failure is not None for episode in episodes), turns=turns)
+    log_rows(
+        ctx,
+        table,
+        failed=sum(episode.score.failure is not None for episode in episodes),
+        turns=turns,
+    )
     seconds = [episode.seconds for episode in episodes]
     ctx.log("episodes/seconds", seconds)
     ctx.log("episodes/longest_seconds", max(seconds, default=0.0), Reduce.MAX)
@@ -168,7 +199,9 @@ def log_agent_episodes(ctx: Context, table: pa.Table, episodes: Sequence[AgentEp
 
 def _turns(segment: Segment, score: Score) -> list[dict[str, Any]]:
     """Return the turns of a row, whose reward is that of the last one."""
-    turns = [{"start": start, "stop": stop, "reward": 0.0, "state": 0} for start, stop in segment.turns]
+    turns = [
+        {"start": start, "stop": stop, "reward": 0.0, "state": 0} for start, stop in segment.turns
+    ]
     if turns and score.reward is not None:
         turns[-1]["reward"] = score.reward
     return turns

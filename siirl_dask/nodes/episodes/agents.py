@@ -1,11 +1,14 @@
-"""Several agents in one DAG: an agent's turn is stored while the next agent acts, and becomes a row for learning.
+"""Several agents in one DAG: an agent's turn is stored while the next agent acts, and becomes a row
+for learning.
 
     prompts_a -> rollout_a -> hand_over -> prompts_b -> rollout_b -> reward -> turns -> turn_a -> ... -> update_a
-                                                                                   \\-> turn_b -> ... -> update_b
+                                                                                   \\-> turn_b ->
+                                                                                   ... -> update_b
 
-``hand_over`` writes the next agent's prompt, and stores the turn in columns named ``AGENT_ROUND_COLUMN``. ``bring_out``
-makes rows of all turns: each agent's row has the columns that every rollout has, so that the nodes which learn from it
-need not know of agents. ``take_agents`` chooses the rows of the agents that one policy learns from.
+``hand_over`` writes the next agent's prompt, and stores the turn in columns named
+``AGENT_ROUND_COLUMN``. ``bring_out`` makes rows of all turns: each agent's row has the columns that
+every rollout has, so that the nodes which learn from it need not know of agents. ``take_agents``
+chooses the rows of the agents that one policy learns from.
 """
 
 from __future__ import annotations
@@ -65,12 +68,20 @@ _CHAT = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
 
 
 def append_response(prompt_text: str, response: str, **others: object) -> str:
-    """Return the agent's prompt followed by its response: the next agent reads all that this one has read."""
+    """Return the agent's prompt followed by its response: the next agent reads all that this one
+    has read.
+    """
     return f"{prompt_text}{response}\n"
 
 
 def _hand_over_changes(
-    *, agent: str, round: int, chat: bool, columns: Sequence[str], also: Sequence[str], **others: object
+    *,
+    agent: str,
+    round: int,
+    chat: bool,
+    columns: Sequence[str],
+    also: Sequence[str],
+    **others: object,
 ) -> ContractChanges:
     _check_columns(also)
     writes = {MESSAGE: _CHAT if chat else pa.string()}
@@ -93,11 +104,12 @@ def hand_over(
 ) -> pa.Table:
     """Store the turn of ``agent``, and write the next agent's prompt: the column ``message``.
 
-    ``message(prompt=, prompt_text=, response=, **columns)`` returns a text, or with ``chat`` messages; a text is then a
-    message of the user. ``prompt`` is the dataset's, ``prompt_text`` the one that the agent has read.
-    ``encode_prompts`` reads the result with ``column: message``. ``round`` counts the agent's turns, from 1. ``also``
-    are columns that its turn has in addition to those of ``generate``, such as ``response_mask`` of a turn with an
-    environment. ValueError for another kind of message.
+    ``message(prompt=, prompt_text=, response=, **columns)`` returns a text, or with ``chat``
+    messages; a text is then a message of the user. ``prompt`` is the dataset's, ``prompt_text`` the
+    one that the agent has read. ``encode_prompts`` reads the result with ``column: message``.
+    ``round`` counts the agent's turns, from 1. ``also`` are columns that its turn has in addition
+    to those of ``generate``, such as ``response_mask`` of a turn with an environment. ValueError
+    for another kind of message.
     """
     arguments = table.select([PROMPT, PROMPT_TEXT, RESPONSE, *columns]).to_pylist()
     messages = [_checked_message(message(**row), chat, message) for row in arguments]
@@ -109,14 +121,17 @@ def hand_over(
 
 
 def _checked_message(text: object, chat: bool, message: Callable[..., Any]) -> object:
-    """Return what ``message`` has returned as a value of the column. ValueError for what is no message."""
+    """Return what ``message`` has returned as a value of the column. ValueError for what is no
+    message.
+    """
     if isinstance(text, str) and text:
         return [{"role": "user", "content": text}] if chat else text
     if chat and isinstance(text, list) and text and all(_is_chat_message(part) for part in text):
         return text
     wanted = "a text, or a list of {role, content}," if chat else "a text"
     raise ValueError(
-        f"{getattr(message, '__name__', message)} returned {text!r:.200}: expected {wanted} that is not empty"
+        f"{getattr(message, '__name__', message)} returned {text!r:.200}: expected {wanted} that "
+        "is not empty"
     )
 
 
@@ -135,7 +150,9 @@ def _check_columns(also: Sequence[str]) -> None:
     """Raise PlanError for an element of the option ``also`` that is no column of a turn."""
     for name in also:
         if name not in TYPES:
-            raise PlanError(f"also={list(also)}: {name!r} is no column of a turn (there are: {sorted(TYPES)})")
+            raise PlanError(
+                f"also={list(also)}: {name!r} is no column of a turn (there are: {sorted(TYPES)})"
+            )
 
 
 def _turns(agents: Sequence[str], rounds: int) -> list[tuple[str, int]]:
@@ -192,14 +209,14 @@ def bring_out(
     """Make a row of each turn: the stored ones, and the last agent's.
 
     ``agents`` act in this order, ``rounds`` times over. Turn k of an episode, from 0, is row
-    ``episode_id * turns + k``, where ``episode_id`` is the row id of the last turn. The second turn of an agent is its
-    segment 1, and the reward falls on its last one: others have 0.
+    ``episode_id * turns + k``, where ``episode_id`` is the row id of the last turn. The second turn
+    of an agent is its segment 1, and the reward falls on its last one: others have 0.
 
-    Where an agent answered a turn several times (``rollout.n`` above 1), that turn is one row, with the mean of the
-    rewards of the rows that continue it, and the id of the first; the node then needs complete groups (rows=GROUPED).
-    ``groups={"b": "a"}`` compares turns of b that answer the same turn of a; otherwise the turns that answer the same
-    prompt are compared. ``rewards={"a": "split"}`` gives a the part ``split`` of the reward (``reward_parts``) in place
-    of the whole.
+    Where an agent answered a turn several times (``rollout.n`` above 1), that turn is one row, with
+    the mean of the rewards of the rows that continue it, and the id of the first; the node then
+    needs complete groups (rows=GROUPED). ``groups={"b": "a"}`` compares turns of b that answer the
+    same turn of a; otherwise the turns that answer the same prompt are compared. ``rewards={"a":
+    "split"}`` gives a the part ``split`` of the reward (``reward_parts``) in place of the whole.
     """
     groups = {} if groups is None else groups
     rewards = {} if rewards is None else rewards
@@ -227,8 +244,11 @@ def bring_out(
     return pa.concat_tables([rows.select(names) for rows in tables]).sort_by(ROW_ID)
 
 
-def _answered_turn(groups: Mapping[str, str], agent: str, earlier: Sequence[tuple[str, int]]) -> str:
-    """Return the column with the ids of the turns that those of ``agent`` answer, among ``earlier`` turns.
+def _answered_turn(
+    groups: Mapping[str, str], agent: str, earlier: Sequence[tuple[str, int]]
+) -> str:
+    """Return the column with the ids of the turns that those of ``agent`` answer, among ``earlier``
+    turns.
 
     ValueError where the agent that ``groups`` names for it has none.
     """
@@ -240,7 +260,9 @@ def _answered_turn(groups: Mapping[str, str], agent: str, earlier: Sequence[tupl
 
 
 def _with_episodes(rows: pa.Table, agent: str, *, segment: int, turn: int, turns: int) -> pa.Table:
-    """Return the rows of turn ``turn`` of ``turns`` with their ids and with the columns of episodes."""
+    """Return the rows of turn ``turn`` of ``turns`` with their ids and with the columns of
+    episodes.
+    """
     count = rows.num_rows
     episode_ids = rows[ROW_ID].to_numpy()
     row_ids = episode_ids * turns + turn
@@ -251,7 +273,9 @@ def _with_episodes(rows: pa.Table, agent: str, *, segment: int, turn: int, turns
 
 
 def _stored_turns(table: pa.Table, agent: str, round: int, also: Sequence[str]) -> pa.Table:
-    """Return a row of each stored turn, with the mean reward of the table's rows that continue it."""
+    """Return a row of each stored turn, with the mean reward of the table's rows that continue
+    it.
+    """
     turn_ids = table[_stored_name(agent, round, ROW_ID)].to_numpy()
     _, first_rows, turn_of_row = np.unique(turn_ids, return_index=True, return_inverse=True)
     rows = table
@@ -276,13 +300,16 @@ def _mean_rewards(rewards: pa.ChunkedArray, turn_of_row: Any, turns: int) -> pa.
 
 
 def _reward_part(rows: pa.Table, part: str, agent: str) -> pa.Array:
-    """Return a part of each row's reward. ValueError where a row that has a reward has no such part."""
+    """Return a part of each row's reward. ValueError where a row that has a reward has no such
+    part.
+    """
     parts_of_rows = [dict(parts or ()) for parts in rows[REWARD_PARTS].to_pylist()]
     row_ids = rows[ROW_ID].to_pylist()
     for row_id, parts, reward in zip(row_ids, parts_of_rows, rows[REWARD].to_pylist(), strict=True):
         if reward is not None and part not in parts:
             raise ValueError(
-                f"rewards={{{agent!r}: {part!r}}}: row {row_id} has the parts {sorted(parts)}; expected the reward "
+                f"rewards={{{agent!r}: {part!r}}}: row {row_id} has the parts {sorted(parts)}; "
+                "expected the reward "
                 f"function to return {part!r} as well"
             )
     return pa.array([parts.get(part) for parts in parts_of_rows], TYPES[REWARD])

@@ -1,7 +1,7 @@
 """One episode: the policy's turns and the environment's answers become rows of tokens.
 
-Sampled token ids are never encoded again, and each answer of the environment appends ids. An episode has one row for
-each agent, and one more wherever the environment rewrites a history.
+Sampled token ids are never encoded again, and each answer of the environment appends ids. An
+episode has one row for each agent, and one more wherever the environment rewrites a history.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from siirl_dask.environments import Action, Opening, Step, Text
-from siirl_dask.nodes.episodes.episode_rows import PROMPT_IMAGES, Item, PlayedEpisode, PlayedRow, Turn, is_number
-from siirl_dask.nodes.episodes.episode_texts import Encoded, EpisodeTexts, InvalidAnswer, ShownImage, joined
+from siirl_dask.nodes.episodes.episode_rows import (
+    PROMPT_IMAGES,
+    Item,
+    PlayedEpisode,
+    PlayedRow,
+    Turn,
+    is_number,
+)
+from siirl_dask.nodes.episodes.episode_texts import (
+    Encoded,
+    EpisodeTexts,
+    InvalidAnswer,
+    ShownImage,
+    joined,
+)
 from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.rollout import FinishReason, Generation, GenerationRequest, Sampling, Tokenizer
 from siirl_dask.schema import PROMPT, PROMPT_IDS, ROW_ID
@@ -104,7 +117,9 @@ class Episode:
         return self.budget == 0
 
     def begin(self, opening: Opening) -> None:
-        """Begin with the environment's answer to ``reset``. InvalidAnswer for a prompt that cannot be used."""
+        """Begin with the environment's answer to ``reset``. InvalidAnswer for a prompt that
+        cannot be used.
+        """
         self._opening = opening
         self._agent = self._checked_agent(opening.agent)
         encoded = None
@@ -147,7 +162,11 @@ class Episode:
         if self.budget is not None:
             self.budget -= count
         self._turn_unfinished = False
-        if generation.finish_reason is FinishReason.LENGTH and count == self._requested and self._limited_by_budget:
+        if (
+            generation.finish_reason is FinishReason.LENGTH
+            and count == self._requested
+            and self._limited_by_budget
+        ):
             self._turn_unfinished = True
             return None
         turn = row.turns[-1]
@@ -157,8 +176,8 @@ class Episode:
         return Action(self.tokenizer.decode(token_ids, skip_special=True), token_ids, self._agent)
 
     def add_step(self, step: Step) -> None:
-        """Apply the environment's answer to a turn; the episode may end with it. InvalidAnswer for one that cannot be
-        used.
+        """Apply the environment's answer to a turn; the episode may end with it. InvalidAnswer for
+        one that cannot be used.
         """
         row = self._histories[self._agent].row
         row.turns[-1].state = digest(step.state)
@@ -189,11 +208,14 @@ class Episode:
         return PlayedEpisode(self._rows, worker, self.failure)
 
     def _prompt_text(self) -> Text:
-        """Return the text that a history begins with: the environment's prompt, or the row's own one."""
+        """Return the text that a history begins with: the environment's prompt, or the row's own
+        one.
+        """
         text: Text = self.item[PROMPT] if self._opening.prompt is None else self._opening.prompt
         if self._opening.tools and isinstance(text, str):
             raise InvalidAnswer(
-                "has tools, and its prompt is a string: expected messages, for the model's chat template"
+                "has tools, and its prompt is a string: expected messages, for the model's chat "
+                "template"
             )
         return text
 
@@ -207,7 +229,9 @@ class Episode:
             self._begin_row(self._agent, joined(text, step.observation))
             return
         row = history.row
-        encoded = self.texts.observation(history.text, step.observation, self._opening.tools, row.response[-1])
+        encoded = self.texts.observation(
+            history.text, step.observation, self._opening.tools, row.response[-1]
+        )
         if len(encoded.ids) >= self._tokens_left(row):
             self._end(FinishReason.LENGTH)
             return
@@ -215,8 +239,8 @@ class Episode:
         row.add_observation(encoded.ids)
 
     def _add_images(self, history: _History, images: Sequence[ShownImage], first: int) -> None:
-        """Add the images among tokens of which the first has the index ``first`` in the row. InvalidAnswer for too
-        many images.
+        """Add the images among tokens of which the first has the index ``first`` in the row.
+        InvalidAnswer for too many images.
         """
         moved = [image.moved(first) for image in images]
         history.images += moved
@@ -224,14 +248,17 @@ class Episode:
             most = self.processor.settings.most
             if len(history.images) > most:
                 raise InvalidAnswer(
-                    f"showed {len(history.images)} images in a row: expected at most {most} (images.most)"
+                    f"showed {len(history.images)} images in a row: expected at most {most} "
+                    "(images.most)"
                 )
         for shown in moved:
             if shown.observed and shown.image.data:
                 history.row.observed.append((shown.start, shown.image.data))
 
     def _begin_row(self, agent: str | None, text: Text, encoded: Encoded | None = None) -> None:
-        """Begin a row with a text; ``encoded`` is its encoding, None where it is not encoded yet."""
+        """Begin a row with a text; ``encoded`` is its encoding, None where it is not encoded
+        yet.
+        """
         number = len(self._rows)
         rules = self.rules
         if number == rules.rows:
@@ -246,7 +273,8 @@ class Episode:
             longest = min(longest, rules.context_length - 1)
         if not 0 < len(encoded.ids) <= longest:
             raise InvalidAnswer(
-                f"gave a prompt of {len(encoded.ids)} tokens: expected 1 to {longest}, the least of "
+                f"gave a prompt of {len(encoded.ids)} tokens: expected 1 to {longest}, the least "
+                "of "
                 "data.max_prompt_length and what the model can read"
             )
         segment = sum(row.agent == agent for row in self._rows)
@@ -267,26 +295,33 @@ class Episode:
         return limit - len(row.response)
 
     def _add_rewards(self, reward: float | Mapping[str, float]) -> None:
-        """Add the reward of a step: a number for the agent whose turn it was, or one for each of several agents."""
+        """Add the reward of a step: a number for the agent whose turn it was, or one for each of
+        several agents.
+        """
         if not isinstance(reward, Mapping):
             self._add_reward(self._agent, reward)
             return
         if not self.rules.agents:
             raise InvalidAnswer(
-                f"gave the rewards {dict(reward)!r}: expected a number where environments.agents names none"
+                f"gave the rewards {dict(reward)!r}: expected a number where environments.agents "
+                "names none"
             )
         for agent, value in reward.items():
             self._add_reward(agent, value)
 
     def _add_reward(self, agent: str | None, reward: float) -> None:
-        """Add a reward to the latest turn of an agent, or to its first one if it has not had a turn yet."""
+        """Add a reward to the latest turn of an agent, or to its first one if it has not had a
+        turn yet.
+        """
         if not is_number(reward):
             raise InvalidAnswer(f"gave the reward {reward!r}: expected a finite number")
         turn = self._latest_turn(self._checked_agent(agent))
         if turn is not None:
             turn.reward += float(reward)
         else:
-            self._rewards_before_turn[agent] = self._rewards_before_turn.get(agent, 0.0) + float(reward)
+            self._rewards_before_turn[agent] = self._rewards_before_turn.get(agent, 0.0) + float(
+                reward
+            )
 
     def _latest_turn(self, agent: str | None) -> Turn | None:
         for row in reversed(self._rows):
@@ -298,7 +333,9 @@ class Episode:
         """Return the agent. InvalidAnswer for one that is not configured."""
         agents = self.rules.agents
         if agent not in (agents or (None,)):
-            raise InvalidAnswer(f"named the agent {agent!r}: expected one of environments.agents={list(agents)}")
+            raise InvalidAnswer(
+                f"named the agent {agent!r}: expected one of environments.agents={list(agents)}"
+            )
         return agent
 
     def _end(self, reason: FinishReason) -> None:
@@ -328,5 +365,8 @@ def _canonical_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return _canonical_text(frozenset(value.items()))
     if getattr(type(value), "__repr__", None) is object.__repr__:
-        raise InvalidAnswer(f"gave a state of type {type(value).__name__}: expected text, numbers, or tuples of them")
+        raise InvalidAnswer(
+            f"gave a state of type {type(value).__name__}: expected text, numbers, or tuples of "
+            "them"
+        )
     return repr(value)

@@ -1,7 +1,9 @@
-"""The queue from which an engine takes the turns of many episodes, as soon as their environments have answered.
+"""The queue from which an engine takes the turns of many episodes, as soon as their environments
+have answered.
 
-An engine asks for turns whenever it has free rows. Episodes whose environment has not answered do not hold it up, since
-more episodes are open than the engine has rows; there is no barrier, neither after a turn nor after an episode.
+An engine asks for turns whenever it has free rows. Episodes whose environment has not answered do
+not hold it up, since more episodes are open than the engine has rows; there is no barrier, neither
+after a turn nor after an episode.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ from siirl_dask.nodes.episodes.episode_texts import InvalidAnswer
 from siirl_dask.nodes.failures import GIVEN_UP
 from siirl_dask.rollout import Generation, GenerationRequest
 
-_WAIT_SECONDS = 0.1  # seconds within which a wait for environments notices that the worker is to stop
-_OPEN_PER_ROW = 8  # half as many take a fifth longer where one call in 20 is slow (docs/benchmarks/turns.md)
+_WAIT_SECONDS = (
+    0.1  # seconds within which a wait for environments notices that the worker is to stop
+)
+_OPEN_PER_ROW = (
+    8  # half as many take a fifth longer where one call in 20 is slow (docs/benchmarks/turns.md)
+)
 _BATCH_SHARE = 0.5  # share of the open episodes for which an engine that runs whole batches waits
 
 TimedAnswer = tuple[int, Answer, float]
@@ -64,7 +70,9 @@ class OpenEpisode:
 
 @dataclass(slots=True)
 class EpisodeQueue:
-    """A RequestQueue whose requests are the next turns of episodes. Used from the thread of the node alone."""
+    """A RequestQueue whose requests are the next turns of episodes. Used from the thread of the
+    node alone.
+    """
 
     source: Any
     """Episodes to play: a queue with ``next(limit, wait=)`` and ``complete(ticket, played)``."""
@@ -80,7 +88,8 @@ class EpisodeQueue:
     max_open: int | None = None
     """Most episodes that are open at once; None: eight times the engine's rows."""
     first_key: int = 0
-    """Added to an episode's number for its number in the session, which may have those of earlier steps."""
+    """Added to an episode's number for its number in the session, which may have those of
+    earlier steps."""
     usage: PlayStatistics = field(default_factory=PlayStatistics)
     rows: int = 0
     """Rows of the engine: the most turns that it has asked for."""
@@ -98,18 +107,21 @@ class EpisodeQueue:
     """Time at which the engine got its latest turns."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[OpenEpisode, GenerationRequest]]:
-        """Return up to ``limit`` turns that are ready; with ``wait`` none only when all episodes have ended.
+        """Return up to ``limit`` turns that are ready; with ``wait`` none only when all episodes
+        have ended.
 
-        With ``wait`` the engine has no running turns. It does not begin with a single turn while others are ready soon:
-        it waits for half of the open episodes, but no longer than its last batch took, so that a wait never costs more
-        than that.
+        With ``wait`` the engine has no running turns. It does not begin with a single turn while
+        others are ready soon: it waits for half of the open episodes, but no longer than its last
+        batch took, so that a wait never costs more than that.
         """
         self.rows = max(self.rows, limit)
         start = self._tick()
         patience = max(_WAIT_SECONDS, start - self._last_batch)
         self._take_answers(0.0)
         self._begin_more(wait=False)
-        while wait and not self._is_batch_ready(limit, out_of_patience=time.monotonic() - start >= patience):
+        while wait and not self._is_batch_ready(
+            limit, out_of_patience=time.monotonic() - start >= patience
+        ):
             if not self._open and not self._begin_more(wait=True):
                 break
             self._take_answers(_WAIT_SECONDS)
@@ -132,7 +144,9 @@ class EpisodeQueue:
         self.session.step(ticket.key, action)
 
     def resume(self, episodes: Sequence[OpenEpisode]) -> None:
-        """Continue episodes that were suspended in an earlier step. Called before the engine asks for turns."""
+        """Continue episodes that were suspended in an earlier step. Called before the engine
+        asks for turns.
+        """
         for opened in episodes:
             self._open[opened.key] = opened
         self._ready.extend(episodes)
@@ -149,8 +163,8 @@ class EpisodeQueue:
     def _begin_more(self, *, wait: bool) -> int:
         """Open as many episodes as may be open; return how many were taken from the source.
 
-        Episodes of peers are taken over only for rows of the engine that would stay empty; with ``wait`` all of them
-        would.
+        Episodes of peers are taken over only for rows of the engine that would stay empty; with
+        ``wait`` all of them would.
         """
         self.check_stop()
         most = _OPEN_PER_ROW * self.rows if self.max_open is None else self.max_open
@@ -175,7 +189,9 @@ class EpisodeQueue:
         return len(taken)
 
     def _take_answers(self, seconds: float) -> None:
-        """Take the answers that have arrived; where there is none, wait up to ``seconds`` for the first."""
+        """Take the answers that have arrived; where there is none, wait up to ``seconds`` for
+        the first.
+        """
         try:
             timed = self.answers.get(timeout=seconds) if seconds else self.answers.get_nowait()
             while True:
@@ -224,7 +240,9 @@ class EpisodeQueue:
         self.suspended.append(opened)
 
     def _give_up(self) -> None:
-        """End all open episodes: more have failed than may, so that the step fails. Peers wait for theirs as well."""
+        """End all open episodes: more have failed than may, so that the step fails. Peers wait
+        for theirs as well.
+        """
         self._ready.clear()
         for opened in list(self._open.values()):
             opened.episode.fail(GIVEN_UP)
@@ -238,7 +256,9 @@ class EpisodeQueue:
         self.device.progress()
 
     def _tick(self) -> float:
-        """Add the time since the last call to the seconds of the filled rows, and return the time."""
+        """Add the time since the last call to the seconds of the filled rows, and return the
+        time.
+        """
         now = time.monotonic()
         elapsed = now - self._last_tick
         self.usage.row_seconds += self._running * elapsed

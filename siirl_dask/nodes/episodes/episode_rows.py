@@ -1,4 +1,6 @@
-"""Rows of played episodes: as they grow turn by turn, and as plain data for workers that play each other's episodes."""
+"""Rows of played episodes: as they grow turn by turn, and as plain data for workers that play
+each other's episodes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class Turn:
 
 @dataclass(slots=True)
 class PlayedRow:
-    """One row of an episode: the tokens that one agent has read and sampled, until its history is rewritten or the
-    episode ends.
+    """One row of an episode: the tokens that one agent has read and sampled, until its history is
+    rewritten or the episode ends.
     """
 
     agent: str | None
@@ -52,9 +54,11 @@ class PlayedRow:
     """Sums of the numbers that the environment gave in addition to the rewards, by name."""
     reason: FinishReason = FinishReason.STOP
     versions: list[int] = field(default_factory=list)
-    """Version of the weights that sampled each token; ``NOT_SAMPLED`` for a token of the environment."""
+    """Version of the weights that sampled each token; ``NOT_SAMPLED`` for a token of the
+    environment."""
     observed: list[tuple[int, bytes]] = field(default_factory=list)
-    """Files of the images that the environment has shown, each with the index of its first token in the row."""
+    """Files of the images that the environment has shown, each with the index of its first token
+    in the row."""
 
     @property
     def reward(self) -> float | None:
@@ -63,8 +67,12 @@ class PlayedRow:
             return None
         return sum(turn.reward for turn in self.turns)
 
-    def add_turn(self, generation: Generation, version: int, *, continues_turn: bool = False) -> None:
-        """Append a turn of the policy, or, with ``continues_turn``, more tokens of the latest one."""
+    def add_turn(
+        self, generation: Generation, version: int, *, continues_turn: bool = False
+    ) -> None:
+        """Append a turn of the policy, or, with ``continues_turn``, more tokens of the latest
+        one.
+        """
         start = len(self.response)
         self.response += generation.token_ids
         self.mask += [True] * len(generation.token_ids)
@@ -104,14 +112,15 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 Item = Mapping[str, Any]
-"""An episode to play: the columns of its row, with the episode's number as its id, and a tuple of the images of its
-prompt under ``PROMPT_IMAGES``."""
+"""An episode to play: the columns of its row, with the episode's number as its id, and a tuple of
+the images of its prompt under ``PROMPT_IMAGES``."""
 PROMPT_IMAGES = "shown"
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCodec:
-    """Packs episodes for a peer that plays them, and the played ones for the way back. All data from peers is checked.
+    """Packs episodes for a peer that plays them, and the played ones for the way back. All data
+    from peers is checked.
 
     The bytes of an image are once in a message, so a message has a codec of its own.
     """
@@ -133,14 +142,24 @@ class EpisodeCodec:
         return {"row": sink.getvalue().to_pybytes(), "version": self.version, PROMPT_IMAGES: images}
 
     def read_item(self, value: object) -> Item:
-        """Return the episode in ``value``. PeerError for anything else, and for weights of another version."""
+        """Return the episode in ``value``. PeerError for anything else, and for weights of
+        another version.
+        """
         match value:
-            case {"row": bytes(packed), "version": int(version), "shown": list(images) | tuple(images)}:
+            case {
+                "row": bytes(packed),
+                "version": int(version),
+                "shown": list(images) | tuple(images),
+            }:
                 if version != self.version:
                     raise PeerError(
-                        f"was given an episode for weights of version {version}: those here are {self.version}"
+                        f"was given an episode for weights of version {version}: those here are "
+                        f"{self.version}"
                     )
-                return {**self._read_columns(packed), PROMPT_IMAGES: tuple(map(self.images.read, images))}
+                return {
+                    **self._read_columns(packed),
+                    PROMPT_IMAGES: tuple(map(self.images.read, images)),
+                }
         raise PeerError(f"received {str(value)[:80]!r}, which is no episode")
 
     def _read_columns(self, packed: bytes) -> Item:
@@ -148,7 +167,10 @@ class EpisodeCodec:
         try:
             with pa.ipc.open_stream(packed) as reader:
                 if not reader.schema.equals(self.schema):
-                    raise PeerError(f"received an episode with the columns {reader.schema.names}: expected other ones")
+                    raise PeerError(
+                        f"received an episode with the columns {reader.schema.names}: expected "
+                        "other ones"
+                    )
                 table = reader.read_all()
             table.validate(full=True)
         except pa.ArrowException as error:
@@ -188,7 +210,9 @@ def _pack_row(row: PlayedRow) -> dict[str, Any]:
 
 
 def _read_row(value: object, version: int) -> PlayedRow:
-    """Return the row in ``value``, sampled by weights of ``version``. PeerError unless its parts fit together."""
+    """Return the row in ``value``, sampled by weights of ``version``. PeerError unless its parts
+    fit together.
+    """
     match value:
         case {
             "agent": str() | None as agent,
@@ -236,7 +260,9 @@ def _read_observed(value: object) -> tuple[int, bytes]:
 
 
 def _is_consistent(row: PlayedRow) -> bool:
-    """Return whether the parts of a row that a peer sent have lengths and values that belong to one row."""
+    """Return whether the parts of a row that a peer sent have lengths and values that belong to
+    one row.
+    """
     length = len(row.response)
     boundaries = [0]
     for turn in row.turns:
@@ -262,7 +288,9 @@ def _is_consistent(row: PlayedRow) -> bool:
 
 
 def _read_numbers(packed: bytes, kind: str) -> list[Any]:
-    """Return the numbers in ``packed``. PeerError for a length that is no multiple of their size."""
+    """Return the numbers in ``packed``. PeerError for a length that is no multiple of their
+    size.
+    """
     size = np.dtype(kind).itemsize
     if len(packed) % size:
         raise PeerError(f"received {len(packed)} bytes where numbers of {size} were expected")

@@ -45,7 +45,8 @@ EPISODE_ROWS = (
     | fields(PROMPT_IDS, PROMPT_TEXT, RESPONSE_MASK, TOKEN_VERSIONS, TURNS)
     | fields(EPISODE_ID, SEGMENT, REWARD, REWARD_PARTS)
 )
-"""The columns of a node whose rows are those of episodes, besides ``agent`` where there are several."""
+"""The columns of a node whose rows are those of episodes, besides ``agent`` where there are
+several."""
 
 
 class RowOfTokens(Protocol):
@@ -64,7 +65,8 @@ def rows_of_episodes(
     most_rows: int,
     others: Mapping[str, Sequence[object]],
 ) -> pa.Table:
-    """Return the rows of each of the ``episodes``, whose row ids are their numbers, with ``others`` as columns.
+    """Return the rows of each of the ``episodes``, whose row ids are their numbers, with ``others``
+    as columns.
 
     Row k of episode e is row ``e * most_rows + k``.
     """
@@ -72,10 +74,14 @@ def rows_of_episodes(
     table = rows_at(episodes, np.repeat(np.arange(len(rows)), counts))
     episode_ids = table[ROW_ID].to_numpy()
     flat = [row for episode in rows for row in episode]
-    index_in_episode = np.array([index for count in counts for index in range(count)], dtype=np.int64)
+    index_in_episode = np.array(
+        [index for count in counts for index in range(count)], dtype=np.int64
+    )
     decode = engine.tokenizer.decode
     processor = processor_of(engine)
-    shown_prompts = [row.prompt if processor is None else processor.shortened(row.prompt) for row in flat]
+    shown_prompts = [
+        row.prompt if processor is None else processor.shortened(row.prompt) for row in flat
+    ]
     columns: dict[str, Sequence[object]] = {
         ROW_ID: episode_ids * most_rows + index_in_episode,
         TOKENS: [len(row.prompt) + len(row.response) for row in flat],
@@ -98,7 +104,9 @@ def rows_of_episodes(
 
 
 def oldest_version(versions: Sequence[int], engine: RolloutEngine) -> int:
-    """Return the oldest version of the weights that sampled a token of a row; the engine's where none did."""
+    """Return the oldest version of the weights that sampled a token of a row; the engine's where
+    none did.
+    """
     return min((version for version in versions if version != NOT_SAMPLED), default=engine.version)
 
 
@@ -113,10 +121,11 @@ def episode_table(
     agents: bool,
     images: bool,
 ) -> pa.Table:
-    """Return the rows of each episode that was played, in the order of ``episodes``, whose ids are their numbers.
+    """Return the rows of each episode that was played, in the order of ``episodes``, whose ids are
+    their numbers.
 
-    ``n`` is the number of episodes of a prompt. ``agents`` says whether there are several, ``images`` whether
-    environments show any.
+    ``n`` is the number of episodes of a prompt. ``agents`` says whether there are several,
+    ``images`` whether environments show any.
     """
     rows: list[PlayedRow] = []
     workers: list[str] = []
@@ -138,22 +147,33 @@ def episode_table(
         REWARD_PARTS: [[*row.parts.items()] for row in rows],
         WORKER: workers,
     }
-    if SAMPLING_SEED not in episodes.column_names:  # episodes of a partial rollout have those of their first step
+    if (
+        SAMPLING_SEED not in episodes.column_names
+    ):  # episodes of a partial rollout have those of their first step
         others[SAMPLE_NUMBER] = sample_numbers
         others[SAMPLING_SEED] = seeds
     if agents:
         others[AGENT] = [row.agent for row in rows]
     if images:
-        others[OBSERVED_IMAGES] = [[{"start": start, "bytes": data} for start, data in row.observed] for row in rows]
-    return rows_of_episodes(engine, episodes, [episode.rows for episode in played], rules.rows, others)
+        others[OBSERVED_IMAGES] = [
+            [{"start": start, "bytes": data} for start, data in row.observed] for row in rows
+        ]
+    return rows_of_episodes(
+        engine, episodes, [episode.rows for episode in played], rules.rows, others
+    )
 
 
 def _turns(row: PlayedRow) -> list[dict[str, float]]:
-    return [{"start": turn.start, "stop": turn.stop, "reward": turn.reward, "state": turn.state} for turn in row.turns]
+    return [
+        {"start": turn.start, "stop": turn.stop, "reward": turn.reward, "state": turn.state}
+        for turn in row.turns
+    ]
 
 
 def log_episodes(ctx: Context, table: pa.Table, played: Sequence[PlayedEpisode]) -> None:
-    """Log the rows' lengths, and the episodes' turns and rewards, which are sums over an agent's rows."""
+    """Log the rows' lengths, and the episodes' turns and rewards, which are sums over an agent's
+    rows.
+    """
     succeeded = [episode for episode in played if episode.failure is None]
     turn_counts = [sum(len(row.turns) for row in episode.rows) for episode in played]
     log_rows(ctx, table, failed=len(played) - len(succeeded), turns=turn_counts)

@@ -1,7 +1,8 @@
 """Token ids of an episode's prompts and observations, and the positions of images in them.
 
-``<image>`` in a row's own prompt, or ``{type: image}``, stands for an image of the row. An environment's images are in
-the parts of a message's content. The image processor counts the tokens of each image.
+``<image>`` in a row's own prompt, or ``{type: image}``, stands for an image of the row. An
+environment's images are in the parts of a message's content. The image processor counts the tokens
+of each image.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class InvalidAnswer(Exception):
-    """An answer of the environment that cannot be used: the episode fails, with the message as the reason."""
+    """An answer of the environment that cannot be used: the episode fails, with the message as
+    the reason.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,16 @@ class Encoded:
 
     ids: list[int]
     text: Text
-    """The text as the chat template takes it: with placeholders for images, and without their files."""
+    """The text as the chat template takes it: with placeholders for images, and without their
+    files."""
     images: list[ShownImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTexts:
-    """Encodes the texts of one episode. Its methods raise InvalidAnswer for texts and images that cannot be used."""
+    """Encodes the texts of one episode. Its methods raise InvalidAnswer for texts and images
+    that cannot be used.
+    """
 
     tokenizer: Tokenizer
     processor: ImageProcessor | None
@@ -65,18 +71,23 @@ class EpisodeTexts:
         """Return the row's prompt, which ``encode_prompts`` has encoded."""
         if self.processor is None:
             return Encoded(ids, text)
-        images = self._shown_images(self.processor, ids, [_PlacedImage(image, False) for image in self.images])
+        images = self._shown_images(
+            self.processor, ids, [_PlacedImage(image, False) for image in self.images]
+        )
         if images:
             text = marked(text, self.processor.family.placeholder)
         return Encoded(ids, text, images)
 
     def prompt(self, text: Text, tools: Sequence[Mapping[str, Any]]) -> Encoded:
-        """Return a prompt that the environment gives. It shows all images of the row, or none of them."""
+        """Return a prompt that the environment gives. It shows all images of the row, or none of
+        them.
+        """
         plain, files = self._split_images(text, marks=bool(self.images))
         own_places = files.count(None)
         if self.processor is not None and own_places not in (0, len(self.images)):
             raise InvalidAnswer(
-                f"gave a prompt with {own_places} places for images of its row, which has {len(self.images)}: expected "
+                f"gave a prompt with {own_places} places for images of its row, which has "
+                f"{len(self.images)}: expected "
                 "as many, or none"
             )
         own_images = iter(self.images)
@@ -92,13 +103,17 @@ class EpisodeTexts:
             raise InvalidAnswer(f"gave a prompt that no answer can follow: {error}") from error
         return self._expanded(ids, images, plain)
 
-    def observation(self, began: Text, new: Text | None, tools: Sequence[Mapping[str, Any]], last: int) -> Encoded:
-        """Return the tokens that an observation ``new`` adds to a row whose prompt was ``began``, and whose last
-        sampled token is ``last``.
+    def observation(
+        self, began: Text, new: Text | None, tools: Sequence[Mapping[str, Any]], last: int
+    ) -> Encoded:
+        """Return the tokens that an observation ``new`` adds to a row whose prompt was ``began``,
+        and whose last sampled token is ``last``.
         """
         if isinstance(began, str):
             if new is not None and not isinstance(new, str):
-                raise InvalidAnswer("gave messages where the episode began with a string: expected a string")
+                raise InvalidAnswer(
+                    "gave messages where the episode began with a string: expected a string"
+                )
             ids = self.tokenizer.encode_more(new) if new else []
             return self._expanded(ids, [], new or "")
         plain, files = self._split_images(messages_of(new), marks=False)
@@ -107,13 +122,15 @@ class EpisodeTexts:
         for file in files:
             if file is None:
                 raise InvalidAnswer(
-                    "gave an observation with a place for an image, and no image: expected {type: image, image: ...}"
+                    "gave an observation with a place for an image, and no image: expected {type: "
+                    "image, image: ...}"
                 )
             images.append(_PlacedImage(file, True))
         return self._expanded(self.tokenizer.after_turn(began, plain, tools, last), images, plain)
 
     def _split_images(self, text: Text, *, marks: bool) -> tuple[Text, list[Image | None]]:
-        """Return a text with placeholders for images, and the image of each of them: None for one of the row.
+        """Return a text with placeholders for images, and the image of each of them: None for one
+        of the row.
 
         With ``marks``, ``<image>`` in a text is a placeholder.
         """
@@ -125,7 +142,9 @@ class EpisodeTexts:
             files = [file_of(part) for message in text for part in _content_parts(message)]
             if self.processor is None:
                 if any(file is not None for file in files):
-                    raise ImageError("it shows an image: set images.observations=true for a model that sees them")
+                    raise ImageError(
+                        "it shows an image: set images.observations=true for a model that sees them"
+                    )
                 return text, []
             plain: Text = [_without_files(message) for message in text]
             if marks:
@@ -147,12 +166,15 @@ class EpisodeTexts:
         return Encoded(ids, text, self._shown_images(self.processor, ids, images))
 
     @staticmethod
-    def _shown_images(processor: ImageProcessor, ids: list[int], images: Sequence[_PlacedImage]) -> list[ShownImage]:
+    def _shown_images(
+        processor: ImageProcessor, ids: list[int], images: Sequence[_PlacedImage]
+    ) -> list[ShownImage]:
         """Return the images with their positions among ``ids``."""
         token_counts = [processor.tokens(placed.image) for placed in images]
         places = image_places(ids, processor.image_token, token_counts)
         return [
-            ShownImage(place.start, placed.image, placed.observed) for place, placed in zip(places, images, strict=True)
+            ShownImage(place.start, placed.image, placed.observed)
+            for place, placed in zip(places, images, strict=True)
         ]
 
 

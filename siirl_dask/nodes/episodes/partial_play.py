@@ -1,12 +1,13 @@
-"""Partial rollouts of episodes: long ones are played over several steps, with their environments open.
+"""Partial rollouts of episodes: long ones are played over several steps, with their environments
+open.
 
-In a step the policy samples at most a budget of tokens of an episode. One that has not ended by then stays on its
-worker with its environment, between two turns or within one, and so does all of its group; in the next step it
-continues with the weights of that step. Its next token is drawn as if it was never interrupted. A drain step plays all
-episodes to their ends.
+In a step the policy samples at most a budget of tokens of an episode. One that has not ended by
+then stays on its worker with its environment, between two turns or within one, and so does all of
+its group; in the next step it continues with the weights of that step. Its next token is drawn as
+if it was never interrupted. A drain step plays all episodes to their ends.
 
-An environment cannot be stored. The prompts of the unfinished groups are stored with a step: in a run that resumes from
-it, their episodes begin again, with the same seeds.
+An environment cannot be stored. The prompts of the unfinished groups are stored with a step: in a
+run that resumes from it, their episodes begin again, with the same seeds.
 """
 
 from __future__ import annotations
@@ -40,13 +41,27 @@ from siirl_dask.nodes.episodes.play_common import (
 )
 from siirl_dask.nodes.partial_rollout import blob_columns, with_older_ids
 from siirl_dask.rollout import LocalQueue, RolloutEngine, processor_of
-from siirl_dask.schema import GROUP_ID, IDENTITY, ROW_ID, SAMPLE_NUMBER, SAMPLING_SEED, TOKENS, TYPES
+from siirl_dask.schema import (
+    GROUP_ID,
+    IDENTITY,
+    ROW_ID,
+    SAMPLE_NUMBER,
+    SAMPLING_SEED,
+    TOKENS,
+    TYPES,
+)
 
 _UNFINISHED = "unfinished"  # in the node's state
 _ENVIRONMENT_SEED = "environment_seed"
-_SEEDS = {SAMPLE_NUMBER: TYPES[SAMPLE_NUMBER], SAMPLING_SEED: TYPES[SAMPLING_SEED], _ENVIRONMENT_SEED: pa.int64()}
+_SEEDS = {
+    SAMPLE_NUMBER: TYPES[SAMPLE_NUMBER],
+    SAMPLING_SEED: TYPES[SAMPLING_SEED],
+    _ENVIRONMENT_SEED: pa.int64(),
+}
 """Columns of an episode's row that depend on the step in which it began."""
-_KEYS_OF_A_STEP = 2**40  # added, for each step, to an episode's number in the session: more than a step has episodes
+_KEYS_OF_A_STEP = (
+    2**40
+)  # added, for each step, to an episode's number in the session: more than a step has episodes
 _State = OpenEpisode | PlayedEpisode | None
 """An episode that continues, one that has ended, or None for one that has not begun."""
 
@@ -77,7 +92,9 @@ class _UnfinishedEpisode:
 
 
 def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -> pa.Table:
-    """Return the rows of groups whose episodes have all ended; the policy gets ``budget`` tokens in each."""
+    """Return the rows of groups whose episodes have all ended; the policy gets ``budget`` tokens
+    in each.
+    """
     rows = _with_seeds(ctx, rows_of_new_episodes(table, setup.n), setup.n)
     states: list[_State] = [None] * rows.num_rows
     session: _LastingSession | None = None
@@ -89,7 +106,9 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
         session = earlier.session
     if session is None:
         answers: AnswerQueue = AnswerQueue()
-        session = _LastingSession(setup.environments.lasting_session(answers_into(answers)), answers)
+        session = _LastingSession(
+            setup.environments.lasting_session(answers_into(answers)), answers
+        )
     step_budget = None if ctx.drain else budget
     try:
         ended = _continue_episodes(ctx, setup, rows, states, session=session, budget=step_budget)
@@ -101,7 +120,9 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
     complete = _complete_groups(rows, states)
     unfinished = list(compress(states, ~complete))
     if unfinished:
-        ctx.state[_UNFINISHED] = _UnfinishedEpisode(rows_where(rows, ~complete), unfinished, session)
+        ctx.state[_UNFINISHED] = _UnfinishedEpisode(
+            rows_where(rows, ~complete), unfinished, session
+        )
     else:
         session.close()
     ctx.log("rollout/kept_for_next_step", len(unfinished), Reduce.SUM)
@@ -113,7 +134,9 @@ def play_partial(ctx: Context, table: pa.Table, setup: PlaySetup, budget: int) -
 
 
 def pack_unfinished_episodes(ctx: Context) -> pa.Table:
-    """Return the rows of the episodes that continue in the next step, without the turns that were played."""
+    """Return the rows of the episodes that continue in the next step, without the turns that
+    were played.
+    """
     unfinished: _UnfinishedEpisode | None = ctx.state.get(_UNFINISHED)
     if unfinished is None:
         identity = {name: TYPES[name] for name in IDENTITY}
@@ -122,7 +145,8 @@ def pack_unfinished_episodes(ctx: Context) -> pa.Table:
 
 
 def unpack_unfinished_episodes(ctx: Context, table: pa.Table) -> None:
-    """Put the episodes of ``pack_unfinished_episodes`` into the node's state: they begin again in the next step.
+    """Put the episodes of ``pack_unfinished_episodes`` into the node's state: they begin again in
+    the next step.
 
     DataError when they are not such rows.
     """
@@ -161,8 +185,13 @@ def _continue_episodes(
     """
     engine: RolloutEngine = ctx.resource
     costs = rows[TOKENS].to_pylist()
-    new = sorted((index for index, state in enumerate(states) if state is None), key=lambda index: -costs[index])
-    open_episodes = {index: state for index, state in enumerate(states) if isinstance(state, OpenEpisode)}
+    new = sorted(
+        (index for index, state in enumerate(states) if state is None),
+        key=lambda index: -costs[index],
+    )
+    open_episodes = {
+        index: state for index, state in enumerate(states) if isinstance(state, OpenEpisode)
+    }
     index_of_ticket = [*new, *open_episodes]
     ended: dict[int, PlayedEpisode] = {}
 

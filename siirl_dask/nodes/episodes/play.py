@@ -1,9 +1,10 @@
-"""Plays episodes: the policy and an environment take turns, many episodes at once, until each has ended.
+"""Plays episodes: the policy and an environment take turns, many episodes at once, until each has
+ended.
 
-The engine takes the turns that are ready from one queue, while other episodes wait for their environments
-(``episode_queue.py``); an episode appends to its rows of tokens turn by turn (``episode.py``). The ids of rows, their
-seeds and so their tokens depend on the prompt's position alone, never on when an environment answered or which worker
-played.
+The engine takes the turns that are ready from one queue, while other episodes wait for their
+environments (``episode_queue.py``); an episode appends to its rows of tokens turn by turn
+(``episode.py``). The ids of rows, their seeds and so their tokens depend on the prompt's position
+alone, never on when an environment answered or which worker played.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from siirl_dask.nodes.episodes.episode import Episode, EpisodeRules
 from siirl_dask.nodes.episodes.episode_queue import EpisodeQueue
 from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, Item, PlayedEpisode
 from siirl_dask.nodes.episodes.episode_table import EPISODE_ROWS, episode_table, log_episodes
-from siirl_dask.nodes.episodes.partial_play import pack_unfinished_episodes, play_partial, unpack_unfinished_episodes
+from siirl_dask.nodes.episodes.partial_play import (
+    pack_unfinished_episodes,
+    play_partial,
+    unpack_unfinished_episodes,
+)
 from siirl_dask.nodes.episodes.play_common import (
     AnswerQueue,
     PlaySetup,
@@ -42,7 +47,16 @@ from siirl_dask.nodes.prompts import MAX_TOKENS
 from siirl_dask.nodes.sampling import EARLY_COLUMNS
 from siirl_dask.planner import ContractChanges, Groups, KeptRows, columns
 from siirl_dask.rollout import LocalQueue, RolloutEngine, Sampling, processor_of
-from siirl_dask.schema import AGENT, GROUP_ID, IMAGES, OBSERVED_IMAGES, PROMPT, PROMPT_IDS, TOKENS, fields
+from siirl_dask.schema import (
+    AGENT,
+    GROUP_ID,
+    IMAGES,
+    OBSERVED_IMAGES,
+    PROMPT,
+    PROMPT_IDS,
+    TOKENS,
+    fields,
+)
 
 
 def _pack(ctx: Context, **options: object) -> pa.Table:
@@ -75,7 +89,9 @@ def _shows_images(images: ImagesConfig | None) -> bool:
     return images.observations
 
 
-def _play_changes(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any) -> ContractChanges:
+def _play_changes(
+    *, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: Any
+) -> ContractChanges:
     changes = _changes(environments=environments, **options)
     if not rollout.partial:
         return changes
@@ -86,27 +102,35 @@ def _play_changes(*, rollout: RolloutConfig, environments: EnvironmentsConfig, *
 def _check_rollout(*, rollout: RolloutConfig, **options: object) -> None:
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an engine begin all rows "
-            "together, and an episode's next turn is not known before its environment has answered; leave it at 1"
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
+            "engine begin all rows "
+            "together, and an episode's next turn is not known before its environment has "
+            "answered; leave it at 1"
         )
     if rollout.router_replay:
         raise ConfigError(
-            "rollout.router_replay=true: an episode's rows have no routes of what its environment said; leave it out"
+            "rollout.router_replay=true: an episode's rows have no routes of what its environment "
+            "said; leave it out"
         )
 
 
-def _check_partial_rollout(*, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object) -> None:
+def _check_partial_rollout(
+    *, rollout: RolloutConfig, environments: EnvironmentsConfig, **options: object
+) -> None:
     _check_rollout(rollout=rollout)
     if not rollout.partial:
         return
     if environments.rows_per_episode != 1:
         raise ConfigError(
-            f"rollout.partial=true with environments.rows_per_episode={environments.rows_per_episode}: an episode that "
-            "is played over several steps has one row; leave partial out, or take one agent and no new histories"
+            "rollout.partial=true with "
+            f"environments.rows_per_episode={environments.rows_per_episode}: an episode that "
+            "is played over several steps has one row; leave partial out, or take one agent and no "
+            "new histories"
         )
     if environments.max_open is not None:
         raise ConfigError(
-            f"rollout.partial=true with environments.max_open={environments.max_open}: environments of episodes that "
+            f"rollout.partial=true with environments.max_open={environments.max_open}: "
+            "environments of episodes that "
             "go on in the next step stay open, however many they are; leave one of them out"
         )
 
@@ -132,13 +156,16 @@ def play(
     world: str = "environments",
     images: ImagesConfig | None = None,
 ) -> pa.Table:
-    """Play ``rollout.n`` episodes from each prompt, with the environments of the role ``world`` on the same workers.
+    """Play ``rollout.n`` episodes from each prompt, with the environments of the role ``world`` on
+    the same workers.
 
-    Sample k of the prompt at position p is episode ``e = p * n + k``, and row j of the episode is row ``e * rows + j``,
-    with ``rows`` the most rows of an episode (``environments.rows_per_episode``). A row's ``reward`` is the sum of its
-    turns' rewards. An episode fails when its environment gives no answer or one that cannot be used: its rows have no
-    reward, and EpisodeError ends the run when more fail than ``environments.max_failures``. With ``rollout.partial``
-    the rows are those of the groups that are complete by now, from this step and from earlier ones: partial_play.py.
+    Sample k of the prompt at position p is episode ``e = p * n + k``, and row j of the episode is
+    row ``e * rows + j``, with ``rows`` the most rows of an episode
+    (``environments.rows_per_episode``). A row's ``reward`` is the sum of its turns' rewards. An
+    episode fails when its environment gives no answer or one that cannot be used: its rows have no
+    reward, and EpisodeError ends the run when more fail than ``environments.max_failures``. With
+    ``rollout.partial`` the rows are those of the groups that are complete by now, from this step
+    and from earlier ones: partial_play.py.
     """
     return _play(
         ctx,
@@ -175,7 +202,9 @@ def play_answers(
     world: str = "environments",
     images: ImagesConfig | None = None,
 ) -> pa.Table:
-    """Play ``validation.n`` episodes from each prompt as ``validation`` says, numbered as those of ``play``."""
+    """Play ``validation.n`` episodes from each prompt as ``validation`` says, numbered as those
+    of ``play``.
+    """
     return _play(
         ctx,
         table,
@@ -210,7 +239,15 @@ def _play(
         max_prompt_length=max_prompt_length,
         context_length=engine.context_length,
     )
-    make_rows = partial(episode_table, ctx, engine, rules=rules, n=n, agents=bool(config.agents), images=shows_images)
+    make_rows = partial(
+        episode_table,
+        ctx,
+        engine,
+        rules=rules,
+        n=n,
+        agents=bool(config.agents),
+        images=shows_images,
+    )
     setup = PlaySetup(environments, rules, n, config.max_open, make_rows)
     check_chat(ctx, table)
     if budget is not None:
@@ -224,7 +261,9 @@ def _play(
 
 
 def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[PlayedEpisode]:
-    """Return each episode as it was played, by this worker or by a peer that ran idle; the costliest begin first."""
+    """Return each episode as it was played, by this worker or by a peer that ran idle; the
+    costliest begin first.
+    """
     engine: RolloutEngine = ctx.resource
     order = np.argsort(-episodes[TOKENS].to_numpy(), kind="stable").tolist()
     schema, items = setup.items(engine, rows_at(episodes, np.array(order, np.intp)))
@@ -247,8 +286,8 @@ def _play_all(ctx: Context, episodes: pa.Table, setup: PlaySetup) -> list[Played
 def _early_rows(
     ctx: Context, episodes: pa.Table, order: Sequence[int], setup: PlaySetup
 ) -> Callable[[int, PlayedEpisode], None] | None:
-    """Return the function that hands the rows of a played episode to the next node, from the episode's index in
-    ``order``; None where no node reads rows early.
+    """Return the function that hands the rows of a played episode to the next node, from the
+    episode's index in ``order``; None where no node reads rows early.
     """
     hand_over = ctx.hand_over
     if hand_over is None:

@@ -1,4 +1,6 @@
-"""The common part of nodes that play episodes: rows of episodes, the engine's queue of turns, checks of failures."""
+"""The common part of nodes that play episodes: rows of episodes, the engine's queue of turns,
+checks of failures.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,26 @@ class PlaySetup:
     ) -> tuple[pa.Schema, list[Item]]:
         """Return the schema of an item without ``PROMPT_IMAGES``, and the item of each episode.
 
-        An item has the columns that are needed to play the episode, and ``more_columns``. Episodes of a group have the
-        same objects as images.
+        An item has the columns that are needed to play the episode, and ``more_columns``. Episodes
+        of a group have the same objects as images.
         """
-        needed = [ROW_ID, GROUP_ID, PROMPT, PROMPT_IDS, MAX_TOKENS, *self.environments.columns, *more_columns]
+        needed = [
+            ROW_ID,
+            GROUP_ID,
+            PROMPT,
+            PROMPT_IDS,
+            MAX_TOKENS,
+            *self.environments.columns,
+            *more_columns,
+        ]
         images = prompt_images(engine, episodes)
         names = [name for name in dict.fromkeys(needed) if name in episodes.column_names]
         if processor_of(engine) is not None and IMAGES in names:
             names.remove(IMAGES)  # to_pylist would copy the images for each episode
         table = episodes.select(names)
-        items: list[Item] = [{**row, PROMPT_IMAGES: own} for row, own in zip(table.to_pylist(), images, strict=True)]
+        items: list[Item] = [
+            {**row, PROMPT_IMAGES: own} for row, own in zip(table.to_pylist(), images, strict=True)
+        ]
         return table.schema, items
 
     def row_of(self, item: Item) -> dict[str, Any]:
@@ -72,18 +84,24 @@ def rows_of_new_episodes(table: pa.Table, n: int) -> pa.Table:
     rows = rows_at(table, np.repeat(np.arange(table.num_rows), n))
     numbers = table[ROW_ID].to_numpy().repeat(n) * n + np.tile(np.arange(n), table.num_rows)
     token_limits(rows)
-    return rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID]))
+    return rows.set_column(
+        rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID])
+    )
 
 
 def check_chat(ctx: Context, episodes: pa.Table) -> None:
-    """Raise ConfigError, before anything is sampled, for chat prompts whose template cannot be continued."""
+    """Raise ConfigError, before anything is sampled, for chat prompts whose template cannot be
+    continued.
+    """
     kind = episodes.schema.field(PROMPT).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         ctx.resource.tokenizer.check_turns()
 
 
 def environment_seed(ctx: Context, group: int) -> int:
-    """Return the seed of the environments of a prompt's samples: all episodes of a group begin in the same state."""
+    """Return the seed of the environments of a prompt's samples: all episodes of a group begin
+    in the same state.
+    """
     return ctx.seed(-1 - group)
 
 
@@ -107,7 +125,9 @@ def build_queue(
     answers: AnswerQueue,
     first_key: int = 0,
 ) -> EpisodeQueue:
-    """Return the queue of an engine that plays the episodes of ``source``, ``own_count`` of which are this worker's."""
+    """Return the queue of an engine that plays the episodes of ``source``, ``own_count`` of
+    which are this worker's.
+    """
     return EpisodeQueue(
         source=source,
         own_count=own_count,
@@ -123,7 +143,9 @@ def build_queue(
 
 
 def log_usage(ctx: Context, usage: PlayStatistics, rows: int) -> None:
-    """Log the share of the engine's ``rows`` that was filled, and the seconds of environments' calls."""
+    """Log the share of the engine's ``rows`` that was filled, and the seconds of environments'
+    calls.
+    """
     longest_call = max(usage.environment_seconds, default=0.0)
     ctx.log("rollout/busy_seconds", usage.seconds)
     ctx.log("rollout/longest_busy_seconds", usage.seconds, Reduce.MAX)
@@ -137,14 +159,16 @@ def check_episodes(
     ctx: Context, episodes: pa.Table, played: Sequence[PlayedEpisode], environments: Environments
 ) -> None:
     """Raise EpisodeError on all workers when over all of them more episodes failed than
-    ``environments.max_failures``, or a larger share of the tools' calls than ``environments.max_failed_calls``.
+    ``environments.max_failures``, or a larger share of the tools' calls than
+    ``environments.max_failed_calls``.
     """
 
     def describe(index: int) -> tuple[str, int]:
         row: Mapping[str, Any] = episodes.select([ROW_ID, PROMPT]).slice(index, 1).to_pylist()[0]
         turns = sum(len(played_row.turns) for played_row in played[index].rows)
         message = (
-            f"the environment {played[index].failure}: episode {row[ROW_ID]} of step {ctx.step}, after "
+            f"the environment {played[index].failure}: episode {row[ROW_ID]} of step {ctx.step}, "
+            "after "
             f"{counted(turns, 'turn')}, prompt {row[PROMPT]!r:.200}"
         )
         return message, row[ROW_ID]
@@ -162,13 +186,20 @@ def check_episodes(
 
 
 def _check_tool_calls(ctx: Context, environments: Environments) -> None:
-    """Log the calls of tools, and raise EpisodeError on all workers when a larger share of them failed than may."""
+    """Log the calls of tools, and raise EpisodeError on all workers when a larger share of them
+    failed than may.
+    """
     own = environments.take_tool_calls()
     if own.calls:
         ctx.log("tools/calls", own.calls, Reduce.SUM)
         ctx.log("tools/failed", own.failed, Reduce.SUM)
     if own.failed and own.failed == own.calls:
-        logger.warning("step %d: each of %d calls of tools failed; the last one %s", ctx.step, own.calls, own.reason)
+        logger.warning(
+            "step %d: each of %d calls of tools failed; the last one %s",
+            ctx.step,
+            own.calls,
+            own.reason,
+        )
     most = environments.max_failed_calls
     if most is None:
         return
@@ -176,6 +207,7 @@ def _check_tool_calls(ctx: Context, environments: Environments) -> None:
     if failed > most * calls:
         reason = f"; the last one here {own.reason}" if own.reason else ""
         raise EpisodeError(
-            f"{failed:.0f} of {calls:.0f} calls of tools of step {ctx.step} failed (environments.max_failed_calls="
+            f"{failed:.0f} of {calls:.0f} calls of tools of step {ctx.step} failed "
+            "(environments.max_failed_calls="
             f"{most}){reason}"
         )

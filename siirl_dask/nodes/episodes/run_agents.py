@@ -1,7 +1,8 @@
-"""Runs agents, which talk to the engine through an OpenAI-compatible endpoint, and makes rows of what they sampled.
+"""Runs agents, which talk to the engine through an OpenAI-compatible endpoint, and makes rows of
+what they sampled.
 
-An agent is a function ``async def agent(client, row)``, or a command, that runs one episode with any client or harness
-and returns its reward. See ``siirl_dask/rollout/endpoint``.
+An agent is a function ``async def agent(client, row)``, or a command, that runs one episode with
+any client or harness and returns its reward. See ``siirl_dask/rollout/endpoint``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from siirl_dask.config import EndpointConfig, RolloutConfig, ValidationConfig
 from siirl_dask.context import Codec, Context, Reduce
 from siirl_dask.coordinator.blobs import rows_at
 from siirl_dask.errors import ConfigError, EpisodeError
-from siirl_dask.nodes.episodes.agent_rows import AgentCodec, AgentEpisode, agent_rows, log_agent_episodes
+from siirl_dask.nodes.episodes.agent_rows import (
+    AgentCodec,
+    AgentEpisode,
+    agent_rows,
+    log_agent_episodes,
+)
 from siirl_dask.nodes.episodes.episode_rows import EpisodeCodec, Item
 from siirl_dask.nodes.episodes.episode_table import EPISODE_ROWS
 from siirl_dask.nodes.failures import GIVEN_UP, check_failures, failed_episodes
@@ -42,7 +48,9 @@ from siirl_dask.rollout.endpoint import (
 )
 from siirl_dask.schema import ANSWER, PROMPT, PROMPT_IDS, ROW_ID, SAMPLE_NUMBER, TYPES
 
-_AGENTS_PER_ROW = 4  # that run at once for each row of the engine: most of them wait for something else
+_AGENTS_PER_ROW = (
+    4  # that run at once for each row of the engine: most of them wait for something else
+)
 _MAX_PROGRAMS = 32  # that run at once on a worker
 
 
@@ -54,16 +62,26 @@ def _check_options(
     **options: object,
 ) -> None:
     if (agent is None) == (not command):
-        raise ConfigError(f"agent={agent!r} and command={list(command)}: expected one of them, a function or a command")
+        raise ConfigError(
+            f"agent={agent!r} and command={list(command)}: expected one of them, a function or a "
+            "command"
+        )
     if rollout.tensor_parallel_size > 1:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an engine begin all rows "
-            "together, and an agent's next request is not known before it has an answer; leave it at 1"
+            f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}: the ranks of such an "
+            "engine begin all rows "
+            "together, and an agent's next request is not known before it has an answer; leave it "
+            "at 1"
         )
     if rollout.router_replay:
-        raise ConfigError("rollout.router_replay=true: the rows of an agent's episode have no routes; leave it out")
+        raise ConfigError(
+            "rollout.router_replay=true: the rows of an agent's episode have no routes; leave it "
+            "out"
+        )
     if rollout.partial:
-        raise ConfigError("rollout.partial=true: an episode ends in the step in which it began; leave it out")
+        raise ConfigError(
+            "rollout.partial=true: an episode ends in the step in which it began; leave it out"
+        )
 
 
 @declares(
@@ -86,13 +104,15 @@ def run_agents(
     command: tuple[str, ...] = (),
     columns: tuple[str, ...] = (),
 ) -> pa.Table:
-    """Run ``rollout.n`` episodes of each prompt with ``agent``, or with a program that ``command`` starts.
+    """Run ``rollout.n`` episodes of each prompt with ``agent``, or with a program that ``command``
+    starts.
 
-    The agent gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is episode
-    ``e = p * n + k``, and row j of the episode is row ``e * endpoint.max_segments + j``. The tokens before a row's
-    first answer are at most ``max_prompt_length``, the others ``rollout.max_response_length``. An episode fails when
-    its agent raises, takes too long, asks the model nothing, or returns neither a reward nor None: its rows have no
-    reward, and EpisodeError ends the run when more fail than ``endpoint.max_failures``.
+    The agent gets the row's prompt, answer and ``columns``. Sample k of the prompt at position p is
+    episode ``e = p * n + k``, and row j of the episode is row ``e * endpoint.max_segments + j``.
+    The tokens before a row's first answer are at most ``max_prompt_length``, the others
+    ``rollout.max_response_length``. An episode fails when its agent raises, takes too long, asks
+    the model nothing, or returns neither a reward nor None: its rows have no reward, and
+    EpisodeError ends the run when more fail than ``endpoint.max_failures``.
     """
     return _run(
         ctx,
@@ -187,14 +207,18 @@ def _episode_rows(table: pa.Table, n: int) -> pa.Table:
     samples = np.tile(np.arange(n), table.num_rows)
     numbers = table[ROW_ID].to_numpy().repeat(n) * n + samples
     token_limits(rows)
-    rows = rows.set_column(rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID]))
+    rows = rows.set_column(
+        rows.column_names.index(ROW_ID), ROW_ID, pa.array(numbers, TYPES[ROW_ID])
+    )
     return rows.append_column(SAMPLE_NUMBER, pa.array(samples, TYPES[SAMPLE_NUMBER]))
 
 
 def _make_episode(
     ctx: Context, sampling: Sampling, bounds: Bounds, columns: Sequence[str], item: Item
 ) -> ProgramEpisode:
-    """Return the episode that an agent runs. The row's own limit of tokens bounds the tokens that may be sampled."""
+    """Return the episode that an agent runs. The row's own limit of tokens bounds the tokens
+    that may be sampled.
+    """
     engine: RolloutEngine = ctx.resource
     seed = ctx.seed(item[ROW_ID] * bounds.segments)
     limit = item.get(MAX_TOKENS)
@@ -223,13 +247,24 @@ def _run_episodes(
     config: EndpointConfig,
     max_rows: int,
 ) -> list[AgentEpisode]:
-    """Run the agents while the engine serves them, here or on a peer that ran idle; return each episode."""
+    """Run the agents while the engine serves them, here or on a peer that ran idle; return each
+    episode.
+    """
     engine: RolloutEngine = ctx.resource
     own_items: list[Item] = items.to_pylist()
     item_codec = EpisodeCodec(items.schema, engine.version, config.max_segments)
     result_codec = AgentCodec(item_codec)
-    codec = Codec(item_codec.pack_item, item_codec.read_item, result_codec.pack_result, result_codec.read_result)
-    source = LocalQueue(own_items) if ctx.steal_from_peers is None else ctx.steal_from_peers(own_items, codec)
+    codec = Codec(
+        item_codec.pack_item,
+        item_codec.read_item,
+        result_codec.pack_result,
+        result_codec.read_result,
+    )
+    source = (
+        LocalQueue(own_items)
+        if ctx.steal_from_peers is None
+        else ctx.steal_from_peers(own_items, codec)
+    )
     ctx.free_device()
     runs: AgentRuns | None = None
 
@@ -270,7 +305,9 @@ def _run_episodes(
     return episodes
 
 
-def _agent_episode(episode: ProgramEpisode, outcome: Outcome | None, *, worker: str) -> AgentEpisode:
+def _agent_episode(
+    episode: ProgramEpisode, outcome: Outcome | None, *, worker: str
+) -> AgentEpisode:
     """Return an episode with its score; ``outcome`` is None for one that was given up.
 
     An episode without a request has one row, of its prompt alone.
@@ -289,13 +326,18 @@ def _agent_episode(episode: ProgramEpisode, outcome: Outcome | None, *, worker: 
     return AgentEpisode(segments, score, outcome.requests, outcome.seconds, worker)
 
 
-def _check_failures(ctx: Context, rows: pa.Table, episodes: Sequence[AgentEpisode], config: EndpointConfig) -> None:
-    """Raise EpisodeError on all workers when over all of them more episodes failed than ``endpoint.max_failures``."""
+def _check_failures(
+    ctx: Context, rows: pa.Table, episodes: Sequence[AgentEpisode], config: EndpointConfig
+) -> None:
+    """Raise EpisodeError on all workers when over all of them more episodes failed than
+    ``endpoint.max_failures``.
+    """
 
     def describe(index: int) -> tuple[str, int]:
         row: dict[str, Any] = rows.select([ROW_ID, PROMPT]).slice(index, 1).to_pylist()[0]
         message = (
-            f"the agent {episodes[index].score.failure}: episode {row[ROW_ID]} of step {ctx.step}, after "
+            f"the agent {episodes[index].score.failure}: episode {row[ROW_ID]} of step {ctx.step}, "
+            "after "
             f"{episodes[index].requests} requests, prompt {row[PROMPT]!r:.200}"
         )
         return message, row[ROW_ID]

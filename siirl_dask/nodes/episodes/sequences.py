@@ -1,9 +1,10 @@
-"""The rows of episodes: which rows belong to one episode, for nodes that count episodes and not rows.
+"""The rows of episodes: which rows belong to one episode, for nodes that count episodes and not
+rows.
 
-An episode has several rows where its history was rewritten (``segment``) or where several agents speak (``agent``). The
-rows of one episode *and agent* are one sequence: it has one reward, the sum of its rows', and one length. A group's
-statistics are over sequences of one agent (Dr. MAS, arXiv:2602.08847). In a table without the column ``episode_id``
-each row is a sequence.
+An episode has several rows where its history was rewritten (``segment``) or where several agents
+speak (``agent``). The rows of one episode *and agent* are one sequence: it has one reward, the sum
+of its rows', and one length. A group's statistics are over sequences of one agent (Dr. MAS,
+arXiv:2602.08847). In a table without the column ``episode_id`` each row is a sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from siirl_dask.schema import AGENT, EPISODE_ID, GROUP_ID, MINIBATCH, ROW_ID, SE
 from siirl_dask.training import EpisodeSpans
 
 EPISODE_COLUMNS = (EPISODE_ID, SEGMENT, AGENT)
-"""Columns that identify the episode of a row: optional in the contract of a node that counts episodes."""
+"""Columns that identify the episode of a row: optional in the contract of a node that counts
+episodes."""
 Ints = NDArray[np.int64]
 _TOKENS = "tokens"
 _ROW = np.dtype([(name, "<i8") for name in (MINIBATCH, EPISODE_ID, AGENT, ROW_ID, _TOKENS)])
@@ -46,7 +48,9 @@ class Sequences:
     """[E] int64, index in ``order`` of each sequence's last row."""
 
     def sums(self, numbers: Tensor) -> Tensor:
-        """Add up the rows' numbers, in float64 where they are of floating point. [R] -> [E], of the same type."""
+        """Add up the rows' numbers, in float64 where they are of floating point. [R] -> [E], of
+        the same type.
+        """
         if self.of_row is None:
             return numbers
         wide = numbers.double() if numbers.is_floating_point() else numbers
@@ -77,15 +81,17 @@ class Sequences:
         return column.take(self.order.argsort().numpy())
 
     def token_offsets(self, row_offsets: Tensor) -> Tensor:
-        """Return where each sequence's tokens begin, from where those of each row of ``sorted_table`` do.
-        [R + 1] -> [E + 1].
+        """Return where each sequence's tokens begin, from where those of each row of
+        ``sorted_table`` do. [R + 1] -> [E + 1].
         """
         if self.of_row is None:
             return row_offsets
         return torch.cat([row_offsets[:1], row_offsets[self.ends + 1]])
 
     def starts_of_rows(self, token_offsets: Tensor) -> Tensor:
-        """Return, for each row of ``sorted_table``, where the tokens of its sequence begin. [E + 1] -> [R]."""
+        """Return, for each row of ``sorted_table``, where the tokens of its sequence begin. [E +
+        1] -> [R].
+        """
         if self.of_row is None:
             return token_offsets[:-1]
         return token_offsets[self.of_row[self.order]]
@@ -113,7 +119,9 @@ def sequences_of(table: pa.Table) -> Sequences:
 
 
 def reward_sums(sequences: Sequences, rewards: Sequence[float | None]) -> list[float | None]:
-    """Return the reward of each sequence: the sum of its rows', None where one has none. [R] -> [E]."""
+    """Return the reward of each sequence: the sum of its rows', None where one has none. [R] ->
+    [E].
+    """
     if sequences.of_row is None:
         return list(rewards)
     sums: list[float | None] = []
@@ -124,7 +132,9 @@ def reward_sums(sequences: Sequences, rewards: Sequence[float | None]) -> list[f
 
 
 def comparison_groups(table: pa.Table) -> Tensor:
-    """Return the number of the group that each row is compared in: its prompt's, another for each agent. [R] int64."""
+    """Return the number of the group that each row is compared in: its prompt's, another for
+    each agent. [R] int64.
+    """
     groups: Tensor = values(table[GROUP_ID])
     if EPISODE_ID not in table.column_names or AGENT not in table.column_names:
         return groups
@@ -134,20 +144,26 @@ def comparison_groups(table: pa.Table) -> Tensor:
 
 
 def complete_sequences(table: pa.Table, names: Sequence[str]) -> Flags:
-    """Return a flag for each row of a sequence whose rows have no null in the named columns. [R]."""
+    """Return a flag for each row of a sequence whose rows have no null in the named columns.
+    [R].
+    """
     valid = valid_rows(table, names)
     of_row = sequences_of(table).of_row
     if of_row is None:
         return valid
     sequence_of_row = of_row.numpy()
-    incomplete = np.zeros(table.num_rows, np.bool_)  # by sequence: there are no more of them than rows
+    incomplete = np.zeros(
+        table.num_rows, np.bool_
+    )  # by sequence: there are no more of them than rows
     incomplete[sequence_of_row[~valid]] = True
     complete: Flags = ~incomplete[sequence_of_row]
     return complete
 
 
 def count_first_rows(table: pa.Table) -> int:
-    """Count the sequences that begin in this table: over all workers these are all, however rows are divided."""
+    """Count the sequences that begin in this table: over all workers these are all, however rows
+    are divided.
+    """
     if EPISODE_ID not in table.column_names or SEGMENT not in table.column_names:
         return int(table.num_rows)
     return int((table[SEGMENT].to_numpy() == 0).sum())
@@ -155,7 +171,9 @@ def count_first_rows(table: pa.Table) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowPositions:
-    """The position of each row in its sequence, whose rows may be on other workers as well. [R] each."""
+    """The position of each row in its sequence, whose rows may be on other workers as well. [R]
+    each.
+    """
 
     spans: EpisodeSpans
     is_last: Tensor
@@ -165,8 +183,8 @@ class RowPositions:
 def row_positions(ctx: Context, table: pa.Table, lengths: Tensor) -> RowPositions:
     """Return the positions of rows with ``lengths`` tokens, [R], in their sequences.
 
-    All workers of the role must call it, with tables of the same columns. Rows of different mini-batches are different
-    sequences.
+    All workers of the role must call it, with tables of the same columns. Rows of different
+    mini-batches are different sequences.
     """
     own = np.zeros(table.num_rows, _ROW)
     own[EPISODE_ID] = table[EPISODE_ID].to_numpy()
@@ -184,7 +202,9 @@ def row_positions(ctx: Context, table: pa.Table, lengths: Tensor) -> RowPosition
 
 
 def _positions(rows: NDArray[np.void]) -> tuple[Ints, Ints, Flags]:
-    """Return for each row the tokens before it in its sequence, those of the sequence, and whether it is the last."""
+    """Return for each row the tokens before it in its sequence, those of the sequence, and
+    whether it is the last.
+    """
     count = len(rows)
     order = np.lexsort((rows[ROW_ID], rows[AGENT], rows[EPISODE_ID], rows[MINIBATCH]))
     keys = rows[[MINIBATCH, EPISODE_ID, AGENT]][order]
@@ -209,7 +229,10 @@ def _positions(rows: NDArray[np.void]) -> tuple[Ints, Ints, Flags]:
 def _read_rows(message: bytes) -> NDArray[np.void]:
     """Return the rows in a worker's message. PeerError for a message that is not made of rows."""
     if len(message) % _ROW.itemsize:
-        raise PeerError(f"received {len(message)} bytes for the places of rows, expected {_ROW.itemsize} for each")
+        raise PeerError(
+            f"received {len(message)} bytes for the places of rows, expected {_ROW.itemsize} for "
+            "each"
+        )
     rows: NDArray[np.void] = np.frombuffer(message, _ROW)
     tokens = rows[_TOKENS]
     if len(rows) and not 0 <= tokens.min() <= tokens.max() < _MAX_TOKENS:
@@ -233,4 +256,6 @@ def name_numbers(names: Sequence[str]) -> Ints:
 def _name_hashes(names: Sequence[str]) -> Ints:
     """Return a number for each name that is the same on all workers. [R]."""
     digests = {name: blake2b(name.encode(), digest_size=8).digest() for name in {*names}}
-    return np.array([int.from_bytes(digests[name], "little", signed=True) for name in names], np.int64)
+    return np.array(
+        [int.from_bytes(digests[name], "little", signed=True) for name in names], np.int64
+    )

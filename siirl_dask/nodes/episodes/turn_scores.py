@@ -15,7 +15,17 @@ from siirl_dask.nodes.reward import score
 from siirl_dask.planner import ContractChanges
 from siirl_dask.planner import columns as declares
 from siirl_dask.rollout import RolloutEngine
-from siirl_dask.schema import ANSWER, PROMPT, RESPONSE, RESPONSE_IDS, REWARD, ROW_ID, TURNS, TYPES, fields
+from siirl_dask.schema import (
+    ANSWER,
+    PROMPT,
+    RESPONSE,
+    RESPONSE_IDS,
+    REWARD,
+    ROW_ID,
+    TURNS,
+    TYPES,
+    fields,
+)
 
 TURN = "turn"
 TURN_REWARD = "turn_reward"
@@ -24,7 +34,9 @@ _METRIC_NAMES = {"reward/mean": "turn_reward/mean", "reward/std": "turn_reward/s
 
 
 def _changes(*, columns: Sequence[str], engine: str, **options: object) -> ContractChanges:
-    return ContractChanges(reads=[name for name in columns if name not in _TURN_TYPES], neighbour=engine)
+    return ContractChanges(
+        reads=[name for name in columns if name not in _TURN_TYPES], neighbour=engine
+    )
 
 
 @declares(
@@ -34,18 +46,24 @@ def _changes(*, columns: Sequence[str], engine: str, **options: object) -> Contr
     depends_on_options=_changes,
 )
 def score_turns(
-    ctx: Context, table: pa.Table, *, engine: str = "rollout", columns: tuple[str, ...] = (), add: bool = False
+    ctx: Context,
+    table: pa.Table,
+    *,
+    engine: str = "rollout",
+    columns: tuple[str, ...] = (),
+    add: bool = False,
 ) -> pa.Table:
     """Fill the rewards of turns: the scorer's function gets each turn's text as its ``response``.
 
-    Among ``columns``, which the function gets by name, ``turn`` is the turn's number in its row, from 0, and
-    ``turn_reward`` the reward that the environment gave it. The result replaces that reward, or with ``add`` is added
-    to it. The row's reward becomes the sum of its turns', 0 without any. A row that has no reward, because its episode
-    failed, is not scored and keeps none. ``engine`` is the role whose tokenizer decodes the turns: it must be on each
-    of the node's workers.
+    Among ``columns``, which the function gets by name, ``turn`` is the turn's number in its row,
+    from 0, and ``turn_reward`` the reward that the environment gave it. The result replaces that
+    reward, or with ``add`` is added to it. The row's reward becomes the sum of its turns', 0
+    without any. A row that has no reward, because its episode failed, is not scored and keeps none.
+    ``engine`` is the role whose tokenizer decodes the turns: it must be on each of the node's
+    workers.
 
-    Where the function fails on a turn, the turn and its row get null rewards, as with ``score``, and
-    ``rewards.max_failures`` counts turns.
+    Where the function fails on a turn, the turn and its row get null rewards, as with ``score``,
+    and ``rewards.max_failures`` counts turns.
     """
     if REWARD in table.column_names:
         failed = one_chunk(table[REWARD]).is_null().to_pylist()
@@ -93,7 +111,11 @@ def _turn_table(
     columns: Sequence[str],
 ) -> pa.Table:
     """Return a row for each turn, as ``score`` reads them: the turn's text is the response."""
-    names = [name for name in [ROW_ID, *argument_names(columns)] if name != RESPONSE and name not in _TURN_TYPES]
+    names = [
+        name
+        for name in [ROW_ID, *argument_names(columns)]
+        if name != RESPONSE and name not in _TURN_TYPES
+    ]
     rows = table.select(names).take(pa.array(row_of_turn, pa.int64()))
     response_ids = one_chunk(table[RESPONSE_IDS])
     texts: list[str] = []

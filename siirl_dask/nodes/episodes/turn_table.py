@@ -28,7 +28,8 @@ def scored_episodes(table: pa.Table) -> Flags:
 
 
 def agent_names(table: pa.Table) -> tuple[list[str], Tensor]:
-    """Return the names of the agents in alphabetical order, and the number of each row's agent. [R] int64.
+    """Return the names of the agents in alphabetical order, and the number of each row's agent. [R]
+    int64.
 
     Without the column, and where it is null, the name is empty.
     """
@@ -42,8 +43,8 @@ def agent_names(table: pa.Table) -> tuple[list[str], Tensor]:
 def episode_rows(table: pa.Table) -> EpisodeRows:
     """Return the rows of a table as advantages see them.
 
-    A row of segment 0 begins a part; rows of the same episode and agent with other segments belong to the same part, in
-    the order of row ids.
+    A row of segment 0 begins a part; rows of the same episode and agent with other segments belong
+    to the same part, in the order of row ids.
     """
     row_ids = values(table[ROW_ID])
     episode_ids = values(table[EPISODE_ID]) if EPISODE_ID in table.column_names else row_ids
@@ -70,7 +71,9 @@ def episode_rows(table: pa.Table) -> EpisodeRows:
 
 @dataclass(frozen=True, slots=True)
 class TableTurns:
-    """The S turns of a table of R rows, whose responses have N tokens. K tokens are in turns and learned from."""
+    """The S turns of a table of R rows, whose responses have N tokens. K tokens are in turns and
+    learned from.
+    """
 
     offsets: Tensor
     """[R + 1] int64: row r has turns ``offsets[r]`` to ``offsets[r + 1]``."""
@@ -81,7 +84,8 @@ class TableTurns:
     token_offsets: Tensor
     """[R + 1] int64 of response tokens."""
     turn_of_token: Tensor
-    """[N] int64: turn of each response token, over all rows; -1 for tokens of none, or that are not learned from."""
+    """[N] int64: turn of each response token, over all rows; -1 for tokens of none, or that are
+    not learned from."""
 
     @property
     def in_turns(self) -> Tensor:
@@ -101,10 +105,11 @@ class TableTurns:
 
 
 def turns_of(table: pa.Table) -> TableTurns:
-    """Return the turns of a table. Without the column ``turns`` each row is one turn, with reward 0 and no state.
+    """Return the turns of a table. Without the column ``turns`` each row is one turn, with reward 0
+    and no state.
 
-    DataError for spans that are not within the response one after the other, and for a token that is learned from and
-    in no turn.
+    DataError for spans that are not within the response one after the other, and for a token that
+    is learned from and in no turn.
     """
     mask, token_offsets = response_mask(table)
     rows = table.num_rows
@@ -119,7 +124,10 @@ def turns_of(table: pa.Table) -> TableTurns:
         )
     turns = one_chunk(table[TURNS])
     if turns.null_count:
-        raise DataError(f"{TURNS!r} has {turns.null_count} null rows: expected lists, empty ones where there is none")
+        raise DataError(
+            f"{TURNS!r} has {turns.null_count} null rows: expected lists, empty ones where there "
+            "is none"
+        )
     list_offsets = turns.offsets.to_numpy().astype(np.int64)
     offsets = torch.from_numpy(list_offsets - list_offsets[0])
     flat = turns.flatten()
@@ -130,7 +138,11 @@ def turns_of(table: pa.Table) -> TableTurns:
     stops = _field(flat, "stop", torch.int64) + row_starts
     previous_stops = torch.zeros_like(stops)
     previous_stops[1:] = stops[:-1]
-    is_wrong = (starts < torch.maximum(row_starts, previous_stops)) | (stops < starts) | (stops > row_stops)
+    is_wrong = (
+        (starts < torch.maximum(row_starts, previous_stops))
+        | (stops < starts)
+        | (stops > row_stops)
+    )
     if bool(is_wrong.any()):
         raise DataError(f"{TURNS!r}: expected spans within {RESPONSE_IDS!r}, one after the other")
     turn_of_token = torch.full((len(mask),), -1)

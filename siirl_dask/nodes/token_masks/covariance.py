@@ -1,4 +1,6 @@
-"""Chooses the tokens that clip-cov and kl-cov treat specially (arXiv:2505.22617), over all workers."""
+"""Chooses the tokens that clip-cov and kl-cov treat specially (arXiv:2505.22617), over all
+workers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import Tensor
 from siirl_dask.algorithms import covariances
 from siirl_dask.context import Context, Reduce
 from siirl_dask.errors import PeerError
-from siirl_dask.nodes.packed_table import advantages_of, pack_rows, ragged, response_mask, scatter_valid, valid_rows
+from siirl_dask.nodes.packed_table import (
+    advantages_of,
+    pack_rows,
+    ragged,
+    response_mask,
+    scatter_valid,
+    valid_rows,
+)
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
     ADVANTAGE,
@@ -47,9 +56,10 @@ def choose_covariant(
 ) -> pa.Table:
     """Mark ``fraction`` of each mini-batch's tokens, at least one.
 
-    kl-cov marks the tokens of highest covariance; clip-cov, with bounds (1 and 5 in the paper), draws from the tokens
-    between them with the step's seed. Means and choice are over all workers: any number of them marks the same tokens.
-    The choice is made once a step, from log-probs before the update, as the paper's is in the first mini-batch.
+    kl-cov marks the tokens of highest covariance; clip-cov, with bounds (1 and 5 in the paper),
+    draws from the tokens between them with the step's seed. Means and choice are over all workers:
+    any number of them marks the same tokens. The choice is made once a step, from log-probs before
+    the update, as the paper's is in the first mini-batch.
     """
     comparable = valid_rows(table, [advantages_of(table)])
     rows = table.filter(comparable)
@@ -75,11 +85,15 @@ def choose_covariant(
         threshold = _threshold(ctx, scores, max(1, int(fraction * count)))
         chosen[tokens[scores >= threshold]] = True
     ctx.log("policy/covariant_tokens", int(chosen.sum()), Reduce.SUM)
-    return table.append_column(COVARIANT, scatter_valid(comparable, ragged(chosen, offsets, TYPES[COVARIANT])))
+    return table.append_column(
+        COVARIANT, scatter_valid(comparable, ragged(chosen, offsets, TYPES[COVARIANT]))
+    )
 
 
 def _draws(ctx: Context, table: pa.Table, offsets: Tensor) -> Tensor:
-    """Return a number in [0, 1) for each token, which its row id and its index in the row determine. [K]."""
+    """Return a number in [0, 1) for each token, which its row id and its index in the row
+    determine. [K].
+    """
     drawn = [np.zeros(0)]
     for row_id, length in zip(table[ROW_ID].to_pylist(), offsets.diff().tolist(), strict=True):
         generator = np.random.default_rng(ctx.seed(row_id))
@@ -98,7 +112,11 @@ def _threshold(ctx: Context, scores: Tensor, count: int) -> float:
 
 
 def _read_scores(message: bytes, count: int) -> NDArray[np.float64]:
-    """Return the scores in a worker's message. PeerError where it is not at most ``count`` numbers."""
+    """Return the scores in a worker's message. PeerError where it is not at most ``count``
+    numbers.
+    """
     if len(message) % 8 or len(message) > 8 * count:
-        raise PeerError(f"received {len(message)} bytes: expected at most {count} scores of 8 bytes")
+        raise PeerError(
+            f"received {len(message)} bytes: expected at most {count} scores of 8 bytes"
+        )
     return np.frombuffer(message, np.float64)

@@ -33,7 +33,9 @@ from siirl_dask.schema import (
 
 def _check_fraction(*, fraction: float = 0.2, **others: object) -> None:
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction}: expected more than 0 and at most 1, as a share of the tokens")
+        raise ValueError(
+            f"fraction={fraction}: expected more than 0 and at most 1, as a share of the tokens"
+        )
 
 
 @columns(
@@ -43,12 +45,16 @@ def _check_fraction(*, fraction: float = 0.2, **others: object) -> None:
     writes=fields(HIGH_ENTROPY),
     trial=_check_fraction,
 )
-def choose_high_entropy(ctx: Context, table: pa.Table, *, minibatches: int, fraction: float = 0.2) -> pa.Table:
-    """Mark the ``fraction`` of each mini-batch's tokens at which the policy was least certain, at least one.
+def choose_high_entropy(
+    ctx: Context, table: pa.Table, *, minibatches: int, fraction: float = 0.2
+) -> pa.Table:
+    """Mark the ``fraction`` of each mini-batch's tokens at which the policy was least certain, at
+    least one.
 
-    A fifth of the tokens, where reasoning forks, is worth as much as all of them or more (arXiv:2506.01939). Entropies
-    are those before the update, so the choice is made once a step; tokens as uncertain as the last one chosen are
-    chosen with it. Any number of workers marks the same tokens. ValueError for a fraction outside (0, 1].
+    A fifth of the tokens, where reasoning forks, is worth as much as all of them or more
+    (arXiv:2506.01939). Entropies are those before the update, so the choice is made once a step;
+    tokens as uncertain as the last one chosen are chosen with it. Any number of workers marks the
+    same tokens. ValueError for a fraction outside (0, 1].
     """
     comparable = valid_rows(table, [advantages_of(table)])
     rows = table.filter(comparable)
@@ -62,11 +68,15 @@ def choose_high_entropy(ctx: Context, table: pa.Table, *, minibatches: int, frac
         threshold = _threshold(ctx, entropies[in_minibatch], fraction)
         high |= in_minibatch & (entropies >= threshold)
     ctx.log("policy/high_entropy_tokens", high[mask].float().tolist())
-    return table.append_column(HIGH_ENTROPY, scatter_valid(comparable, ragged(high, offsets, TYPES[HIGH_ENTROPY])))
+    return table.append_column(
+        HIGH_ENTROPY, scatter_valid(comparable, ragged(high, offsets, TYPES[HIGH_ENTROPY]))
+    )
 
 
 def _threshold(ctx: Context, entropies: Tensor, fraction: float) -> float:
-    """Return the entropy that ``fraction`` of all workers' tokens have at least; 0 where there are no tokens."""
+    """Return the entropy that ``fraction`` of all workers' tokens have at least; 0 where there
+    are no tokens.
+    """
     (total,) = ctx.all_sum([float(len(entropies))])
     wanted = max(1, int(fraction * total))
 

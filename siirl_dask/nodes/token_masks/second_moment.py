@@ -1,4 +1,6 @@
-"""Masks the tokens that the policy has moved furthest from, over all workers (M2PO, arXiv:2510.01161)."""
+"""Masks the tokens that the policy has moved furthest from, over all workers (M2PO,
+arXiv:2510.01161).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import torch
 from torch import Tensor
 
 from siirl_dask.context import Context
-from siirl_dask.nodes.packed_table import advantages_of, packed, ragged, response_mask, valid_rows, values
+from siirl_dask.nodes.packed_table import (
+    advantages_of,
+    packed,
+    ragged,
+    response_mask,
+    valid_rows,
+    values,
+)
 from siirl_dask.nodes.token_masks.thresholds import largest_float32
 from siirl_dask.planner import columns
 from siirl_dask.schema import (
@@ -35,15 +44,18 @@ def _check_limit(*, limit: float = 0.04, **others: object) -> None:
     writes=fields(RESPONSE_MASK),
     trial=_check_limit,
 )
-def mask_second_moment(ctx: Context, table: pa.Table, *, minibatches: int, limit: float = 0.04) -> pa.Table:
-    """Mask, in each mini-batch, the tokens of largest ``(old - rollout)^2`` until the mean of the others is below
-    ``limit`` (M2PO, arXiv:2510.01161, as AReaL has it).
+def mask_second_moment(
+    ctx: Context, table: pa.Table, *, minibatches: int, limit: float = 0.04
+) -> pa.Table:
+    """Mask, in each mini-batch, the tokens of largest ``(old - rollout)^2`` until the mean of the
+    others is below ``limit`` (M2PO, arXiv:2510.01161, as AReaL has it).
 
-    The second moment of log-ratios does not cancel as their mean does, and a few tokens make most of it: with rows of
-    old weights it masks these and leaves the rest to a loss without a clip, such as ``ppo_clip`` with ``clip_low:
-    1.0`` and ``clip_high: .inf``. Masked tokens do not count in the loss's denominators. Tokens that are equally far go
-    together, and where even the nearest are too far, all do. Any number of workers masks the same tokens. ValueError
-    for a limit that is not above 0.
+    The second moment of log-ratios does not cancel as their mean does, and a few tokens make most
+    of it: with rows of old weights it masks these and leaves the rest to a loss without a clip,
+    such as ``ppo_clip`` with ``clip_low: 1.0`` and ``clip_high: .inf``. Masked tokens do not count
+    in the loss's denominators. Tokens that are equally far go together, and where even the nearest
+    are too far, all do. Any number of workers masks the same tokens. ValueError for a limit that is
+    not above 0.
     """
     comparable = valid_rows(table, [advantages_of(table)])
     mask, offsets = response_mask(table)

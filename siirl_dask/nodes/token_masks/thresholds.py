@@ -1,4 +1,6 @@
-"""Finds a threshold over the tokens of all workers from counts and sums, without gathering the tokens."""
+"""Finds a threshold over the tokens of all workers from counts and sums, without gathering the
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ _LARGEST_BITS = int(np.array(np.finfo(np.float32).max).view(np.int32))
 
 
 def largest_float32(holds: Callable[[float], bool]) -> float | None:
-    """Return the largest finite float32 of at least 0 for which ``holds`` returns True; None if it is False for 0.
+    """Return the largest finite float32 of at least 0 for which ``holds`` returns True; None if it
+    is False for 0.
 
-    Where it is True it must be so for all smaller numbers too. This is a bisection over the bits of non-negative
-    floats, which have the order of the floats: at most 32 calls. Every worker must make the same number of calls, which
-    it does if all get the same answers.
+    Where it is True it must be so for all smaller numbers too. This is a bisection over the bits of
+    non-negative floats, which have the order of the floats: at most 32 calls. Every worker must
+    make the same number of calls, which it does if all get the same answers.
     """
     if not holds(0.0):
         return None

@@ -26,15 +26,20 @@ def _check_reasons(*, reasons: tuple[str, ...] = (FinishReason.LENGTH,)) -> None
     writes=fields(RESPONSE_MASK),
     trial=_check_reasons,
 )
-def mask_truncated(ctx: Context, table: pa.Table, *, reasons: tuple[str, ...] = (FinishReason.LENGTH,)) -> pa.Table:
-    """Mask all tokens of responses that ended for one of ``reasons`` (overlong filtering, DAPO, arXiv:2503.14476).
+def mask_truncated(
+    ctx: Context, table: pa.Table, *, reasons: tuple[str, ...] = (FinishReason.LENGTH,)
+) -> pa.Table:
+    """Mask all tokens of responses that ended for one of ``reasons`` (overlong filtering, DAPO,
+    arXiv:2503.14476).
 
-    The reason is the engine's, so a response that ends by itself at the limit is not masked. The loss, a KL penalty, a
-    critic, whitening and the loss's denominators ignore a masked row. Its reward still counts in the statistics of its
-    group, as in TRL's ``mask_truncated_completions``; with ``reinforce_plus_plus_baseline`` it does not.
+    The reason is the engine's, so a response that ends by itself at the limit is not masked. The
+    loss, a KL penalty, a critic, whitening and the loss's denominators ignore a masked row. Its
+    reward still counts in the statistics of its group, as in TRL's ``mask_truncated_completions``;
+    with ``reinforce_plus_plus_baseline`` it does not.
 
-    An episode of several rows ended as its last row did, and all its rows are masked. Where there are such episodes the
-    node needs complete groups: rows=GROUPED. ValueError for an unknown reason.
+    An episode of several rows ended as its last row did, and all its rows are masked. Where there
+    are such episodes the node needs complete groups: rows=GROUPED. ValueError for an unknown
+    reason.
     """
     ended_so = pc.is_in(table[FINISH_REASON], pa.array(reasons, table[FINISH_REASON].type))
     sequences = sequences_of(table)

@@ -1,4 +1,5 @@
-"""Backends of metrics: where a run's records go beside ``metrics.jsonl``, chosen in ``observe.backends``.
+"""Backends of metrics: where a run's records go beside ``metrics.jsonl``, chosen in
+``observe.backends``.
 
 tracker = Tracker(config.observe.backends, note)
 tracker.begin(run, again_from=None)
@@ -55,7 +56,9 @@ class Tracker:
         self._outlets: list[Outlet] = []
 
     def begin(self, run: TrackedRun, again_from: int | None) -> None:
-        """Open the run, once; records of the steps from ``again_from`` on come again, if that is not None."""
+        """Open the run, once; records of the steps from ``again_from`` on come again, if that is
+        not None.
+        """
         if not self._outlets:
             self._outlets = [Outlet(name, _MAKERS[name], self._note) for name in self._names]
             for outlet in self._outlets:
@@ -70,7 +73,9 @@ class Tracker:
             outlet.write(record)
 
     def end(self, status: Status) -> None:
-        """Tell every backend how the run ended, and wait for some seconds until they have sent what is left."""
+        """Tell every backend how the run ended, and wait for some seconds until they have sent
+        what is left.
+        """
         for outlet in self._outlets:
             outlet.end(status)
         deadline = patience()
@@ -83,19 +88,24 @@ def check_backends(names: Sequence[MetricsBackend]) -> None:
     for name in names:
         if name is not MetricsBackend.parquet and not _is_installed(name):
             raise ConfigError(
-                f"observe.backends names {name}, and its package is not installed here: pip install "
+                f"observe.backends names {name}, and its package is not installed here: pip "
+                "install "
                 f"'siirl_dask[{name}]', or leave it out of observe.backends"
             )
 
 
 def _is_installed(package: str) -> bool:
-    """Tell whether a package can be imported; a mere folder of its name, such as wandb's ``./wandb``, is none."""
+    """Tell whether a package can be imported; a mere folder of its name, such as wandb's
+    ``./wandb``, is none.
+    """
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def tracked_id(url: str, *, new: bool) -> str:
-    """Return the id of the run at ``url`` for backends, from its ``tracking.json``; ``new`` makes another one."""
+    """Return the id of the run at ``url`` for backends, from its ``tracking.json``; ``new``
+    makes another one.
+    """
     fs, path = open_fs(join(url, _FILE))
     try:
         known = "" if new else json.loads(fs.cat_file(path))["id"]

@@ -1,4 +1,6 @@
-"""Sends records to Aim (https://aimstack.io): the repository in the working directory, or that of AIM_REPO."""
+"""Sends records to Aim (https://aimstack.io): the repository in the working directory, or that
+of AIM_REPO.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class AimBackend:
         aim: Any = importlib.import_module("aim")
         place = os.environ.get("AIM_REPO", ".")
         repo = aim.Repo.from_path(place, init="://" not in place)
-        # queries and attributes of runs that are open for reading come from an index, which only a server keeps
+        # queries and attributes of runs that are open for reading come from an index, which only a
+        # server keeps
         mark = f"siirl_dask {run.id}"
         runs = (aim.Run(one, repo=repo, read_only=True) for one in repo.list_all_runs())
         earlier = next((one.hash for one in runs if one.description == mark), None)
@@ -38,7 +41,9 @@ class AimBackend:
         """Track the values of a record, with its phase as their context."""
         for name, value in record["metrics"].items():
             if value is not None:
-                self._run.track(value, name=name, step=record["step"], context={"phase": str(record["phase"])})
+                self._run.track(
+                    value, name=name, step=record["step"], context={"phase": str(record["phase"])}
+                )
 
     def end(self, status: Status) -> None:
         """Note the status, and close the run."""

@@ -27,9 +27,15 @@ class MlflowBackend:
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(run.project)
-        home = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        home = (
+            experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        )
         found = self._client.search_runs([home], f"tags.`{_ID}` = '{run.id}'", max_results=1)
-        tracked = found[0] if found else self._client.create_run(home, run_name=run.name, tags={_ID: run.id})
+        tracked = (
+            found[0]
+            if found
+            else self._client.create_run(home, run_name=run.name, tags={_ID: run.id})
+        )
         self._id = tracked.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         known = tracked.data.params  # one that is there cannot be changed
@@ -49,7 +55,10 @@ class MlflowBackend:
         """Log the values of a record."""
         now = int(time.time() * 1000)
         values = {_allowed(name): value for name, value in named_values(record).items()}
-        metrics = [self._entities.Metric(name, value, now, record["step"]) for name, value in values.items()]
+        metrics = [
+            self._entities.Metric(name, value, now, record["step"])
+            for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, status: Status) -> None:

@@ -1,4 +1,6 @@
-"""Hands a run's records to a backend in a thread of its own: a backend can neither stop a run nor slow it down."""
+"""Hands a run's records to a backend in a thread of its own: a backend can neither stop a run
+nor slow it down.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ _LEAST_PATIENCE = 30.0  # seconds that a backend has at the end to send what wai
 
 
 class Outlet:
-    """Calls one backend in order. What it raises is said once, and it gets nothing more; so does one that lags far.
+    """Calls one backend in order. What it raises is said once, and it gets nothing more; so does
+    one that lags far.
 
     The thread is a daemon: one that never comes back ends with the process.
     """
 
     def __init__(
-        self, name: str, make: Callable[[], TrackerBackend], note: Callable[[str], None], most: int = _MOST
+        self,
+        name: str,
+        make: Callable[[], TrackerBackend],
+        note: Callable[[str], None],
+        most: int = _MOST,
     ) -> None:
-        """``make`` is called in the thread: to import a backend takes seconds. ``note`` prints a sentence."""
+        """``make`` is called in the thread: to import a backend takes seconds. ``note`` prints a
+        sentence.
+        """
         self.name = name
         self._make = make
         self._note = note
@@ -52,10 +61,15 @@ class Outlet:
         self._put(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait until the backend has sent everything, up to a time of the monotonic clock; then leave it."""
+        """Wait until the backend has sent everything, up to a time of the monotonic clock; then
+        leave it.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._drop(f"it had not sent everything when the run ended ({self._calls.qsize()} calls were left)")
+            self._drop(
+                f"it had not sent everything when the run ended ({self._calls.qsize()} calls were "
+                "left)"
+            )
 
     def _put(self, call: Callable[[TrackerBackend], None] | None) -> None:
         if self._dropped.is_set():
@@ -77,9 +91,13 @@ class Outlet:
         if self._dropped.is_set():
             return
         self._dropped.set()
-        self._note(f"{self.name} gets no more metrics of this run: {reason}; metrics.jsonl has them all")
+        self._note(
+            f"{self.name} gets no more metrics of this run: {reason}; metrics.jsonl has them all"
+        )
 
 
 def patience(slowest: float = _LEAST_PATIENCE) -> float:
-    """Return the time of the monotonic clock until which a run that has ended waits for its backends."""
+    """Return the time of the monotonic clock until which a run that has ended waits for its
+    backends.
+    """
     return time.monotonic() + slowest

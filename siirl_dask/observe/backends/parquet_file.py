@@ -1,4 +1,5 @@
-"""Writes ``<run.url>/metrics.parquet``: a row for each value of each record, for readers of columns.
+"""Writes ``<run.url>/metrics.parquet``: a row for each value of each record, for readers of
+columns.
 
     SELECT step, value FROM 'runs/mine/metrics.parquet' WHERE phase = 'train' AND name = 'reward/mean' ORDER BY step
 
@@ -21,24 +22,37 @@ from siirl_dask.observe.summary import Status
 
 FILE = "metrics.parquet"
 SCHEMA = pa.schema(
-    {"step": pa.int64(), "phase": pa.string(), "seconds": pa.float64(), "name": pa.string(), "value": pa.float64()}
+    {
+        "step": pa.int64(),
+        "phase": pa.string(),
+        "seconds": pa.float64(),
+        "name": pa.string(),
+        "value": pa.float64(),
+    }
 )
 _PAUSE = 10.0  # seconds between two times that it is written
 _SHARE = 50  # times that one takes, at least, until the next
 
 
 class ParquetBackend:
-    """Keeps all records of the run, those before a resumption included, and writes them as one table."""
+    """Keeps all records of the run, those before a resumption included, and writes them as one
+    table.
+    """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[str, int], pa.Table] = {}  # by phase and step: a record may come twice
+        self._tables: dict[
+            tuple[str, int], pa.Table
+        ] = {}  # by phase and step: a record may come twice
         self._due = 0.0
 
     def begin(self, run: TrackedRun) -> None:
         """Take what earlier starts of the run have recorded."""
         self._fs, self._path = open_fs(join(run.url, FILE))
         with suppress(DataError):  # a new run has no metrics.jsonl, and nobody reads a damaged one
-            self._tables = {(record["phase"], record["step"]): _table(record) for record in read_metrics(run.url)}
+            self._tables = {
+                (record["phase"], record["step"]): _table(record)
+                for record in read_metrics(run.url)
+            }
 
     def rewind(self, step: int) -> None:
         """Forget the records of the steps from ``step`` on."""
@@ -65,5 +79,7 @@ class ParquetBackend:
 def _table(record: Record) -> pa.Table:
     names = list(record["metrics"])
     values = list(record["metrics"].values())
-    same = [[value] * len(names) for value in (record["step"], str(record["phase"]), record["seconds"])]
+    same = [
+        [value] * len(names) for value in (record["step"], str(record["phase"]), record["seconds"])
+    ]
     return pa.table([*same, names, values], schema=SCHEMA)

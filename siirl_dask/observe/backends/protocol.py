@@ -15,7 +15,8 @@ class TrackedRun:
     """The run, as a backend gets to know it."""
 
     id: str
-    """21 lower-case hexadecimal digits, the same for every start of the run; ``--fresh`` makes a new one."""
+    """21 lower-case hexadecimal digits, the same for every start of the run; ``--fresh`` makes a
+    new one."""
     name: str
     url: str
     """Folder of the run."""
@@ -36,7 +37,9 @@ class TrackerBackend(Protocol):
         ...
 
     def rewind(self, step: int) -> None:
-        """Note that the records of the steps from ``step`` on come again, once the run has begun."""
+        """Note that the records of the steps from ``step`` on come again, once the run has
+        begun.
+        """
         ...
 
     def write(self, record: Record) -> None:
@@ -49,7 +52,9 @@ class TrackerBackend(Protocol):
 
 
 def named_values(record: Record) -> dict[str, float]:
-    """Return the values of a record: training metrics by their own name, others as ``validation/reward/mean``."""
+    """Return the values of a record: training metrics by their own name, others as
+    ``validation/reward/mean``.
+    """
     prefix = "" if record["phase"] == "train" else f"{record['phase']}/"
     return {prefix + name: value for name, value in record["metrics"].items() if value is not None}
 

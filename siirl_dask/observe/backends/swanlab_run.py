@@ -1,4 +1,6 @@
-"""Sends records to SwanLab (https://swanlab.cn). SWANLAB_MODE=local or offline keeps them on this machine."""
+"""Sends records to SwanLab (https://swanlab.cn). SWANLAB_MODE=local or offline keeps them on
+this machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writes records as TensorBoard scalars under ``<run.url>/tensorboard``: see ``tensorboard --logdir <run.url>``."""
+"""Writes records as TensorBoard scalars under ``<run.url>/tensorboard``: see ``tensorboard
+--logdir <run.url>``.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class TensorBoardBackend:
         self._close()
 
     def _open(self, purge_step: int | None = None) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter  # here, because it costs a second and is optional
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # here, because it costs a second and is optional
 
         if self._writer is None:
             self._writer = SummaryWriter(self._folder, purge_step=purge_step)

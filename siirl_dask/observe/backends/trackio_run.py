@@ -1,4 +1,6 @@
-"""Sends records to Trackio (https://github.com/gradio-app/trackio): a database on this machine, or a Space."""
+"""Sends records to Trackio (https://github.com/gradio-app/trackio): a database on this machine,
+or a Space.
+"""
 
 from __future__ import annotations
 

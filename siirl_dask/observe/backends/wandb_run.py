@@ -1,4 +1,6 @@
-"""Sends records to Weights & Biases (https://wandb.ai). WANDB_MODE=offline keeps them on this machine."""
+"""Sends records to Weights & Biases (https://wandb.ai). WANDB_MODE=offline keeps them on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from siirl_dask.observe.backends.protocol import TrackedRun, named_values
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
-_EXIT_CODES = {Status.COMPLETE: 0, Status.FAILED: 1, Status.INTERRUPTED: 255}  # 255 is what it calls killed
+_EXIT_CODES = {
+    Status.COMPLETE: 0,
+    Status.FAILED: 1,
+    Status.INTERRUPTED: 255,
+}  # 255 is what it calls killed
 
 
 class WandbBackend:
@@ -20,15 +26,21 @@ class WandbBackend:
         """Open the run of this id, or go on with it."""
         wandb: Any = importlib.import_module("wandb")
         online = wandb.setup().settings.mode in ("online", "shared", "run")
-        if online and not wandb.login(prompt=False):  # it would ask for one, on a terminal that is the run's
-            raise PermissionError("it has no API key: type `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        if online and not wandb.login(
+            prompt=False
+        ):  # it would ask for one, on a terminal that is the run's
+            raise PermissionError(
+                "it has no API key: type `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", run.project),
             id=run.id,
             name=run.name,
             config=run.config,
             resume="allow",
-            settings=wandb.Settings(console="off"),  # its capture of the terminal would take the progress bar's
+            settings=wandb.Settings(
+                console="off"
+            ),  # its capture of the terminal would take the progress bar's
             allow_val_change=True,
         )
         self._run.define_metric("step")

@@ -1,8 +1,9 @@
 """Says where the time of a run goes, and who is slow, from its trace.
 
-The spans of a worker's chain lie within one another, and each counts for what the spans within it leave: the time of a
-node is what it computes, without its waits for other workers. What runs beside the chain costs the step nothing and is
-not counted, nor is the start of a run, which has a figure of its own.
+The spans of a worker's chain lie within one another, and each counts for what the spans within it
+leave: the time of a node is what it computes, without its waits for other workers. What runs beside
+the chain costs the step nothing and is not counted, nor is the start of a run, which has a figure
+of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class WorkerTime:
     nodes: Counter[str] = field(default_factory=Counter)
     """Time in each node."""
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Waits by the edge or node, and the worker that was waited for; that is empty where it is not known."""
+    """Waits by the edge or node, and the worker that was waited for; that is empty where it is
+    not known."""
     received: int = 0
     """Bytes of rows and weights that came."""
 
@@ -56,7 +58,8 @@ class NodeTime:
     share: float
     """Share of the time of all steps."""
     times_others: float | None
-    """Its time divided by the median of the other workers'; None where no other one runs the node."""
+    """Its time divided by the median of the other workers'; None where no other one runs the
+    node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ class Bottleneck:
     nodes: Sequence[NodeTime]
     """The slowest first."""
     uneven: NodeTime | None
-    """The node and worker that kept the others of its role waiting longest; None where none did for a hundredth of the
-    time."""
+    """The node and worker that kept the others of its role waiting longest; None where none did for
+    a hundredth of the time."""
     dropped: int
     """Spans that were too many to be kept."""
 
@@ -128,7 +131,9 @@ def _left(span: TraceSpan, within: list[int]) -> tuple[TraceSpan, int]:
 
 
 def covered(spans: Sequence[TraceSpan]) -> int:
-    """Return the nanoseconds in which any of the chains' spans was under way: a run may have stood still for a day."""
+    """Return the nanoseconds in which any of the chains' spans was under way: a run may have
+    stood still for a day.
+    """
     total = 0
     until = 0
     for span in sorted(spans, key=lambda one: one.start):
@@ -141,12 +146,18 @@ def covered(spans: Sequence[TraceSpan]) -> int:
 def _start(spans: Sequence[TraceSpan]) -> NodeTime | None:
     """Return the part of the start that took longest, of all workers."""
     begun = [span for span in spans if span.phase == START]
-    parts = [span for span in begun if span.lane is not Lane.CONTROL and span.what != "task" and not span.beside]
+    parts = [
+        span
+        for span in begun
+        if span.lane is not Lane.CONTROL and span.what != "task" and not span.beside
+    ]
     if not parts:
         return None
     longest = max(parts, key=lambda one: one.duration)
     wall = covered(begun)
-    return NodeTime(longest.name, longest.worker, longest.duration / 1e9, longest.duration / max(1, wall), None)
+    return NodeTime(
+        longest.name, longest.worker, longest.duration / 1e9, longest.duration / max(1, wall), None
+    )
 
 
 def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: WaitCauses) -> WorkerTime:
@@ -167,7 +178,9 @@ def _worker_time(worker: str, spans: Sequence[TraceSpan], causes: WaitCauses) ->
 
 
 class WaitCauses:
-    """Finds the worker that a wait was for: the last to publish rows or weights, or the one that waited least."""
+    """Finds the worker that a wait was for: the last to publish rows or weights, or the one that
+    waited least.
+    """
 
     def __init__(self, spans: Sequence[TraceSpan]) -> None:
         self._published: dict[tuple[str, int], TraceSpan] = {}
@@ -182,8 +195,14 @@ class WaitCauses:
                 self._peers[key][span.worker] += span.duration
 
     def made(self, wait: TraceSpan) -> TraceSpan | None:
-        """Return the last publication of what a wait was for; None where it was there before, or is not known."""
-        last = self._published.get((wait.name, wait.sequence)) if wait.what in ("rows", "weights") else None
+        """Return the last publication of what a wait was for; None where it was there before, or
+        is not known.
+        """
+        last = (
+            self._published.get((wait.name, wait.sequence))
+            if wait.what in ("rows", "weights")
+            else None
+        )
         return last if last is not None and last.end > wait.start else None
 
     def of(self, wait: TraceSpan) -> str:
@@ -212,22 +231,30 @@ def _node_times(workers: Sequence[WorkerTime], steps: int, wall: int) -> Iterato
         )
 
 
-def _uneven(workers: Sequence[WorkerTime], nodes: Sequence[NodeTime], steps: int, wall: int) -> NodeTime | None:
+def _uneven(
+    workers: Sequence[WorkerTime], nodes: Sequence[NodeTime], steps: int, wall: int
+) -> NodeTime | None:
     """Return the node that took most longer on one worker than on the median of the others."""
     costs = {
-        one.node: one.seconds * (1 - 1 / one.times_others) for one in nodes if one.times_others and one.times_others > 1
+        one.node: one.seconds * (1 - 1 / one.times_others)
+        for one in nodes
+        if one.times_others and one.times_others > 1
     }
     worst = max(nodes, key=lambda one: costs.get(one.node, 0.0), default=None)
     return worst if worst and costs.get(worst.node, 0.0) * steps > 0.01 * wall / 1e9 else None
 
 
 def moving_share(worker: WorkerTime) -> float:
-    """Return the share of a worker's time in which it moved rows and weights, or wrote and read tables."""
+    """Return the share of a worker's time in which it moved rows and weights, or wrote and read
+    tables.
+    """
     return worker.share(*_MOVES)
 
 
 def longest_wait(worker: WorkerTime) -> tuple[str, str, float] | None:
-    """Return edge or node, worker that was waited for, and share of its time, of a worker's longest wait."""
+    """Return edge or node, worker that was waited for, and share of its time, of a worker's
+    longest wait.
+    """
     if not worker.waits or not worker.wall:
         return None
     (name, cause), time = worker.waits.most_common(1)[0]

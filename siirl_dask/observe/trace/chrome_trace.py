@@ -1,7 +1,8 @@
 """Converts a trace to the Trace Event format, which ui.perfetto.dev and chrome://tracing open.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes it. A worker is a process, and
-each lane a thread. Slices of one thread must lie within one another or apart: what overlaps gets another thread.
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU describes it. A
+worker is a process, and each lane a thread. Slices of one thread must lie within one another or
+apart: what overlaps gets another thread.
 """
 
 from __future__ import annotations
@@ -25,19 +26,33 @@ def chrome_trace(spans: Sequence[TraceSpan], run: str) -> dict[str, Any]:
     for span in spans:
         by_worker[span.worker].append(span)
     workers = enumerate(in_order(by_worker), 1)
-    events = [event for pid, name in workers for event in _process(pid, name, by_worker[name], first)]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": run, "producer": "siirl_dask"}}
+    events = [
+        event for pid, name in workers for event in _process(pid, name, by_worker[name], first)
+    ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"run": run, "producer": "siirl_dask"},
+    }
 
 
-def _process(pid: int, worker: str, spans: Sequence[TraceSpan], first: int) -> Iterator[dict[str, Any]]:
+def _process(
+    pid: int, worker: str, spans: Sequence[TraceSpan], first: int
+) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", pid, 0, name=f"worker {worker!r}")
     yield _metadata("process_sort_index", pid, 0, sort_index=pid)
     for number, lane in enumerate(_ORDER):
         own = [span for span in spans if span.lane is lane]
-        slices = _engine_slices(own) if lane is Lane.ENGINE else [span for span in own if not span.is_count]
+        slices = (
+            _engine_slices(own)
+            if lane is Lane.ENGINE
+            else [span for span in own if not span.is_count]
+        )
         for thread, apart in enumerate(_threads(slices)):
             tid = 1 + number * _THREADS + thread
-            yield _metadata("thread_name", pid, tid, name=f"{lane} {thread + 1}" if thread else str(lane))
+            yield _metadata(
+                "thread_name", pid, tid, name=f"{lane} {thread + 1}" if thread else str(lane)
+            )
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
             yield from (_slice(span, pid, tid, first) for span in apart)
         yield from _counters(own, pid, first)
@@ -49,12 +64,25 @@ def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> dict[str, Any]
 
 def _slice(span: TraceSpan, pid: int, tid: int, first: int) -> dict[str, Any]:
     name = f"{span.name}, step {span.step}" if span.lane is Lane.CONTROL else span.name
-    arguments = {"what": span.what, "step": span.step, "phase": span.phase, "iteration": span.sequence}
+    arguments = {
+        "what": span.what,
+        "step": span.step,
+        "phase": span.phase,
+        "iteration": span.sequence,
+    }
     if span.amount is not None:
         words = {Lane.ENGINE: "requests", Lane.COMPUTE: "resident bytes"}
         arguments[words.get(span.lane, "bytes")] = span.amount
     times = {"ts": (span.start - first) / 1e3, "dur": span.duration / 1e3}
-    return {"ph": "X", "name": name, "cat": str(span.lane), "pid": pid, "tid": tid, **times, "args": arguments}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": str(span.lane),
+        "pid": pid,
+        "tid": tid,
+        **times,
+        "args": arguments,
+    }
 
 
 def _threads(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
@@ -77,7 +105,9 @@ def _threads(spans: Sequence[TraceSpan]) -> list[list[TraceSpan]]:
 
 
 def _engine_slices(points: Sequence[TraceSpan]) -> list[TraceSpan]:
-    """Return a slice for each time in which the engine had requests under way, with the most that it had."""
+    """Return a slice for each time in which the engine had requests under way, with the most
+    that it had.
+    """
     slices: list[TraceSpan] = []
     began: TraceSpan | None = None
     most = 0
@@ -87,7 +117,11 @@ def _engine_slices(points: Sequence[TraceSpan]) -> list[TraceSpan]:
             most = 0
         most = max(most, point.amount or 0)
         if not point.amount and began is not None:
-            slices.append(began._replace(what="busy", name="engine", duration=point.start - began.start, amount=most))
+            slices.append(
+                began._replace(
+                    what="busy", name="engine", duration=point.start - began.start, amount=most
+                )
+            )
             began = None
     return slices
 

@@ -1,7 +1,7 @@
 """Sums up what the trace has measured of a run's nodes and edges, for an average training step.
 
-Bytes are those that came from other workers. What the trace does not have is None, never 0: a run of an earlier version
-recorded no memory.
+Bytes are those that came from other workers. What the trace does not have is None, never 0: a run
+of an earlier version recorded no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class MeasuredNode:
     mean_seconds: float
     """Mean of the workers that run it."""
     memory: int | None
-    """Most resident bytes that a worker's process had when the node ended; None where they were not recorded."""
+    """Most resident bytes that a worker's process had when the node ended; None where they were
+    not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,11 @@ class Measured:
 
 def measure(spans: Sequence[TraceSpan]) -> Measured | None:
     """Return what the training steps among ``spans`` took; None where there is none."""
-    training = [span for span in spans if span.phase == Phase.TRAIN and not span.beside and not span.is_count]
+    training = [
+        span
+        for span in spans
+        if span.phase == Phase.TRAIN and not span.beside and not span.is_count
+    ]
     by_worker: dict[str, list[TraceSpan]] = defaultdict(list)
     for span in training:
         by_worker[span.worker].append(span)
@@ -90,7 +95,9 @@ def measure(spans: Sequence[TraceSpan]) -> Measured | None:
         workers=in_order(by_worker),
         nodes={name: _node(times, each, by_node.get(name)) for name, times in busy.items()},
         edges={
-            name: MeasuredEdge(received[name] / len(steps), _most(moving[name]) / each, _most(waiting[name]) / each)
+            name: MeasuredEdge(
+                received[name] / len(steps), _most(moving[name]) / each, _most(waiting[name]) / each
+            )
             for name in dict.fromkeys((*moving, *waiting))
         },
         memory=by_process,
@@ -98,12 +105,20 @@ def measure(spans: Sequence[TraceSpan]) -> Measured | None:
 
 
 def usual_step(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
-    """Return the spans of all workers' chains in the training step whose length is the median; none without one."""
-    chains = [span for span in spans if span.phase == Phase.TRAIN and not span.beside and not span.is_count]
+    """Return the spans of all workers' chains in the training step whose length is the median;
+    none without one.
+    """
+    chains = [
+        span
+        for span in spans
+        if span.phase == Phase.TRAIN and not span.beside and not span.is_count
+    ]
     of_step: dict[int, list[TraceSpan]] = defaultdict(list)
     for span in chains:
         of_step[span.step].append(span)
-    lasted = {step: max(s.end for s in own) - min(s.start for s in own) for step, own in of_step.items()}
+    lasted = {
+        step: max(s.end for s in own) - min(s.start for s in own) for step, own in of_step.items()
+    }
     if not lasted:
         return []
     middle = median(lasted.values())
@@ -112,7 +127,9 @@ def usual_step(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
 
 def _node(times: Mapping[str, int], each: float, memory: int | None) -> MeasuredNode:
     slowest = max(times, key=lambda worker: times[worker])
-    return MeasuredNode(times[slowest] / each, slowest, sum(times.values()) / len(times) / each, memory)
+    return MeasuredNode(
+        times[slowest] / each, slowest, sum(times.values()) / len(times) / each, memory
+    )
 
 
 def _memory(spans: Sequence[TraceSpan]) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,4 +1,6 @@
-"""Bytes from worker to worker, as a trace has them: each worker counts what comes to it, by source and way."""
+"""Bytes from worker to worker, as a trace has them: each worker counts what comes to it, by
+source and way.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ class Transfers:
 
 
 def record_transfers(
-    trace: Recorder, before: Mapping[str, int], now: Mapping[str, int], shared: tuple[Mapping[str, int], ...], at: int
+    trace: Recorder,
+    before: Mapping[str, int],
+    now: Mapping[str, int],
+    shared: tuple[Mapping[str, int], ...],
+    at: int,
 ) -> None:
-    """Record the bytes that came from each worker since ``before``, of which ``shared``, before and now, came through
-    shared memory.
+    """Record the bytes that came from each worker since ``before``, of which ``shared``, before and
+    now, came through shared memory.
     """
     came = Counter({worker: total - before.get(worker, 0) for worker, total in now.items()})
     shared_before, shared_now = shared
@@ -45,7 +51,9 @@ def record_transfers(
         through_memory = shared_now.get(worker, 0) - shared_before.get(worker, 0)
         for way, nbytes in ((SHARED, through_memory), (SENT, total - through_memory)):
             if nbytes > 0:
-                trace.add(Lane.TRANSFER, "count", f"{_FROM}{worker} by {way}", at, at, amount=nbytes)
+                trace.add(
+                    Lane.TRANSFER, "count", f"{_FROM}{worker} by {way}", at, at, amount=nbytes
+                )
 
 
 def transfers(spans: Sequence[TraceSpan]) -> Transfers:

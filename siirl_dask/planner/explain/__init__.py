@@ -1,1 +1,3 @@
-"""Bounds of the rows, bytes and memory that a plan takes, and the words for them; ``views/plan`` shows them."""
+"""Bounds of the rows, bytes and memory that a plan takes, and the words for them; ``views/plan``
+shows them.
+"""

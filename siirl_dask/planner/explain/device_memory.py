@@ -1,4 +1,6 @@
-"""The memory of accelerators as text and as plain data: each role's parts at each moment, and what to change."""
+"""The memory of accelerators as text and as plain data: each role's parts at each moment, and
+what to change.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from siirl_dask.planner.explain.tables import readable_bytes, table
-from siirl_dask.planner.footprint import EXCHANGE, Card, Footprint, Roles, fill, moments, peak, remedies
+from siirl_dask.planner.footprint import (
+    EXCHANGE,
+    Card,
+    Footprint,
+    Roles,
+    fill,
+    moments,
+    peak,
+    remedies,
+)
 
 COMMON = {f"{size} GB": size * 10**9 for size in (24, 48, 80, 141)}
 """Sizes in which accelerators are sold."""
 _MORE = (
-    "take more workers and trainer.backend=fsdp, whose shards get smaller, give roles workers of their own "
+    "take more workers and trainer.backend=fsdp, whose shards get smaller, give roles workers of "
+    "their own "
     "(cluster.placement), or take a smaller model"
 )
 
 
 def describe_card(label: str, memory: int, workers: Mapping[str, Roles]) -> str:
-    """Describe an accelerator of ``memory`` bytes with the roles of ``workers``: parts, moments, and the verdict."""
+    """Describe an accelerator of ``memory`` bytes with the roles of ``workers``: parts, moments,
+    and the verdict.
+    """
     card = fill(memory, workers)
     shared = f", which {len(workers)} workers share" if len(workers) > 1 else ""
-    title = f"{label}, on {readable_bytes(memory)}{shared}, of which {readable_bytes(card.usable)} are for roles"
+    title = (
+        f"{label}, on {readable_bytes(memory)}{shared}, of which {readable_bytes(card.usable)} are "
+        "for roles"
+    )
     groups = alike(card.workers).values()
     tables = [_parts(card.workers[names[0]], names if len(workers) > 1 else ()) for names in groups]
     return "\n".join([title, *tables, *_verdict(card, workers)])
@@ -40,13 +57,19 @@ def _parts(roles: Roles, names: Sequence[str]) -> str:
     rows = []
     for role, one in roles.items():
         for part, size in one.held.items():
-            cells = (readable_bytes(size) if _is_there(role, one, part, now) else "-" for now in shown)
+            cells = (
+                readable_bytes(size) if _is_there(role, one, part, now) else "-" for now in shown
+            )
             rows.append((role, part, *cells))
         for part, size in one.working.items():
-            rows.append((role, part, *(readable_bytes(size) if role == now else "-" for now in shown)))
+            rows.append(
+                (role, part, *(readable_bytes(size) if role == now else "-" for now in shown))
+            )
     rows.append(("", "in all", *(readable_bytes(own[name]) for name in shown)))
     first = f"role on {', '.join(names)}" if names else "role"
-    return table((first, "part", *(name if name == EXCHANGE else f"{name} computes" for name in shown)), rows)
+    return table(
+        (first, "part", *(name if name == EXCHANGE else f"{name} computes" for name in shown)), rows
+    )
 
 
 def _is_there(role: str, one: Footprint, part: str, now: str) -> bool:
@@ -63,7 +86,10 @@ def _verdict(card: Card, workers: Mapping[str, Roles]) -> Iterator[str]:
     if card.fits:
         yield f"It fits: {readable_bytes(card.needed)} of {readable_bytes(card.usable)}."
         return
-    yield f"It does not fit: {readable_bytes(card.needed - card.usable)} too much. {advice(card.memory, workers)}"
+    yield (
+        f"It does not fit: {readable_bytes(card.needed - card.usable)} too much. "
+        f"{advice(card.memory, workers)}"
+    )
 
 
 def _filled(card: Card, one: Footprint) -> str:
@@ -72,13 +98,20 @@ def _filled(card: Card, one: Footprint) -> str:
     share = sum(one.held.values()) / card.memory
     rows = size // one.least if one.least else 0
     many = f"{rows:,} row{'' if rows == 1 else 's'} of the greatest length"
-    return f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of the accelerator"
+    return (
+        f"{one.fills} of {readable_bytes(size)}: {many} at once; the engine takes {share:.2f} of "
+        "the accelerator"
+    )
 
 
 def advice(memory: int, workers: Mapping[str, Roles]) -> str:
-    """Return what to change so that everything fits, in its order, with the bytes that each step comes to."""
+    """Return what to change so that everything fits, in its order, with the bytes that each step
+    comes to.
+    """
     steps = list(remedies(memory, workers))
-    last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}  # of a number that falls, the last
+    last = {
+        setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)
+    }  # of a number that falls, the last
     lines = [
         f"{setting} ({readable_bytes(card.needed)})"
         for at, (setting, card) in enumerate(steps)
@@ -88,11 +121,17 @@ def advice(memory: int, workers: Mapping[str, Roles]) -> str:
         return "Change, in this order, until it fits:\n  " + "\n  ".join(lines)
     if not steps:
         return f"No setting lowers it: {_MORE}."
-    return "All of this lowers it and does not suffice:\n  " + "\n  ".join(lines) + f"\n{_MORE[0].upper()}{_MORE[1:]}."
+    return (
+        "All of this lowers it and does not suffice:\n  "
+        + "\n  ".join(lines)
+        + f"\n{_MORE[0].upper()}{_MORE[1:]}."
+    )
 
 
 def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None:
-    """Return why the workers cannot run on an accelerator of ``memory`` bytes, and what to change; None if they can."""
+    """Return why the workers cannot run on an accelerator of ``memory`` bytes, and what to
+    change; None if they can.
+    """
     card = fill(memory, workers)
     if card.fits:
         return None
@@ -111,15 +150,18 @@ def refusal(label: str, memory: int, workers: Mapping[str, Roles]) -> str | None
     largest = sorted(sizes.items(), key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest)
     return (
-        f"{label} need {readable_bytes(card.needed)} of an accelerator with {readable_bytes(memory)}, of which "
-        f"{readable_bytes(card.usable)} are for roles, while {now if now == EXCHANGE else f'{now!r} computes'} "
+        f"{label} need {readable_bytes(card.needed)} of an accelerator with "
+        f"{readable_bytes(memory)}, of which "
+        f"{readable_bytes(card.usable)} are for roles, while "
+        f"{now if now == EXCHANGE else f'{now!r} computes'} "
         f"(largest: {parts}). "
         f"{advice(memory, workers)}"
     )
 
 
 def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
-    """Return a table of what each group of workers needs, and on which accelerators of the common sizes it fits.
+    """Return a table of what each group of workers needs, and on which accelerators of the common
+    sizes it fits.
 
     ``groups`` has label, roles' names and roles of a worker that has an accelerator to itself.
     """
@@ -129,15 +171,23 @@ def summary(groups: Mapping[str, tuple[str, Roles]]) -> str:
         for memory in COMMON.values():
             card = fill(memory, {label: roles})
             one = card.filling(label)
-            rows_at_once = one.held[one.fills or ""] // one.least if one is not None and one.least else 0
+            rows_at_once = (
+                one.held[one.fills or ""] // one.least if one is not None and one.least else 0
+            )
             many = f"fits, {rows_at_once:,} rows" if rows_at_once else "fits"
-            cells.append(many if card.fits else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}")
+            cells.append(
+                many
+                if card.fits
+                else f"{readable_bytes(card.needed)} of {readable_bytes(card.usable)}"
+            )
         rows.append((label, names, *cells))
     return table(("workers", "roles", *COMMON), rows)
 
 
 def card_as_data(memory: int, workers: Mapping[str, Roles]) -> dict[str, Any]:
-    """Return the accelerator as plain data: bytes by role and part at each moment, and what to change."""
+    """Return the accelerator as plain data: bytes by role and part at each moment, and what to
+    change.
+    """
     card = fill(memory, workers)
     return {
         "memory": memory,
@@ -161,5 +211,8 @@ def card_as_data(memory: int, workers: Mapping[str, Roles]) -> dict[str, Any]:
         },
         "remedies": []
         if card.fits
-        else [{"setting": setting, "needed": after.needed} for setting, after in remedies(memory, workers)],
+        else [
+            {"setting": setting, "needed": after.needed}
+            for setting, after in remedies(memory, workers)
+        ],
     }

@@ -1,8 +1,8 @@
 """Upper bound of the memory that a worker's tables take along its chain, for readers of a plan.
 
-Rows that are loaded or made in place count as an even share per worker, each row at its longest. Rows that have moved
-are balanced by cost: a worker has at most 1.02 of the mean plus one row (or one group, or one row of each mini-batch).
-A node's own temporary memory is not counted.
+Rows that are loaded or made in place count as an even share per worker, each row at its longest.
+Rows that have moved are balanced by cost: a worker has at most 1.02 of the mean plus one row (or
+one group, or one row of each mini-batch). A node's own temporary memory is not counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from siirl_dask.planner.chain import Chain, Drop, Edge, LoadPrompts, Plan, Recv, Restore, RunNode, Send, Stream
+from siirl_dask.planner.chain import (
+    Chain,
+    Drop,
+    Edge,
+    LoadPrompts,
+    Plan,
+    Recv,
+    Restore,
+    RunNode,
+    Send,
+    Stream,
+)
 from siirl_dask.planner.column_flow import DATA, Column, NodeColumns
 from siirl_dask.planner.explain.sizes import TableSizes, rows_made, times_of, width_of
 from siirl_dask.planner.node import Rows
@@ -19,9 +30,13 @@ from siirl_dask.schema import is_blob
 
 _BALANCED = (51, 50)  # 1.02 of the mean, as rows are balanced
 _PER_COLUMN = 8  # bytes that an Arrow column takes without rows
-_SOURCE_PIECES = 4  # of a streamed table at once on a worker of its source: see worker/weight_stream.py
+_SOURCE_PIECES = (
+    4  # of a streamed table at once on a worker of its source: see worker/weight_stream.py
+)
 _TARGET_PIECES = 3  # the same on a worker of its target
-_PASSED = 2  # on a worker that makes and takes all of them itself: the next one is made while a row of the last is used
+# on a worker that makes and takes all of them itself: the next one is made while a row of the last
+# is used
+_PASSED = 2
 _BUFFERS = 2  # of a broadcast at once, on either side: see worker/weight_broadcast.py
 _READ = 2  # batches in memory: the step's, and the next one's, which is read ahead
 
@@ -145,31 +160,49 @@ class _Weighing:
         _, largest = self._sizes.pieces.get(source, (0, total))
         return total if self._sizes.part is None else max(self._sizes.part, largest)
 
-    def _weigh(self, stage: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share) -> None:
+    def _weigh(
+        self, stage: NodeColumns, edges: Iterable[Edge], before: _Share, after: _Share
+    ) -> None:
         name = stage.node.name
         if not stage.node.after:
-            self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(before, stage.needed, stage.available)
+            self.loaded[f"{DATA}->{name}"] = _READ * self._bytes(
+                before, stage.needed, stage.available
+            )
         for edge in edges:
             share = self._one_a_group(before) if edge.by_group else before
             self.received[edge.name] = self._bytes(share, edge.schema.names, stage.available)
         columns = {}
         for column in (*stage.needed, *stage.node.contract.writes.names):
             if not _is_sliced(stage, column):
-                columns[column] = stage.produced[column] if column in stage.produced else stage.available[column]
+                columns[column] = (
+                    stage.produced[column] if column in stage.produced else stage.available[column]
+                )
         self.made[name] = self._bytes(after, columns, columns)
         shared = stage.shared_blobs
-        self.outputs[name] = self._bytes(after, [n for n in stage.outputs if n not in shared], stage.produced)
+        self.outputs[name] = self._bytes(
+            after, [n for n in stage.outputs if n not in shared], stage.produced
+        )
         self.outputs[name] += self._bytes(self._one_a_group(after), shared, stage.produced)
-        self.unknown[name] = tuple(name for name, column in columns.items() if self._unbounded(after, column))
+        self.unknown[name] = tuple(
+            name for name, column in columns.items() if self._unbounded(after, column)
+        )
 
     def _one_a_group(self, share: _Share) -> _Share:
         """Return the share with one row of each group: there are no more groups than prompts."""
-        return share if share.rows is None else replace(share, rows=min(share.rows, self._sizes.prompts))
+        return (
+            share
+            if share.rows is None
+            else replace(share, rows=min(share.rows, self._sizes.prompts))
+        )
 
-    def _share_in(self, stage: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]) -> _Share:
+    def _share_in(
+        self, stage: NodeColumns, edges: list[Edge], shares: Mapping[str, _Share]
+    ) -> _Share:
         rows = self._rows[stage.rows]
         workers = len(self._plan.placement[stage.node.role])
-        guide = next((edge for edge in edges if edge.source == edge.guide and not edge.by_group), None)
+        guide = next(
+            (edge for edge in edges if edge.source == edge.guide and not edge.by_group), None
+        )
         if stage.node.after and (guide is None or not guide.moves):
             return shares[guide.source if guide else stage.node.after[0]]
         if rows is None:
@@ -221,7 +254,12 @@ class _Weighing:
         if width is None or share.rows is None:
             return None
         tokens = min(share.tokens, share.rows * width.tokens)
-        return share.rows * width.fixed + -(-tokens * width.bits // 8) + -(-share.rows // 8) + _PER_COLUMN
+        return (
+            share.rows * width.fixed
+            + -(-tokens * width.bits // 8)
+            + -(-share.rows // 8)
+            + _PER_COLUMN
+        )
 
     def _unbounded(self, share: _Share, column: Column) -> bool:
         if share.made_by in self._sizes.totals:
@@ -230,7 +268,9 @@ class _Weighing:
 
 
 def _is_sliced(stage: NodeColumns, name: str) -> bool:
-    """Return whether a column of a node's table has slices of another one, which counts: blobs that rows share."""
+    """Return whether a column of a node's table has slices of another one, which counts: blobs
+    that rows share.
+    """
     column = stage.available.get(name)
     if column is None or name in stage.node.contract.writes.names:
         return False

@@ -1,4 +1,6 @@
-"""Upper bounds of the rows and bytes that a plan moves in a step, for readers of a plan; no decision uses them."""
+"""Upper bounds of the rows and bytes that a plan moves in a step, for readers of a plan; no
+decision uses them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from siirl_dask.schema import (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Upper bounds of an edge's rows and bytes, None without a bound; columns in ``unknown`` are not counted."""
+    """Upper bounds of an edge's rows and bytes, None without a bound; columns in ``unknown`` are
+    not counted.
+    """
 
     rows: int | None
     bytes: int | None
@@ -46,9 +50,11 @@ class Estimate:
 
 
 def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
-    """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by its ends (``Edge.ends``).
+    """Return the estimate of each edge of the DAG, and of each edge that brings blobs, by its ends
+    (``Edge.ends``).
 
-    Bytes are those of values and offsets, 0 where rows stay in place. By group a row is one of a group.
+    Bytes are those of values and offsets, 0 where rows stay in place. By group a row is one of a
+    group.
     """
     rows = rows_made(plan, sizes)
     moving = {edge.ends: edge for edge in plan.edges if edge.moves}
@@ -71,20 +77,28 @@ def estimate(plan: Plan, sizes: TableSizes) -> dict[tuple[str, ...], Estimate]:
             if stage.rows in sizes.totals:
                 made = plan.stages[stage.rows].node.contract.writes.names
                 unknown = tuple(name for name in types if name not in (*made, *IDENTITY))
-                estimates[source, target] = Estimate(rows[stage.rows], copies * sizes.totals[stage.rows], unknown)
+                estimates[source, target] = Estimate(
+                    rows[stage.rows], copies * sizes.totals[stage.rows], unknown
+                )
             else:
-                estimates[source, target] = _rows_of_widths(plan, sizes, types, rows[stage.rows], copies)
+                estimates[source, target] = _rows_of_widths(
+                    plan, sizes, types, rows[stage.rows], copies
+                )
     return estimates
 
 
-def groups_of(plan: Plan, sizes: TableSizes, edge: Edge, rows: Mapping[str, int | None]) -> int | None:
+def groups_of(
+    plan: Plan, sizes: TableSizes, edge: Edge, rows: Mapping[str, int | None]
+) -> int | None:
     """Return the most groups that an edge by group moves; ``rows`` are those of ``rows_made``."""
     made = rows[plan.stages[edge.source].rows_out]
     return None if made is None else min(made, sizes.prompts)
 
 
 def most_takers(edge: Edge, groups: int | None, rows: int | None) -> int:
-    """Return how many targets take a group at most: no more than it has rows, of the ``rows`` at the target."""
+    """Return how many targets take a group at most: no more than it has rows, of the ``rows`` at
+    the target.
+    """
     if edge.rows is Rows.GROUPED:
         return 1
     if edge.rows is Rows.REPLICATED or not groups or rows is None:
@@ -102,10 +116,14 @@ def _rows_of_widths(
     return Estimate(rows, None if rows is None else rows * copies * known, unknown)
 
 
-def travelling_bytes(schema: Schema, sizes: TableSizes, longest_worker: int) -> tuple[int, tuple[str, ...]]:
-    """Return the most bytes of a row that go from worker to worker, and the columns without a bound.
+def travelling_bytes(
+    schema: Schema, sizes: TableSizes, longest_worker: int
+) -> tuple[int, tuple[str, ...]]:
+    """Return the most bytes of a row that go from worker to worker, and the columns without a
+    bound.
 
-    Identity columns and the lengths of lists and texts do not count: they travel with the statistics.
+    Identity columns and the lengths of lists and texts do not count: they travel with the
+    statistics.
     """
     total = 0
     unknown: list[str] = []
@@ -137,7 +155,8 @@ def rows_made(plan: Plan, sizes: TableSizes) -> dict[str, int | None]:
 
 
 def times_of(node: Node) -> int | None:
-    """Return the most rows that come out of a node for each that goes in; None where nothing bounds them.
+    """Return the most rows that come out of a node for each that goes in; None where nothing bounds
+    them.
 
     A source of weights makes a row for each parameter, however many rows go in.
     """
@@ -189,20 +208,25 @@ class TableSizes:
     totals: Mapping[str, int] = field(default_factory=dict)
     """Bytes of all rows that a node makes, by node; for weights the model's size."""
     pieces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Number of rows that a node makes in all, each worker an equal share, and bytes of the largest row; by node."""
+    """Number of rows that a node makes in all, each worker an equal share, and bytes of the
+    largest row; by node."""
     part: int | None = None
     """Largest piece of a streamed table in bytes; a larger row moves alone."""
     buffers: bool = False
-    """True if streams that a broadcast can carry go through its buffers, in a worker's own memory."""
+    """True if streams that a broadcast can carry go through its buffers, in a worker's own
+    memory."""
     minibatches: int = 1
     """Mini-batches in a step."""
     quadratic_from: int = 0
-    """Tokens from which balancing counts a row's attention (``data.quadratic_from``); 0: it never does."""
+    """Tokens from which balancing counts a row's attention (``data.quadratic_from``); 0: it
+    never does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Upper bound of a row's size: ``fixed`` bytes, and ``bits`` for each of up to ``tokens`` tokens."""
+    """Upper bound of a row's size: ``fixed`` bytes, and ``bits`` for each of up to ``tokens``
+    tokens.
+    """
 
     fixed: int
     bits: int = 0
@@ -214,12 +238,17 @@ class Width:
 
 
 def width_of(name: str, kind: DataType, sizes: TableSizes, longest_worker: int) -> Width | None:
-    """Return a column's width, None without a bound. ``longest_worker``: bytes of the longest worker name."""
+    """Return a column's width, None without a bound. ``longest_worker``: bytes of the longest
+    worker name.
+    """
     if name in sizes.widths:
         return Width(sizes.widths[name])
     if _is_fixed(kind):
         return Width((int(kind.bit_width) + 7) // 8)
-    tokens = {PROMPT_IDS: sizes.prompt_tokens, **dict.fromkeys(_PER_RESPONSE_TOKEN, sizes.response_tokens)}
+    tokens = {
+        PROMPT_IDS: sizes.prompt_tokens,
+        **dict.fromkeys(_PER_RESPONSE_TOKEN, sizes.response_tokens),
+    }
     if name in tokens:
         return Width(_OFFSET, int(kind.value_type.bit_width), tokens[name])
     texts = {PROMPT_TEXT: sizes.prompt_tokens, RESPONSE: sizes.response_tokens}

@@ -17,12 +17,16 @@ _RUNS = 3  # of workers that are listed before the rest is only counted
 
 
 def short_name(fn: object) -> str:
-    """Return the name of a function, or of a partial's function, without the name of this package."""
+    """Return the name of a function, or of a partial's function, without the name of this
+    package.
+    """
     return function_name(getattr(fn, "func", fn)).removeprefix(PACKAGE)
 
 
 def worker_ranges(members: Sequence[str], workers: tuple[str, ...]) -> str:
-    """Return the ranges of neighbouring workers, ``w0..w511 (512)``; beyond a few ranges, only their count."""
+    """Return the ranges of neighbouring workers, ``w0..w511 (512)``; beyond a few ranges, only
+    their count.
+    """
     place = {worker: index for index, worker in enumerate(workers)}
     runs: list[list[str]] = []
     for worker in sorted(members, key=place.__getitem__):
@@ -46,14 +50,19 @@ def readable_bytes(count: int) -> str:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return rows in aligned columns; a text that is too wide goes on in its column on the next line."""
+    """Return rows in aligned columns; a text that is too wide goes on in its column on the next
+    line.
+    """
     natural = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     room = _WIDTH - _GAP * len(header) - min(natural[-1], LEAST)
     fixed = _shrunk(natural[:-1], room)
     widths = [*fixed, max(_WIDTH - _GAP * len(header) - sum(fixed), LEAST)]
     lines = []
     for row in (header, *rows):
-        cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(row, widths, strict=True)]
+        cells = [
+            wrap(text, width, break_on_hyphens=False)
+            for text, width in zip(row, widths, strict=True)
+        ]
         for line in range(max(map(len, cells))):
             parts = (cell[line] if line < len(cell) else "" for cell in cells)
             padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))

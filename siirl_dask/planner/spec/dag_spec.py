@@ -1,14 +1,17 @@
 """Converts a DAG to and from plain data, as YAML gives it.
 
     roles:
-      policy: {build: "siirl_dask.training:build_trainer", with: {model: "${model}", trainer: "${trainer}"}}
+      policy: {build: "siirl_dask.training:build_trainer", with: {model: "${model}", trainer:
+          "${trainer}"}}
     nodes:
-      - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with: {reward: "my:exact"}}
+      - {name: reward, run: "siirl_dask.nodes:score", role: rollout, after: [rollout], with:
+        {reward: "my:exact"}}
 
-An option is converted to its parameter's annotation: a name becomes a function where a callable is wanted, a mapping
-becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is null and the annotation allows it. A
-node whose function declares no columns declares them itself: ``reads: [response]``, ``writes: {score: float32}``.
-Nodes that several rounds have alike are written once: ``{repeat: {times: 3, nodes: [...]}}``, see ``rounds.py``.
+An option is converted to its parameter's annotation: a name becomes a function where a callable is
+wanted, a mapping becomes a dataclass, ``{run: ..., with: {...}}`` a partial, or None if ``run`` is
+null and the annotation allows it. A node whose function declares no columns declares them itself:
+``reads: [response]``, ``writes: {score: float32}``. Nodes that several rounds have alike are
+written once: ``{repeat: {times: 3, nodes: [...]}}``, see ``rounds.py``.
 """
 
 from __future__ import annotations
@@ -52,24 +55,40 @@ _coerce = Coercer(PlanError, _bound)
 
 
 def bind(fn: Callable[..., Any], options: Mapping[str, Any], label: str) -> Callable[..., Any]:
-    """Return ``fn`` with ``options`` bound. PlanError for an unknown or missing option, or one of the wrong type."""
+    """Return ``fn`` with ``options`` bound. PlanError for an unknown or missing option, or one
+    of the wrong type.
+    """
     if not isinstance(options, Mapping):
         raise PlanError(f"{label} has with={options!r}: expected a mapping of options")
     check_options(fn, options, label)
     if not options:
         return fn
     hints = _hints(fn, options, label)
-    return partial(fn, **{key: _coerce(item, hints.get(key, Any), f"{label}: {key}") for key, item in options.items()})
+    return partial(
+        fn,
+        **{
+            key: _coerce(item, hints.get(key, Any), f"{label}: {key}")
+            for key, item in options.items()
+        },
+    )
 
 
 def _hints(fn: Callable[..., Any], names: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return the types of the options ``names`` only: other annotations may be imported for type checkers alone."""
+    """Return the types of the options ``names`` only: other annotations may be imported for type
+    checkers alone.
+    """
     owner = inspect.unwrap(fn.__init__ if isinstance(fn, type) else fn)  # type: ignore[misc]
-    written = {name: hint for name, hint in getattr(owner, "__annotations__", {}).items() if name in names}
+    written = {
+        name: hint for name, hint in getattr(owner, "__annotations__", {}).items() if name in names
+    }
     try:
-        return get_type_hints(SimpleNamespace(__annotations__=written), getattr(owner, "__globals__", {}))
+        return get_type_hints(
+            SimpleNamespace(__annotations__=written), getattr(owner, "__globals__", {})
+        )
     except NameError as error:
-        raise PlanError(f"{label}: the annotation of an option needs an import at run time: {error}") from error
+        raise PlanError(
+            f"{label}: the annotation of an option needs an import at run time: {error}"
+        ) from error
 
 
 def dag_from_spec(
@@ -81,22 +100,27 @@ def dag_from_spec(
 ) -> DAG:
     """Return the DAG that plain ``roles:`` and ``nodes:`` describe.
 
-    PlanError names the role or node and the mistake, and its file and line where ``role_places`` (by name) and
-    ``node_places`` (one per node) give them.
+    PlanError names the role or node and the mistake, and its file and line where ``role_places``
+    (by name) and ``node_places`` (one per node) give them.
     """
     if role_places is None:
         role_places = {}
     specs, origins = written_out(nodes, node_places)
     return DAG(
         tuple(_role(name, spec, role_places.get(name, "")) for name, spec in roles.items()),
-        tuple(_node(position, spec, at) for position, (spec, at) in enumerate(zip_longest(specs, origins))),
+        tuple(
+            _node(position, spec, at)
+            for position, (spec, at) in enumerate(zip_longest(specs, origins))
+        ),
     )
 
 
 def _role(name: str, spec: Mapping[str, Any], at: str) -> Role:
     label = f"{at}: role {name!r}" if at else f"role {name!r}"
     if not isinstance(spec, Mapping) or "build" not in spec:
-        raise PlanError(f"{label} is {spec!r}: expected {{build: 'module:function', with: {{...}}}}")
+        raise PlanError(
+            f"{label} is {spec!r}: expected {{build: 'module:function', with: {{...}}}}"
+        )
     _coerce.known_keys(spec, _ROLE_KEYS, label)
     return Role(name, _bound(spec["build"], spec.get("with"), label), at)
 
@@ -104,14 +128,18 @@ def _role(name: str, spec: Mapping[str, Any], at: str) -> Role:
 def _node(position: int, spec: Mapping[str, Any], at: str | None) -> Node:
     before = f"{at}: " if at else ""
     if not isinstance(spec, Mapping):
-        raise PlanError(f"{before}node {position} is {spec!r}: expected a mapping with name, run and role")
+        raise PlanError(
+            f"{before}node {position} is {spec!r}: expected a mapping with name, run and role"
+        )
     label = f"{before}node {spec.get('name', position)!r}"
     if old := next((key for key in spec if key in _RENAMED), None):
         raise PlanError(f"{label} has the key {old!r}, which is called {_RENAMED[old]!r}")
     _coerce.known_keys(spec, _NODE_KEYS, label)
     for key in ("name", "run", "role"):
         if not isinstance(spec.get(key), str):
-            raise PlanError(f"{label} has {key}={spec.get(key)!r}: expected name, run and role, each a text")
+            raise PlanError(
+                f"{label} has {key}={spec.get(key)!r}: expected name, run and role, each a text"
+            )
     return Node(
         name=spec["name"],
         fn=_bound(spec["run"], spec.get("with"), label),
@@ -144,7 +172,8 @@ def _names(value: Any, label: str) -> tuple[str, ...] | None:
 
 
 def _schema(value: Any, label: str) -> Schema | None:
-    """Return the schema of a mapping from columns to Arrow types as Arrow prints them; None for None.
+    """Return the schema of a mapping from columns to Arrow types as Arrow prints them; None for
+    None.
 
     List types are limited to those of the built-in columns.
     """
@@ -156,12 +185,17 @@ def _schema(value: Any, label: str) -> Schema | None:
     try:
         return make_schema({name: lists.get(kind, kind) for name, kind in value.items()})
     except (AttributeError, TypeError, ValueError) as error:
-        raise PlanError(f"{label}={value!r}: expected columns and Arrow types, as in {{score: float32}}") from error
+        raise PlanError(
+            f"{label}={value!r}: expected columns and Arrow types, as in {{score: float32}}"
+        ) from error
 
 
 def dag_to_spec(dag: DAG) -> dict[str, Any]:
     """Return ``{"roles": ..., "nodes": ...}`` from which ``dag_from_spec`` makes an equal DAG."""
-    roles = {role.name: {"build": _call(role.build)["run"], "with": _call(role.build)["with"]} for role in dag.roles}
+    roles = {
+        role.name: {"build": _call(role.build)["run"], "with": _call(role.build)["with"]}
+        for role in dag.roles
+    }
     nodes = []
     for node in dag.nodes:
         call = _call(node.fn)

@@ -1,5 +1,5 @@
-"""Functions and specs by name: ``module:function``, or ``folder/file.py:function`` for a file that is on no Python
-path.
+"""Functions and specs by name: ``module:function``, or ``folder/file.py:function`` for a file that
+is on no Python path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 
 T = TypeVar("T")
 _PACKAGE = re.compile(r"siirl_dask[.:]")  # begins the name of what every worker has
-_NAME = re.compile(r"\w+")  # for anything else no module is imported: commands/analyze.py looks for such names
+_NAME = re.compile(
+    r"\w+"
+)  # for anything else no module is imported: commands/analyze.py looks for such names
 _loaded: dict[str, object] = {}
 _received: dict[str, object] = {}
 
@@ -31,17 +33,19 @@ _received: dict[str, object] = {}
 def resolve(name: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` or ``folder/file.py:function`` names.
 
-    A file's path is absolute or relative to the working directory. A file is loaded once in a process, as a module that
-    is named by its path, so that ``function_name`` spells the function as it was given. PlanError, with the nearest
-    spelling, if there is no such function, or if importing it fails.
+    A file's path is absolute or relative to the working directory. A file is loaded once in a
+    process, as a module that is named by its path, so that ``function_name`` spells the function as
+    it was given. PlanError, with the nearest spelling, if there is no such function, or if
+    importing it fails.
     """
     found: Callable[..., Any] = _find(name, "function", callable)
     return found
 
 
 def load_named_spec(key: str, text: str, kind: type[T]) -> T:
-    """Return the object of class ``kind`` that ``text``, the value of ``key``, names as ``module:NAME`` or
-    ``file.py:NAME``, found as ``resolve`` finds a function; in a worker, the one that the run has sent.
+    """Return the object of class ``kind`` that ``text``, the value of ``key``, names as
+    ``module:NAME`` or ``file.py:NAME``, found as ``resolve`` finds a function; in a worker, the one
+    that the run has sent.
 
     ConfigError, with the nearest spelling, if there is none, or if importing it fails.
     """
@@ -58,19 +62,23 @@ def load_named_spec(key: str, text: str, kind: type[T]) -> T:
 
 
 def loaded_specs() -> dict[str, object]:
-    """Return the objects outside of this package that ``load_named_spec`` has found here, by the texts that name them:
-    workers, which may be unable to import them, get them with the plan.
+    """Return the objects outside of this package that ``load_named_spec`` has found here, by the
+    texts that name them: workers, which may be unable to import them, get them with the plan.
     """
     return dict(_loaded)
 
 
 def receive_specs(specs: Mapping[str, object]) -> None:
-    """Let ``load_named_spec`` find ``specs``, which ``loaded_specs`` gave in another process, by their texts."""
+    """Let ``load_named_spec`` find ``specs``, which ``loaded_specs`` gave in another process, by
+    their texts.
+    """
     _received.update(specs)
 
 
 def _find(name: str, what: str, fits: Callable[[object], bool]) -> Any:
-    """Return the object that ``name`` names. PlanError unless it is there, and ``fits`` what is looked for."""
+    """Return the object that ``name`` names. PlanError unless it is there, and ``fits`` what is
+    looked for.
+    """
     origin, _, attribute = str(name).rpartition(":")
     if not origin or not _NAME.fullmatch(attribute):
         shown = "function" if what == "function" else "NAME"
@@ -99,7 +107,9 @@ def _import(name: str, origin: str) -> ModuleType:
         hint = did_you_mean(origin, [path.stem for path in Path.cwd().glob("*.py")])
         if Path(file).is_file():
             hint = f"; for the file, write {file!r}"
-        raise PlanError(f"{name!r}: there is no module {origin!r} on the Python path{hint}") from error
+        raise PlanError(
+            f"{name!r}: there is no module {origin!r} on the Python path{hint}"
+        ) from error
 
 
 def _load(name: str, path: Path) -> ModuleType:
@@ -110,9 +120,14 @@ def _load(name: str, path: Path) -> ModuleType:
             return loaded
     if not real.is_file():
         near = (file.as_posix() for file in path.parent.glob("*.py"))
-        raise PlanError(f"{name!r}: there is no file {str(path)!r} in {Path.cwd()}{did_you_mean(str(path), near)}")
+        raise PlanError(
+            f"{name!r}: there is no file {str(path)!r} in "
+            f"{Path.cwd()}{did_you_mean(str(path), near)}"
+        )
     # the working directory may have changed since another file of this spelling was loaded
-    spec = importlib.util.spec_from_file_location(str(real) if spelled in sys.modules else spelled, real)
+    spec = importlib.util.spec_from_file_location(
+        str(real) if spelled in sys.modules else spelled, real
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -139,15 +154,19 @@ def _failed(name: str, error: Exception) -> PlanError:
 
 
 def function_name(fn: object) -> str:
-    """Return ``module:name`` of a module-level function or class, by the shortest package that publishes it.
+    """Return ``module:name`` of a module-level function or class, by the shortest package that
+    publishes it.
 
-    A package publishes a name by importing it in its ``__init__.py``. Names that a run wrote down therefore still
-    resolve when the package's modules are rearranged. PlanError for a lambda, a nested function or a method.
+    A package publishes a name by importing it in its ``__init__.py``. Names that a run wrote down
+    therefore still resolve when the package's modules are rearranged. PlanError for a lambda, a
+    nested function or a method.
     """
     module = getattr(fn, "__module__", None)
     name = getattr(fn, "__qualname__", None)
     if not module or not name:
-        raise PlanError(f"{fn!r} is not a module-level function: define it with def at the top of a module")
+        raise PlanError(
+            f"{fn!r} is not a module-level function: define it with def at the top of a module"
+        )
     if "<" in name or "." in name:
         kind = "a lambda or a nested function" if "<" in name else "a method or a nested class"
         raise PlanError(f"{module}:{name} is {kind}: define it with def at the top of a module")
@@ -173,10 +192,15 @@ def canonical(value: Any) -> Any:
             return value.value
         case partial():
             if value.args:
-                raise PlanError(f"partial({function_name(value.func)}, ...) has positional arguments: name them")
+                raise PlanError(
+                    f"partial({function_name(value.func)}, ...) has positional arguments: name them"
+                )
             return {"run": function_name(value.func), "with": canonical(value.keywords)}
         case Mapping():
-            return {str(key): canonical(item) for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))}
+            return {
+                str(key): canonical(item)
+                for key, item in sorted(value.items(), key=lambda pair: str(pair[0]))
+            }
         case list() | tuple():
             return [canonical(item) for item in value]
         case _ if is_dataclass(value) and not isinstance(value, type):

@@ -9,8 +9,9 @@
           - {name: "rollout_{round}", run: ..., role: rollout_a, after: "prompts_{round}"}
     - {name: reward, run: ..., role: reward, after: debate}
 
-``{round}`` is the number of the round, from 1, and ``{previous}`` the last node of the round before; in the first round
-it is the node that the entry comes ``after``. A node that comes after the entry comes after the last one of all.
+``{round}`` is the number of the round, from 1, and ``{previous}`` the last node of the round
+before; in the first round it is the node that the entry comes ``after``. A node that comes after
+the entry comes after the last one of all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _WORD = re.compile(r"\{(\w+)\}")
 
 
 def written_out(nodes: Sequence[Any], places: Sequence[str] = ()) -> tuple[list[Any], list[str]]:
-    """Return the specs of all nodes, round after round, and the place of each; what is no ``repeat`` stays as it is.
+    """Return the specs of all nodes, round after round, and the place of each; what is no
+    ``repeat`` stays as it is.
 
     PlanError, which names the entry, for one of another form.
     """
@@ -57,7 +59,10 @@ def _after(spec: Any, ends: Mapping[str, str]) -> Any:
     if isinstance(after, str):
         return {**spec, "after": ends.get(after, after)}
     if isinstance(after, (list, tuple)):
-        return {**spec, "after": [ends.get(name, name) if isinstance(name, str) else name for name in after]}
+        return {
+            **spec,
+            "after": [ends.get(name, name) if isinstance(name, str) else name for name in after],
+        }
     return spec  # a mistake, which is refused with the node
 
 
@@ -70,7 +75,9 @@ def _rounds(spec: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
     times = repeat.get("times")
     nodes = repeat.get("nodes")
     if type(times) is not int or times < 1:
-        raise PlanError(f"{label} has times={times!r}: expected a whole number of rounds, at least 1")
+        raise PlanError(
+            f"{label} has times={times!r}: expected a whole number of rounds, at least 1"
+        )
     if not isinstance(nodes, list) or not nodes:
         raise PlanError(f"{label} has nodes={nodes!r}: expected a list of at least one node")
     previous = spec.get("after")
@@ -79,15 +86,23 @@ def _rounds(spec: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for number in range(1, times + 1):
         for node in nodes:
-            if not isinstance(node, Mapping) or "repeat" in node or not isinstance(node.get("name"), str):
-                raise PlanError(f"{label} repeats {node!r:.200}: expected a node with a name, no repeat within it")
+            if (
+                not isinstance(node, Mapping)
+                or "repeat" in node
+                or not isinstance(node.get("name"), str)
+            ):
+                raise PlanError(
+                    f"{label} repeats {node!r:.200}: expected a node with a name, no repeat within "
+                    "it"
+                )
             made.append(_filled(node, number, previous, label))
         previous = made[-1]["name"]
     names = [node["name"] for node in made]
     for name in names:
         if names.count(name) > 1:
             raise PlanError(
-                f"{label} makes {name!r} in every round: expected {{round}} in the name, as in 'node_{{round}}'"
+                f"{label} makes {name!r} in every round: expected {{round}} in the name, as in "
+                f"'node_{{round}}'"
             )
     return made
 
@@ -112,22 +127,32 @@ def _filled(value: Any, number: int, previous: str | None, label: str) -> Any:
             return {key: _filled(item, number, previous, label) for key, item in value.items()}
         case list() | tuple():
             items = [_filled(item, number, previous, label) for item in value]
-            return [item for old, item in zip(value, items, strict=True) if not (old == "{previous}" and item is None)]
+            return [
+                item
+                for old, item in zip(value, items, strict=True)
+                if not (old == "{previous}" and item is None)
+            ]
     return value
 
 
 def _word(found: re.Match[str], number: int, previous: str | None, label: str) -> str:
-    """Return what stands for ``{word}``; braces around other words stay. PlanError for one that is nearly a word."""
+    """Return what stands for ``{word}``; braces around other words stay. PlanError for one that
+    is nearly a word.
+    """
     match found[1]:
         case "round":
             return str(number)
         case "previous":
             if previous is None:
-                raise PlanError(f"{label} has no round before its first: give it after=, the node that it comes after")
+                raise PlanError(
+                    f"{label} has no round before its first: give it after=, the node that it "
+                    "comes after"
+                )
             return previous
         case other:
             if hint := did_you_mean(other, _WORDS):
                 raise PlanError(
-                    f"{label} has {found[0]!r}, which stands for nothing (there are: {{round}}, {{previous}}){hint}"
+                    f"{label} has {found[0]!r}, which stands for nothing (there are: {{round}}, "
+                    f"{{previous}}){hint}"
                 )
             return found[0]

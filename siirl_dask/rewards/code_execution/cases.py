@@ -28,18 +28,24 @@ def code_execution(
     forgeable: bool = False,
     **extra: object,
 ) -> float:
-    """Return the share of the tests in ``answer`` that the response's last Python code block passes; 0.0 without one.
+    """Return the share of the tests in ``answer`` that the response's last Python code block
+    passes; 0.0 without one.
 
-    A test is code that asserts, or ``{input, output}`` of a program, compared line by line without white space at the
-    ends. ``answer`` is one test, a list of tests, or that list as JSON. The program runs anew for each test, in a
-    process that can do no harm (see Limits) and that the test is not in: see docs/rewards.md for what a test may do,
-    and for ``forgeable``, which runs both in one. All tests of a response share ``seconds``: a test that no time
-    is left for is not passed. ValueError when ``answer`` holds no test, or one that cannot be run apart from the
-    program; ConfigError where the code cannot be isolated.
+    A test is code that asserts, or ``{input, output}`` of a program, compared line by line without
+    white space at the ends. ``answer`` is one test, a list of tests, or that list as JSON. The
+    program runs anew for each test, in a process that can do no harm (see Limits) and that the test
+    is not in: see docs/rewards.md for what a test may do, and for ``forgeable``, which runs both in
+    one. All tests of a response share ``seconds``: a test that no time is left for is not passed.
+    ValueError when ``answer`` holds no test, or one that cannot be run apart from the program;
+    ConfigError where the code cannot be isolated.
     """
     tests = list(_tests(answer))
     limits = SandboxLimits(
-        seconds=seconds, memory=memory, file_size=file_size, isolate=isolate, readable=tuple(readable)
+        seconds=seconds,
+        memory=memory,
+        file_size=file_size,
+        isolate=isolate,
+        readable=tuple(readable),
     )
     blocks = _BLOCK.findall(response)
     if not blocks:
@@ -68,18 +74,30 @@ def _tests(answer: object) -> Iterator[Test]:
     items = _decoded(answer)
     items = items if isinstance(items, Sequence) and not isinstance(items, str) else [items]
     if not items:
-        raise ValueError("answer holds no tests: expected code that asserts, or {input, output}, or a list of such")
+        raise ValueError(
+            "answer holds no tests: expected code that asserts, or {input, output}, or a list of "
+            "such"
+        )
     for item in items:
         if isinstance(item, str) and item.strip():
             yield item
-        elif isinstance(item, Mapping) and isinstance(item.get("input"), str) and isinstance(item.get("output"), str):
+        elif (
+            isinstance(item, Mapping)
+            and isinstance(item.get("input"), str)
+            and isinstance(item.get("output"), str)
+        ):
             yield item["input"], item["output"]
         else:
-            raise ValueError(f"answer holds {item!r:.200}: expected code that asserts, or {{input, output}} as texts")
+            raise ValueError(
+                f"answer holds {item!r:.200}: expected code that asserts, or {{input, output}} as "
+                "texts"
+            )
 
 
 def _decoded(answer: object) -> object:
-    """Return the value of a text that is JSON of a list or a mapping. Any other text is code and returned as it is."""
+    """Return the value of a text that is JSON of a list or a mapping. Any other text is code and
+    returned as it is.
+    """
     if not isinstance(answer, str) or not answer.lstrip().startswith(("[", "{")):
         return answer
     try:

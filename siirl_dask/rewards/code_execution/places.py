@@ -1,4 +1,6 @@
-"""Places of the machine that a program sees, and the command that starts it: by itself or in another's sandbox."""
+"""Places of the machine that a program sees, and the command that starts it: by itself or in
+another's sandbox.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ ISOLATIONS = (True, "namespaces", "bubblewrap", "runsc", False)
 """The values of ``isolate``; True is namespaces."""
 
 _PROGRAMS = {"bubblewrap": "bwrap", "runsc": "runsc"}
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/localtime")
+_SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/libx32",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
 _HERE = str(Path(__file__).parent)
 _NAMES = __name__.split(".")[:-1]
 _START = f"""
@@ -40,24 +52,40 @@ def python_command() -> list[str]:
 
 
 def readable_places(more: Sequence[str]) -> list[str]:
-    """Return the files and folders that a program can read: the system's and Python's libraries, and ``more``.
+    """Return the files and folders that a program can read: the system's and Python's libraries,
+    and ``more``.
 
-    ConfigError for one of ``more`` that is not there, or that only its owner may read where root runs the programs.
+    ConfigError for one of ``more`` that is not there, or that only its owner may read where root
+    runs the programs.
     """
     for place in more:
         if not Path(place).is_absolute() or not Path(place).exists():
-            raise ConfigError(f"readable names {place!r}: expected the absolute path of a file or folder that exists")
+            raise ConfigError(
+                f"readable names {place!r}: expected the absolute path of a file or folder that "
+                "exists"
+            )
         if os.geteuid() == 0 and not Path(place).stat().st_mode & stat.S_IROTH:
             raise ConfigError(
-                f"readable names {place!r}, which others may not read, and root's programs run as another user"
+                f"readable names {place!r}, which others may not read, and root's programs run as "
+                "another user"
             )
-    pythons = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, f"{_HERE}/inside"} - {"/"}
+    pythons = {
+        sys.prefix,
+        sys.exec_prefix,
+        sys.base_prefix,
+        sys.base_exec_prefix,
+        f"{_HERE}/inside",
+    } - {"/"}
     places = sorted(place for place in {*_SYSTEM, *pythons, *more} if Path(place).exists())
-    return [place for place in places if not any(str(above) in places for above in Path(place).parents)]
+    return [
+        place for place in places if not any(str(above) in places for above in Path(place).parents)
+    ]
 
 
 def closed_folder() -> str | None:
-    """Return a folder above Python or this package that others than its owner may not enter; None where all may."""
+    """Return a folder above Python or this package that others than its owner may not enter;
+    None where all may.
+    """
     for place in (sys.executable, sys.prefix, sys.base_prefix, _HERE):
         for folder in Path(place).resolve().parents:
             if not folder.stat().st_mode & stat.S_IXOTH:
@@ -66,10 +94,11 @@ def closed_folder() -> str | None:
 
 
 def program_user() -> int | None:
-    """Return the number of a user that nobody is, for a program started by root; None for a program of anyone else.
+    """Return the number of a user that nobody is, for a program started by root; None for a program
+    of anyone else.
 
-    The kernel excepts root from limits, and counts the threads of all programs of one user together. In a container
-    with users of its own, root is another of the machine's users.
+    The kernel excepts root from limits, and counts the threads of all programs of one user
+    together. In a container with users of its own, root is another of the machine's users.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return None
@@ -80,7 +109,8 @@ def program_user() -> int | None:
 def sandbox_command(
     isolate: bool | str, readable: Sequence[str], file_size: int, folder: str
 ) -> tuple[list[str], int | None]:
-    """Return the command that runs one task in the sandbox that is asked for, and the user for it if not this one.
+    """Return the command that runs one task in the sandbox that is asked for, and the user for it
+    if not this one.
 
     ConfigError when the sandbox is another program's, which is not installed.
     """
@@ -89,7 +119,8 @@ def sandbox_command(
     program = shutil.which(_PROGRAMS[str(isolate)])
     if program is None:
         raise ConfigError(
-            f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on PATH: install it "
+            f"isolate={isolate!r} takes the program {_PROGRAMS[str(isolate)]}, which is not on "
+            "PATH: install it "
             f"(Debian's package {isolate}), or pass isolate=True, which takes none"
         )
     user = program_user()
@@ -99,18 +130,41 @@ def sandbox_command(
 
 
 def _bubblewrap(program: str, readable: Sequence[str], file_size: int) -> list[str]:
-    """Return bubblewrap's arguments. The first process of its namespace is ours: bubblewrap's own could be killed."""
-    command = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL"]
+    """Return bubblewrap's arguments. The first process of its namespace is ours: bubblewrap's
+    own could be killed.
+    """
+    command = [
+        program,
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--cap-drop",
+        "ALL",
+    ]
     for place in readable:
         link = os.path.islink(place)  # noqa: PTH114
         command += ["--symlink", os.readlink(place), place] if link else ["--ro-bind", place, place]  # noqa: PTH115
     for device in DEVICES:
         command += ["--dev-bind", device, device]
-    command += ["--size", str(file_size), "--perms", "0700", "--tmpfs", FOLDER, "--remount-ro", "/", "--chdir", FOLDER]
+    command += [
+        "--size",
+        str(file_size),
+        "--perms",
+        "0700",
+        "--tmpfs",
+        FOLDER,
+        "--remount-ro",
+        "/",
+        "--chdir",
+        FOLDER,
+    ]
     return [*command, "--"]
 
 
-def _runsc(program: str, readable: Sequence[str], file_size: int, folder: str, user: int | None) -> list[str]:
+def _runsc(
+    program: str, readable: Sequence[str], file_size: int, folder: str, user: int | None
+) -> list[str]:
     """Return runsc's arguments, after the description of the sandbox is written to ``folder``."""
     root = Path(folder, "root")
     own = f"size={file_size}"
@@ -122,10 +176,17 @@ def _runsc(program: str, readable: Sequence[str], file_size: int, folder: str, u
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(os.readlink(place))  # noqa: PTH115
     shown = [place for place in readable if not os.path.islink(place)]  # noqa: PTH114
-    mounts = [{"destination": it, "type": "bind", "source": it, "options": ["ro", "rbind"]} for it in shown]
-    if not any(place.startswith("/tmp/") for place in shown):  # runsc would put a folder there that anybody can fill
+    mounts = [
+        {"destination": it, "type": "bind", "source": it, "options": ["ro", "rbind"]}
+        for it in shown
+    ]
+    if not any(
+        place.startswith("/tmp/") for place in shown
+    ):  # runsc would put a folder there that anybody can fill
         mounts += [{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["ro"]}]
-    mounts += [{"destination": FOLDER, "type": "tmpfs", "source": "tmpfs", "options": [own, "mode=1777"]}]
+    mounts += [
+        {"destination": FOLDER, "type": "tmpfs", "source": "tmpfs", "options": [own, "mode=1777"]}
+    ]
     process = {
         "user": {"uid": user or _UNUSED_USERS[0], "gid": user or _UNUSED_USERS[0]},
         "args": python_command(),

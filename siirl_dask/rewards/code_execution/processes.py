@@ -16,7 +16,9 @@ _AT_ONCE = 2**16  # bytes
 
 @dataclass(kw_only=True, eq=False)
 class Flow:
-    """Bytes under way: those that are there from the start, and what a process writes; to a process, or to be kept."""
+    """Bytes under way: those that are there from the start, and what a process writes; to a
+    process, or to be kept.
+    """
 
     source: int | None = None
     sink: int | None = None
@@ -44,10 +46,14 @@ class Flow:
 
 
 class SandboxProcess:
-    """A process with all that it starts, in a session of its own; leaving the context ends them all."""
+    """A process with all that it starts, in a session of its own; leaving the context ends them
+    all.
+    """
 
     def __init__(self, command: Sequence[str], folder: str, home: str, user: int | None) -> None:
-        self._ended, held = os.pipe()  # its processes hold one side: the other one's end says that all are gone
+        self._ended, held = (
+            os.pipe()
+        )  # its processes hold one side: the other one's end says that all are gone
         try:
             self._process = subprocess.Popen(
                 command,
@@ -68,7 +74,11 @@ class SandboxProcess:
             raise
         finally:
             os.close(held)
-        files = [file for file in (self._process.stdin, self._process.stdout, self._process.stderr) if file is not None]
+        files = [
+            file
+            for file in (self._process.stdin, self._process.stdout, self._process.stderr)
+            if file is not None
+        ]
         self.stdin, self.stdout, self.stderr = (file.fileno() for file in files)
         os.set_blocking(self.stdin, False)
 
@@ -100,7 +110,8 @@ class SandboxProcess:
 
 
 def carry(flows: dict[Flow, SandboxProcess | None], awaited: Sequence[Flow], end: float) -> bool:
-    """Carry bytes until the awaited sources have ended; a flow's process is the one whose standard input its sink is.
+    """Carry bytes until the awaited sources have ended; a flow's process is the one whose standard
+    input its sink is.
 
     False when that takes until ``end``, or when a flow without a sink gets more bytes than it may.
     """

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible endpoint in front of a rollout worker's engine, and the agents that use it."""
+"""An OpenAI-compatible endpoint in front of a rollout worker's engine, and the agents that use
+it.
+"""
 
 from siirl_dask.rollout.endpoint.agents import Agent, AgentRuns, Client, Outcome, ProgramEpisode
 from siirl_dask.rollout.endpoint.conversations import Bounds, Conversation, Segment

@@ -24,7 +24,9 @@ _PATIENCE = 5.0  # seconds for cancelled agents to end; one that goes on is left
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Tells an agent how to talk to the policy: ``AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)``."""
+    """Tells an agent how to talk to the policy: ``AsyncOpenAI(base_url=client.base_url,
+    api_key=client.api_key)``.
+    """
 
     base_url: str
     """URL of the endpoint, with ``/v1``."""
@@ -66,7 +68,9 @@ class EpisodeSource(Protocol):
     """Episodes to be lived, which peers may take over as long as they have not begun."""
 
     def next(self, limit: int, *, wait: bool) -> Sequence[tuple[Any, Any]]:
-        """Return up to ``limit`` items, each with its ticket; with ``wait`` none only when there are none anywhere."""
+        """Return up to ``limit`` items, each with its ticket; with ``wait`` none only when there
+        are none anywhere.
+        """
         ...
 
     def complete(self, ticket: Any, result: Any) -> None:
@@ -78,7 +82,8 @@ class EpisodeSource(Protocol):
 class AgentRuns:
     """Runs an agent for each episode of ``source``, on a thread of its own, while inside.
 
-    ``done`` is called when all have ended. Once more than ``max_failures`` have failed, the others are given up.
+    ``done`` is called when all have ended. Once more than ``max_failures`` have failed, the others
+    are given up.
     """
 
     agent: Agent
@@ -105,7 +110,9 @@ class AgentRuns:
     _error: BaseException | None = None
     _running: dict[asyncio.Task[Outcome], tuple[Any, ProgramEpisode]] = field(default_factory=dict)
     """Agents that run, with the tickets of their episodes."""
-    _waiter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "siirl-agents-wait"))
+    _waiter: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "siirl-agents-wait")
+    )
     """Waits for episodes of peers. The loop's own threads may be taken by agents that block."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _main: asyncio.Task[None] | None = None
@@ -125,11 +132,15 @@ class AgentRuns:
         self._thread.join(_PATIENCE)
 
     def check(self) -> None:
-        """Raise EpisodeError where an agent has not let the others run for longer than an episode may take."""
+        """Raise EpisodeError where an agent has not let the others run for longer than an
+        episode may take.
+        """
         if self._thread is not None and time.monotonic() - self._beat > self.timeout + _PATIENCE:
             raise EpisodeError(
-                f"an agent has blocked the event loop of all agents for more than {self.timeout:g} s "
-                "(endpoint.timeout): await what takes long, call it with asyncio.to_thread, or give a command"
+                f"an agent has blocked the event loop of all agents for more than {self.timeout:g} "
+                "s "
+                "(endpoint.timeout): await what takes long, call it with asyncio.to_thread, or "
+                "give a command"
             )
 
     def finish(self) -> None:
@@ -148,7 +159,9 @@ class AgentRuns:
         except BaseException as error:  # it is raised in the thread that waits for the agents
             self._error = error
         finally:
-            self._waiter.shutdown(wait=whole)  # else it may wait for a peer, until the worker is told to stop
+            self._waiter.shutdown(
+                wait=whole
+            )  # else it may wait for a peer, until the worker is told to stop
             self.done()
 
     async def _all(self) -> None:
@@ -157,7 +170,9 @@ class AgentRuns:
         try:
             while await self._begin_more() or self._running:
                 if self._running:
-                    await asyncio.wait(self._running, timeout=_SLICE, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        self._running, timeout=_SLICE, return_when=asyncio.FIRST_COMPLETED
+                    )
                 self._complete()
                 if self._failures > self.max_failures:
                     await self._end_all()
@@ -165,7 +180,8 @@ class AgentRuns:
         finally:
             beating.cancel()
             await self._end_all()
-            self.done()  # now: the end of the loop waits for threads that an agent may have left behind
+            # now: the end of the loop waits for threads that an agent may have left behind
+            self.done()
 
     async def _begin_more(self) -> int:
         """Begin as many agents as may run, or give them up; return how many episodes were taken.
@@ -178,7 +194,9 @@ class AgentRuns:
             return 0
         taken = self.source.next(room, wait=False)
         if not taken and not self._running:
-            taken = await self._loop.run_in_executor(self._waiter, partial(self.source.next, room, wait=True))
+            taken = await self._loop.run_in_executor(
+                self._waiter, partial(self.source.next, room, wait=True)
+            )
         self._begun += len(taken)
         for ticket, item in taken:
             episode = self.make(item)
@@ -230,11 +248,17 @@ class AgentRuns:
             if task is not None and task.cancelling():
                 raise
             return None, f"raised {type(error).__name__}"
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would end the loop of all agents
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # the last two would end the loop of all agents
             if limit.expired():
                 return None, f"took more than {self.timeout:g} s"
             reason = f"raised {type(error).__name__}: {error!s:.1000}"
-            return None, reason.encode("utf-8", "replace").decode()  # a model's JSON may hold half of a character
+            return None, reason.encode(
+                "utf-8", "replace"
+            ).decode()  # a model's JSON may hold half of a character
 
     async def _beats(self) -> None:
         while True:

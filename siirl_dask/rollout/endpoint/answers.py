@@ -1,4 +1,6 @@
-"""Answers of the endpoint: what was sampled as a message with its tool calls, and as OpenAI's objects."""
+"""Answers of the endpoint: what was sampled as a message with its tool calls, and as OpenAI's
+objects.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ class Answer:
     prompt_tokens: int
 
 
-def up_to_stop(generation: Generation, stops: Sequence[str], tokenizer: Tokenizer) -> tuple[Generation, str]:
+def up_to_stop(
+    generation: Generation, stops: Sequence[str], tokenizer: Tokenizer
+) -> tuple[Generation, str]:
     """Return the tokens up to the first that completes one of the strings, and the text before it.
 
-    An engine that looked for the string while it sampled would have stopped there: the tokens before do not depend on
-    those after.
+    An engine that looked for the string while it sampled would have stopped there: the tokens
+    before do not depend on those after.
     """
 
     def text_of(count: int) -> str:
@@ -39,22 +43,31 @@ def up_to_stop(generation: Generation, stops: Sequence[str], tokenizer: Tokenize
     count = len(generation.token_ids)
     if not any(stop in text for stop in stops):
         return generation, text
-    # texts of more tokens contain those of fewer, but for a character that is not whole yet, of which no stop consists
-    length = 1 + bisect_left(range(1, count), True, key=lambda length: any(stop in text_of(length) for stop in stops))
+    # texts of more tokens contain those of fewer, but for a character that is not whole yet, of
+    # which no stop consists
+    length = 1 + bisect_left(
+        range(1, count), True, key=lambda length: any(stop in text_of(length) for stop in stops)
+    )
     text = text_of(length)
     first = min(text.index(stop) for stop in stops if stop in text)
     cut = Generation(generation.token_ids[:length], generation.logprobs[:length], FinishReason.STOP)
     return cut, text[:first]
 
 
-def chat_body(asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]) -> dict[str, Any]:
+def chat_body(
+    asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]
+) -> dict[str, Any]:
     """Return the answer to a chat request as OpenAI's object ``chat.completion``."""
     choice = {"index": 0, "message": _sent(answer.message), "finish_reason": _reason(answer)}
-    choice["logprobs"] = {"content": _chat_logprobs(answer.generation, decode)} if asked.logprobs else None
+    choice["logprobs"] = (
+        {"content": _chat_logprobs(answer.generation, decode)} if asked.logprobs else None
+    )
     return {**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)}
 
 
-def text_body(asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]) -> dict[str, Any]:
+def text_body(
+    asked: Asked, answer: Answer, head: dict[str, Any], decode: Callable[[int], str]
+) -> dict[str, Any]:
     """Return the answer to a completion request as OpenAI's object ``text_completion``."""
     choice = {"index": 0, "text": answer.text, "finish_reason": _reason(answer)}
     choice["logprobs"] = _text_logprobs(answer.generation, decode) if asked.logprobs else None
@@ -62,7 +75,9 @@ def text_body(asked: Asked, answer: Answer, head: dict[str, Any], decode: Callab
 
 
 def chunks(asked: Asked, body: dict[str, Any]) -> Iterator[str]:
-    """Yield the events of a stream that give the same answer: it is sampled whole, and sent as few pieces."""
+    """Yield the events of a stream that give the same answer: it is sampled whole, and sent as
+    few pieces.
+    """
     choice = body["choices"][0]
     usage = body["usage"]
     head = {name: body[name] for name in ("id", "created", "model")}
@@ -71,7 +86,10 @@ def chunks(asked: Asked, body: dict[str, Any]) -> Iterator[str]:
         message = choice["message"]
         calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or ())]
         delta = {**message, **({"tool_calls": calls} if calls else {})}
-        pieces = [{"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": choice["finish_reason"]}]
+        pieces = [
+            {"delta": delta, "finish_reason": None},
+            {"delta": {}, "finish_reason": choice["finish_reason"]},
+        ]
     else:
         pieces = [{"text": choice["text"], "finish_reason": choice["finish_reason"]}]
     pieces[0]["logprobs"] = choice["logprobs"]
@@ -89,7 +107,10 @@ def _event(body: dict[str, Any]) -> str:
 def _sent(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message as clients get it: arguments of tool calls are JSON in a text."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])},
+        }
         for call in message.get("tool_calls", ())
     ]
     if not calls:
@@ -116,11 +137,18 @@ def _usage(answer: Answer) -> dict[str, int]:
 def _chat_logprobs(generation: Generation, decode: Callable[[int], str]) -> list[dict[str, Any]]:
     return [
         {"token": text, "bytes": [*text.encode()], "logprob": logprob, "top_logprobs": []}
-        for text, logprob in zip(map(decode, generation.token_ids), generation.logprobs, strict=True)
+        for text, logprob in zip(
+            map(decode, generation.token_ids), generation.logprobs, strict=True
+        )
     ]
 
 
 def _text_logprobs(generation: Generation, decode: Callable[[int], str]) -> dict[str, Any]:
     tokens = [*map(decode, generation.token_ids)]
     offsets = [sum(map(len, tokens[:at])) for at in range(len(tokens))]
-    return {"tokens": tokens, "token_logprobs": generation.logprobs, "top_logprobs": None, "text_offset": offsets}
+    return {
+        "tokens": tokens,
+        "token_logprobs": generation.logprobs,
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }

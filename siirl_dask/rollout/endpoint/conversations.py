@@ -1,8 +1,10 @@
-"""Makes conversations of exact token ids out of an agent's requests, and rows for training out of these.
+"""Makes conversations of exact token ids out of an agent's requests, and rows for training out of
+these.
 
-A request continues an earlier one when its history is that one's history and answer, and more. Then the ids that are
-there stay as they are, and only what the chat template puts between the turns is added. A history that leads back to an
-answer that was continued already, or to none, begins another row; what leads back to an answer begins with its ids.
+A request continues an earlier one when its history is that one's history and answer, and more. Then
+the ids that are there stay as they are, and only what the chat template puts between the turns is
+added. A history that leads back to an answer that was continued already, or to none, begins another
+row; what leads back to an answer begins with its ids.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from siirl_dask.errors import ConfigError
 from siirl_dask.rollout.endpoint.messages import digest
 from siirl_dask.rollout.endpoint.refusals import Refusal, over_limit, too_long, unauthorized
 from siirl_dask.rollout.endpoint.requests import Asked
-from siirl_dask.rollout.engine import FinishReason, Generation, GenerationRequest, Sampling, Tokenizer
+from siirl_dask.rollout.engine import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampling,
+    Tokenizer,
+)
 
 History: TypeAlias = str | tuple[str, ...]
 """The past that a request leads back to: a text, or digests of the tools and of each message."""
@@ -44,12 +52,15 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A row to be: a prompt, and a response in which answers and what stood between them follow one another."""
+    """A row to be: a prompt, and a response in which answers and what stood between them follow
+    one another.
+    """
 
     prompt: list[int]
     seed: int
     order: tuple[Any, ...]
-    """Place among the rows of the episode. Requests that were under way together are in the order of their prompts."""
+    """Place among the rows of the episode. Requests that were under way together are in the
+    order of their prompts."""
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -69,7 +80,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An answer that a request may lead back to: ``length`` tokens of the response up to its end."""
+    """An answer that a request may lead back to: ``length`` tokens of the response up to its
+    end.
+    """
 
     history: History
     segment: Segment
@@ -88,13 +101,21 @@ class SampledTurn:
 
 
 class Conversation:
-    """The requests of one episode. Any thread may call its methods; the tokenizer is used by one at a time."""
+    """The requests of one episode. Any thread may call its methods; the tokenizer is used by one
+    at a time.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, own_prompt: Sequence[int], seed: int, sampling: Sampling, bounds: Bounds
+        self,
+        tokenizer: Tokenizer,
+        own_prompt: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        bounds: Bounds,
     ) -> None:
-        """``own_prompt`` is the prompt of the episode's row: a conversation that begins with it is sampled with
-        ``seed`` itself, as a node that generates would; others with a seed of their prompt.
+        """``own_prompt`` is the prompt of the episode's row: a conversation that begins with it is
+        sampled with ``seed`` itself, as a node that generates would; others with a seed of their
+        prompt.
         """
         self._tokenizer = tokenizer
         self._own_prompt = [*own_prompt]
@@ -113,13 +134,16 @@ class Conversation:
         self._lock = threading.Lock()
 
     def begin(self, asked: Asked) -> SampledTurn:
-        """Return what the engine is to sample for a request. Refusal where it does not fit into the bounds."""
+        """Return what the engine is to sample for a request. Refusal where it does not fit into
+        the bounds.
+        """
         with self._lock:
             if self._closed:
                 raise unauthorized()
             if self.requests >= self._bounds.requests:
                 raise over_limit(
-                    f"the episode has had {self.requests} requests, as many as it may (endpoint.max_requests)"
+                    f"the episode has had {self.requests} requests, as many as it may "
+                    "(endpoint.max_requests)"
                 )
             turn = self._turn(asked)
             self.requests += 1
@@ -129,8 +153,12 @@ class Conversation:
                 self._segments.append(turn.segment)
             return turn
 
-    def finish(self, turn: SampledTurn, generation: Generation, version: int, history: History) -> None:
-        """Record an answer: what was sampled, by which weights, and the history that leads back to it."""
+    def finish(
+        self, turn: SampledTurn, generation: Generation, version: int, history: History
+    ) -> None:
+        """Record an answer: what was sampled, by which weights, and the history that leads back
+        to it.
+        """
         with self._lock:
             self._under_way -= 1
             segment = turn.segment
@@ -159,7 +187,10 @@ class Conversation:
         """Let no more requests in; return the episode's rows, in order."""
         with self._lock:
             self._closed = True
-            return sorted((segment for segment in self._segments if segment.turns), key=lambda segment: segment.order)
+            return sorted(
+                (segment for segment in self._segments if segment.turns),
+                key=lambda segment: segment.order,
+            )
 
     def unasked(self) -> Segment:
         """Return the row of an episode in which nothing was asked: its prompt."""
@@ -169,7 +200,11 @@ class Conversation:
         history = history_of(asked)
         place = max(
             (place for place in self._places if leads_to(history, place.history)),
-            key=lambda place: (len(place.history), not place.segment.busy, place.length == len(place.segment.response)),
+            key=lambda place: (
+                len(place.history),
+                not place.segment.busy,
+                place.length == len(place.segment.response),
+            ),
             default=None,
         )
         between = None if place is None else self._between(asked, place)
@@ -177,12 +212,14 @@ class Conversation:
             return self._opening(asked, self._encoded(asked))
         segment = place.segment
         if segment.busy or place.length < len(segment.response):
-            return self._opening(asked, [*segment.prompt, *segment.response[: place.length], *between])
+            return self._opening(
+                asked, [*segment.prompt, *segment.response[: place.length], *between]
+            )
         return self._request(asked, segment, between)
 
     def _between(self, asked: Asked, place: _Place) -> list[int] | None:
-        """Return the ids that a request adds to those of the answer that it leads back to; None where the chat template
-        cannot tell them.
+        """Return the ids that a request adds to those of the answer that it leads back to; None
+        where the chat template cannot tell them.
         """
         known = len(place.history)
         if not asked.chat:
@@ -193,21 +230,29 @@ class Conversation:
         if any(message["role"] == "assistant" for message in new):
             return None  # words that the policy did not say would be put into its mouth
         try:
-            return self._tokenizer.after_turn(asked.messages[: answered - 1], new, asked.tools, last)
+            return self._tokenizer.after_turn(
+                asked.messages[: answered - 1], new, asked.tools, last
+            )
         except ConfigError:
             return None
 
     def _encoded(self, asked: Asked) -> list[int]:
-        """Return the ids of a request that leads back to no answer. Refusal where the chat template refuses it."""
+        """Return the ids of a request that leads back to no answer. Refusal where the chat
+        template refuses it.
+        """
         if not asked.chat:
             return self._tokenizer.encode(asked.prompt)
         if asked.messages[-1]["role"] == "assistant":
-            reason = "the last message is the assistant's: expected one that the assistant is to answer"
+            reason = (
+                "the last message is the assistant's: expected one that the assistant is to answer"
+            )
             raise Refusal(400, reason, field="messages", code="invalid_value")
         try:
             return self._tokenizer.encode(asked.messages, asked.tools)
         except Exception as error:  # a template raises what it likes
-            reason = f"the model's chat template refuses the messages: {type(error).__name__}: {error}"
+            reason = (
+                f"the model's chat template refuses the messages: {type(error).__name__}: {error}"
+            )
             raise Refusal(400, reason, field="messages", code="invalid_value") from error
 
     def _opening(self, asked: Asked, prompt: list[int]) -> SampledTurn:
@@ -215,20 +260,32 @@ class Conversation:
         bounds = self._bounds
         if len(prompt) > bounds.prompt:
             raise too_long(
-                f"the conversation has {len(prompt)} tokens before its first new answer, more than {bounds.prompt} "
+                f"the conversation has {len(prompt)} tokens before its first new answer, more than "
+                f"{bounds.prompt} "
                 "(data.max_prompt_length)"
             )
         if not prompt:
-            raise Refusal(400, "the prompt has no tokens: expected at least one", field="prompt", code="invalid_value")
+            raise Refusal(
+                400,
+                "the prompt has no tokens: expected at least one",
+                field="prompt",
+                code="invalid_value",
+            )
         if len(self._segments) >= bounds.segments:
             raise over_limit(
-                f"the episode has {len(self._segments)} rows, as many as it may (endpoint.max_segments), and this "
-                "request does not continue the latest answer of one: its history was rewritten, or branches off"
+                f"the episode has {len(self._segments)} rows, as many as it may "
+                "(endpoint.max_segments), and this "
+                "request does not continue the latest answer of one: its history was rewritten, or "
+                "branches off"
             )
         again = sum(segment.prompt == prompt for segment in self._segments)
         if not self._under_way:
             self._wave += 1
-        seed = self._seed if prompt == self._own_prompt and not again else mixed_seed(self._seed, prompt, again)
+        seed = (
+            self._seed
+            if prompt == self._own_prompt and not again
+            else mixed_seed(self._seed, prompt, again)
+        )
         return self._request(asked, Segment(prompt, seed, (self._wave, prompt, again)), [])
 
     def _request(self, asked: Asked, segment: Segment, between: list[int]) -> SampledTurn:
@@ -240,16 +297,22 @@ class Conversation:
             room = min(room, self._bounds.context - len(ids))
         if room < 1:
             raise too_long(
-                f"the conversation has {len(ids)} tokens, {begun} of them since its first answer: there is no room for "
-                f"another answer (rollout.max_response_length={self._bounds.response}, and the model's own length)"
+                f"the conversation has {len(ids)} tokens, {begun} of them since its first answer: "
+                "there is no room for "
+                f"another answer (rollout.max_response_length={self._bounds.response}, and the "
+                "model's own length)"
             )
         wanted = min(room, self._sampling.max_tokens, asked.max_tokens or room)
         sampling = replace(self._sampling, max_tokens=wanted)
-        return SampledTurn(asked, segment, between, GenerationRequest(ids, segment.seed, sampling, begun))
+        return SampledTurn(
+            asked, segment, between, GenerationRequest(ids, segment.seed, sampling, begun)
+        )
 
 
 def history_of(asked: Asked, answer: dict[str, Any] | None = None, text: str = "") -> History:
-    """Return what a request leads back to; with what was answered, a message and its text, what leads back to that."""
+    """Return what a request leads back to; with what was answered, a message and its text, what
+    leads back to that.
+    """
     if not asked.chat:
         return asked.prompt + text
     said = asked.messages if answer is None else [*asked.messages, answer]
@@ -258,10 +321,16 @@ def history_of(asked: Asked, answer: dict[str, Any] | None = None, text: str = "
 
 def leads_to(history: History, earlier: History) -> bool:
     """Return whether a history is an earlier one and more."""
-    return type(history) is type(earlier) and len(history) > len(earlier) and history[: len(earlier)] == earlier
+    return (
+        type(history) is type(earlier)
+        and len(history) > len(earlier)
+        and history[: len(earlier)] == earlier
+    )
 
 
 def mixed_seed(seed: int, prompt: Sequence[int], again: int) -> int:
-    """Return a 63-bit seed for a prompt of an episode, another one each time that the prompt is sampled ``again``."""
+    """Return a 63-bit seed for a prompt of an episode, another one each time that the prompt is
+    sampled ``again``.
+    """
     key = f"{seed}/{again}/{' '.join(map(str, prompt))}".encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

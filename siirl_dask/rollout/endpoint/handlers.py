@@ -38,7 +38,9 @@ class _RequestHandler(RequestHandler):
         self._known = self._find() is not None
 
     def data_received(self, chunk: bytes) -> None:
-        """Keep what may become a request; the rest is read and forgotten, so that its sender hears why."""
+        """Keep what may become a request; the rest is read and forgotten, so that its sender
+        hears why.
+        """
         self._received += len(chunk)
         if self._known and self._received <= self.serving.config.body_bytes:
             self._body += chunk
@@ -47,7 +49,9 @@ class _RequestHandler(RequestHandler):
         """Answers differ from request to request."""
 
     def conversation(self) -> Conversation:
-        """Return the conversation whose bearer token the request has. Refusal where there is none."""
+        """Return the conversation whose bearer token the request has. Refusal where there is
+        none.
+        """
         conversation = self._find()
         if conversation is None:
             raise unauthorized()
@@ -61,7 +65,10 @@ class _RequestHandler(RequestHandler):
         """Return the body. Refusal for one that is too large."""
         config: EndpointConfig = self.serving.config
         if self._received > config.body_bytes:
-            message = f"the body has {self._received} bytes, more than {config.max_body} (endpoint.max_body)"
+            message = (
+                f"the body has {self._received} bytes, more than {config.max_body} "
+                "(endpoint.max_body)"
+            )
             raise Refusal(413, message, code="body_too_large")
         return bytes(self._body)
 
@@ -73,7 +80,9 @@ class _RequestHandler(RequestHandler):
         """Answer with an error in OpenAI's form."""
         _, error, _ = how.get("exc_info", (None, None, None))
         if not isinstance(error, Refusal):
-            reason = {404: "there is no such path", 405: "this path does not have this method"}.get(status_code)
+            reason = {404: "there is no such path", 405: "this path does not have this method"}.get(
+                status_code
+            )
             error = Refusal(status_code, reason or self._reason)
         self.serving.refused += status_code < 500
         self.set_header("Content-Type", "application/json")
@@ -137,7 +146,9 @@ class _Sampling(_RequestHandler):
             return  # the agent has gone; what was sampled is its own all the same
 
     async def _answer(self, conversation: Conversation, turn: SampledTurn) -> Answer:
-        """Return what the engine samples, which is recorded. A client that has gone by then leaves nothing behind."""
+        """Return what the engine samples, which is recorded. A client that has gone by then
+        leaves nothing behind.
+        """
         engine = self.serving.engine
         asked = turn.asked
         ids = turn.request.prompt
@@ -152,10 +163,17 @@ class _Sampling(_RequestHandler):
                 tools = asked.tools if asked.calls_tools else ()
                 first = conversation.tool_calls
                 message = read_message(
-                    engine.tokenizer, generation.token_ids, text=text, prompt=ids, tools=tools, first=first
+                    engine.tokenizer,
+                    generation.token_ids,
+                    text=text,
+                    prompt=ids,
+                    tools=tools,
+                    first=first,
                 )
                 conversation.tool_calls += len(message.get("tool_calls", ()))
-        except asyncio.CancelledError as error:  # by on_connection_close, or because the endpoint closes
+        except (
+            asyncio.CancelledError
+        ) as error:  # by on_connection_close, or because the endpoint closes
             conversation.abandon(turn)
             raise _gone() from error
         except BaseException:

@@ -8,7 +8,13 @@ from typing import Any
 
 from siirl_dask.rollout.endpoint.refusals import invalid, over_limit
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 """Roles of requests, and those that chat templates know."""
 _MOST_TOOLS = 256
 _DEEPEST = 64
@@ -35,24 +41,38 @@ def read_tools(tools: object) -> list[dict[str, Any]]:
             case {"type": "function", "function": {"name": str()}}:
                 pass
             case _:
-                raise invalid(f"tools[{at}]", tool, "an object with type 'function' and a function that has a name")
+                raise invalid(
+                    f"tools[{at}]",
+                    tool,
+                    "an object with type 'function' and a function that has a name",
+                )
     return tools
 
 
 def digest(message: Mapping[str, Any]) -> str:
-    """Return what two messages have in common that say the same: role, text, and the tools that they call.
+    """Return what two messages have in common that say the same: role, text, and the tools that
+    they call.
 
-    Clients may send a call's arguments with other white space, and leave out what was thought before an answer.
+    Clients may send a call's arguments with other white space, and leave out what was thought
+    before an answer.
     """
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+    return json.dumps(
+        [message["role"], message["content"], message.get("name"), calls], sort_keys=True
+    )
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(role, str) or role not in _ROLES:
         raise invalid(where, message, f"an object with a role, one of {[*_ROLES]}")
-    read: dict[str, Any] = {"role": _ROLES[role], "content": _content(message.get("content"), where)}
+    read: dict[str, Any] = {
+        "role": _ROLES[role],
+        "content": _content(message.get("content"), where),
+    }
     if message.get("tool_calls"):
         read["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -69,7 +89,11 @@ def _content(content: object, where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise invalid(f"{where}.content", content, "a text, or a list of parts of type text")
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [
+        part.get("text")
+        for part in content
+        if isinstance(part, dict) and part.get("type") == "text"
+    ]
     if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
         raise invalid(f"{where}.content", content, "parts of type text: the model reads no other")
     return "".join(text for text in texts if isinstance(text, str))
@@ -82,14 +106,24 @@ def _calls(calls: object, where: str) -> list[dict[str, Any]]:
         match call:
             case {"function": {"name": str(name), "arguments": str(text)}, **rest}:
                 named = {"id": rest["id"]} if isinstance(rest.get("id"), str) else {}
-                read.append({**named, "type": "function", "function": {"name": name, "arguments": arguments_of(text)}})
+                read.append(
+                    {
+                        **named,
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments_of(text)},
+                    }
+                )
             case _:
-                raise invalid(where, calls, "a list of objects, each with a function's name and arguments")
+                raise invalid(
+                    where, calls, "a list of objects, each with a function's name and arguments"
+                )
     return read
 
 
 def arguments_of(text: str) -> Any:
-    """Return a call's arguments, JSON as a text, as an object; the text where it is no JSON, or nested too deep."""
+    """Return a call's arguments, JSON as a text, as an object; the text where it is no JSON, or
+    nested too deep.
+    """
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,11 +132,17 @@ def arguments_of(text: str) -> Any:
 
 
 def is_shallow(value: Any) -> bool:
-    """Return whether JSON is nested at most 64 deep, so that templates and encoders, which recurse, can write it."""
+    """Return whether JSON is nested at most 64 deep, so that templates and encoders, which
+    recurse, can write it.
+    """
     level = [value]
     for _ in range(_DEEPEST):
         containers = [item for item in level if isinstance(item, dict | list)]
         if not containers:
             return True
-        level = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            item
+            for each in containers
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
     return not any(isinstance(item, dict | list) for item in level)

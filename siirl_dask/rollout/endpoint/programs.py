@@ -50,14 +50,17 @@ except OSError as error:
 class Program:
     """An Agent: runs a command, whose last line on standard output is the reward, as JSON.
 
-    It finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``SIIRL_SEED`` in its environment, and the
-    columns of its row as a JSON object on standard input. It and all that it has started are killed in the end.
+    It finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL`` and ``SIIRL_SEED`` in its
+    environment, and the columns of its row as a JSON object on standard input. It and all that it
+    has started are killed in the end.
     """
 
     command: Sequence[str]
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> Any:
-        """Return the reward. FileNotFoundError for no program, RuntimeError for one that fails or prints no reward."""
+        """Return the reward. FileNotFoundError for no program, RuntimeError for one that fails
+        or prints no reward.
+        """
         given = {
             "OPENAI_BASE_URL": client.base_url,
             "OPENAI_API_KEY": client.api_key,
@@ -97,7 +100,9 @@ def _reward(said: str) -> Any:
     try:
         return json.loads(last)
     except ValueError as error:
-        raise RuntimeError(f"its last line is {last[:_SHOWN]!r}: expected the reward as JSON") from error
+        raise RuntimeError(
+            f"its last line is {last[:_SHOWN]!r}: expected the reward as JSON"
+        ) from error
 
 
 async def _tell(process: asyncio.subprocess.Process, text: bytes) -> None:
@@ -118,11 +123,22 @@ async def _end_of(stream: asyncio.StreamReader | None) -> str:
 
 
 def _dying_with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command that becomes the given one, which the kernel kills with the thread that starts it (on Linux).
+    """Return a command that becomes the given one, which the kernel kills with the thread that
+    starts it (on Linux).
 
-    A second process stays beside it, which kills all that it has started when it has ended, however that was.
-    The new process asks for that itself: Python code between fork and exec crashes in a process of many threads.
+    A second process stays beside it, which kills all that it has started when it has ended, however
+    that was. The new process asks for that itself: Python code between fork and exec crashes in a
+    process of many threads.
     """
     if sys.platform != "linux":
         return [*command]
-    return [sys.executable, "-I", "-S", "-c", _BECOME, str(_PR_SET_PDEATHSIG), str(int(signal.SIGKILL)), *command]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        _BECOME,
+        str(_PR_SET_PDEATHSIG),
+        str(int(signal.SIGKILL)),
+        *command,
+    ]

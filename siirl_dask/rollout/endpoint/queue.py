@@ -1,4 +1,6 @@
-"""The requests of many agents, for one engine: a RequestQueue that is filled while the engine serves it."""
+"""The requests of many agents, for one engine: a RequestQueue that is filled while the engine
+serves it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,21 @@ from siirl_dask.context import Device
 from siirl_dask.rollout.engine import Generation, GenerationRequest
 
 _SLICE = 0.1  # seconds within which the end of a run is noticed
-_LINGER = 0.02  # seconds that the first request waits for others, since some engines finish a batch before the next
+# seconds that the first request waits for others, since some engines finish a batch before the next
+_LINGER = 0.02
 
 Ticket = Future[Generation]
 
 
 class AgentQueue:
-    """Hands an engine the requests that agents send. The engine's thread takes them, the server's thread adds them."""
+    """Hands an engine the requests that agents send. The engine's thread takes them, the
+    server's thread adds them.
+    """
 
     def __init__(self, device: Device, check: Callable[[], None]) -> None:
-        """``check`` is called now and then by the engine's thread while it waits; what it raises ends the wait."""
+        """``check`` is called now and then by the engine's thread while it waits; what it raises
+        ends the wait.
+        """
         self._device = device
         self._check = check
         self._waiting: deque[tuple[Ticket, GenerationRequest]] = deque()
@@ -32,7 +39,9 @@ class AgentQueue:
         self._under_way = 0
 
     def submit(self, request: GenerationRequest) -> Ticket:
-        """Let the engine serve a request; the future gets its result. One that is cancelled in time is not begun."""
+        """Let the engine serve a request; the future gets its result. One that is cancelled in
+        time is not begun.
+        """
         ticket = Ticket()
         with self._changed:
             self._waiting.append((ticket, request))
@@ -78,7 +87,9 @@ class AgentQueue:
                     return taken
 
     def _await_some(self, limit: int) -> None:
-        """Wait for a request, and a moment for those of other agents; return at once where all agents have ended."""
+        """Wait for a request, and a moment for those of other agents; return at once where all
+        agents have ended.
+        """
         with self._changed:
             while not self._waiting and not self._ended:
                 self._changed.wait(_SLICE)

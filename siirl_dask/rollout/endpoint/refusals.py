@@ -10,7 +10,9 @@ from siirl_dask.errors import did_you_mean
 class Refusal(Exception):
     """A request is not served: the HTTP status, and why."""
 
-    def __init__(self, status: int, message: str, *, field: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, field: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.field = field
@@ -19,14 +21,17 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """Return the body of the answer."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}
+        }
 
 
 def unauthorized() -> Refusal:
     """Return the refusal of a request whose token is none of an episode that is under way."""
     return Refusal(
         401,
-        "the bearer token is none of an episode that is under way: pass on the api_key that the agent was called with",
+        "the bearer token is none of an episode that is under way: pass on the api_key that the "
+        "agent was called with",
         code="invalid_api_key",
     )
 
@@ -34,26 +39,41 @@ def unauthorized() -> Refusal:
 def unknown_model(name: object, known: str) -> Refusal:
     """Return the refusal of another model's name."""
     near = did_you_mean(str(name), [known])
-    message = f"the model {str(name)[:100]!r} does not exist: this endpoint serves {known!r} (endpoint.model){near}"
+    message = (
+        f"the model {str(name)[:100]!r} does not exist: this endpoint serves {known!r} "
+        f"(endpoint.model){near}"
+    )
     return Refusal(404, message, field="model", code="model_not_found")
 
 
 def too_long(message: str) -> Refusal:
-    """Return the refusal of a conversation that has no room left, as OpenAI's servers word it for their clients."""
+    """Return the refusal of a conversation that has no room left, as OpenAI's servers word it
+    for their clients.
+    """
     return Refusal(400, message, field="messages", code="context_length_exceeded")
 
 
 def over_limit(message: str) -> Refusal:
-    """Return the refusal of a request beyond a bound of its episode. It is no 429: to try again does not help."""
+    """Return the refusal of a request beyond a bound of its episode. It is no 429: to try again
+    does not help.
+    """
     return Refusal(403, message, code="episode_limit")
 
 
 def invalid(field: str, value: object, expected: str) -> Refusal:
     """Return the refusal of a field's value."""
-    return Refusal(400, f"{field}={value!r:.100}: expected {expected}", field=field, code="invalid_value")
+    return Refusal(
+        400, f"{field}={value!r:.100}: expected {expected}", field=field, code="invalid_value"
+    )
 
 
 def unsupported(field: str, value: object, reason: str, *, may_ignore: bool = True) -> Refusal:
     """Return the refusal of a field that asks for what the endpoint cannot do."""
-    hint = f"; leave it out, or let it be left unread: endpoint.ignore=[{field}]" if may_ignore else "; leave it out"
-    return Refusal(400, f"{field}={value!r:.100}: {reason}{hint}", field=field, code="unsupported_value")
+    hint = (
+        f"; leave it out, or let it be left unread: endpoint.ignore=[{field}]"
+        if may_ignore
+        else "; leave it out"
+    )
+    return Refusal(
+        400, f"{field}={value!r:.100}: {reason}{hint}", field=field, code="unsupported_value"
+    )

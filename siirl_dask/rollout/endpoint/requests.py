@@ -1,4 +1,6 @@
-"""Reads the bodies of requests: what OpenAI's API has, of which the endpoint serves a part. All else is refused."""
+"""Reads the bodies of requests: what OpenAI's API has, of which the endpoint serves a part. All
+else is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,18 @@ from siirl_dask.rollout.endpoint.messages import is_shallow, read_messages, read
 from siirl_dask.rollout.endpoint.refusals import Refusal, invalid, unknown_model, unsupported
 
 _READ = {"model", "stream", "stream_options", "max_tokens", "stop", "n", "logprobs", "top_logprobs"}
-_CHAT = _READ | {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "response_format"}
+_CHAT = _READ | {
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_completion_tokens",
+    "response_format",
+}
 _TEXT = _READ | {"prompt", "echo", "best_of", "suffix"}
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
-"""Fields that the run decides in place of the agent: what is trained is what the run's policy would have said."""
+"""Fields that the run decides in place of the agent: what is trained is what the run's policy
+would have said."""
 _NEUTRAL = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Fields that have no meaning here and change no answer."""
 _DEFAULTS: Mapping[str, tuple[object, ...]] = {
@@ -61,16 +71,24 @@ def read_request(body: bytes, *, chat: bool, config: EndpointConfig) -> Asked:
     """Return the request in a body. Refusal for anything that is not served."""
     given = _read_object(body)
     known = (_CHAT if chat else _TEXT) | _SAMPLING | _NEUTRAL | _DEFAULTS.keys()
-    given = {name: value for name, value in given.items() if value is not None and name not in config.ignore}
+    given = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in config.ignore
+    }
     for name, value in given.items():
         if name not in known:
             raise unsupported(name, value, "the endpoint does not know this field")
         if name in _DEFAULTS and not _is_usual(name, value):
             usual = json.dumps(_DEFAULTS[name][0])
-            raise unsupported(name, value, f"the endpoint answers as with {usual}", may_ignore=name != "n")
+            raise unsupported(
+                name, value, f"the endpoint answers as with {usual}", may_ignore=name != "n"
+            )
     if given.get("model") != config.model:
         raise unknown_model(given.get("model"), config.model)
-    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
+    limits = [
+        _count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given
+    ]
     options = _options(given, "stream_options") if "stream_options" in given else {}
     tools = read_tools(given.get("tools", []))
     return Asked(
@@ -89,22 +107,35 @@ def read_request(body: bytes, *, chat: bool, config: EndpointConfig) -> Asked:
 
 
 def _is_usual(name: str, value: object) -> bool:
-    """Return whether a field has a value that means what the endpoint does anyway; true is not the number 1."""
-    return any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in _DEFAULTS[name])
+    """Return whether a field has a value that means what the endpoint does anyway; true is not
+    the number 1.
+    """
+    return any(
+        value == usual and isinstance(value, bool) == isinstance(usual, bool)
+        for usual in _DEFAULTS[name]
+    )
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body.decode())
-        json.dumps(given, ensure_ascii=False).encode()  # an escape may stand for half of a character
+        json.dumps(
+            given, ensure_ascii=False
+        ).encode()  # an escape may stand for half of a character
     except UnicodeError as error:
         raise Refusal(400, f"the body is not UTF-8: {error}", code="invalid_json") from error
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from error
     if not is_shallow(given):
-        raise Refusal(400, "the body is nested too deep: expected at most 64 levels", code="invalid_json")
+        raise Refusal(
+            400, "the body is nested too deep: expected at most 64 levels", code="invalid_json"
+        )
     if not isinstance(given, dict):
-        raise Refusal(400, f"the body is a JSON {type(given).__name__}: expected an object", code="invalid_json")
+        raise Refusal(
+            400,
+            f"the body is a JSON {type(given).__name__}: expected an object",
+            code="invalid_json",
+        )
     return given
 
 
@@ -139,7 +170,9 @@ def _options(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> bool:
-    """Return whether log-probs are asked for: in a chat a flag, in a completion the number of alternatives, 0."""
+    """Return whether log-probs are asked for: in a chat a flag, in a completion the number of
+    alternatives, 0.
+    """
     if chat:
         return _flag(given, "logprobs")
     value = given.get("logprobs")
@@ -152,7 +185,11 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> bool:
 
 def _stops(stop: object) -> tuple[str, ...]:
     given = stop if isinstance(stop, list) else [stop]
-    stops = tuple(text for text in given if isinstance(text, str) and 0 < len(text) <= _LONGEST_STOP)
+    stops = tuple(
+        text for text in given if isinstance(text, str) and 0 < len(text) <= _LONGEST_STOP
+    )
     if len(stops) < len(given) or len(stops) > _MOST_STOPS:
-        raise invalid("stop", stop, f"a text or up to {_MOST_STOPS}, each of 1 to {_LONGEST_STOP} characters")
+        raise invalid(
+            "stop", stop, f"a text or up to {_MOST_STOPS}, each of 1 to {_LONGEST_STOP} characters"
+        )
     return stops

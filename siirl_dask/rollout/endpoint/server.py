@@ -1,8 +1,9 @@
-"""The endpoint: an HTTP server in a thread of a rollout worker, through which agents talk to the worker's engine.
+"""The endpoint: an HTTP server in a thread of a rollout worker, through which agents talk to the
+worker's engine.
 
-It speaks OpenAI's ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. The bearer token of a request tells
-whose it is: each episode has its own. Tornado is imported where the server starts, so that a policy can be trained
-where it is not installed.
+It speaks OpenAI's ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``. The bearer
+token of a request tells whose it is: each episode has its own. Tornado is imported where the server
+starts, so that a policy can be trained where it is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from siirl_dask.rollout.engine import RolloutEngine
 if TYPE_CHECKING:
     from tornado.httpserver import HTTPServer
 
-_DISCARDED = 64  # times the largest body that is read and thrown away, so that its sender hears why it is refused
+# times the largest body that is read and thrown away, so that its sender hears why it is refused
+_DISCARDED = 64
 _HEADERS = 64 * 1024  # bytes
 _BODY_TIMEOUT = 60.0  # seconds in which a body must come
 _IDLE_TIMEOUT = 120.0  # seconds for which a connection without a request stays open
@@ -33,12 +35,15 @@ _PATIENCE = 5.0  # seconds for the server's thread to start or end
 
 
 class Endpoint:
-    """A server on a thread and event loop of its own, while inside; leaving it closes the listener and connections.
+    """A server on a thread and event loop of its own, while inside; leaving it closes the listener
+    and connections.
 
     ConfigError when it cannot listen where the configuration says.
     """
 
-    def __init__(self, engine: RolloutEngine, queue: AgentQueue, config: EndpointConfig, rank: Rank) -> None:
+    def __init__(
+        self, engine: RolloutEngine, queue: AgentQueue, config: EndpointConfig, rank: Rank
+    ) -> None:
         self._config = config
         self._port = config.port + rank.rank if config.port else 0
         self.serving = Serving(engine, queue, config)
@@ -69,7 +74,8 @@ class Endpoint:
             self._sockets = bind_sockets(self._port, self._config.host)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"endpoint.host={self._config.host!r}, endpoint.port={self._config.port}: cannot listen on port "
+                f"endpoint.host={self._config.host!r}, endpoint.port={self._config.port}: cannot "
+                "listen on port "
                 f"{self._port}: {error}; expected an address of this machine, and a free port or 0"
             ) from error
         self._thread.start()
@@ -77,7 +83,10 @@ class Endpoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_PATIENCE)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,6 @@
-"""Finds the tool calls in what a model wrote, by the tokenizer's own rules or by those of Hermes and Qwen."""
+"""Finds the tool calls in what a model wrote, by the tokenizer's own rules or by those of Hermes
+and Qwen.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,23 @@ HERMES: Mapping[str, Any] = {
         "content": {"content": "text"},
     },
 }
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, for tokenizers that say nothing: most of them."""
+"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, for tokenizers that say nothing:
+most of them."""
 
 
 def read_message(
-    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, prompt: Sequence[int], tools: Sequence[Any], first: int
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    text: str,
+    prompt: Sequence[int],
+    tools: Sequence[Any],
+    first: int,
 ) -> dict[str, Any]:
-    """Return the assistant's message in sampled tokens, whose ``text`` is given; ``tools`` are those it may call.
+    """Return the assistant's message in sampled tokens, whose ``text`` is given; ``tools`` are
+    those it may call.
 
-    Its tool calls are numbered from ``first``. What does not parse is plain content, for the agent to complain about.
+    Its tool calls are numbered from ``first``. What does not parse is plain content, for the agent
+    to complain about.
     """
     plain = {"role": "assistant", "content": text}
     template = getattr(tokenizer, "response_template", None)
@@ -46,7 +56,12 @@ def read_message(
         before = ""  # or all of the prompt would count as the answer's beginning
     try:
         parsed = parse_response(text, dict(template or HERMES), prefix=before, tools=[*tools])
-    except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, nested too deep, not as the template wants it
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ):  # no JSON, nested too deep, not as the template wants it
         return plain
     if not is_shallow(parsed):
         return plain
@@ -68,7 +83,10 @@ def _calls(parsed: Sequence[Any], first: int) -> list[dict[str, Any]] | None:
         match call:
             case {"function": {"name": str(name), **rest}}:
                 given = rest.get("arguments", {})
-                function = {"name": name, "arguments": arguments_of(given) if isinstance(given, str) else given}
+                function = {
+                    "name": name,
+                    "arguments": arguments_of(given) if isinstance(given, str) else given,
+                }
                 calls.append({"id": f"call_{number}", "type": "function", "function": function})
             case _:
                 return None

@@ -1,4 +1,6 @@
-"""Generates with SGLang, in processes that it starts beside this one: written against its Engine of release 0.5.23."""
+"""Generates with SGLang, in processes that it starts beside this one: written against its Engine
+of release 0.5.23.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ Running = dict["asyncio.Task[Generation]", tuple[Any, GenerationRequest]]
 
 
 class SglangEngine(MergesAdapters, HoldsNoGroups):
-    """A RolloutEngine over ``sglang.Engine``. ConfigError when SGLang cannot run the model in ``model.path``."""
+    """A RolloutEngine over ``sglang.Engine``. ConfigError when SGLang cannot run the model in
+    ``model.path``.
+    """
 
     processor = None
 
@@ -50,7 +54,8 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         folder = read_model_folder(model)
         if folder.sees_images:
             raise ConfigError(
-                f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang does not take here; "
+                f"model.path={model.path!r}: a model that sees images, which rollout.engine=sglang "
+                "does not take here; "
                 f"take {alternatives('sglang', lambda able: able.images)}"
             )
         self.tokenizer: Tokenizer = folder.tokenizer
@@ -64,16 +69,20 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         self._finish = weakref.finalize(self, ending)  # also where nobody calls close()
         self.context_length: int | None = int(self._engine.get_server_info()["max_req_input_len"])
         able = rollout.sglang.sleep and device.kind is not DeviceKind.CPU
-        self._sleep = SglangSleep(self._engine, partial(accelerator.free_cache, device.kind), able=able)
+        self._sleep = SglangSleep(
+            self._engine, partial(accelerator.free_cache, device.kind), able=able
+        )
         self._numbers = count()
         self._replacement = Replacement("SGLang")
         self.version = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
         """Return one response per prompt, in order.
 
-        ValueError for a prompt without tokens, ConfigError for one that leaves no room for ``max_tokens``, and for
-        sampling that SGLang cannot do.
+        ValueError for a prompt without tokens, ConfigError for one that leaves no room for
+        ``max_tokens``, and for sampling that SGLang cannot do.
         """
         return serve_all(self, prompts, seeds, sampling)
 
@@ -86,7 +95,8 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter, a layer at a time, and forget what was read of prompts.
 
-        ValueError, before anything changes, if the names or shapes do not fit; RunError when SGLang fails half way.
+        ValueError, before anything changes, if the names or shapes do not fit; RunError when SGLang
+        fails half way.
         """
         self._replacement.check()
         weights = self._parameters.fit(tensors, version)
@@ -116,7 +126,9 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
                 self._admit(queue, running)
                 if not running:
                     return
-                done, _ = await asyncio.wait(running, timeout=_LOOK_AGAIN, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    running, timeout=_LOOK_AGAIN, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     ticket, _ = running.pop(task)
                     queue.complete(ticket, task.result())
@@ -133,10 +145,16 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
             task = asyncio.ensure_future(self._generate(str(next(self._numbers)), request, params))
             running[task] = ticket, request
 
-    async def _generate(self, name: str, request: GenerationRequest, params: dict[str, Any]) -> Generation:
+    async def _generate(
+        self, name: str, request: GenerationRequest, params: dict[str, Any]
+    ) -> Generation:
         """Return the response of one request, and report progress as it grows."""
         reports = await self._engine.async_generate(
-            input_ids=list(request.prompt), sampling_params=params, return_logprob=True, stream=True, rid=name
+            input_ids=list(request.prompt),
+            sampling_params=params,
+            return_logprob=True,
+            stream=True,
+            rid=name,
         )
         whole: Mapping[str, Any] = {}
         async for report in reports:  # each has all tokens so far
@@ -152,17 +170,23 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         _, stuck = await asyncio.wait(running, timeout=_PATIENCE)
         for task in stuck:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)  # the error that ended the others is the one to tell
+        await asyncio.gather(
+            *running, return_exceptions=True
+        )  # the error that ended the others is the one to tell
 
     def _check_room(self, request: GenerationRequest) -> None:
-        """Raise ConfigError for a request whose prompt and response may be longer than the cache."""
+        """Raise ConfigError for a request whose prompt and response may be longer than the
+        cache.
+        """
         check_prompts([request.prompt])
         length = len(request.prompt)
         max_tokens = request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "
-                f"{self.context_length} that SGLang has room for; lower it or data.max_prompt_length, or give more "
+                f"rollout.max_response_length={max_tokens}: with a prompt of "
+                f"{counted(length, 'token')} more than the "
+                f"{self.context_length} that SGLang has room for; lower it or "
+                "data.max_prompt_length, or give more "
                 "rollout.sglang.mem_fraction_static if the model can take more"
             )
 
@@ -170,7 +194,9 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         """Hand SGLang all weights, and have it forget what others have made."""
         self._demand(self._engine.begin_weight_update())
         for layer in _by_layer(self._parameters.as_in_files(weights)):
-            self._demand(self._engine.update_weights_from_tensor(named_tensors=layer, flush_cache=False))
+            self._demand(
+                self._engine.update_weights_from_tensor(named_tensors=layer, flush_cache=False)
+            )
             self._progress()
         self._demand(self._engine.end_weight_update())
         if not self._sleep.cache_is_gone:
@@ -191,20 +217,29 @@ def _by_layer(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str,
         return found.group() if found else weight[0]
 
     for _, group in groupby(weights, layer):
-        # SGLang's pickle moves a tensor of the host into shared memory, and the sender's must stay where it is.
-        yield [(name, tensor.detach().clone() if tensor.is_cpu else tensor.detach()) for name, tensor in group]
+        # SGLang's pickle moves a tensor of the host into shared memory, and the sender's must stay
+        # where it is.
+        yield [
+            (name, tensor.detach().clone() if tensor.is_cpu else tensor.detach())
+            for name, tensor in group
+        ]
 
 
 def _start(model: ModelConfig, rollout: RolloutConfig, device: Device) -> tuple[Any, Ending]:
-    """Build SGLang's engine, and what ends it. ConfigError, naming the options, when it cannot run."""
+    """Build SGLang's engine, and what ends it. ConfigError, naming the options, when it cannot
+    run.
+    """
     module, arguments = load_sglang()
-    settings = server_arguments(model, rollout, device, arguments.DETERMINISTIC_ATTENTION_BACKEND_CHOICES)
+    settings = server_arguments(
+        model, rollout, device, arguments.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    )
     try:
         with as_parent():
             engine = module.Engine(**settings)
     except Exception as error:  # SGLang raises anything from TypeError to RuntimeError
         raise ConfigError(
-            f"model.path={model.path!r}: SGLang cannot run it with {given_options(rollout)}: {error}; change what does "
+            f"model.path={model.path!r}: SGLang cannot run it with {given_options(rollout)}: "
+            f"{error}; change what does "
             "not fit or take another rollout.engine"
         ) from error
     return engine, Ending(engine, module)

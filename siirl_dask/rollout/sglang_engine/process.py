@@ -1,7 +1,8 @@
-"""Imports SGLang, has it start its processes from a Dask worker, and ends them: what is written here for SGLang 0.5.23.
+"""Imports SGLang, has it start its processes from a Dask worker, and ends them: what is written
+here for SGLang 0.5.23.
 
-SGLang computes in processes of its own. It starts them as if it was a process's only purpose, and ends all children
-that the process has; a worker has others, such as those of rewards.
+SGLang computes in processes of its own. It starts them as if it was a process's only purpose, and
+ends all children that the process has; a worker has others, such as those of rewards.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _NEEDED = (
     "shutdown",
     "update_weights_from_tensor",
 )
-_BEFORE_JOINING = 100  # multiprocessing runs finalizers with a priority before it waits for children
+_BEFORE_JOINING = (
+    100  # multiprocessing runs finalizers with a priority before it waits for children
+)
 
 
 def load_sglang() -> tuple[Any, Any]:
@@ -53,14 +56,16 @@ def load_sglang() -> tuple[Any, Any]:
         arguments = importlib.import_module("sglang.srt.server_args")
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"rollout.engine=sglang: SGLang cannot be imported: {error}; install it as docs/engines.md#sglang says, or "
+            f"rollout.engine=sglang: SGLang cannot be imported: {error}; install it as "
+            "docs/engines.md#sglang says, or "
             "take another rollout.engine"
         ) from error
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang takes uvloop's, for all loops of the process
     if lacking := [name for name in _NEEDED if not hasattr(engine.Engine, name)]:
         raise ConfigError(
-            f"rollout.engine=sglang: SGLang {release()} has no Engine.{lacking[0]}; expected {WRITTEN_FOR}, or a later "
+            f"rollout.engine=sglang: SGLang {release()} has no Engine.{lacking[0]}; expected "
+            f"{WRITTEN_FOR}, or a later "
             "release that has it"
         )
     return engine, arguments
@@ -90,12 +95,16 @@ def as_parent() -> Iterator[None]:
 
 
 class Ending:
-    """Ends an engine's processes once: when it is called, or before multiprocessing waits for them at the end."""
+    """Ends an engine's processes once: when it is called, or before multiprocessing waits for
+    them at the end.
+    """
 
     def __init__(self, engine: Any, module: Any) -> None:
         """``module`` is that of the engine's class."""
         atexit.unregister(engine.shutdown)  # it would end processes that are not SGLang's
-        self._finalize = Finalize(None, _shut_down, args=(engine, module), exitpriority=_BEFORE_JOINING)
+        self._finalize = Finalize(
+            None, _shut_down, args=(engine, module), exitpriority=_BEFORE_JOINING
+        )
 
     def __call__(self) -> None:
         """End the processes, unless they were ended before."""
@@ -103,7 +112,9 @@ class Ending:
 
 
 def _shut_down(engine: Any, module: Any) -> None:
-    """Shut an engine down, which kills the children of this process: those that are the engine's."""
+    """Shut an engine down, which kills the children of this process: those that are the
+    engine's.
+    """
     own = list(engine.get_all_child_pids())
     kill = module.kill_process_tree
 

@@ -1,4 +1,6 @@
-"""Turns a generation request into SGLang's sampling parameters, and what SGLang reports into a generation."""
+"""Turns a generation request into SGLang's sampling parameters, and what SGLang reports into a
+generation.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _SIGNED = 2**63
 def sampling_params(request: GenerationRequest, end_tokens: Collection[int]) -> dict[str, Any]:
     """Return SGLang's parameters of one row. ConfigError for sampling that it cannot do with seeds.
 
-    A token's random numbers are a hash of the seed and of its place in the whole sequence: a response that was
-    interrupted goes on as if it was not.
+    A token's random numbers are a hash of the seed and of its place in the whole sequence: a
+    response that was interrupted goes on as if it was not.
     """
     sampling = request.sampling
     _check(sampling)
@@ -36,26 +38,32 @@ def sampling_params(request: GenerationRequest, end_tokens: Collection[int]) -> 
 def _check(sampling: Sampling) -> None:
     if sampling.min_p > 0:
         raise ConfigError(
-            f"rollout.engine=sglang: a request asks for min_p={sampling.min_p}, which SGLang's sampler does not take "
+            f"rollout.engine=sglang: a request asks for min_p={sampling.min_p}, which SGLang's "
+            "sampler does not take "
             "together with seeds; leave it at 0, or take another engine"
         )
     if sampling.top_k == 1 and sampling.temperature not in (0, 1):
         raise ConfigError(
-            f"rollout.engine=sglang: a request asks for top_k=1 and temperature={sampling.temperature}, where SGLang "
+            "rollout.engine=sglang: a request asks for top_k=1 and "
+            f"temperature={sampling.temperature}, where SGLang "
             "tells log-probs of temperature 1; give temperature 0 or 1, or another top_k"
         )
 
 
-def read_generation(reported: Mapping[str, Any], request: GenerationRequest, version: int) -> Generation:
-    """Return a finished response. RunError where SGLang ended it for another reason than its end or its length, tells
-    log-probs of other tokens, or some that are not finite.
+def read_generation(
+    reported: Mapping[str, Any], request: GenerationRequest, version: int
+) -> Generation:
+    """Return a finished response. RunError where SGLang ended it for another reason than its end or
+    its length, tells log-probs of other tokens, or some that are not finite.
     """
     told = reported["meta_info"]
     tokens = list(reported["output_ids"])
     logprobs = [float(logprob) for logprob, *_ in told["output_token_logprobs"]]
     reason = _reason(told["finish_reason"], version)
     if [token for _, token, *_ in told["output_token_logprobs"]] != tokens:
-        raise RunError(f"SGLang told log-probs of other tokens than it sampled, in request {told['id']}")
+        raise RunError(
+            f"SGLang told log-probs of other tokens than it sampled, in request {told['id']}"
+        )
     if reason is FinishReason.LENGTH and len(tokens) != request.sampling.max_tokens:
         raise RunError(
             f"SGLang ended a response after {counted(len(tokens), 'token')}, which may have "

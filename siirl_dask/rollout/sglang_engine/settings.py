@@ -1,4 +1,6 @@
-"""Translates ``rollout.*`` into the arguments of ``sglang.Engine``, which are SGLang's server arguments."""
+"""Translates ``rollout.*`` into the arguments of ``sglang.Engine``, which are SGLang's server
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _SIZES = ("dp_size", "ep_size", "nnodes", "node_rank", "pp_size")
 def server_arguments(
     model: ModelConfig, rollout: RolloutConfig, device: Device, deterministic: Collection[str]
 ) -> dict[str, Any]:
-    """Return all arguments of ``sglang.Engine``. ConfigError for ``engine_kwargs`` that are set here or not taken.
+    """Return all arguments of ``sglang.Engine``. ConfigError for ``engine_kwargs`` that are set
+    here or not taken.
 
     ``deterministic`` names the kernels of attention that are, in the SGLang that is installed.
     """
@@ -61,28 +64,42 @@ def server_arguments(
 
 
 def given_options(rollout: RolloutConfig) -> str:
-    """Return the options that differ from the defaults, by the names of the configuration, for error messages."""
-    options = {"rollout.max_rows": rollout.max_rows, **changed_options("rollout.sglang", rollout.sglang)}
+    """Return the options that differ from the defaults, by the names of the configuration, for
+    error messages.
+    """
+    options = {
+        "rollout.max_rows": rollout.max_rows,
+        **changed_options("rollout.sglang", rollout.sglang),
+    }
     return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 def _check_own(given: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name in given:
         if name in ours:
-            raise ConfigError(f"rollout.sglang.engine_kwargs.{name}: another key sets it, see docs/engines.md")
+            raise ConfigError(
+                f"rollout.sglang.engine_kwargs.{name}: another key sets it, see docs/engines.md"
+            )
         if name in _SIZES:
-            raise ConfigError(f"rollout.sglang.engine_kwargs.{name}: an SGLang engine is on one worker here")
+            raise ConfigError(
+                f"rollout.sglang.engine_kwargs.{name}: an SGLang engine is on one worker here"
+            )
         if name in _REFUSED:
-            raise ConfigError(f"rollout.sglang.engine_kwargs.{name}: {_REFUSED[name]}; leave it out")
+            raise ConfigError(
+                f"rollout.sglang.engine_kwargs.{name}: {_REFUSED[name]}; leave it out"
+            )
 
 
-def _attention(dtype: Dtype, own: SglangConfig, deterministic: Collection[str], *, on_cpu: bool) -> str | None:
-    """Return the kernels of attention; None for SGLang's choice. ConfigError where none that it has are
-    deterministic.
+def _attention(
+    dtype: Dtype, own: SglangConfig, deterministic: Collection[str], *, on_cpu: bool
+) -> str | None:
+    """Return the kernels of attention; None for SGLang's choice. ConfigError where none that it has
+    are deterministic.
     """
     if own.attention_backend is not None and own.attention_backend not in deterministic:
         raise ConfigError(
-            f"rollout.sglang.attention_backend={own.attention_backend!r}: expected one that is deterministic in SGLang "
+            f"rollout.sglang.attention_backend={own.attention_backend!r}: expected one that is "
+            "deterministic in SGLang "
             f"{release()}: {', '.join(sorted(deterministic))}"
         )
     if own.attention_backend is not None or not on_cpu:
@@ -90,13 +107,16 @@ def _attention(dtype: Dtype, own: SglangConfig, deterministic: Collection[str], 
     if found := next((name for name in _FOR_CPUS if name in deterministic), None):
         return found
     raise ConfigError(
-        f"rollout.engine=sglang: SGLang {release()} has no deterministic attention for a CPU (nor had {WRITTEN_FOR}), "
+        f"rollout.engine=sglang: SGLang {release()} has no deterministic attention for a CPU (nor "
+        f"had {WRITTEN_FOR}), "
         f"without which rows have no seeds; take {alternatives('sglang')} there"
     )
 
 
 def _share(own: SglangConfig, device: Device) -> float | None:
-    """Return the share of the accelerator's memory that SGLang takes: what the plan leaves, or None for its habit."""
+    """Return the share of the accelerator's memory that SGLang takes: what the plan leaves, or
+    None for its habit.
+    """
     if own.mem_fraction_static is not None:
         return own.mem_fraction_static / device.shared_by
     return floor(device.room / device.memory * 1e4) / 1e4 if device.memory and device.room else None

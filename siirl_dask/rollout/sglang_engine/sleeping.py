@@ -1,4 +1,6 @@
-"""Frees SGLang's memory on an accelerator while others compute there: its cache, and weights that others replace."""
+"""Frees SGLang's memory on an accelerator while others compute there: its cache, and weights
+that others replace.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class SglangSleep:
     """Knows what of an engine is asleep: SGLang fails when it is asked twice for the same."""
 
     def __init__(self, engine: Any, make_room: Callable[[], None], *, able: bool) -> None:
-        """``make_room`` frees what torch's allocator in this process keeps for later; not ``able``: nothing sleeps."""
+        """``make_room`` frees what torch's allocator in this process keeps for later; not
+        ``able``: nothing sleeps.
+        """
         self._engine = engine
         self._make_room = make_room
         self._able = able
@@ -44,8 +48,10 @@ class SglangSleep:
         """Wake up, to generate. RunError when the weights are gone and no new ones came."""
         if WEIGHTS in self._asleep:
             raise RunError(
-                "SGLang let go of its weights since a node was to load others before anything is generated, and "
-                "something was asked of it before: use an engine in nodes of its own role alone, or give "
+                "SGLang let go of its weights since a node was to load others before anything is "
+                "generated, and "
+                "something was asked of it before: use an engine in nodes of its own role alone, "
+                "or give "
                 "rollout.sglang.sleep=false"
             )
         self._wake({CACHE})

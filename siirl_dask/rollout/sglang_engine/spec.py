@@ -1,4 +1,6 @@
-"""The spec of SGLang's engine: what must be known of it before it is built. Importing it imports no SGLang."""
+"""The spec of SGLang's engine: what must be known of it before it is built. Importing it imports
+no SGLang.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from siirl_dask.rollout.specs import (
 )
 
 _NAME = "sglang"
-_COPIES = 7  # of the logits: probabilities, log-probs, hashes, and noise and its sum with log-probs in float64
+# of the logits: probabilities, log-probs, hashes, and noise and its sum with log-probs in float64
+_COPIES = 7
 
 
 def _is_installed() -> bool:
@@ -43,7 +46,8 @@ def _is_installed() -> bool:
 def _check_installed() -> None:
     if not _is_installed():
         raise ConfigError(
-            "rollout.engine=sglang: SGLang is not installed; install it as docs/engines.md#sglang says, or take "
+            "rollout.engine=sglang: SGLang is not installed; install it as docs/engines.md#sglang "
+            "says, or take "
             f"{alternatives(_NAME)}"
         )
 
@@ -60,20 +64,25 @@ def _check_no_images(images: ImagesConfig | None) -> None:
     """Raise ConfigError for prompts with images, which the engine does not take."""
     if images is not None and images.used:
         raise ConfigError(
-            f"rollout.engine=sglang with {images.source}: images are not passed to SGLang here; take "
+            f"rollout.engine=sglang with {images.source}: images are not passed to SGLang here; "
+            "take "
             f"{alternatives(_NAME, lambda abilities: abilities.images)}"
         )
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     _check_no_images(inputs.images)
-    from siirl_dask.rollout.sglang_engine.engine import SglangEngine  # imports torch and transformers
+    from siirl_dask.rollout.sglang_engine.engine import (
+        SglangEngine,
+    )  # imports torch and transformers
 
     return SglangEngine(inputs.model, inputs.rollout, inputs.device)
 
 
 def _footprint(engine: EngineOnWorkers) -> Footprint:
-    """Return the memory of an engine that keeps weights on the device unless others follow, and no copy of them."""
+    """Return the memory of an engine that keeps weights on the device unless others follow, and
+    no copy of them.
+    """
     options = engine.rollout.sglang
     least = engine.longest * engine.token_bytes
     return Footprint(

@@ -1,4 +1,6 @@
-"""Decides whether vLLM computes with adapters in layers of its own, or gets weights with the adapters merged in."""
+"""Decides whether vLLM computes with adapters in layers of its own, or gets weights with the
+adapters merged in.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ MOST = _RANKS[-1]
 """Largest rank of an adapter in vLLM's layers."""
 
 
-def takes_layers(dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig | None, *, on_cpu: bool) -> bool:
+def takes_layers(
+    dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig | None, *, on_cpu: bool
+) -> bool:
     """Return whether vLLM has layers for the adapters.
 
-    Its layers copy an adapter for each token on a CPU, and on an accelerator their kernels know no float32; a visual
-    tower has none. There the weights are merged, unless ``rollout.vllm.engine_kwargs.enable_lora`` says otherwise.
+    Its layers copy an adapter for each token on a CPU, and on an accelerator their kernels know no
+    float32; a visual tower has none. There the weights are merged, unless
+    ``rollout.vllm.engine_kwargs.enable_lora`` says otherwise.
     """
     if lora is None or not lora.rank:
         return False
@@ -23,5 +28,7 @@ def takes_layers(dtype: Dtype, rollout: RolloutConfig, lora: LoraConfig | None, 
 
 
 def layer_rank(lora: LoraConfig) -> int | None:
-    """Return the rank that vLLM's layers have room for, at least that of the adapters; None where it has none."""
+    """Return the rank that vLLM's layers have room for, at least that of the adapters; None
+    where it has none.
+    """
     return next((rank for rank in _RANKS if rank >= lora.rank), None)

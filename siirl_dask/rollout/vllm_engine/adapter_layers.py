@@ -1,4 +1,5 @@
-"""vLLM's own adapters (LoRA): its layers compute ``x W^T + scaling * (x A^T) B^T``, so weights stay as they are.
+"""vLLM's own adapters (LoRA): its layers compute ``x W^T + scaling * (x A^T) B^T``, so weights stay
+as they are.
 
 Import ``process`` and prepare it before this.
 """
@@ -24,26 +25,37 @@ from siirl_dask.rollout.vllm_engine.releases import renames_of
 
 
 class Slots:
-    """The adapters that an engine has in its layers, one set for each agent: put there, and read from nowhere."""
+    """The adapters that an engine has in its layers, one set for each agent: put there, and read
+    from nowhere.
+    """
 
     def __init__(self, agents: Sequence[str]) -> None:
-        """``agents`` are those that have the engine in common; none: it has one policy's adapters."""
+        """``agents`` are those that have the engine in common; none: it has one policy's
+        adapters.
+        """
         names = [*agents] or [""]
         self._requests = {
-            name: LoRARequest(name or "policy", number, "in memory") for number, name in enumerate(names, 1)
+            name: LoRARequest(name or "policy", number, "in memory")
+            for number, name in enumerate(names, 1)
         }
         self._there: dict[str, Adapters] = {}
         self.chosen: LoRARequest | None = None
         """Names the adapters with which requests are computed; None: with the weights alone."""
 
     def has(self, agent: str, given: Adapters) -> bool:
-        """Return whether ``given`` are in the layers; where there are none, nothing is to be put there."""
+        """Return whether ``given`` are in the layers; where there are none, nothing is to be put
+        there.
+        """
         return not given.by_weight or self._there.get(agent) is given
 
     def put(self, llm: LLM, agent: str, given: Adapters) -> None:
-        """Put adapters into the layers of ``llm``. ConfigError for layers that vLLM has none for."""
+        """Put adapters into the layers of ``llm``. ConfigError for layers that vLLM has none
+        for.
+        """
         number = self._requests[agent].lora_int_id
-        llm.apply_model(partial(put_adapters, adapters=given.by_weight, scaling=given.scaling, number=number))
+        llm.apply_model(
+            partial(put_adapters, adapters=given.by_weight, scaling=given.scaling, number=number)
+        )
         self._there[agent] = given
 
     def choose(self, agent: str, given: Adapters) -> None:
@@ -52,20 +64,25 @@ class Slots:
 
 
 def layer_arguments(lora: LoraConfig, agents: int = 1) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` for adapters of this rank. Those of one agent compute at a time, and the
-    host keeps the others'.
+    """Return the arguments of ``vllm.LLM`` for adapters of this rank. Those of one agent compute at
+    a time, and the host keeps the others'.
     """
     rank = layer_rank(lora)
     if rank is None:
         raise ConfigError(
             f"trainer.lora.rank={lora.rank}: vLLM has layers for adapters of at most {MOST}; leave "
-            "rollout.vllm.engine_kwargs.enable_lora out, so that it gets weights with the adapters merged in"
+            "rollout.vllm.engine_kwargs.enable_lora out, so that it gets weights with the adapters "
+            "merged in"
         )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": agents, "max_lora_rank": rank}
 
 
-def put_adapters(model: nn.Module, adapters: Mapping[str, Adapter], scaling: float, number: int = 1) -> None:
-    """Replace set ``number`` of the adapters of a model inside vLLM. ConfigError for layers that vLLM has none for."""
+def put_adapters(
+    model: nn.Module, adapters: Mapping[str, Adapter], scaling: float, number: int = 1
+) -> None:
+    """Replace set ``number`` of the adapters of a model inside vLLM. ConfigError for layers that
+    vLLM has none for.
+    """
     manager: Any = model.lora_manager
     tensors: dict[str, Tensor] = {}
     rank = 0
@@ -83,10 +100,14 @@ def put_adapters(model: nn.Module, adapters: Mapping[str, Adapter], scaling: flo
         model_vocab_size=manager.vocab_size,
         weights_mapper=None if mapper is None else renames_of(mapper),
     )
-    known = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+    known = {
+        *manager.modules,
+        *(part for parts in manager.packed_modules.values() for part in parts),
+    }
     if unknown := sorted(made.loras.keys() - known):
         raise ConfigError(
-            f"vLLM has no adapters for {unknown[:3]}: give trainer.lora.targets without them, or let vLLM have the "
+            f"vLLM has no adapters for {unknown[:3]}: give trainer.lora.targets without them, or "
+            "let vLLM have the "
             "merged weights (rollout.vllm.engine_kwargs.enable_lora=false)"
         )
     manager.remove_adapter(number)

@@ -1,4 +1,6 @@
-"""Generates with vLLM inside this process: rows of any length at once, each prompt read once for all samples."""
+"""Generates with vLLM inside this process: rows of any length at once, each prompt read once for
+all samples.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ vllm_process.prepare()
 
 from vllm import LLM, RequestOutput, TokensPrompt  # noqa: E402  # not before it is prepared for
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
-from vllm.distributed.parallel_state import get_tp_group, get_world_group, model_parallel_is_initialized  # noqa: E402
+from vllm.distributed.parallel_state import (  # noqa: E402
+    get_tp_group,
+    get_world_group,
+    model_parallel_is_initialized,
+)
 
 from siirl_dask.rollout.vllm_engine.adapter_layers import Slots  # noqa: E402
 from siirl_dask.rollout.vllm_engine.image_prompts import check_read, image_arguments, prompt_of  # noqa: E402
@@ -51,16 +57,21 @@ from siirl_dask.rollout.vllm_engine.reloading import NewWeights, nothing_left_ou
 from siirl_dask.rollout.vllm_engine.routes import VllmRoutes  # noqa: E402
 from siirl_dask.rollout.vllm_engine.settings import given_options, llm_arguments  # noqa: E402
 from siirl_dask.rollout.vllm_engine.sleeping import FREES_WEIGHTS, KEEPS_WEIGHTS, VllmSleep  # noqa: E402
-from siirl_dask.rollout.vllm_engine.token_choice import logprobs_mode, request_params, token_logprobs  # noqa: E402
+from siirl_dask.rollout.vllm_engine.token_choice import (  # noqa: E402
+    logprobs_mode,
+    request_params,
+    token_logprobs,
+)
 
 logger = logging.getLogger("siirl_dask.rollout")
 
 
 class VllmEngine(MergesAdapters, HoldsNoGroups):
-    """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in ``model.path``.
+    """A RolloutEngine over ``vllm.LLM``. ConfigError when vLLM cannot run the model in
+    ``model.path``.
 
-    With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each method alike, each with
-    a queue of its own.
+    With ``rollout.tensor_parallel_size`` it is one rank of an engine: all ranks must call each
+    method alike, each with a queue of its own.
     """
 
     def __init__(
@@ -73,8 +84,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         processor: ImageProcessor | None = None,
         agents: Sequence[str] = (),
     ) -> None:
-        """``lora`` describes the adapters that ``load_adapters`` will get, or each of ``agents``; None: none. Without a
-        ``processor`` requests with images are refused.
+        """``lora`` describes the adapters that ``load_adapters`` will get, or each of ``agents``;
+        None: none. Without a ``processor`` requests with images are refused.
         """
         check_logprobs_of_vllm(model.path, 0, device.kind)
         folder = read_model_folder(model)
@@ -83,7 +94,13 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.processor = processor
         of_images = image_arguments(processor) if folder.sees_images else None
         settings = llm_arguments(
-            model, rollout, device=device, ranks=self._ranks, lora=lora, images=of_images, agents=len(agents) or 1
+            model,
+            rollout,
+            device=device,
+            ranks=self._ranks,
+            lora=lora,
+            images=of_images,
+            agents=len(agents) or 1,
         )
         self._parameters = folder.parameters
         self._end_tokens = folder.end_tokens
@@ -95,7 +112,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._note_cache = device.engine_cache
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
-        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)  # also where nobody calls close()
+        self._finish = weakref.finalize(
+            self, _shut_down, self._llm, self._world
+        )  # also where nobody calls close()
         self.routing = needed_routing(model.path) if rollout.router_replay else None
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
@@ -105,17 +124,22 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._has_layers = bool(settings.get("enable_lora"))
         if lora is not None and lora.rank:
             own = "computes with adapters in layers of its own"
-            logger.info("vLLM %s", own if self._has_layers else "gets weights with the adapters merged in")
+            logger.info(
+                "vLLM %s", own if self._has_layers else "gets weights with the adapters merged in"
+            )
         level = min(rollout.vllm.sleep_level, KEEPS_WEIGHTS if self._has_layers else FREES_WEIGHTS)
         self._sleep = VllmSleep(self._llm, 0 if self._on_cpu else level, device)
         self._slots = Slots(agents)
         self._replacement = Replacement("vLLM")
         self.version = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
+    ) -> list[Generation]:
         """Return one response per prompt, in order.
 
-        ValueError for a prompt without tokens, ConfigError for one that leaves no room for ``max_tokens``.
+        ValueError for a prompt without tokens, ConfigError for one that leaves no room for
+        ``max_tokens``.
         """
         return serve_all(self, prompts, seeds, sampling)
 
@@ -143,7 +167,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace every parameter and reset the prefix cache.
 
-        ValueError, before anything changes, if the names or shapes do not fit; RunError when vLLM fails half way.
+        ValueError, before anything changes, if the names or shapes do not fit; RunError when vLLM
+        fails half way.
         """
         self._replacement.check()
         weights = NewWeights(self._parameters.as_in_files(self._parameters.fit(tensors, version)))
@@ -151,7 +176,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         with self._replacement.to(version):
             with self._eager(), vllm_process.untouched():
                 with nothing_left_out(self._llm):
-                    self._llm.collective_rpc(reload_weights, kwargs={"weights_iterator": iter(weights)})
+                    self._llm.collective_rpc(
+                        reload_weights, kwargs={"weights_iterator": iter(weights)}
+                    )
                 self._llm.apply_model(weights.copy_sinks)
                 if self._on_cpu:
                     self._llm.apply_model(_pack)
@@ -161,8 +188,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.version = version
 
     def use_adapters(self, given: Adapters, agent: str = "") -> None:
-        """Compute with ``given``, those of ``agent``, from now on, in vLLM's own layers where it has them; errors as
-        ``load_weights``.
+        """Compute with ``given``, those of ``agent``, from now on, in vLLM's own layers where it
+        has them; errors as ``load_weights``.
         """
         if not self._has_layers:
             super().use_adapters(given, agent)
@@ -175,7 +202,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self.version = given.version
 
     def _forget_prompts(self) -> None:
-        """Forget keys and values of prompts, and features of images, which other weights have made."""
+        """Forget keys and values of prompts, and features of images, which other weights have
+        made.
+        """
         self._llm.reset_prefix_cache()
         self._llm.llm_engine.reset_encoder_cache()
 
@@ -186,7 +215,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._sleep.begin(weights_follow=weights_follow)
 
     def leave_groups(self) -> bool:
-        """Return whether the engine can go on: not if it is one of several ranks, nor with half of its weights."""
+        """Return whether the engine can go on: not if it is one of several ranks, nor with half
+        of its weights.
+        """
         return self._ranks.size == 1 and not self._replacement.broken
 
     def close(self) -> None:
@@ -196,13 +227,20 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
             del self._llm, self._sleep
             gc.collect()  # an engine and its parts know each other
 
-    def _start(self, model: ModelConfig, settings: Mapping[str, Any], options: str, kind: DeviceKind) -> LLM:
-        """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``, when it cannot run."""
-        gc.collect()  # one that was forgotten, in a run that failed on this worker, is closed by this
-        gc.freeze()  # until it is closed: vLLM collects five times as it starts, through all that was imported
+    def _start(
+        self, model: ModelConfig, settings: Mapping[str, Any], options: str, kind: DeviceKind
+    ) -> LLM:
+        """Build vLLM in a world of process groups of its own. ConfigError, naming ``options``,
+        when it cannot run.
+        """
+        # one that was forgotten, in a run that failed on this worker, is closed by this
+        gc.collect()
+        # until it is closed: vLLM collects five times as it starts, through all that was imported
+        gc.freeze()
         if model_parallel_is_initialized():
             raise ConfigError(
-                "vLLM runs one engine in a process, and this one has one: close it first, give the roles workers of "
+                "vLLM runs one engine in a process, and this one has one: close it first, give the "
+                "roles workers of "
                 "their own (cluster.placement), or take rollout.engine=transformers"
             )
         with self._world.entered():
@@ -212,7 +250,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
                 return _build(model.path, settings)
         except Exception as error:  # vLLM raises anything from ValueError to AssertionError
             raise ConfigError(
-                f"model.path={model.path!r}: vLLM cannot run it with {options}: {_innermost(error)}; change what "
+                f"model.path={model.path!r}: vLLM cannot run it with {options}: "
+                f"{_innermost(error)}; change what "
                 "does not fit or take rollout.engine=transformers"
             ) from error
 
@@ -220,7 +259,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         """Switch torch.compile off on a CPU, where it would spend 23 seconds in a C++ compiler."""
         return torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
 
-    def _admit(self, queue: RequestQueue, running: dict[str, tuple[Any, GenerationRequest]]) -> bool:
+    def _admit(
+        self, queue: RequestQueue, running: dict[str, tuple[Any, GenerationRequest]]
+    ) -> bool:
         """Pass vLLM as many requests as there is room for. Return whether any are under way."""
         room = self._max_rows - len(running)
         for ticket, request in queue.next(room, wait=not running) if room else ():
@@ -240,25 +281,33 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._note_cache(cache_usage(scheduler), scheduler.get_request_counts()[1])
 
     def _check_room(self, request: GenerationRequest) -> None:
-        """Raise ConfigError for a request whose prompt and response may be longer than the KV cache."""
+        """Raise ConfigError for a request whose prompt and response may be longer than the KV
+        cache.
+        """
         check_prompts([request.prompt])
         length = len(request.prompt)
         max_tokens = request.sampling.max_tokens
         if self.context_length is not None and length + max_tokens > self.context_length:
             raise ConfigError(
-                f"rollout.max_response_length={max_tokens}: with a prompt of {counted(length, 'token')} more than the "
-                f"{self.context_length} that vLLM has room for; lower it or data.max_prompt_length, or give more "
+                f"rollout.max_response_length={max_tokens}: with a prompt of "
+                f"{counted(length, 'token')} more than the "
+                f"{self.context_length} that vLLM has room for; lower it or "
+                "data.max_prompt_length, or give more "
                 "rollout.vllm.kv_cache_memory if the model can take more"
             )
 
     def _generation(self, output: RequestOutput, prompt: int) -> Generation:
-        """Return vLLM's output as a Generation. RunError for a log-probability that is not finite."""
+        """Return vLLM's output as a Generation. RunError for a log-probability that is not
+        finite.
+        """
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
         logprobs = token_logprobs(sample.logprobs, self._logprobs_mode)
         assert len(logprobs) == len(tokens)
         if not all(map(isfinite, logprobs)):
-            raise RunError(f"the model gives logits that are not finite (weights of version {self.version})")
+            raise RunError(
+                f"the model gives logits that are not finite (weights of version {self.version})"
+            )
         reason = FinishReason.STOP if sample.finish_reason == "stop" else FinishReason.LENGTH
         known = prompt + len(tokens) - 1
         routes = None if self._routes is None else self._routes.take(output.request_id, known)
@@ -266,7 +315,9 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
 
 
 def _build(path: str, settings: Mapping[str, Any]) -> LLM:
-    """Build vLLM and generate one token, since some of what it cannot do shows only then. A failure cleans up."""
+    """Build vLLM and generate one token, since some of what it cannot do shows only then. A
+    failure cleans up.
+    """
     try:
         llm = LLM(model=path, **settings)
     except Exception:
@@ -280,7 +331,9 @@ def _build(path: str, settings: Mapping[str, Any]) -> LLM:
         llm.llm_engine.engine_core.shutdown()
         raise
     for group in (get_world_group(), get_tp_group()):
-        group.mq_broadcaster = None  # shared memory and sockets for an executor's messages to ranks: nobody sends any
+        group.mq_broadcaster = (
+            None  # shared memory and sockets for an executor's messages to ranks: nobody sends any
+        )
     return llm
 
 
@@ -290,8 +343,8 @@ def _shut_down(llm: LLM, world: EngineWorld) -> None:
 
 
 def _pack(model: torch.nn.Module) -> None:
-    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a packed copy of the
-    embedding, and the experts of a mixture.
+    """Pack what vLLM packs for a CPU at the start, and not when it reloads: a tied head, which is a
+    packed copy of the embedding, and the experts of a mixture.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

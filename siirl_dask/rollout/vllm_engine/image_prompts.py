@@ -1,8 +1,8 @@
 """Gives vLLM prompts with images, and checks that it reads them as they are.
 
-vLLM expands placeholders itself: it wants one for each image, and pictures. One that is expanded already it expands
-again, and a prompt without its pictures it reads as text, both silently. So the ids that it has read are compared with
-those that were meant, for every request.
+vLLM expands placeholders itself: it wants one for each image, and pictures. One that is expanded
+already it expands again, and a prompt without its pictures it reads as text, both silently. So the
+ids that it has read are compared with those that were meant, for every request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from siirl_dask.rollout.image_prompts import collapsed, places_of
 
 
 def image_arguments(processor: ImageProcessor | None) -> dict[str, Any]:
-    """Return the arguments of ``vllm.LLM`` for a model that sees images; without a processor it gets texts alone."""
+    """Return the arguments of ``vllm.LLM`` for a model that sees images; without a processor it
+    gets texts alone.
+    """
     if processor is None:
         return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     least, most = processor.pixel_limits
@@ -34,10 +36,13 @@ def image_arguments(processor: ImageProcessor | None) -> dict[str, Any]:
     }
 
 
-def prompt_of(request: GenerationRequest, processor: ImageProcessor | None, engine: LLMEngine) -> Any:
+def prompt_of(
+    request: GenerationRequest, processor: ImageProcessor | None, engine: LLMEngine
+) -> Any:
     """Return vLLM's prompt of a request, with the pictures that the processor makes of its images.
 
-    DataError where it has other placeholders than its images have tokens; ConfigError for images without a processor.
+    DataError where it has other placeholders than its images have tokens; ConfigError for images
+    without a processor.
     """
     if processor is None:
         check_no_images([request])
@@ -48,10 +53,13 @@ def prompt_of(request: GenerationRequest, processor: ImageProcessor | None, engi
     last = places[-1].start
     token = processor.image_token
     shown = {at for place in places for at in place}
-    sampled = [at for at, one in enumerate(request.prompt[:last]) if one == token and at not in shown]
+    sampled = [
+        at for at, one in enumerate(request.prompt[:last]) if one == token and at not in shown
+    ]
     if not sampled:  # those behind all images vLLM takes as they are
         return _with_pictures(collapsed(request.prompt, places), request, processor)
-    # A placeholder that was sampled before an image would be taken for it: another token stands in for it meanwhile.
+    # A placeholder that was sampled before an image would be taken for it: another token stands in
+    # for it meanwhile.
     ids = list(request.prompt)
     for at in sampled:
         ids[at] = int(token == 0)
@@ -68,11 +76,14 @@ def _rendered(prompt: TokensPrompt, engine: LLMEngine) -> Any:
     return renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)[0]
 
 
-def _with_pictures(ids: list[int], request: GenerationRequest, processor: ImageProcessor) -> TokensPrompt:
+def _with_pictures(
+    ids: list[int], request: GenerationRequest, processor: ImageProcessor
+) -> TokensPrompt:
     return TokensPrompt(
         prompt_token_ids=ids,
         multi_modal_data={"image": [*map(processor.picture, request.images)]},
-        # of content and settings: an id that another picture had would give that one's features, silently
+        # of content and settings: an id that another picture had would give that one's features,
+        # silently
         multi_modal_uuids={"image": [*map(processor.identity, request.images)]},
     )
 
@@ -82,6 +93,8 @@ def check_read(output: RequestOutput, prompt: Sequence[int]) -> None:
     read = list(output.prompt_token_ids or ())
     if read != list(prompt):
         raise DataError(
-            f"vLLM reads a prompt of {len(prompt)} tokens with images as {len(read)} tokens: its own processor of "
-            "images does otherwise than siirl_dask's with the same settings; take rollout.engine=transformers"
+            f"vLLM reads a prompt of {len(prompt)} tokens with images as {len(read)} tokens: its "
+            "own processor of "
+            "images does otherwise than siirl_dask's with the same settings; take "
+            "rollout.engine=transformers"
         )

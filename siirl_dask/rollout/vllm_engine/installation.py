@@ -16,14 +16,18 @@ from siirl_dask.errors import ConfigError
 
 ENVIRONMENT: Mapping[str, str] = MappingProxyType(
     {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a Dask worker is a daemon, which may have no processes of its own
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one does not take vllm_sampler's kind of processor
+        # a Dask worker is a daemon, which may have no processes of its own
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # the other one does not take vllm_sampler's kind of processor
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about NUMA nodes from each worker; read when torch is imported
+        # a warning about NUMA nodes from each worker; read when torch is imported
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 )
-"""Environment variables, best set before the process starts; a value that is set stays, but for the first two."""
+"""Environment variables, best set before the process starts; a value that is set stays, but for
+the first two."""
 
 
 def is_installed() -> bool:
@@ -32,17 +36,23 @@ def is_installed() -> bool:
 
 
 def check_installed() -> None:
-    """Raise ConfigError where vLLM is not installed, or not together with the plug-in of its own release."""
+    """Raise ConfigError where vLLM is not installed, or not together with the plug-in of its own
+    release.
+    """
     if not is_installed():
         raise ConfigError(
-            "rollout.engine=vllm: vLLM is not installed; install the extra cpu or gpu, as in pip install "
-            "'siirl_dask[cpu]', on NPUs as docs/engines.md#vllm-on-npus says, or take rollout.engine=transformers"
+            "rollout.engine=vllm: vLLM is not installed; install the extra cpu or gpu, as in pip "
+            "install "
+            "'siirl_dask[cpu]', on NPUs as docs/engines.md#vllm-on-npus says, or take "
+            "rollout.engine=transformers"
         )
     _check_plugins()
 
 
 def check_passed_over(rollout: RolloutConfig) -> None:
-    """Raise ConfigError for an option that only vLLM reads, where ``auto`` falls back to another engine."""
+    """Raise ConfigError for an option that only vLLM reads, where ``auto`` falls back to another
+    engine.
+    """
     options: dict[str, Any] = changed_options("rollout.vllm", rollout.vllm)
     if rollout.tensor_parallel_size > 1:
         options["rollout.tensor_parallel_size"] = rollout.tensor_parallel_size
@@ -52,19 +62,23 @@ def check_passed_over(rollout: RolloutConfig) -> None:
         return
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
     raise ConfigError(
-        f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not installed here; "
+        f"{shown}: only vLLM reads this, and rollout.engine=auto takes transformers: vLLM is not "
+        "installed here; "
         "take rollout.engine=vllm if the workers have it, or leave this out"
     )
 
 
 def _check_plugins() -> None:
-    """Raise ConfigError unless a package that adds a kind of device to vLLM is of vLLM's own release."""
+    """Raise ConfigError unless a package that adds a kind of device to vLLM is of vLLM's own
+    release.
+    """
     vllm = _release("vllm")
     for name in (traits.vllm for traits in map(traits_of, DeviceKind) if traits.plugin is not None):
         plugin = _release(name)
         if vllm is not None and plugin is not None and vllm.release != plugin.release:
             raise ConfigError(
-                f"rollout.engine: vllm {vllm} and {name} {plugin} do not go together: install {name}'s release of "
+                f"rollout.engine: vllm {vllm} and {name} {plugin} do not go together: install "
+                f"{name}'s release of "
                 "vLLM, as docs/engines.md#vllm-on-npus says, or take rollout.engine=transformers"
             )
 

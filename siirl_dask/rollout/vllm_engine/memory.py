@@ -1,8 +1,9 @@
 """Arithmetic of the memory of vLLM's engine.
 
-On an accelerator vLLM's cache takes what is left, of which the plan says how much that is. Before it makes the cache it
-runs a batch, and captures graphs, so these are within its share of the memory; the sampler's copies of the logits are
-not. Graphs leave the device while the engine sleeps, and take pinned memory of the host instead.
+On an accelerator vLLM's cache takes what is left, of which the plan says how much that is. Before
+it makes the cache it runs a batch, and captures graphs, so these are within its share of the
+memory; the sampler's copies of the logits are not. Graphs leave the device while the engine sleeps,
+and take pinned memory of the host instead.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ from siirl_dask.rollout.memory import (
 from siirl_dask.rollout.vllm_engine.adapter_choice import layer_rank, takes_layers
 
 CPU_CACHE = "1GiB"
-"""Default size of the cache of keys and values on a CPU: left to itself, vLLM takes 92 % of the memory."""
-_COPIES = 4  # of the logits, in vLLM's own sampler: log-probs, probabilities, noise, and their quotient
+"""Default size of the cache of keys and values on a CPU: left to itself, vLLM takes 92 % of the
+memory."""
+_COPIES = (
+    4  # of the logits, in vLLM's own sampler: log-probs, probabilities, noise, and their quotient
+)
 _BATCHED = 16384  # vLLM's default tokens in a batch from 70 GiB of memory on; half of it below
 _LARGE = 70 * 2**30
 _FEWER_BATCHED = 4096
 _BLOCK = 16  # tokens of a block of the cache
-_LARGEST_TENSOR_PARALLEL = 8  # devices of one host, within which ranks can exchange every token's sums
+_LARGEST_TENSOR_PARALLEL = (
+    8  # devices of one host, within which ranks can exchange every token's sums
+)
 
 
 def rows_in_batch(rollout: RolloutConfig) -> int:
@@ -65,16 +71,25 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
     stays_whole = {"weights": engine.weights}  # what an engine that sleeps must have somewhere
     if adapters:
         stays_whole["adapters"] = adapters
-    held = {"weights": engine.weights, CACHE: given if given else least, "workspace": _workspace(engine), **stays_whole}
+    held = {
+        "weights": engine.weights,
+        CACHE: given if given else least,
+        "workspace": _workspace(engine),
+        **stays_whole,
+    }
     if graphs:
         held[GRAPHS] = graphs
     level = rollout.vllm.sleep_level
     sleeping = {f"sleeping {part}": size for part, size in stays_whole.items()}
-    pool = {f"sleeping {GRAPHS}": graphs} if level and graphs else {}  # at either level, in pinned memory
+    pool = (
+        {f"sleeping {GRAPHS}": graphs} if level and graphs else {}
+    )  # at either level, in pinned memory
     always = level == 1
     if level and adapters:
         always = True  # nobody loads the folder's weights again
-    with_weights = (*stays_whole, GRAPHS) if graphs else (*stays_whole,)  # these wake together, before the cache
+    with_weights = (
+        (*stays_whole, GRAPHS) if graphs else (*stays_whole,)
+    )  # these wake together, before the cache
     return Footprint(
         held=held,
         working=sampler_bytes(engine, rows_in_batch(rollout), copies),
@@ -90,7 +105,9 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
 
 
 def changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
-    """Return settings that need less memory, the mildest first; ``workers`` is the number of the role's workers."""
+    """Return settings that need less memory, the mildest first; ``workers`` is the number of the
+    role's workers.
+    """
     found: list[Change] = []
 
     def take(setting: str, rollout: RolloutConfig) -> None:
@@ -109,7 +126,11 @@ def changes(engine: EngineOnWorkers, workers: int) -> Sequence[Change]:
         found.append(change)
         engine = change[1]
     ranks = 2 * engine.rollout.tensor_parallel_size
-    while ranks <= _LARGEST_TENSOR_PARALLEL and not workers % ranks and not engine.architecture.heads % ranks:
+    while (
+        ranks <= _LARGEST_TENSOR_PARALLEL
+        and not workers % ranks
+        and not engine.architecture.heads % ranks
+    ):
         take(f"tensor_parallel_size={ranks}", replace(engine.rollout, tensor_parallel_size=ranks))
         ranks *= 2
     return found
@@ -121,7 +142,9 @@ def _with(rollout: RolloutConfig, **options: Any) -> RolloutConfig:
 
 
 def _adapters(engine: EngineOnWorkers) -> int:
-    """Return the bytes of vLLM's room for adapters, in all linear layers; 0 where it has no layers for them."""
+    """Return the bytes of vLLM's room for adapters, in all linear layers; 0 where it has no
+    layers for them.
+    """
     lora = engine.lora
     if lora is None or not takes_layers(engine.dtype, engine.rollout, lora, on_cpu=False):
         return 0
@@ -132,11 +155,17 @@ def _adapters(engine: EngineOnWorkers) -> int:
 
 
 def _workspace(engine: EngineOnWorkers) -> int:
-    """Return the bytes of a forward pass over a batch: hidden states, queries, keys and values, and the MLP's."""
+    """Return the bytes of a forward pass over a batch: hidden states, queries, keys and values,
+    and the MLP's.
+    """
     one = engine.architecture
     tensor = engine.rollout.tensor_parallel_size
     tokens = engine.rollout.vllm.max_num_batched_tokens
     if tokens is None:
         tokens = _BATCHED // 2 if 0 < engine.memory < _LARGE else _BATCHED
     attention = 2 * one.queries + 2 * one.keys
-    return tokens * engine.dtype.itemsize * (4 * one.hidden + (attention + 3 * one.intermediate) // tensor)
+    return (
+        tokens
+        * engine.dtype.itemsize
+        * (4 * one.hidden + (attention + 3 * one.intermediate) // tensor)
+    )

@@ -1,7 +1,8 @@
 """Models of which vLLM computes other log-probs than transformers, and so than the trainer.
 
-What vLLM 0.32 was found to do with small models of these families, on CPUs. Where it fails as it starts, or leaves
-weights out, it says so by itself; these would only show as ``mismatch/kl`` of a run's first step.
+What vLLM 0.32 was found to do with small models of these families, on CPUs. Where it fails as it
+starts, or leaves weights out, it says so by itself; these would only show as ``mismatch/kl`` of a
+run's first step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from siirl_dask.devices import DeviceKind
 from siirl_dask.errors import ConfigError
 from siirl_dask.models.architecture import read_config
 
-OTHER_LOGPROBS = {"lfm2_moe": "by up to 0.7 nats a token, also with attention in every layer; the cause is not known"}
+OTHER_LOGPROBS = {
+    "lfm2_moe": "by up to 0.7 nats a token, also with attention in every layer; the cause is not known"
+}
 """Families, by ``model_type``, and how much the log-probs differ."""
 OTHER_LOGPROBS_ON_CPU = {
     "ernie4_5_moe": "by up to 1 nat a token: its router leaves the experts' biases out (e_score_correction_bias)"
@@ -23,14 +26,16 @@ OTHER_WINDOWS = {
     "cohere2": "vLLM's are a token longer",
     "qwen2_moe": "vLLM computes the whole row",
 }
-"""Families, by ``model_type``, and what vLLM does with windows that are shorter than the longest row."""
+"""Families, by ``model_type``, and what vLLM does with windows that are shorter than the longest
+row."""
 
 
 def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = None) -> None:
-    """Raise ConfigError for a model in ``path`` of which vLLM computes other log-probs than the trainer.
+    """Raise ConfigError for a model in ``path`` of which vLLM computes other log-probs than the
+    trainer.
 
-    ``longest`` is the longest row of the run, in tokens, 0 where that was checked; ``kind`` is the device's, None where
-    it is not known yet. Does nothing without a ``config.json``.
+    ``longest`` is the longest row of the run, in tokens, 0 where that was checked; ``kind`` is the
+    device's, None where it is not known yet. Does nothing without a ``config.json``.
     """
     config = read_config(path)
     if config is None:
@@ -42,20 +47,25 @@ def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = No
     if difference is not None:
         where = "" if family in OTHER_LOGPROBS else " on a CPU"
         raise ConfigError(
-            f"model.path={path!r}: vLLM{where} computes other log-probs of {family} than transformers, and so than the "
+            f"model.path={path!r}: vLLM{where} computes other log-probs of {family} than "
+            "transformers, and so than the "
             f"trainer, {difference}; take rollout.engine=transformers"
         )
     window = _window(config)
     if family in OTHER_WINDOWS and window is not None and window < longest:
         raise ConfigError(
-            f"model.path={path!r}: {family} has windows of {window} tokens, and {OTHER_WINDOWS[family]}, so that its "
-            f"log-probs of longer rows are not the trainer's: data.max_prompt_length + rollout.max_response_length is "
+            f"model.path={path!r}: {family} has windows of {window} tokens, and "
+            f"{OTHER_WINDOWS[family]}, so that its "
+            "log-probs of longer rows are not the trainer's: data.max_prompt_length + "
+            "rollout.max_response_length is "
             f"{longest}, expected at most {window}; or take rollout.engine=transformers"
         )
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    without_key = config.get("model_type") != "qwen2_moe"  # which has windows only where its config says so
+    without_key = (
+        config.get("model_type") != "qwen2_moe"
+    )  # which has windows only where its config says so
     if not config.get("use_sliding_window", without_key):
         return None
     window = config.get("sliding_window")

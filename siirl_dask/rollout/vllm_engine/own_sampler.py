@@ -1,7 +1,7 @@
 """Refuses sampling whose log-probs vLLM's own sampler (``rollout.sampler=vllm``) does not report.
 
-Training needs log-probs under softmax(logits / temperature), before top-p, top-k and min-p. vLLM reports them before
-the temperature, or after everything, one of them for all requests of an engine.
+Training needs log-probs under softmax(logits / temperature), before top-p, top-k and min-p. vLLM
+reports them before the temperature, or after everything, one of them for all requests of an engine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,27 @@ def vllm_logprobs_mode(rollout: RolloutConfig) -> str:
 
 
 def check_vllm_sampling(mode: str, sampling: Sampling, keys: str) -> None:
-    """Raise ConfigError, which names ``keys``, for sampling whose log-probs an engine in ``mode`` cannot report."""
+    """Raise ConfigError, which names ``keys``, for sampling whose log-probs an engine in
+    ``mode`` cannot report.
+    """
     filtered = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    if sampling.temperature == 0 or (mode == RAW and sampling.temperature == 1) or (mode == PROCESSED and not filtered):
+    if (
+        sampling.temperature == 0
+        or (mode == RAW and sampling.temperature == 1)
+        or (mode == PROCESSED and not filtered)
+    ):
         return
     reported, expected = {
         RAW: ("before the temperature, since rollout.temperature is 1", "temperature 0 or 1"),
-        PROCESSED: ("after all of these, since rollout.temperature is not 1", "no top_p, top_k and min_p"),
+        PROCESSED: (
+            "after all of these, since rollout.temperature is not 1",
+            "no top_p, top_k and min_p",
+        ),
     }[mode]
     raise ConfigError(
-        f"rollout.sampler=vllm: {keys} asks for temperature={sampling.temperature}, top_p={sampling.top_p}, "
-        f"top_k={sampling.top_k}, min_p={sampling.min_p}, and vLLM reports log-probs {reported}: expected {expected}; "
+        f"rollout.sampler=vllm: {keys} asks for temperature={sampling.temperature}, "
+        f"top_p={sampling.top_p}, "
+        f"top_k={sampling.top_k}, min_p={sampling.min_p}, and vLLM reports log-probs {reported}: "
+        f"expected {expected}; "
         "or take rollout.sampler=exact"
     )

@@ -22,7 +22,15 @@ def main() -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    print(json.dumps({"version": vllm.__version__, "device": str(current_platform.device_type), "has": LLM.__name__}))
+    print(
+        json.dumps(
+            {
+                "version": vllm.__version__,
+                "device": str(current_platform.device_type),
+                "has": LLM.__name__,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

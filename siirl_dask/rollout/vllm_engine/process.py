@@ -28,9 +28,16 @@ def prepare() -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # which vLLM calls over gloo and torch has renamed
-        warnings.filterwarnings("ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # it warns before it sets its own
+    for name in (
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):  # which vLLM calls over gloo and torch has renamed
+        warnings.filterwarnings(
+            "ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning
+        )
+    logging.getLogger("vllm").setLevel(
+        os.environ["VLLM_LOGGING_LEVEL"]
+    )  # it warns before it sets its own
     if any_changed():
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
         if hasattr(
@@ -45,12 +52,15 @@ _STAGES = {
     "initialize_from_config": "vLLM makes its cache",
     "compile_or_warm_up_model": "vLLM compiles kernels and captures graphs",
 }
-"""Names of the parts of an engine's start after that, by the call of vLLM's executor that does each."""
+"""Names of the parts of an engine's start after that, by the call of vLLM's executor that does
+each."""
 
 
 @contextmanager
 def named_stages(stage: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Tell by ``stage`` what vLLM does while it starts inside: each part may take minutes, and reports nothing."""
+    """Tell by ``stage`` what vLLM does while it starts inside: each part may take minutes, and
+    reports nothing.
+    """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor  # not before it is prepared for
 
     begin = UniProcExecutor._init_executor
@@ -75,14 +85,18 @@ def named_stages(stage: Callable[[str], AbstractContextManager[object]]) -> Iter
 
 @contextmanager
 def untouched(host: str = LOOPBACK) -> Iterator[None]:
-    """Restore random states and ``torch.set_num_threads``; vLLM's gloo sockets listen at ``host`` alone."""
+    """Restore random states and ``torch.set_num_threads``; vLLM's gloo sockets listen at
+    ``host`` alone.
+    """
     set_threads = torch.set_num_threads
     threads = torch.get_num_threads()
     python = random.getstate()
     numpy = np.random.get_state()
     try:
         with listening_at(host), torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names that torch is going to drop
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # vLLM looks at names that torch is going to drop
             yield
     finally:
         torch.set_num_threads = set_threads

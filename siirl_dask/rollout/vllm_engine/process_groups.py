@@ -1,8 +1,9 @@
 """Keeps vLLM's process groups in a world of torch.distributed apart from the worker's.
 
-vLLM takes the process's default group where there is one. A worker's default group spans all workers, so an engine
-would wait there for workers that are not in it. An engine is one rank or, with ``rollout.tensor_parallel_size``, a few:
-its groups are made in a world of their own, where nobody else finds or destroys them.
+vLLM takes the process's default group where there is one. A worker's default group spans all
+workers, so an engine would wait there for workers that are not in it. An engine is one rank or,
+with ``rollout.tensor_parallel_size``, a few: its groups are made in a world of their own, where
+nobody else finds or destroys them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from siirl_dask.collectives import LOOPBACK, add_world, all_gather, all_gather_b
 from siirl_dask.context import Device, DeviceKind, Rank
 from siirl_dask.errors import ConfigError, counted
 
-_FIRST_NAME = 1_000_000  # torch finds groups by name in the whole process: these names differ from the worker's
+# torch finds groups by name in the whole process: these names differ from the worker's
+_FIRST_NAME = 1_000_000
 
 
 class EngineRanks:
-    """The ranks of one engine, which are neighbours in their role, and the store and group by which they meet."""
+    """The ranks of one engine, which are neighbours in their role, and the store and group by
+    which they meet.
+    """
 
     def __init__(self, role: Rank, size: int) -> None:
         """``size`` neighbours of ``role`` form an engine; all ranks of the role must call.
@@ -36,7 +40,8 @@ class EngineRanks:
         """
         if role.size % size:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={size}: expected a divisor of the role's {counted(role.size, 'worker')}"
+                f"rollout.tensor_parallel_size={size}: expected a divisor of the role's "
+                f"{counted(role.size, 'worker')}"
             )
         engine, self.rank = divmod(role.rank, size)
         self.size = size
@@ -51,36 +56,49 @@ class EngineRanks:
         self.host = role.host
         self.timeout = role.side_group._get_backend(torch.device("cpu")).options._timeout
         numbers = all_gather(role.side_group, torch.tensor([secrets.randbits(62)]))
-        self.name = f"engine-{int(numbers[engine * size]):x}"  # a role may build engines one after the other
+        # a role may build engines one after the other
+        self.name = f"engine-{int(numbers[engine * size]):x}"
         self._store = PrefixStore(self.name, c10d._get_process_group_store(role.side_group))
-        self._group = new_gloo_group(PrefixStore("requests", self._store), self.rank, size, self.host, self.timeout)
+        self._group = new_gloo_group(
+            PrefixStore("requests", self._store), self.rank, size, self.host, self.timeout
+        )
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in order; all of them must call. RuntimeError when one is gone."""
+        """Return the messages of all ranks, in order; all of them must call. RuntimeError when
+        one is gone.
+        """
         return [message] if self._group is None else all_gather_bytes(self._group, message)
 
     def check_devices(self, device: Device) -> None:
-        """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which nccl and hccl
-        refuse; all ranks must call.
+        """Raise ConfigError when two ranks share an accelerator, or have slices (MIG) of one, which
+        nccl and hccl refuse; all ranks must call.
         """
         if self.size == 1 or device.kind is DeviceKind.CPU:
             return
         gpus = [gpu.decode() for gpu in self.gather(device.gpu.encode())]
         if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
             raise ConfigError(
-                f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the device {twice[0]}; give "
-                "each one of its own (cluster.placement.rollout, cluster.workers), or take a smaller size"
+                f"rollout.tensor_parallel_size={self.size}: two workers of an engine share the "
+                f"device {twice[0]}; give "
+                "each one of its own (cluster.placement.rollout, cluster.workers), or take a "
+                "smaller size"
             )
 
     def join(self, backend: str) -> None:
-        """Make the default group of the entered world, where vLLM finds it; for a single rank vLLM makes its own."""
+        """Make the default group of the entered world, where vLLM finds it; for a single rank
+        vLLM makes its own.
+        """
         if self.size > 1:
             store = PrefixStore("world", self._store)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+            )
 
 
 class EngineWorld(c10d._World):
-    """A record of process groups with tables of its own; torch keeps one record per process, in one variable."""
+    """A record of process groups with tables of its own; torch keeps one record per process, in
+    one variable.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +127,9 @@ class EngineWorld(c10d._World):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make torch.distributed use this world inside the block, and the process's own one again after it."""
+        """Make torch.distributed use this world inside the block, and the process's own one
+        again after it.
+        """
         outside = c10d._world
         c10d._world = self
         try:
@@ -121,7 +141,9 @@ class EngineWorld(c10d._World):
 
 
 def _register_again(name: Any, group: Any) -> None:
-    """Register a group's name again if it is missing: destroying one world's groups clears the names of all."""
+    """Register a group's name again if it is missing: destroying one world's groups clears the
+    names of all.
+    """
     try:
         _resolve_process_group(name)
     except RuntimeError:

@@ -1,7 +1,9 @@
-"""New weights for vLLM's model in the form in which vLLM takes all of them, and what it leaves as it was.
+"""New weights for vLLM's model in the form in which vLLM takes all of them, and what it leaves as
+it was.
 
-vLLM 0.32 loads into tensors without memory and fills them layer by layer, through the loaders of parameters. Models
-that copy a tensor into a parameter themselves copy into nothing: vLLM warns, and goes on with the weights that it had.
+vLLM 0.32 loads into tensors without memory and fills them layer by layer, through the loaders of
+parameters. Models that copy a tensor into a parameter themselves copy into nothing: vLLM warns, and
+goes on with the weights that it had.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from torch import Tensor, nn
 from vllm import LLM
 from vllm.distributed import get_tensor_model_parallel_rank
 
-_OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$")
+_OF_ALL_EXPERTS = re.compile(
+    r"(?P<experts>.+\.mlp\.experts)\.(?P<part>(?:gate_up|down)_proj(?:_bias)?)$"
+)
 _SINKS = "sinks"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LEFT_OUT = re.compile(
-    r"(?P<layer>\w+): Failed to load weights|Following weights were not loaded from checkpoint: (?P<names>.+)",
+    r"(?P<layer>\w+): Failed to load weights|Following weights were not loaded from checkpoint: "
+    r"(?P<names>.+)",
     re.DOTALL,
 )
 
@@ -28,8 +33,8 @@ _LEFT_OUT = re.compile(
 class NewWeights:
     """Weights on their way to vLLM, by the names of files.
 
-    GPT-OSS's experts and sinks are what vLLM would copy into nothing: experts go one by one, through the loader, and
-    sinks afterwards.
+    GPT-OSS's experts and sinks are what vLLM would copy into nothing: experts go one by one,
+    through the loader, and sinks afterwards.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -59,7 +64,9 @@ class NewWeights:
 
 @contextmanager
 def nothing_left_out(llm: LLM) -> Iterator[None]:
-    """Raise RuntimeError, by name, where vLLM leaves weights of the model as they were: it only warns."""
+    """Raise RuntimeError, by name, where vLLM leaves weights of the model as they were: it only
+    warns.
+    """
     layers: set[str] = set()
     weights: set[str] = set()
 
@@ -84,19 +91,29 @@ def nothing_left_out(llm: LLM) -> Iterator[None]:
             logger.removeFilter(note)
             logger.setLevel(level)
     with_weights: set[str] = llm.apply_model(_layers_with_weights)[0]
-    left_out = (layers & with_weights) | {name for name in weights if not name.endswith(f".{_SINKS}")}
+    left_out = (layers & with_weights) | {
+        name for name in weights if not name.endswith(f".{_SINKS}")
+    }
     if left_out:
-        raise RuntimeError(f"it left out {', '.join(sorted(left_out))}, and would go on with their old weights")
+        raise RuntimeError(
+            f"it left out {', '.join(sorted(left_out))}, and would go on with their old weights"
+        )
 
 
 def _layers_with_weights(model: nn.Module) -> set[str]:
-    """Return the classes of layers with parameters of their own, other than sinks. A tied head has the embedding's, and
-    buffers follow from the config.
+    """Return the classes of layers with parameters of their own, other than sinks. A tied head has
+    the embedding's, and buffers follow from the config.
     """
-    owners = Counter(id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False))
+    owners = Counter(
+        id(parameter) for layer in model.modules() for parameter in layer.parameters(recurse=False)
+    )
     found = set()
     for layer in model.modules():
-        own = [name for name, one in layer.named_parameters(recurse=False) if owners[id(one)] == 1 and name != _SINKS]
+        own = [
+            name
+            for name, one in layer.named_parameters(recurse=False)
+            if owners[id(one)] == 1 and name != _SINKS
+        ]
         if own:
             found.add(type(layer).__name__)
     return found

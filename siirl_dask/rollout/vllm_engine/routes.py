@@ -1,9 +1,9 @@
 """Records the experts that each token goes to inside vLLM.
 
-vLLM's own record (``enable_return_routed_experts``) needs its second model runner, which takes no logits processor of
-ours. Its routers tell their choices to anybody, though. Routes lie here as keys and values lie in vLLM's cache, a place
-for each of its tokens: a token that is read from the cache has its routes there as well, and one whose row was
-preempted is computed, and recorded, again.
+vLLM's own record (``enable_return_routed_experts``) needs its second model runner, which takes no
+logits processor of ours. Its routers tell their choices to anybody, though. Routes lie here as keys
+and values lie in vLLM's cache, a place for each of its tokens: a token that is read from the cache
+has its routes there as well, and one whose row was preempted is computed, and recorded, again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm import LLM
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    bind_routed_experts_capturer,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from siirl_dask.errors import ConfigError, RunError
@@ -36,16 +38,23 @@ class VllmRoutes:
         llm.reset_prefix_cache()  # what it holds was computed before
 
     def take(self, request: str, tokens: int) -> bytes:
-        """Return the routes of the first ``tokens`` tokens of a request that has just ended, as ``request`` names it.
-        RunError where one of them was never recorded.
+        """Return the routes of the first ``tokens`` tokens of a request that has just ended, as
+        ``request`` names it. RunError where one of them was never recorded.
         """
         (own,) = (
-            state for name, state in self._runner.requests.items() if name == request or name.startswith(f"{request}-")
+            state
+            for name, state in self._runner.requests.items()
+            if name == request or name.startswith(f"{request}-")
         )
         blocks = np.asarray(own.block_ids[0])
-        routes = self._stored[blocks[: -(-tokens // self._block)]].reshape(-1, self._routing.width)[:tokens]
+        routes = self._stored[blocks[: -(-tokens // self._block)]].reshape(-1, self._routing.width)[
+            :tokens
+        ]
         if (routes == NO_EXPERT).any():
-            raise RunError("vLLM computed tokens without telling their experts; leave out rollout.router_replay")
+            raise RunError(
+                "vLLM computed tokens without telling their experts; leave out "
+                "rollout.router_replay"
+            )
         taken: bytes = routes.tobytes()
         return taken
 
@@ -61,8 +70,10 @@ class VllmRoutes:
         if kinds != [FullAttentionSpec] or transfer is not None:
             names = [kind.__name__ for kind in kinds]
             raise ConfigError(
-                f"rollout.router_replay=true: the engine's cache has {names} (kv_transfer_config={transfer}), and "
-                "routes are kept beside one cache of full attention that is vLLM's own; leave it out"
+                f"rollout.router_replay=true: the engine's cache has {names} "
+                f"(kv_transfer_config={transfer}), and "
+                "routes are kept beside one cache of full attention that is vLLM's own; leave it "
+                "out"
             )
         self._block = groups[0].kv_cache_spec.block_size
         shape = runner.kv_cache_config.num_blocks, self._block, self._routing.width
@@ -71,7 +82,9 @@ class VllmRoutes:
         runner.execute_model = partial(self._execute, runner.execute_model)
         self._runner = runner
 
-    def _execute(self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    def _execute(
+        self, execute: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         output = execute(scheduled, *args, **kwargs)
         if scheduled.total_num_scheduled_tokens:
             self._store(scheduled.num_scheduled_tokens)

@@ -1,4 +1,6 @@
-"""The spec of vLLM's engine: what must be known of it before it is built. Importing it imports no vLLM."""
+"""The spec of vLLM's engine: what must be known of it before it is built. Importing it imports
+no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,19 @@ from siirl_dask.rollout.specs import (
 )
 from siirl_dask.rollout.vllm_engine.adapter_choice import takes_layers
 from siirl_dask.rollout.vllm_engine.frequencies import check_engine_length
-from siirl_dask.rollout.vllm_engine.installation import ENVIRONMENT, check_installed, check_passed_over, is_installed
-from siirl_dask.rollout.vllm_engine.memory import changes, footprint, graphs_bytes, host_cache, rows_in_batch
+from siirl_dask.rollout.vllm_engine.installation import (
+    ENVIRONMENT,
+    check_installed,
+    check_passed_over,
+    is_installed,
+)
+from siirl_dask.rollout.vllm_engine.memory import (
+    changes,
+    footprint,
+    graphs_bytes,
+    host_cache,
+    rows_in_batch,
+)
 from siirl_dask.rollout.vllm_engine.other_logprobs import check_logprobs_of_vllm
 from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
 
@@ -30,8 +43,9 @@ _FORGETS = 2  # ``rollout.vllm.sleep_level``
 
 
 def _check(role: EngineRole) -> Sequence[str]:
-    """Raise ConfigError for a model of which vLLM computes something else than the trainer, for one that
-    ``tensor_parallel_size`` does not divide, and for sampling whose log-probs its own sampler does not report.
+    """Raise ConfigError for a model of which vLLM computes something else than the trainer, for one
+    that ``tensor_parallel_size`` does not divide, and for sampling whose log-probs its own sampler
+    does not report.
     """
     rollout = role.rollout
     length = rollout.vllm.engine_kwargs.get("max_model_len")
@@ -56,7 +70,9 @@ def _check_samplings(rollout: RolloutConfig, validation: ValidationConfig) -> No
         min_p=rollout.min_p,
     )
     check_vllm_sampling(mode, way, "rollout")
-    temperature = validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    temperature = (
+        validation.temperature if validation.temperature is not None else float(validation.n > 1)
+    )
     way = Sampling(max_tokens=1, temperature=temperature, top_p=validation.top_p)
     check_vllm_sampling(mode, way, "validation")
 
@@ -69,27 +85,40 @@ def _check_divides(size: int, model: ModelConfig) -> None:
     intermediate = widths.intermediate
     vocabulary = widths.vocabulary
     kv_heads = widths.kv_heads or heads
-    padded = None if vocabulary is None else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    padded = (
+        None
+        if vocabulary is None
+        else -(-vocabulary // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    )
     indivisible = {
         "attention heads": heads if heads and heads % size else None,
         # each rank has some of them, or some ranks have the same one
-        "key and value heads": kv_heads if kv_heads and max(kv_heads, size) % min(kv_heads, size) else None,
-        "numbers between the layers of its MLPs": intermediate if intermediate and intermediate % size else None,
+        "key and value heads": kv_heads
+        if kv_heads and max(kv_heads, size) % min(kv_heads, size)
+        else None,
+        "numbers between the layers of its MLPs": intermediate
+        if intermediate and intermediate % size
+        else None,
         "tokens of its vocabulary": vocabulary if padded and padded % size else None,
     }
     if parts := [f"{number} {part}" for part, number in indivisible.items() if number is not None]:
         raise ConfigError(
-            f"rollout.tensor_parallel_size={size}: the model in model.path={model.path!r} has {', '.join(parts)}, "
-            f"which {size} workers cannot share evenly; take a divisor of its {heads} attention heads"
+            f"rollout.tensor_parallel_size={size}: the model in model.path={model.path!r} has "
+            f"{', '.join(parts)}, "
+            f"which {size} workers cannot share evenly; take a divisor of its {heads} attention "
+            "heads"
         )
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     try:
-        from siirl_dask.rollout.vllm_engine.engine import VllmEngine  # imports torch, transformers and vLLM
+        from siirl_dask.rollout.vllm_engine.engine import (
+            VllmEngine,
+        )  # imports torch, transformers and vLLM
     except (ImportError, OSError) as error:
         raise ConfigError(
-            f"rollout.engine={inputs.rollout.engine}: vLLM is installed and cannot be imported: {error}; install it "
+            f"rollout.engine={inputs.rollout.engine}: vLLM is installed and cannot be imported: "
+            f"{error}; install it "
             "anew, as docs/engines.md says, or take rollout.engine=transformers"
         ) from error
     return VllmEngine(
@@ -124,7 +153,11 @@ SPEC = EngineSpec(
         check_passed_over=check_passed_over,
     ),
     abilities=Abilities(
-        samplers=(Sampler.exact, Sampler.vllm), images=True, adapters=True, routes=True, tensor_parallel=True
+        samplers=(Sampler.exact, Sampler.vllm),
+        images=True,
+        adapters=True,
+        routes=True,
+        tensor_parallel=True,
     ),
     memory=EngineMemory(host_cache=host_cache, footprint=footprint, changes=changes),
     facts=EngineFacts(

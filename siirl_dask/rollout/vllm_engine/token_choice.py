@@ -1,10 +1,12 @@
-"""Chooses tokens inside vLLM: with the TokenSampler that every engine uses, or with vLLM's own sampler.
+"""Chooses tokens inside vLLM: with the TokenSampler that every engine uses, or with vLLM's own
+sampler.
 
-With TokenSampler, vLLM itself samples greedily from what a logits processor leaves: in each row the chosen token has
-the only logit above 0, or the highest, 0, which is minus its log-probability. So a token depends on its row's seed and
-position alone, whatever else is in the batch and however often the row was preempted. Its log-probability is that of
-the tempered distribution before top-p, top-k and min-p, which vLLM has no name for. The host does not wait for
-the device here, so that vLLM prepares the next token while this one is computed.
+With TokenSampler, vLLM itself samples greedily from what a logits processor leaves: in each row the
+chosen token has the only logit above 0, or the highest, 0, which is minus its log-probability. So a
+token depends on its row's seed and position alone, whatever else is in the batch and however often
+the row was preempted. Its log-probability is that of the tempered distribution before top-p, top-k
+and min-p, which vLLM has no name for. The host does not wait for the device here, so that vLLM
+prepares the next token while this one is computed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from siirl_dask.rollout.token_sampling import TokenSampler, as_seed, random_bits
 from siirl_dask.rollout.vllm_engine.own_sampler import check_vllm_sampling, vllm_logprobs_mode
 
 EXACT = "processed_logits"
-"""vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that ``VllmTokenSampler.apply`` leaves."""
+"""vLLM's ``logprobs_mode`` with TokenSampler: it reports the logit that
+``VllmTokenSampler.apply`` leaves."""
 _KEY = "siirl_dask"
 
 
@@ -38,7 +41,8 @@ def request_params(
 ) -> SamplingParams:
     """Return vLLM's parameters of one row, whose prompt ends with ``begun`` tokens of its response.
 
-    ``mode`` is the engine's ``logprobs_mode``. ConfigError for sampling whose log-probs it does not report.
+    ``mode`` is the engine's ``logprobs_mode``. ConfigError for sampling whose log-probs it does not
+    report.
     """
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -103,7 +107,9 @@ class _Alike:
         self._begun = np.array([row.begun for row in rows.values()], dtype=np.uint64)
 
     def choose(self, logits: Tensor) -> None:
-        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V], in place."""
+        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V], in
+        place.
+        """
         first = self._places[0]
         last = self._places[-1]
         if last - first + 1 == len(self._places):  # neighbours: no copy
@@ -124,7 +130,9 @@ class _Alike:
 
 
 class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM's classes are Any
-    """A vLLM logits processor; vLLM makes one and tells it which request each row of the batch belongs to."""
+    """A vLLM logits processor; vLLM makes one and tells it which request each row of the batch
+    belongs to.
+    """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
@@ -145,7 +153,9 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
             row: dict[str, Any] | None = (params.extra_args or {}).get(_KEY)
             self._rows.pop(index, None)
             if row is not None:  # vLLM's own warm-up has none
-                self._rows[index] = _Row(row["seed"], Sampling(**row["sampling"]), row["begun"], tokens)
+                self._rows[index] = _Row(
+                    row["seed"], Sampling(**row["sampling"]), row["begun"], tokens
+                )
         for source, target, direction in batch_update.moved:
             moved = self._rows.pop(source, None)
             replaced = self._rows.pop(target, None)
@@ -155,7 +165,9 @@ class VllmTokenSampler(LogitsProcessor):  # type: ignore[misc]  # to mypy, vLLM'
                 self._rows[source] = replaced
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V] -> [B, V], in place."""
+        """Leave one token of each row that vLLM chooses, with its log-probability. [B, V] -> [B,
+        V], in place.
+        """
         if self._alike is None:
             self._alike = self._grouped()
         for alike in self._alike:

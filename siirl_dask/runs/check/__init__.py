@@ -1,4 +1,5 @@
-"""Verifies a run: reads every file that counts, compares it with what was written, and says what a resume makes of it.
+"""Verifies a run: reads every file that counts, compares it with what was written, and says what a
+resume makes of it.
 
 What ought to be there and is not is damage as well.
 Nothing is changed. A file that a run under way removes or has not committed yet is no damage.
@@ -24,11 +25,13 @@ __all__ = ["PartState", "RunFinding", "check_run"]
 _OF_A_RUN = ("checkpoints/", "rollouts/", "stages/", "attempts/", "metrics.jsonl")
 
 
-def check_run(url: str, begin: Callable[[int], None], read: Callable[[int], None]) -> list[RunFinding]:
+def check_run(
+    url: str, begin: Callable[[int], None], read: Callable[[int], None]
+) -> list[RunFinding]:
     """Return what is found in the folder of the run at ``url``, part by part.
 
-    ``begin`` is called once with the bytes of all files, and ``read``, from several threads, with those of each file
-    that has been read. ConfigError if there is no run.
+    ``begin`` is called once with the bytes of all files, and ``read``, from several threads, with
+    those of each file that has been read. ConfigError if there is no run.
     """
     try:
         fs, root = open_fs(url)

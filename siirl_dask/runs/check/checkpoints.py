@@ -19,8 +19,11 @@ from siirl_dask.runs.reader import Run
 _READERS = 4
 
 
-def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], None]) -> list[RunFinding]:
-    """Return what is found of each checkpoint folder of the run, given the sizes of all files by path.
+def check_checkpoints(
+    url: str, files: Mapping[str, int], read: Callable[[int], None]
+) -> list[RunFinding]:
+    """Return what is found of each checkpoint folder of the run, given the sizes of all files by
+    path.
 
     ``read`` is told the bytes of each file that was read.
     """
@@ -35,15 +38,19 @@ def check_checkpoints(url: str, files: Mapping[str, int], read: Callable[[int], 
             findings.append(RunFinding(part, PartState.WHOLE, _told(one)))
         elif _is_there(one):  # a run under way removes those that it does not keep
             remedy = _remedy(one.step, before, max(whole, default=0))
-            findings += [RunFinding(part, PartState.DAMAGED, text, remedy) for text in damages[one.url]]
+            findings += [
+                RunFinding(part, PartState.DAMAGED, text, remedy) for text in damages[one.url]
+            ]
     findings += _absent(url, files, {one.step for one in found})
     return findings + list(_others({one.url.rpartition("/")[2] for one in found}, files))
 
 
 def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[RunFinding]:
-    """Return that the checkpoint with which a complete run ends is not among those of ``steps``, if it is not.
+    """Return that the checkpoint with which a complete run ends is not among those of ``steps``, if
+    it is not.
 
-    Of another run, that none is there, nor one that was begun, though steps after the first one that was due were done.
+    Of another run, that none is there, nor one that was begun, though steps after the first one
+    that was due were done.
     """
     if not {SUMMARY, CONFIG_FILE} <= files.keys():
         return []
@@ -56,17 +63,38 @@ def _absent(url: str, files: Mapping[str, int], steps: Collection[int]) -> list[
         if steps or any(path.startswith(f"{FOLDER}/") for path in files):
             return []
         text = f"there is none, after {counted(summary.steps, 'step')} (checkpoint.every={every})"
-        return [RunFinding(FOLDER, PartState.DAMAGED, text, "bring it back: a resume refuses, or does all steps anew")]
-    if summary.status is not Status.COMPLETE or not summary.steps or not every or summary.steps in steps:
+        return [
+            RunFinding(
+                FOLDER,
+                PartState.DAMAGED,
+                text,
+                "bring it back: a resume refuses, or does all steps anew",
+            )
+        ]
+    if (
+        summary.status is not Status.COMPLETE
+        or not summary.steps
+        or not every
+        or summary.steps in steps
+    ):
         return []
-    text = f"there is none of step {summary.steps}, with which the run ended (checkpoint.every={every})"
-    return [RunFinding(FOLDER, PartState.DAMAGED, text, "bring it back; its weights are lost otherwise")]
+    text = (
+        f"there is none of step {summary.steps}, with which the run ended "
+        f"(checkpoint.every={every})"
+    )
+    return [
+        RunFinding(FOLDER, PartState.DAMAGED, text, "bring it back; its weights are lost otherwise")
+    ]
 
 
 def newest_whole(url: str, findings: Sequence[RunFinding]) -> int:
     """Return the step of the newest checkpoint of which nothing is damaged; 0 if there is none."""
     whole = {one.part for one in findings if one.state is PartState.WHOLE}
-    steps = [one.step for one in find_checkpoints(url) if f"{FOLDER}/{one.url.rpartition('/')[2]}" in whole]
+    steps = [
+        one.step
+        for one in find_checkpoints(url)
+        if f"{FOLDER}/{one.url.rpartition('/')[2]}" in whole
+    ]
     return max(steps, default=0)
 
 
@@ -111,9 +139,20 @@ def _is_there(found: Checkpoint) -> bool:
 
 
 def _others(found: set[str], files: Mapping[str, int]) -> Iterator[RunFinding]:
-    """Yield the folders that do not count: without a record, voided, or written again by a later start."""
-    names = {path.split("/")[1] for path in files if path.startswith(f"{FOLDER}/") and path.count("/") > 1}
+    """Yield the folders that do not count: without a record, voided, or written again by a later
+    start.
+    """
+    names = {
+        path.split("/")[1]
+        for path in files
+        if path.startswith(f"{FOLDER}/") and path.count("/") > 1
+    }
     for name in sorted(names - found):
         recorded = f"{FOLDER}/{name}/{NAME}" in files
         text = "void, or written again by a later start" if recorded else "it was never committed"
-        yield RunFinding(f"{FOLDER}/{name}", PartState.UNFINISHED, text, "nothing reads it; a later commit removes it")
+        yield RunFinding(
+            f"{FOLDER}/{name}",
+            PartState.UNFINISHED,
+            text,
+            "nothing reads it; a later commit removes it",
+        )

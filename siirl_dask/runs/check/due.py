@@ -1,7 +1,9 @@
-"""Says which rows and which lines of metrics a run ought to have, by what it recorded when it began and as it went on.
+"""Says which rows and which lines of metrics a run ought to have, by what it recorded when it began
+and as it went on.
 
-A checkpoint is committed after all tables of the steps up to it, and a run is complete after all of them. So the rows
-of these steps are there, unless they were deleted on purpose. Later ones may never have been committed.
+A checkpoint is committed after all tables of the steps up to it, and a run is complete after all of
+them. So the rows of these steps are there, unless they were deleted on purpose. Later ones may
+never have been committed.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Due:
 def find_due(url: str, files: Mapping[str, int]) -> Due:
     """Return what the run at ``url`` ought to have, given the sizes of its files by path.
 
-    Nothing, where an earlier version began it, and where the small files that say so are damaged, which is a finding
-    of its own.
+    Nothing, where an earlier version began it, and where the small files that say so are damaged,
+    which is a finding of its own.
     """
     try:
         identity = read_identity_file(url)
@@ -52,9 +54,15 @@ def find_due(url: str, files: Mapping[str, int]) -> Due:
             case Phase.TRAIN:
                 steps = [*range(due.since, last + 1)]
             case Phase.VALIDATION:
-                steps = [step for phase, step in measured if phase is Phase.VALIDATION and due.since <= step <= last]
+                steps = [
+                    step
+                    for phase, step in measured
+                    if phase is Phase.VALIDATION and due.since <= step <= last
+                ]
             case _:
-                steps = [step for phase, step in measured if phase is Phase.TEST and step == complete]
+                steps = [
+                    step for phase, step in measured if phase is Phase.TEST and step == complete
+                ]
         folders |= {f"{table}/{step_name(step)}" for step in steps if step > removed.get(table, -1)}
     return Due(frozenset(folders), _validations(identity, files, last))
 

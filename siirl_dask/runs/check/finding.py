@@ -11,7 +11,8 @@ class PartState(StrEnum):
 
     WHOLE = "whole"
     UNFINISHED = "unfinished"
-    """Begun and never committed, or left by a start that was fenced: nothing reads it, and nothing is lost."""
+    """Begun and never committed, or left by a start that was fenced: nothing reads it, and
+    nothing is lost."""
     DAMAGED = "damaged"
 
 

@@ -17,7 +17,12 @@ from siirl_dask.runs.check.finding import PartState, RunFinding
 from siirl_dask.runs.folder import CONFIG_FILE, DAG_FILE, recorded_config
 from siirl_dask.runs.holder import Holder
 from siirl_dask.runs.identity_file import FILE as IDENTITY
-from siirl_dask.runs.identity_file import RETENTION, IdentityFile, read_identity_file, read_retention
+from siirl_dask.runs.identity_file import (
+    RETENTION,
+    IdentityFile,
+    read_identity_file,
+    read_retention,
+)
 from siirl_dask.runs.reader import Run
 
 _ATTEMPT = re.compile(rf"{ATTEMPTS}/(\d{{4,}})\.json", re.ASCII)
@@ -25,7 +30,9 @@ _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
 
 
-def check_records(url: str, files: Mapping[str, int], validations: Collection[int]) -> list[RunFinding]:
+def check_records(
+    url: str, files: Mapping[str, int], validations: Collection[int]
+) -> list[RunFinding]:
     """Return what is found of the run's small files, given the sizes of all files by path.
 
     ``validations`` are steps after which one was recorded.
@@ -36,8 +43,12 @@ def check_records(url: str, files: Mapping[str, int], validations: Collection[in
     return findings
 
 
-def _identity(url: str, files: Mapping[str, int]) -> tuple[list[RunFinding], Mapping[str, FileDigest]]:
-    """Return what is found of what the run recorded at its start, and the digests in it; a damaged one has none."""
+def _identity(
+    url: str, files: Mapping[str, int]
+) -> tuple[list[RunFinding], Mapping[str, FileDigest]]:
+    """Return what is found of what the run recorded at its start, and the digests in it; a
+    damaged one has none.
+    """
     found = []
     written: Mapping[str, FileDigest] = {}
     for name, reader in ((IDENTITY, read_identity_file), (RETENTION, read_retention)):
@@ -47,7 +58,12 @@ def _identity(url: str, files: Mapping[str, int]) -> tuple[list[RunFinding], Map
             content = reader(url)
         except ConfigError as error:
             found.append(
-                RunFinding(name, PartState.DAMAGED, str(error), "nobody knows then which rows there ought to be")
+                RunFinding(
+                    name,
+                    PartState.DAMAGED,
+                    str(error),
+                    "nobody knows then which rows there ought to be",
+                )
             )
             continue
         found.append(RunFinding(name, PartState.WHOLE, ""))
@@ -57,11 +73,16 @@ def _identity(url: str, files: Mapping[str, int]) -> tuple[list[RunFinding], Map
 
 
 def _altered(data: bytes, written: FileDigest | None) -> str:
-    """Return what is wrong with a file that was read; empty where it is what was written, or nobody knows."""
+    """Return what is wrong with a file that was read; empty where it is what was written, or
+    nobody knows.
+    """
     found = FileDigest.of(data)
     if written is None or found == written:
         return ""
-    return f"it was altered: it has the SHA-256 {found.sha256[:16]}..., and {written.sha256[:16]}... was written"
+    return (
+        f"it was altered: it has the SHA-256 {found.sha256[:16]}..., and {written.sha256[:16]}... "
+        "was written"
+    )
 
 
 def _config(url: str, written: FileDigest | None) -> RunFinding:
@@ -75,7 +96,9 @@ def _config(url: str, written: FileDigest | None) -> RunFinding:
     except (ConfigError, UnicodeDecodeError) as error:
         return RunFinding(CONFIG_FILE, PartState.DAMAGED, str(error), remedy)
     if altered := _altered(data, written):
-        return RunFinding(CONFIG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained")
+        return RunFinding(
+            CONFIG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained"
+        )
     return RunFinding(CONFIG_FILE, PartState.WHOLE, "")
 
 
@@ -83,15 +106,21 @@ def _dag(url: str, files: Mapping[str, int], written: FileDigest | None) -> RunF
     if DAG_FILE not in files:
         if files.get(_METRICS):
             return RunFinding(DAG_FILE, PartState.DAMAGED, "it is gone", "a resume writes it anew")
-        return RunFinding(DAG_FILE, PartState.UNFINISHED, "the start was stopped before it wrote one")
+        return RunFinding(
+            DAG_FILE, PartState.UNFINISHED, "the start was stopped before it wrote one"
+        )
     try:
         nodes = len(Run(url).dag["nodes"])
         fs, path = open_fs(join(url, DAG_FILE))
         altered = _altered(fs.cat_file(path), written)
     except (ConfigError, UnicodeDecodeError) as error:
-        return RunFinding(DAG_FILE, PartState.DAMAGED, str(error), "restore it, or start anew with --fresh")
+        return RunFinding(
+            DAG_FILE, PartState.DAMAGED, str(error), "restore it, or start anew with --fresh"
+        )
     if altered:
-        return RunFinding(DAG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained")
+        return RunFinding(
+            DAG_FILE, PartState.DAMAGED, altered, "restore it: it does not say what was trained"
+        )
     return RunFinding(DAG_FILE, PartState.WHOLE, counted(nodes, "node"))
 
 
@@ -110,7 +139,9 @@ def _attempts(url: str, files: Mapping[str, int]) -> list[RunFinding]:
         except (TypeError, ValueError) as error:
             remedy = "a resume refuses: remove the file if nobody trains this run"
             findings.append(
-                RunFinding(name, PartState.DAMAGED, f"it does not say who trained the run: {error}", remedy)
+                RunFinding(
+                    name, PartState.DAMAGED, f"it does not say who trained the run: {error}", remedy
+                )
             )
     return findings or [RunFinding(ATTEMPTS, PartState.WHOLE, counted(len(numbers), "start"))]
 
@@ -138,23 +169,39 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
         what, _, remedy = text.rpartition("; ")
         findings.append(RunFinding(_METRICS, PartState.DAMAGED, what, remedy))
     if cut:
-        findings.append(RunFinding(_METRICS, PartState.UNFINISHED, "its last line was cut short", "a resume drops it"))
+        findings.append(
+            RunFinding(
+                _METRICS, PartState.UNFINISHED, "its last line was cut short", "a resume drops it"
+            )
+        )
     if not wrong:
         records = read_metrics(url)
         trained = {record["step"] for record in records if record["phase"] == Phase.TRAIN}
         if absent := sorted(set(range(1, max([steps, *trained]) + 1)) - trained):
             shown = ", ".join(map(str, absent[:10])) + (", ..." if len(absent) > 10 else "")
             findings.append(
-                RunFinding(_METRICS, PartState.DAMAGED, f"it has no line of the steps {shown}", "they are lost")
+                RunFinding(
+                    _METRICS,
+                    PartState.DAMAGED,
+                    f"it has no line of the steps {shown}",
+                    "they are lost",
+                )
             )
         validated = {record["step"] for record in records if record["phase"] == Phase.VALIDATION}
         if unknown := sorted(set(validations) - validated):
-            text = f"it has no line of the validations after the steps {', '.join(map(str, unknown[:10]))}"
-            findings.append(RunFinding(_METRICS, PartState.DAMAGED, text, "they are lost; their rows are there"))
+            text = (
+                "it has no line of the validations after the steps "
+                f"{', '.join(map(str, unknown[:10]))}"
+            )
+            findings.append(
+                RunFinding(_METRICS, PartState.DAMAGED, text, "they are lost; their rows are there")
+            )
         if not findings and not cut:
             findings.append(
                 RunFinding(
-                    _METRICS, PartState.WHOLE, f"{counted(len(records), 'record')}, {counted(len(trained), 'step')}"
+                    _METRICS,
+                    PartState.WHOLE,
+                    f"{counted(len(records), 'record')}, {counted(len(trained), 'step')}",
                 )
             )
     return findings
@@ -162,16 +209,24 @@ def _metrics(url: str, files: Mapping[str, int], validations: Collection[int]) -
 
 def _summary(url: str, files: Mapping[str, int]) -> RunFinding:
     if _SUMMARY not in files:
-        return RunFinding(_SUMMARY, PartState.UNFINISHED, "there is none: the run is under way, or was killed")
+        return RunFinding(
+            _SUMMARY, PartState.UNFINISHED, "there is none: the run is under way, or was killed"
+        )
     try:
         summary = read_summary(url)
         altered = summary_altered(url)
     except (DataError, UnicodeDecodeError) as error:
-        return RunFinding(_SUMMARY, PartState.DAMAGED, str(error), "the next end of the run writes it anew")
+        return RunFinding(
+            _SUMMARY, PartState.DAMAGED, str(error), "the next end of the run writes it anew"
+        )
     if altered:
         text = "it was altered: its digest is another one"
-        return RunFinding(_SUMMARY, PartState.DAMAGED, text, "restore it: it does not say how the run ended")
+        return RunFinding(
+            _SUMMARY, PartState.DAMAGED, text, "restore it: it does not say how the run ended"
+        )
     said = f"{summary.status} after {counted(summary.steps, 'step')}"
     return RunFinding(
-        _SUMMARY, PartState.WHOLE, said if summary.status is Status.COMPLETE else f"{said}; a resume goes on"
+        _SUMMARY,
+        PartState.WHOLE,
+        said if summary.status is Status.COMPLETE else f"{said}; a resume goes on",
     )

@@ -1,4 +1,6 @@
-"""Checks the saved tables of a run: every part that a record lists, by its digest or page by page."""
+"""Checks the saved tables of a run: every part that a record lists, by its digest or page by
+page.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,11 @@ def check_tables(
     due: Collection[str],
     read: Callable[[int], None],
 ) -> list[RunFinding]:
-    """Return what is found of the tables below ``root``: one finding for each whole table, one for each other step.
+    """Return what is found of the tables below ``root``: one finding for each whole table, one for
+    each other step.
 
-    ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``due`` are the folders that
-    ought to be there. ``read`` is told the bytes of each file that was read.
+    ``files`` are the sizes of all files by path; a resume goes on after step ``resumed``. ``due``
+    are the folders that ought to be there. ``read`` is told the bytes of each file that was read.
     """
     findings: list[RunFinding] = []
     damaged: list[tuple[str, str]] = []
@@ -78,29 +81,44 @@ def check_tables(
             findings.append(RunFinding(path, PartState.UNFINISHED, *_left_over(folder)))
     known = present | {path for path, _ in damaged}
     damaged += [(path, "it is gone: this step was committed") for path in sorted(set(due) - known)]
-    frontiers: dict[str, str] = {}  # a whole table from which a step can go on, by the step's folder name
+    frontiers: dict[
+        str, str
+    ] = {}  # a whole table from which a step can go on, by the step's folder name
     for table, folders in tables.items():
         of_table = list(_damages(fs, root, files, folders, read))
         damaged += [(path, text) for path, text in of_table if not _is_spent(fs, root, path)]
-        counted = [folder for folder in folders if folder.path not in {path for path, _ in of_table}]
-        frontiers |= {folder.path.rpartition("/")[2]: table for folder in counted if folder.frontier}
+        counted = [
+            folder for folder in folders if folder.path not in {path for path, _ in of_table}
+        ]
+        frontiers |= {
+            folder.path.rpartition("/")[2]: table for folder in counted if folder.frontier
+        }
         if counted:
             findings.append(RunFinding(table, PartState.WHOLE, _told(counted)))
     for path, text in damaged:
         frontier = frontiers.get(path.rpartition("/")[2])
         findings.append(RunFinding(path, PartState.DAMAGED, text, _remedy(path, resumed, frontier)))
-    return sorted(findings, key=lambda finding: (finding.part.split("/")[0], finding.state is not PartState.WHOLE))
+    return sorted(
+        findings,
+        key=lambda finding: (finding.part.split("/")[0], finding.state is not PartState.WHOLE),
+    )
 
 
 def _is_spent(fs: AbstractFileSystem, root: str, path: str) -> bool:
-    """Tell whether a stage has lost its record since it was listed: a run that is under way deletes it first."""
+    """Tell whether a stage has lost its record since it was listed: a run that is under way
+    deletes it first.
+    """
     return path.startswith(f"{STAGES}/") and record_name(list_files(fs, at(root, path))) is None
 
 
 def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, int]) -> _Folder:
     """Return the parts that count in a folder. StorageError for a damaged record or footer."""
     record = newest_record(fs, root, path, names)
-    there = [name for name in names if parse_part_name(name) or (is_numbered(name) and not name.endswith(".json"))]
+    there = [
+        name
+        for name in names
+        if parse_part_name(name) or (is_numbered(name) and not name.endswith(".json"))
+    ]
     if record is not None:
         table, _, name = path.rpartition("/")
         step = step_of(name)
@@ -109,7 +127,10 @@ def _folder(fs: AbstractFileSystem, root: str, path: str, names: Mapping[str, in
         listed = {part.path for part in record.parts}
         return _Folder(path, record.parts, len(set(there) - listed), frontier=SPENT in record.about)
     complete = newest_parts(there) if path.startswith(f"{TRACE}/") else complete_names(there) or []
-    parts = [Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups) for name in complete]
+    parts = [
+        Part(name, names[name], read_footer(fs, at(root, f"{path}/{name}")).groups)
+        for name in complete
+    ]
     return _Folder(path, tuple(parts), len(there) - len(parts), committed=bool(parts))
 
 
@@ -135,7 +156,9 @@ def _damages(
                 yield path.rpartition("/")[0], text
 
 
-def _damage(fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: str, part: Part) -> str:
+def _damage(
+    fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: str, part: Part
+) -> str:
     """Return what is wrong with a part; empty if nothing is."""
     where = at(root, path)
     name = path.rpartition("/")[2]
@@ -146,7 +169,11 @@ def _damage(fs: AbstractFileSystem, root: str, files: Mapping[str, int], path: s
     try:
         if written := _digest(part):
             found = digest_file(fs, where).sha256
-            return "" if found == written else f"{name} has the SHA-256 {found[:16]}..., not {written[:16]}..."
+            return (
+                ""
+                if found == written
+                else f"{name} has the SHA-256 {found[:16]}..., not {written[:16]}..."
+            )
         columns = read_footer(fs, where).schema.names
         for index in range(len(part.groups)):
             read_rows(fs, where, index, columns, part.groups)
@@ -172,12 +199,18 @@ def _told(folders: list[_Folder]) -> str:
     elif not digests:
         how = "their pages' checksums"
     steps = counted(len(folders), "step")
-    return f"{steps}, {counted(len(parts), 'part')}, {sum(part.nbytes for part in parts):,} bytes, by {how}"
+    return (
+        f"{steps}, {counted(len(parts), 'part')}, {sum(part.nbytes for part in parts):,} bytes, by "
+        f"{how}"
+    )
 
 
 def _left_over(folder: _Folder) -> tuple[str, str]:
     if folder.parts:
-        return f"{counted(folder.others, 'part')} of an earlier start that no record lists", "nothing reads them"
+        return (
+            f"{counted(folder.others, 'part')} of an earlier start that no record lists",
+            "nothing reads them",
+        )
     return (
         f"{counted(folder.others, 'part')} of a step that is under way or was never finished",
         "a resume does it again",
@@ -185,10 +218,18 @@ def _left_over(folder: _Folder) -> tuple[str, str]:
 
 
 def _remedy(path: str, resumed: int, frontier: str | None) -> str:
-    """Return what a resume makes of damaged rows; ``frontier`` is a whole table from which the step can go on."""
+    """Return what a resume makes of damaged rows; ``frontier`` is a whole table from which the
+    step can go on.
+    """
     table, _, name = path.rpartition("/")
     step = step_of(name)
     if step is not None and (table == _ALWAYS_AGAIN or step > resumed):
-        anew = f"takes this step from {frontier}" if frontier else "generates this step and the later ones again"
-        return f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
+        anew = (
+            f"takes this step from {frontier}"
+            if frontier
+            else "generates this step and the later ones again"
+        )
+        return (
+            f"a resume goes on after step {resumed}, and {anew}" if resumed else f"a resume {anew}"
+        )
     return "its rows are lost, unless there is a copy; a resume goes on without them"

@@ -31,50 +31,95 @@ from siirl_dask.schema import (
 )
 
 _SHOWN = (
-    *(REWARD, REWARD_PARTS, FINISH_REASON, PROMPT_NUMBER, SAMPLE_NUMBER, SOURCE_NAME, DATA_PART, DATA_ROW),
+    *(
+        REWARD,
+        REWARD_PARTS,
+        FINISH_REASON,
+        PROMPT_NUMBER,
+        SAMPLE_NUMBER,
+        SOURCE_NAME,
+        DATA_PART,
+        DATA_ROW,
+    ),
     *(WORKER, WEIGHTS_VERSION, SAMPLING_SEED, ATTEMPT),
 )
 
 
 def worst(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
-    """Return the ``count`` samples with the lowest rewards, later steps first among equals; see ``best``."""
-    return _chosen(rollouts, count, where="reward IS NOT NULL", order="reward", missing="has a reward", decode=decode)
+    """Return the ``count`` samples with the lowest rewards, later steps first among equals; see
+    ``best``.
+    """
+    return _chosen(
+        rollouts,
+        count,
+        where="reward IS NOT NULL",
+        order="reward",
+        missing="has a reward",
+        decode=decode,
+    )
 
 
 def best(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
     """Return the ``count`` samples with the highest rewards, later steps first among equals.
 
-    The columns are those that people read: step and row id, prompt, response and answer as text, reward and its parts,
-    ``response_tokens``, and the row's lineage, as far as the run has them. Samples without a reward do not count. Where
-    the run has columns of turns, ``conversation`` tells who said what, of which ``decode`` makes the texts.
+    The columns are those that people read: step and row id, prompt, response and answer as text,
+    reward and its parts, ``response_tokens``, and the row's lineage, as far as the run has them.
+    Samples without a reward do not count. Where the run has columns of turns, ``conversation``
+    tells who said what, of which ``decode`` makes the texts.
     """
     return _chosen(
-        rollouts, count, where="reward IS NOT NULL", order="reward DESC", missing="has a reward", decode=decode
+        rollouts,
+        count,
+        where="reward IS NOT NULL",
+        order="reward DESC",
+        missing="has a reward",
+        decode=decode,
     )
 
 
 def longest(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
-    """Return the ``count`` samples with the most response tokens, an environment's among them; see ``best``."""
+    """Return the ``count`` samples with the most response tokens, an environment's among them;
+    see ``best``.
+    """
     return _chosen(
-        rollouts, count, where="true", order=f"{RESPONSE_TOKENS} DESC", missing="has a response", decode=decode
+        rollouts,
+        count,
+        where="true",
+        order=f"{RESPONSE_TOKENS} DESC",
+        missing="has a response",
+        decode=decode,
     )
 
 
 def failed(rollouts: Rollouts, count: int = 5, decode: Decode | None = None) -> pa.Table:
-    """Return the newest ``count`` episodes in which a call of the environment failed, perhaps none; see ``best``."""
+    """Return the newest ``count`` episodes in which a call of the environment failed, perhaps
+    none; see ``best``.
+    """
     check(rollouts, FINISH_REASON)
-    return _chosen(rollouts, count, where=f"finish_reason = '{FAILED}'", order="step DESC", missing="", decode=decode)
+    return _chosen(
+        rollouts,
+        count,
+        where=f"finish_reason = '{FAILED}'",
+        order="step DESC",
+        missing="",
+        decode=decode,
+    )
 
 
-def _chosen(rollouts: Rollouts, count: int, where: str, order: str, missing: str, decode: Decode | None) -> pa.Table:
-    """Return samples to read. DataError where there is none that ``missing`` tells of, if it tells of any."""
+def _chosen(
+    rollouts: Rollouts, count: int, where: str, order: str, missing: str, decode: Decode | None
+) -> pa.Table:
+    """Return samples to read. DataError where there is none that ``missing`` tells of, if it
+    tells of any.
+    """
     if count < 1:
         raise DataError(f"{count} samples: expected at least 1")
     check(rollouts, REWARD, ROW_ID)
     needed = {"reward": REWARD, "row_id": ROW_ID, "row_ids": ROW_ID}
     needed |= {"finish_reason": FINISH_REASON} if "finish_reason" in where else {}
     needed |= {RESPONSE_TOKENS: length(rollouts)} if RESPONSE_TOKENS in order else {}
-    found = rollouts.table(  # first the numbers of all rows, then the texts of a few: these are in few files
+    # first the numbers of all rows, then the texts of a few: these are in few files
+    found = rollouts.table(
         f"SELECT step, row_ids FROM {per_sample(rollouts, **needed)} WHERE {where} "
         f"ORDER BY {order}, step DESC, row_id LIMIT {int(count)}"
     )
@@ -83,15 +128,24 @@ def _chosen(rollouts: Rollouts, count: int, where: str, order: str, missing: str
     return _read_samples(rollouts, list(zip(*found.to_pydict().values(), strict=True)), decode)
 
 
-def _read_samples(rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]], decode: Decode | None) -> pa.Table:
-    """Return the samples whose rows are at these places, steps and ids, with the columns of ``best``."""
+def _read_samples(
+    rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]], decode: Decode | None
+) -> pa.Table:
+    """Return the samples whose rows are at these places, steps and ids, with the columns of
+    ``best``.
+    """
     chosen = ", ".join(map(str, flattened(places)))
     steps = sorted({step for step, _ in places})
     if not places:  # SQL takes no empty list: no sample has these numbers
         chosen = "(-1, -1, -1)"
         steps = [min(rollouts.files)]
     spoken = spoken_columns(rollouts)
-    columns = [*texts(rollouts), f"{length(rollouts)} AS {RESPONSE_TOKENS}", *there(rollouts, _SHOWN), *spoken]
+    columns = [
+        *texts(rollouts),
+        f"{length(rollouts)} AS {RESPONSE_TOKENS}",
+        *there(rollouts, _SHOWN),
+        *spoken,
+    ]
     rows = rollouts.table(
         f"SELECT chosen.number, step, row_id, {', '.join(columns)} FROM {rollouts.of_steps(steps)} "
         f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) "
@@ -103,8 +157,14 @@ def _read_samples(rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]
 
 
 def texts(rollouts: Rollouts) -> list[str]:
-    """Return SQL for the columns ``prompt``, ``response`` and ``answer``, as text, of those that there are."""
-    named = {PROMPT: prompt(rollouts), RESPONSE: one_of(rollouts, RESPONSE), ANSWER: one_of(rollouts, ANSWER)}
+    """Return SQL for the columns ``prompt``, ``response`` and ``answer``, as text, of those that
+    there are.
+    """
+    named = {
+        PROMPT: prompt(rollouts),
+        RESPONSE: one_of(rollouts, RESPONSE),
+        ANSWER: one_of(rollouts, ANSWER),
+    }
     return [f"{text(rollouts, column)} AS {name}" for name, column in named.items() if column]
 
 

@@ -1,4 +1,6 @@
-"""Makes samples of rows: of an episode with several, one; and tells what was said in those of several turns."""
+"""Makes samples of rows: of an episode with several, one; and tells what was said in those of
+several turns.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ from siirl_dask.schema import (
 )
 
 CONVERSATION = "conversation"
-"""Column of a table of samples: what was said, a list of utterances; null where a response is one turn."""
+"""Column of a table of samples: what was said, a list of utterances; null where a response is
+one turn."""
 SEGMENTS = "segments"
 _UTTERANCE = pa.struct(
-    {"who": pa.string(), "kind": pa.string(), "text": pa.string(), "turn": pa.int32(), "reward": pa.float64()}
+    {
+        "who": pa.string(),
+        "kind": pa.string(),
+        "text": pa.string(),
+        "turn": pa.int32(),
+        "reward": pa.float64(),
+    }
 )
 _KEPT = (AGENT, EPISODE_ID)
 _SPOKEN = (PROMPT_IDS, RESPONSE_IDS, RESPONSE_MASK, TURNS, AGENT, SEGMENT, EPISODE_ID)
 
 
 def spoken_columns(rollouts: Rollouts) -> list[str]:
-    """Return the columns that tell who said what; none in a table whose responses are all of the policy."""
+    """Return the columns that tell who said what; none in a table whose responses are all of the
+    policy.
+    """
     there = rollouts.schema.names
     if not {RESPONSE_MASK, TURNS, EPISODE_ID} & {*there}:
         return []
@@ -46,26 +57,39 @@ def spoken_columns(rollouts: Rollouts) -> list[str]:
 
 
 def samples_of(rows: pa.Table, numbers: Sequence[int], decode: Decode | None) -> pa.Table:
-    """Return the samples of the rows, which lie sample after sample; ``numbers`` tell whose each row is.
+    """Return the samples of the rows, which lie sample after sample; ``numbers`` tell whose each
+    row is.
 
-    A sample has its last row's columns, but the first one's prompt and id, and the sum of rewards and of tokens. Those
-    that tell who said what become ``conversation``, ``turns`` and ``segments``, the numbers of both.
+    A sample has its last row's columns, but the first one's prompt and id, and the sum of rewards
+    and of tokens. Those that tell who said what become ``conversation``, ``turns`` and
+    ``segments``, the numbers of both.
     """
     number = np.asarray(numbers)
-    begins = np.flatnonzero(np.concatenate([np.ones(min(1, len(number)), np.bool_), number[1:] != number[:-1]]))
+    begins = np.flatnonzero(
+        np.concatenate([np.ones(min(1, len(number)), np.bool_), number[1:] != number[:-1]])
+    )
     ends = np.concatenate([begins[1:], [len(number)]]) if len(number) else begins
-    samples = rows.drop_columns([name for name in _SPOKEN if name in rows.column_names and name not in _KEPT])
+    samples = rows.drop_columns(
+        [name for name in _SPOKEN if name in rows.column_names and name not in _KEPT]
+    )
     samples = samples.take(ends - 1)
     for name in (PROMPT, ROW_ID):
         if name in samples.column_names:
             samples = _set(samples, name, rows[name].take(begins))
     for name in (REWARD, RESPONSE_TOKENS):
         if name in samples.column_names:
-            parts = [rows[name].slice(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
+            parts = [
+                rows[name].slice(begin, end - begin)
+                for begin, end in zip(begins, ends, strict=True)
+            ]
             samples = _set(samples, name, pa.array([_sum(one) for one in parts], rows[name].type))
-    spoken = [name for name in (*_SPOKEN, RESPONSE, REWARD, FINISH_REASON) if name in rows.column_names]
+    spoken = [
+        name for name in (*_SPOKEN, RESPONSE, REWARD, FINISH_REASON) if name in rows.column_names
+    ]
     table = rows.select(spoken)
-    of_each = [table.slice(begin, end - begin).to_pylist() for begin, end in zip(begins, ends, strict=True)]
+    of_each = [
+        table.slice(begin, end - begin).to_pylist() for begin, end in zip(begins, ends, strict=True)
+    ]
     turns = [_turns(own) for own in of_each]
     samples = samples.append_column(TURNS, pa.array(turns, pa.int32()))
     samples = samples.append_column(SEGMENTS, pa.array(ends - begins, pa.int32()))
@@ -77,7 +101,10 @@ def _told(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list[dict
     found = utterances(rows, decode)
     if len(found) < 2 and not rows[0].get(TURNS):
         return None
-    return [{name: getattr(one, name) for name in ("who", "kind", "text", "turn", "reward")} for one in found]
+    return [
+        {name: getattr(one, name) for name in ("who", "kind", "text", "turn", "reward")}
+        for one in found
+    ]
 
 
 def _turns(rows: Sequence[Mapping[str, Any]]) -> int | None:
@@ -93,7 +120,9 @@ def _set(table: pa.Table, name: str, column: Any) -> pa.Table:
 
 
 def flattened(places: Sequence[tuple[int, Sequence[int]]]) -> Iterator[tuple[int, int, int]]:
-    """Yield number, step and row id of each row of samples, which are given by their steps and their rows' ids."""
+    """Yield number, step and row id of each row of samples, which are given by their steps and
+    their rows' ids.
+    """
     for number, (step, row_ids) in enumerate(places):
         for row_id in row_ids:
             yield number, int(step), int(row_id)

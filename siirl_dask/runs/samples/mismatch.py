@@ -1,7 +1,8 @@
-"""Measures how far the sampling engine's log-probs are from the trainer's: the one question that reads every token.
+"""Measures how far the sampling engine's log-probs are from the trainer's: the one question that
+reads every token.
 
-The columns are read batch by batch and go into sums and counts, so that no step is in memory as a whole. Tokens that
-the policy did not write (``response_mask``) do not count: nobody sampled them.
+The columns are read batch by batch and go into sums and counts, so that no step is in memory as a
+whole. Tokens that the policy did not write (``response_mask``) do not count: nobody sampled them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class _LogprobDifferences:
             self.tokens += difference.size
             self.total += float(size.sum(dtype=np.float64))
             self.largest = float(np.maximum(self.largest, size.max()))  # keeps a nan
-            below = [int(np.count_nonzero(difference < edge)) for edge in _EDGES]  # a nan is below none
+            below = [
+                int(np.count_nonzero(difference < edge)) for edge in _EDGES
+            ]  # a nan is below none
             self.ratios += np.diff(np.array([0, *below, difference.size]))
 
     def merge(self, other: _LogprobDifferences) -> None:
@@ -67,13 +70,18 @@ def can_mismatch(rollouts: Rollouts) -> bool:
 
 
 def mismatch(rollouts: Rollouts) -> pa.Table:
-    """Return for each step the response ``tokens``, and over them how far the two log-probs lie apart.
+    """Return for each step the response ``tokens``, and over them how far the two log-probs lie
+    apart.
 
-    ``mean`` and ``largest`` are of the absolute difference; ``RATIO_BINS`` are shares of tokens by the ratio of the
-    trainer's probability before the update to the sampler's. DataError where the table lacks one of the two.
+    ``mean`` and ``largest`` are of the absolute difference; ``RATIO_BINS`` are shares of tokens by
+    the ratio of the trainer's probability before the update to the sampler's. DataError where the
+    table lacks one of the two.
     """
     if not can_mismatch(rollouts):
-        raise DataError(f"the table {rollouts.name!r} has not both columns of log-probs, {' and '.join(_COLUMNS)}")
+        raise DataError(
+            f"the table {rollouts.name!r} has not both columns of log-probs, "
+            f"{' and '.join(_COLUMNS)}"
+        )
     tallies = {step: _LogprobDifferences() for step in rollouts.files}
     parts = [(step, path) for step, paths in rollouts.files.items() for path in paths]
     columns = [*_COLUMNS, *([RESPONSE_MASK] if RESPONSE_MASK in rollouts.schema.names else [])]
@@ -83,14 +91,19 @@ def mismatch(rollouts: Rollouts) -> pa.Table:
         ):
             tallies[step].merge(tally)
     rows = [tally for tally in tallies.values() if tally.tokens]
-    shares = np.array([tally.ratios / tally.tokens for tally in rows]).reshape(len(rows), len(RATIO_BINS))
+    shares = np.array([tally.ratios / tally.tokens for tally in rows]).reshape(
+        len(rows), len(RATIO_BINS)
+    )
     return pa.table(
         {
             "step": pa.array([step for step, tally in tallies.items() if tally.tokens], pa.int64()),
             "tokens": pa.array([tally.tokens for tally in rows], pa.int64()),
             "mean": pa.array([tally.total / tally.tokens for tally in rows], pa.float64()),
             "largest": pa.array([tally.largest for tally in rows], pa.float64()),
-            **{name: pa.array(shares[:, number], pa.float64()) for number, name in enumerate(RATIO_BINS)},
+            **{
+                name: pa.array(shares[:, number], pa.float64())
+                for number, name in enumerate(RATIO_BINS)
+            },
         }
     )
 
@@ -106,15 +119,25 @@ def _tally(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> _Logpro
     return tally
 
 
-def _logprobs(fs: AbstractFileSystem, path: str, columns: Sequence[str]) -> Iterator[tuple[Floats, Floats]]:
-    """Yield the sampler's and the trainer's log-probs of the policy's tokens, batch after batch of rows."""
+def _logprobs(
+    fs: AbstractFileSystem, path: str, columns: Sequence[str]
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the sampler's and the trainer's log-probs of the policy's tokens, batch after batch
+    of rows.
+    """
     with open_input(fs, path) as file:
         reader = pq.ParquetFile(file, pre_buffer=False)
         for batch in reader.iter_batches(_BATCH, columns=list(columns), use_threads=False):
             if any(column.null_count for column in batch.columns):
                 batch = batch.drop_null()
             lists = [batch.column(name) for name in columns]
-            if not all(lists[0].value_lengths().equals(other.value_lengths()) for other in lists[1:]):
-                raise CorruptPart(full_name(fs, path), f"its columns {', '.join(columns)} have different lengths")
-            one, other, *masks = (column.flatten().to_numpy(zero_copy_only=False) for column in lists)
+            if not all(
+                lists[0].value_lengths().equals(other.value_lengths()) for other in lists[1:]
+            ):
+                raise CorruptPart(
+                    full_name(fs, path), f"its columns {', '.join(columns)} have different lengths"
+                )
+            one, other, *masks = (
+                column.flatten().to_numpy(zero_copy_only=False) for column in lists
+            )
             yield (one[masks[0]], other[masks[0]]) if masks else (one, other)

@@ -1,7 +1,8 @@
-"""Finds the images of samples' prompts in the dataset: a run stores where a prompt is from, and not its images.
+"""Finds the images of samples' prompts in the dataset: a run stores where a prompt is from, and not
+its images.
 
-Rows that are shown are few, and no others' images are kept. Whatever is missing or damaged is told in words, since the
-dataset may have been moved, changed or deleted since the run.
+Rows that are shown are few, and no others' images are kept. Whatever is missing or damaged is told
+in words, since the dataset may have been moved, changed or deleted since the run.
 """
 
 from __future__ import annotations
@@ -32,21 +33,25 @@ ORIGIN = (SOURCE_NAME, DATA_PART, DATA_ROW)
 """Columns that tell where a sample's prompt is from, as far as a run stores them."""
 _PICTURE = pa.struct({"kind": pa.string(), "url": pa.string(), "problem": pa.string()})
 Picture = Mapping[str, str | None]
-"""An image as it is shown: ``kind`` such as ``640x480 JPEG``, and ``url``, a thumbnail's data URL. Of one that cannot
-be read only ``problem`` is there, a sentence."""
+"""An image as it is shown: ``kind`` such as ``640x480 JPEG``, and ``url``, a thumbnail's data URL.
+Of one that cannot be read only ``problem`` is there, a sentence."""
 
 
 class StoredPromptImages:
     """Tells the images of a run's samples, those of ``table``.
 
     Args:
-        url: The run. Where it has no configuration that can be read, or no images, samples have none.
+        url: The run. Where it has no configuration that can be read, or no images, samples have
+            none.
         table: ``rollouts``, ``validation`` or ``test``.
         thumbnails: Whether to make pictures; else headers alone are read.
-        most: Images that are shown of all samples together; a hundred by default, or forty in words.
+        most: Images that are shown of all samples together; a hundred by default, or forty in
+            words.
     """
 
-    def __init__(self, url: str, table: str = TABLE, *, thumbnails: bool, most: int | None = None) -> None:
+    def __init__(
+        self, url: str, table: str = TABLE, *, thumbnails: bool, most: int | None = None
+    ) -> None:
         self._url = url
         self._table = table
         self._thumbnails = thumbnails
@@ -94,15 +99,21 @@ class StoredPromptImages:
         except SiirlError as error:
             return [_problem(f"its images cannot be shown: {error}")]
         most = min(config.images.most, self._most)
-        shown = [self._picture(config, number, image) for number, image in enumerate(images[:most], 1)]
+        shown = [
+            self._picture(config, number, image) for number, image in enumerate(images[:most], 1)
+        ]
         bound = "images.most" if most == config.images.most else f"{most} are shown"
-        return shown + [_problem(f"{len(images) - most} more images are left out ({bound})")] * (len(images) > most)
+        return shown + [_problem(f"{len(images) - most} more images are left out ({bound})")] * (
+            len(images) > most
+        )
 
     def _dataset(self, config: Config, url: str) -> _Dataset:
         """Return the dataset, opened once. DataError, the same each time, if that fails."""
         if url not in self._datasets:
             try:
-                self._datasets[url] = _Dataset(Source.of(config.data, url=url), config.images.column or "")
+                self._datasets[url] = _Dataset(
+                    Source.of(config.data, url=url), config.images.column or ""
+                )
             except SiirlError as error:
                 self._datasets[url] = str(error)
         found = self._datasets[url]
@@ -116,7 +127,11 @@ class StoredPromptImages:
             data = self._content(config, image)
             width, height = size_of(data, most)
             kind = f"{width}x{height} {format_of(data, most)}"
-            return {"kind": kind, "url": thumbnail(data, most) if self._thumbnails else None, "problem": None}
+            return {
+                "kind": kind,
+                "url": thumbnail(data, most) if self._thumbnails else None,
+                "problem": None,
+            }
         except ImageError as error:
             return _problem(f"image {number} cannot be shown: {error}")
 
@@ -128,7 +143,9 @@ class StoredPromptImages:
             return image.data
         left = settings.timeout if self._seconds is None else self._seconds
         if left <= 0:
-            raise ImageError(f"it was not fetched: others took images.timeout={settings.timeout:g} seconds")
+            raise ImageError(
+                f"it was not fetched: others took images.timeout={settings.timeout:g} seconds"
+            )
         began = monotonic()
         try:
             url = located(image.path or "", settings.folder)
@@ -138,7 +155,9 @@ class StoredPromptImages:
 
 
 class _Dataset:
-    """Rows of one dataset by their places. DataError where it is not there, or has no such column."""
+    """Rows of one dataset by their places. DataError where it is not there, or has no such
+    column.
+    """
 
     def __init__(self, source: Source, column: str) -> None:
         self._source = source
@@ -149,7 +168,9 @@ class _Dataset:
         self._footers = FooterCache()
 
     def images(self, part: int, row: int) -> tuple[Image, ...]:
-        """Return the images of row ``row`` of part ``part``. DataError where there is none, or it cannot be read."""
+        """Return the images of row ``row`` of part ``part``. DataError where there is none, or
+        it cannot be read.
+        """
         url = self._source.url
         parts = self._snapshot.parts
         path = parts[part].path if 0 <= part < len(parts) else None
@@ -158,20 +179,28 @@ class _Dataset:
             if group.part != path:
                 continue
             if first <= row < first + group.rows:
-                read = partial(self._snapshot.read_row_group, group, [self._column], rows=[row - first])
+                read = partial(
+                    self._snapshot.read_row_group, group, [self._column], rows=[row - first]
+                )
                 try:
                     table = read(max_bytes=self._source.read_limit, footers=self._footers)
                 except StorageError as error:
                     raise DataError(f"dataset {url!r}: {error}") from error
                 except Exception as error:  # drivers of remote storage raise what they like
-                    raise DataError(f"dataset {url!r} cannot be read: {type(error).__name__}: {error}") from error
+                    raise DataError(
+                        f"dataset {url!r} cannot be read: {type(error).__name__}: {error}"
+                    ) from error
                 return images_of(normalised(table[self._column], self._column)[0].as_py())
             first += group.rows
-        raise DataError(f"dataset {url!r} has no row {row} in part {part}: it has changed since the run")
+        raise DataError(
+            f"dataset {url!r} has no row {row} in part {part}: it has changed since the run"
+        )
 
 
 def _config_of(url: str) -> Config | None:
-    """Return the configuration of a run with images; None of others, and where there is none that can be read."""
+    """Return the configuration of a run with images; None of others, and where there is none
+    that can be read.
+    """
     try:
         config = Run(url).config if is_run(url) else None
     except SiirlError:

@@ -3,8 +3,9 @@
 with open_rollouts("runs/mine", steps=range(10, 21)) as rollouts:
     print(worst(rollouts, 3), by(rollouts, "source"))
 
-Each reads the columns that it needs and no others: token ids and log-probs are most of a run's bytes. A sample is a
-row; of an episode of several rows it is all of them, of each agent by itself (``per_sample.py``).
+Each reads the columns that it needs and no others: token ids and log-probs are most of a run's
+bytes. A sample is a row; of an episode of several rows it is all of them, of each agent by itself
+(``per_sample.py``).
 """
 
 from __future__ import annotations
@@ -58,28 +59,37 @@ def overview_sql(rollouts: Rollouts) -> str:
     return (
         f"SELECT step, count(*) AS samples, round(avg(reward), 4) AS reward, "
         f"round(avg({RESPONSE_TOKENS}), 1) AS {RESPONSE_TOKENS} "
-        f"FROM {per_sample(rollouts, reward=REWARD, response_tokens=length(rollouts))} GROUP BY step ORDER BY step"
+        f"FROM {per_sample(rollouts, reward=REWARD, response_tokens=length(rollouts))} GROUP BY "
+        "step ORDER BY step"
     )
 
 
 def by_turns(rollouts: Rollouts) -> pa.Table:
-    """Return ``samples``, mean ``reward``, mean ``response_tokens`` and the ``failed`` for each number of ``turns``."""
+    """Return ``samples``, mean ``reward``, mean ``response_tokens`` and the ``failed`` for each
+    number of ``turns``.
+    """
     check(rollouts, TURNS, REWARD, FINISH_REASON)
     counted = per_sample(
-        rollouts, turns="len(turns)", reward=REWARD, response_tokens=length(rollouts), finish_reason=FINISH_REASON
+        rollouts,
+        turns="len(turns)",
+        reward=REWARD,
+        response_tokens=length(rollouts),
+        finish_reason=FINISH_REASON,
     )
     return rollouts.table(
-        f"SELECT turns::BIGINT AS turns, count(*) AS samples, avg(reward) AS reward, avg({RESPONSE_TOKENS}) AS "
+        "SELECT turns::BIGINT AS turns, count(*) AS samples, avg(reward) AS reward, "
+        f"avg({RESPONSE_TOKENS}) AS "
         f"{RESPONSE_TOKENS}, count(*) FILTER (finish_reason = '{FAILED}') AS failed FROM {counted} "
         "GROUP BY 1 ORDER BY 1"
     )
 
 
 def by(rollouts: Rollouts, column: str) -> pa.Table:
-    """Return ``samples``, mean ``reward`` and mean ``response_tokens`` for each value of a column, most samples first.
+    """Return ``samples``, mean ``reward`` and mean ``response_tokens`` for each value of a column,
+    most samples first.
 
-    Of an episode the value is its last row's. A dot goes into a struct. DataError for a column that there is not, or
-    one of lists.
+    Of an episode the value is its last row's. A dot goes into a struct. DataError for a column that
+    there is not, or one of lists.
     """
     name = rollouts.column(column)
     check(rollouts, REWARD)
@@ -91,9 +101,11 @@ def by(rollouts: Rollouts, column: str) -> pa.Table:
 
 
 def zero_variance(rollouts: Rollouts) -> pa.Table:
-    """Return for each step the ``groups``, those whose rewards are all ``equal``, their ``share`` and mean ``reward``.
+    """Return for each step the ``groups``, those whose rewards are all ``equal``, their ``share``
+    and mean ``reward``.
 
-    Such a group has no advantage, and teaches nothing. Groups with fewer than two rewards do not count.
+    Such a group has no advantage, and teaches nothing. Groups with fewer than two rewards do not
+    count.
     """
     check(rollouts, REWARD, GROUP_ID)
     agent = {AGENT: AGENT} if {EPISODE_ID, AGENT} <= {*rollouts.schema.names} else {}
@@ -108,15 +120,20 @@ def zero_variance(rollouts: Rollouts) -> pa.Table:
 
 
 def lengths(rollouts: Rollouts) -> pa.Table:
-    """Return a histogram of the responses' lengths in tokens: ``from``, ``to``, ``samples``, ``truncated``, ``reward``.
+    """Return a histogram of the responses' lengths in tokens: ``from``, ``to``, ``samples``,
+    ``truncated``, ``reward``.
 
     ``truncated`` is the share of the bin's responses that the limit ended.
     """
     check(rollouts, REWARD, FINISH_REASON)
-    counted = per_sample(rollouts, response_tokens=length(rollouts), reward=REWARD, finish_reason=FINISH_REASON)
+    counted = per_sample(
+        rollouts, response_tokens=length(rollouts), reward=REWARD, finish_reason=FINISH_REASON
+    )
     counts = rollouts.table(
-        f"SELECT {RESPONSE_TOKENS} AS length, count(*) AS samples, sum(reward) AS total, count(reward) AS rewards, "
-        f"count(*) FILTER (finish_reason = 'length') AS cut FROM {counted} GROUP BY 1 HAVING length IS NOT NULL"
+        f"SELECT {RESPONSE_TOKENS} AS length, count(*) AS samples, sum(reward) AS total, "
+        "count(reward) AS rewards, "
+        f"count(*) FILTER (finish_reason = 'length') AS cut FROM {counted} GROUP BY 1 HAVING "
+        "length IS NOT NULL"
     )
     if not counts.num_rows:
         raise DataError(f"the table {rollouts.name!r} has no responses")
@@ -124,7 +141,9 @@ def lengths(rollouts: Rollouts) -> pa.Table:
     least, most = pc.min_max(tokens).as_py().values()
     width = (most - least) // _BINS + 1
     counts = counts.append_column("bin", pc.divide(pc.subtract(tokens, least), width))
-    sums = counts.group_by("bin").aggregate([(name, "sum") for name in ("samples", "total", "rewards", "cut")])
+    sums = counts.group_by("bin").aggregate(
+        [(name, "sum") for name in ("samples", "total", "rewards", "cut")]
+    )
     found = {row["bin"]: row for row in sums.to_pylist()}
     rows = []
     for number in range(max(found) + 1):
@@ -136,17 +155,20 @@ def lengths(rollouts: Rollouts) -> pa.Table:
         first = least + number * width
         rows.append((first, first + width - 1, samples, truncated, reward))
     kinds = (pa.int64(), pa.int64(), pa.int64(), pa.float64(), pa.float64())
-    columns = [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
+    columns = [
+        pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), kinds, strict=True)
+    ]
     return pa.table(columns, names=["from", "to", "samples", "truncated", "reward"])
 
 
 def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
-    """Return the prompts that both steps have, with what came of each: the largest change of reward first.
+    """Return the prompts that both steps have, with what came of each: the largest change of reward
+    first.
 
-    The columns are ``prompt``, ``answer``, the mean rewards ``then`` and ``now``, their ``change``, of each step the
-    prompt's first response, and ``data_part`` and ``data_row`` where the run has them. Prompts are the same if they
-    come from the same row of the dataset, or, in a run that has no such columns, if their texts are equal. DataError
-    if the steps share no prompt.
+    The columns are ``prompt``, ``answer``, the mean rewards ``then`` and ``now``, their ``change``,
+    of each step the prompt's first response, and ``data_part`` and ``data_row`` where the run has
+    them. Prompts are the same if they come from the same row of the dataset, or, in a run that has
+    no such columns, if their texts are equal. DataError if the steps share no prompt.
     """
     if absent := [step for step in (then, now) if step not in rollouts.files]:
         has = f"it has {len(rollouts.files)}, {min(rollouts.files)} to {max(rollouts.files)}"
@@ -164,21 +186,32 @@ def diff(rollouts: Rollouts, then: int, now: int) -> pa.Table:
 
     def of(step: int) -> str:
         samples = per_sample(
-            rollouts, rollouts.of_steps([step]), **keys, **told, reward=REWARD, response=RESPONSE, row_id=ROW_ID
+            rollouts,
+            rollouts.of_steps([step]),
+            **keys,
+            **told,
+            reward=REWARD,
+            response=RESPONSE,
+            row_id=ROW_ID,
         )
         return (
-            f"(SELECT {names}, any_value(prompt) AS prompt, any_value(answer) AS answer, avg(reward) AS reward, "
-            f"arg_min(response, row_id) AS response FROM {samples} WHERE reward IS NOT NULL GROUP BY {names})"
+            f"(SELECT {names}, any_value(prompt) AS prompt, any_value(answer) AS answer, "
+            "avg(reward) AS reward, "
+            f"arg_min(response, row_id) AS response FROM {samples} WHERE reward IS NOT NULL GROUP "
+            f"BY {names})"
         )
 
     changes = rollouts.table(
-        'SELECT a.prompt, a.answer, a.reward AS "then", b.reward AS now, b.reward - a.reward AS change, '
-        f"a.response AS then_response, b.response AS now_response{origin} FROM {of(then)} AS a JOIN {of(now)} AS b "
+        'SELECT a.prompt, a.answer, a.reward AS "then", b.reward AS now, b.reward - a.reward AS '
+        "change, "
+        f"a.response AS then_response, b.response AS now_response{origin} FROM {of(then)} AS a "
+        f"JOIN {of(now)} AS b "
         f"USING ({names}) ORDER BY abs(change) DESC, change, {names}"
     )
     if not changes.num_rows:
         raise DataError(
-            f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a validation has the "
+            f"steps {then} and {now} of the table {rollouts.name!r} have no prompt in common; a "
+            "validation has the "
             "same prompts each time (--table validation)"
         )
     return changes

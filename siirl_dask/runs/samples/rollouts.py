@@ -1,7 +1,8 @@
-"""The samples that a run saved, as one table: DuckDB reads the Parquet parts in place, and of them what is asked for.
+"""The samples that a run saved, as one table: DuckDB reads the Parquet parts in place, and of them
+what is asked for.
 
-Only whole steps count: those whose parts are committed, see tables.py. The step under way is not one of them, nor one
-that a killed run began. questions.py has questions that are often asked.
+Only whole steps count: those whose parts are committed, see tables.py. The step under way is not
+one of them, nor one that a killed run began. questions.py has questions that are often asked.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 TABLE = "rollouts"
 ATTEMPT = "attempt"
-"""int64. Number of the start that wrote the row, from its part's name; null where the name does not tell."""
+"""int64. Number of the start that wrote the row, from its part's name; null where the name does
+not tell."""
 _NAME = re.compile(r"\w[\w-]*")
-_PATH = "__path__"  # a column of this name lets DuckDB leave out files before it opens them; the virtual one does not
+# a column of this name lets DuckDB leave out files before it opens them; the virtual one does not
+_PATH = "__path__"
 _FOLDER = r"/step=(\d+)/[^/]*$"
 _LITTLE = "SET threads = 1; SET memory_limit = '1GB'; SET enable_progress_bar = false"
 """Settings for somebody else's process, such as a scheduler's."""
@@ -49,7 +52,9 @@ class SavedSteps:
 def saved_steps(fs: AbstractFileSystem, root: str) -> SavedSteps:
     """Return the steps of the table at ``root``. DataError for a damaged record."""
     listed = list_files(fs, root)
-    files = {path: size for path, size in listed.items() if step_of(path.rpartition("/")[0]) is not None}
+    files = {
+        path: size for path, size in listed.items() if step_of(path.rpartition("/")[0]) is not None
+    }
     try:
         complete = whole_folders(fs, root, files)
     except StorageError as error:
@@ -61,7 +66,9 @@ def saved_steps(fs: AbstractFileSystem, root: str) -> SavedSteps:
         assert step is not None
         if folder in complete:
             whole[step] = complete[folder]
-        elif parts := newest_parts(names) or sorted(name for name in names if name.endswith(".parquet")):
+        elif parts := newest_parts(names) or sorted(
+            name for name in names if name.endswith(".parquet")
+        ):
             incomplete[step] = [f"{folder}/{name}" for name in parts]
     return SavedSteps(dict(sorted(whole.items())), dict(sorted(incomplete.items())))
 
@@ -86,17 +93,24 @@ class Rollouts:
         return quoted(self.name)
 
     def sql(self, sql: str, parameters: Sequence[Any] = ()) -> duckdb.DuckDBPyRelation:
-        """Return the answer to one SELECT, computed when it is read. DataError for any other or wrong SQL."""
+        """Return the answer to one SELECT, computed when it is read. DataError for any other or
+        wrong SQL.
+        """
         import duckdb
 
         with as_data_error():
             statements = self._connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-                raise DataError(f"expected one SELECT, and nothing that writes or changes settings, not {sql!r:.100}")
+                raise DataError(
+                    "expected one SELECT, and nothing that writes or changes settings, not "
+                    f"{sql!r:.100}"
+                )
             return self._connection.sql(sql, params=list(parameters) or None)
 
     def table(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
-        """Return the answer to one SELECT. DataError for any other or wrong SQL, and for damaged parts."""
+        """Return the answer to one SELECT. DataError for any other or wrong SQL, and for damaged
+        parts.
+        """
         with as_data_error():
             return self.sql(sql, parameters).to_arrow_table()
 
@@ -105,7 +119,9 @@ class Rollouts:
         return _source(self.fs, [path for step in steps for path in self.files[step]])
 
     def column(self, path: str) -> str:
-        """Return SQL for the column at ``path``, in which a dot goes into a struct. DataError if there is none."""
+        """Return SQL for the column at ``path``, in which a dot goes into a struct. DataError if
+        there is none.
+        """
         kind = pa.struct(list(self.schema))
         names = path.split(".")
         for name in names:
@@ -113,11 +129,14 @@ class Rollouts:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise DataError(
-                    f"the table {self.name!r} has no column {path!r}: expected one of {', '.join(known)}{hint}"
+                    f"the table {self.name!r} has no column {path!r}: expected one of "
+                    f"{', '.join(known)}{hint}"
                 )
             kind = kind.field(name).type
         if pa.types.is_nested(kind):
-            raise DataError(f"the column {path!r} holds {kind}: expected one of numbers, texts or truth values")
+            raise DataError(
+                f"the column {path!r} holds {kind}: expected one of numbers, texts or truth values"
+            )
         return ".".join(quoted(name) for name in names)
 
 
@@ -127,7 +146,8 @@ def open_rollouts(
 ) -> Iterator[Rollouts]:
     """Open the samples of the run at ``url``: those of ``table``, of ``steps`` alone if given.
 
-    With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such table or step.
+    With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such
+    table or step.
     """
     if not _NAME.fullmatch(table):
         raise DataError(f"{table!r} is no table of a run: expected rollouts, validation or test")
@@ -159,10 +179,11 @@ def open_rollouts(
 def open_newest(
     url: str, steps: Sequence[int], *, table: str = TABLE, most_bytes: int = 2**26
 ) -> Iterator[Rollouts | None]:
-    """Open the samples of those of ``steps`` that are whole; None if none is. No other step's folder is looked into.
+    """Open the samples of those of ``steps`` that are whole; None if none is. No other step's
+    folder is looked into.
 
-    Of more than ``most_bytes`` of files the newest steps' first parts count, one at least. DataError for a store that
-    cannot be read, and for a damaged record.
+    Of more than ``most_bytes`` of files the newest steps' first parts count, one at least.
+    DataError for a store that cannot be read, and for a damaged record.
     """
     try:
         fs, root = open_fs(join(url, table))
@@ -199,7 +220,8 @@ def _opened(
     remark: str,
     settings: str = "",
 ) -> Iterator[Rollouts]:
-    """Open these parts of the table at ``root`` as a view of its name. Queries reach nothing else, whoever writes them.
+    """Open these parts of the table at ``root`` as a view of its name. Queries reach nothing else,
+    whoever writes them.
 
     ``settings`` are statements before.
     """
@@ -212,8 +234,12 @@ def _opened(
         confine(connection, fs, root)
         with as_data_error():
             everything = [path for paths in files.values() for path in paths]
-            connection.execute(f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}")
-            schema = connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
+            connection.execute(
+                f"CREATE VIEW {quoted(table)} AS SELECT * FROM {_source(fs, everything)}"
+            )
+            schema = (
+                connection.sql(f"SELECT * FROM {quoted(table)} LIMIT 0").to_arrow_table().schema
+            )
         yield Rollouts(table, fs, files=files, schema=schema, remark=remark, _connection=connection)
 
 
@@ -221,14 +247,17 @@ def in_words(steps: range) -> str:
     """Return ``step 7``, ``step from 7 to 9`` or, where there is no end, ``step from 7 on``."""
     if steps.stop - steps.start == 1:
         return f"step {steps.start}"
-    return f"step from {steps.start} {'on' if steps.stop == sys.maxsize else f'to {steps.stop - 1}'}"
+    return (
+        f"step from {steps.start} {'on' if steps.stop == sys.maxsize else f'to {steps.stop - 1}'}"
+    )
 
 
 def query(url: str, sql: str, *, incomplete: bool = False) -> pa.Table:
-    """Return the answer to ``sql`` over the table ``rollouts`` of the run at ``url``: a row per sample, with ``step``.
+    """Return the answer to ``sql`` over the table ``rollouts`` of the run at ``url``: a row per
+    sample, with ``step``.
 
-    With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such table or the SQL is
-    wrong.
+    With ``incomplete`` the rows of steps count that are not whole. DataError if there is no such
+    table or the SQL is wrong.
     """
     with open_rollouts(url, incomplete=incomplete) as rollouts:
         return rollouts.table(sql)
@@ -246,7 +275,8 @@ def as_data_error() -> Iterator[None]:
 
 
 def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
-    """Return SQL for the rows of these files, with the columns ``step`` and ``attempt`` from their own names.
+    """Return SQL for the rows of these files, with the columns ``step`` and ``attempt`` from their
+    own names.
 
     DuckDB's own columns from ``key=value`` would be those of all folders above the run as well.
     """
@@ -261,8 +291,9 @@ def _source(fs: AbstractFileSystem, paths: Sequence[str]) -> str:
 def _step_in_path(paths: Sequence[str]) -> str:
     """Return SQL for the digits of a path's step.
 
-    They are a slice where all steps and parts have names of one length, as nearly always: a question about one step
-    looks for them in every path, and slices take half as long as expressions.
+    They are a slice where all steps and parts have names of one length, as nearly always: a
+    question about one step looks for them in every path, and slices take half as long as
+    expressions.
     """
     lengths = {(len(path) - path.rindex("/step="), len(path) - path.rindex("/")) for path in paths}
     if len(lengths) != 1:
@@ -279,5 +310,10 @@ def quoted(name: str) -> str:
 def _remark(steps: SavedSteps, incomplete: bool) -> str:
     if not steps.incomplete:
         return ""
-    parts = ", ".join(f"{step} ({counted(len(parts), 'part')})" for step, parts in steps.incomplete.items())
-    return f"steps that are not whole, and {'counted' if incomplete else 'left out (--incomplete)'}: {parts}"
+    parts = ", ".join(
+        f"{step} ({counted(len(parts), 'part')})" for step, parts in steps.incomplete.items()
+    )
+    return (
+        f"steps that are not whole, and {'counted' if incomplete else 'left out (--incomplete)'}: "
+        f"{parts}"
+    )

@@ -1,4 +1,6 @@
-"""Reads the newest samples of a run for those who look at it while it goes on: few rows, and short texts of them."""
+"""Reads the newest samples of a run for those who look at it while it goes on: few rows, and
+short texts of them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,17 @@ _CELL = 300  # characters of a text in a table
 _WHOLE = 2**16  # characters of a text as a whole
 _TOKENS = 8192  # tokens of a sample as a whole
 _LISTS = (RESPONSE_IDS, ROLLOUT_LOGPROBS, OLD_LOGPROBS)
-_PLAIN = (REWARD, REWARD_PARTS, ADVANTAGE, GROUP_ID, TOKENS, FINISH_REASON, WORKER, WEIGHTS_VERSION, AGENT)
+_PLAIN = (
+    REWARD,
+    REWARD_PARTS,
+    ADVANTAGE,
+    GROUP_ID,
+    TOKENS,
+    FINISH_REASON,
+    WORKER,
+    WEIGHTS_VERSION,
+    AGENT,
+)
 
 
 class Choice(StrEnum):
@@ -96,10 +108,14 @@ class WholeSample:
     """Whether some of it was too long to be read."""
 
 
-def newest_samples(url: str, steps: Sequence[int], choice: Choice, most: int = 100) -> list[SampleRow]:
-    """Return at most ``most`` samples of those of the steps that are whole, the newest first or as ``choice`` says.
+def newest_samples(
+    url: str, steps: Sequence[int], choice: Choice, most: int = 100
+) -> list[SampleRow]:
+    """Return at most ``most`` samples of those of the steps that are whole, the newest first or as
+    ``choice`` says.
 
-    DataError for a store that cannot be read and for damaged parts; no rows where no step is whole yet.
+    DataError for a store that cannot be read and for damaged parts; no rows where no step is whole
+    yet.
     """
     with open_newest(url, steps) as rollouts:
         if rollouts is None:
@@ -120,7 +136,8 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         if rollouts is None:
             return None
         found = rollouts.table(
-            f"SELECT row_ids FROM {per_sample(rollouts, row_ids=ROW_ID)} WHERE list_contains(row_ids, {int(row_id)})"
+            f"SELECT row_ids FROM {per_sample(rollouts, row_ids=ROW_ID)} WHERE "
+            f"list_contains(row_ids, {int(row_id)})"
         )
         if not found.num_rows:
             return None
@@ -130,8 +147,12 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
         more += [name for name in ORIGIN if name in there]
         (rows,) = _rows(rollouts, [(step, found["row_ids"][0].as_py())], _WHOLE, more)
         spoken = bool(spoken_columns(rollouts))
-    sample = _sample([{**row, TURNS: len(row[TURNS] or ())} if TURNS in row else row for row in rows])
-    ids, sampled, trained = ([value for row in rows for value in row.get(name) or ()] for name in _LISTS)
+    sample = _sample(
+        [{**row, TURNS: len(row[TURNS] or ())} if TURNS in row else row for row in rows]
+    )
+    ids, sampled, trained = (
+        [value for row in rows for value in row.get(name) or ()] for name in _LISTS
+    )
     spans, begins = _spans(rows) if spoken else ((), ())
     longest = max(map(len, (sample.prompt, sample.response, sample.answer)))
     is_cut = len(ids) > _TOKENS
@@ -151,7 +172,9 @@ def whole_sample(url: str, step: int, row_id: int) -> WholeSample | None:
 
 
 def _spans(rows: Sequence[Mapping[str, Any]]) -> tuple[list[WrittenSpan], list[int]]:
-    """Return who wrote which of the rows' tokens, laid end to end, and where rows but the first begin."""
+    """Return who wrote which of the rows' tokens, laid end to end, and where rows but the first
+    begin.
+    """
     spans: list[WrittenSpan] = []
     begins: list[int] = []
     at = 0
@@ -178,25 +201,34 @@ def _places(rollouts: Rollouts, choice: Choice, most: int) -> list[tuple[int, li
         source = (
             f"(SELECT * FROM {per_sample(rollouts, **needed, group_id=GROUP_ID, **agent)} "
             f"WINDOW grouped AS (PARTITION BY {group}) "
-            "QUALIFY count(reward) OVER grouped > 1 AND min(reward) OVER grouped = max(reward) OVER grouped)"
+            "QUALIFY count(reward) OVER grouped > 1 AND min(reward) OVER grouped = max(reward) "
+            "OVER grouped)"
         )
         order = "step DESC, group_id, row_id"
     else:
         source = per_sample(rollouts, **needed)
         source += " WHERE reward IS NOT NULL" if choice is not Choice.NEWEST and scored else ""
-        by = {Choice.BEST: "reward DESC, ", Choice.WORST: "reward, "}.get(choice, "") if scored else ""
+        by = (
+            {Choice.BEST: "reward DESC, ", Choice.WORST: "reward, "}.get(choice, "")
+            if scored
+            else ""
+        )
         order = f"{by}step DESC, {ROW_ID}"
     found = rollouts.table(f"SELECT step, row_ids FROM {source} ORDER BY {order} LIMIT {int(most)}")
     return list(zip(*found.to_pydict().values(), strict=True))
 
 
 def _rows(
-    rollouts: Rollouts, places: Sequence[tuple[int, Sequence[int]]], characters: int, more: Sequence[str] = ()
+    rollouts: Rollouts,
+    places: Sequence[tuple[int, Sequence[int]]],
+    characters: int,
+    more: Sequence[str] = (),
 ) -> list[list[dict[str, Any]]]:
     """Return the rows of each sample that are there, in the order of their ids."""
     there = rollouts.schema.names
     cut = [
-        f"left({text.rpartition(' AS ')[0]}, {characters}) AS {text.rpartition(' AS ')[2]}" for text in texts(rollouts)
+        f"left({text.rpartition(' AS ')[0]}, {characters}) AS {text.rpartition(' AS ')[2]}"
+        for text in texts(rollouts)
     ]
     plain = [name for name in _PLAIN if name in there]
     if ADVANTAGE not in there and ADVANTAGES in there:
@@ -204,8 +236,10 @@ def _rows(
     chosen = ", ".join(map(str, flattened(places)))
     steps = sorted({step for step, _ in places})
     rows = rollouts.table(
-        f"SELECT number, step, row_id, {', '.join([*cut, *plain, *more])} FROM {rollouts.of_steps(steps)} "
-        f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY number, row_id"
+        f"SELECT number, step, row_id, {', '.join([*cut, *plain, *more])} FROM "
+        f"{rollouts.of_steps(steps)} "
+        f"JOIN (VALUES {chosen}) AS chosen(number, step, row_id) USING (step, row_id) ORDER BY "
+        "number, row_id"
     ).to_pylist()
     return [list(own) for _, own in groupby(rows, key=itemgetter("number"))]
 

@@ -1,4 +1,6 @@
-"""Texts of tokens, where the model's ``tokenizer.json`` can be read; without torch or transformers."""
+"""Texts of tokens, where the model's ``tokenizer.json`` can be read; without torch or
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,17 @@ def decoder(path: str) -> Decode | None:
 
 
 def pieces(path: str, parts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
-    """Return texts of the tokens, each with its number of tokens; none where there is no tokenizer at ``path``.
+    """Return texts of the tokens, each with its number of tokens; none where there is no tokenizer
+    at ``path``.
 
     No text is of tokens of two ``parts``.
     """
     decode = decoder(path)
     if decode is None:
         return []
-    return [piece for part in parts for piece in token_pieces(part, lambda some: decode(some, True))]
+    return [
+        piece for part in parts for piece in token_pieces(part, lambda some: decode(some, True))
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -52,8 +57,12 @@ def _tokenizer(path: str) -> Tokenizer | None:
         return None
 
 
-def token_pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[tuple[str, int]]:
-    """Return texts of tokens, each with its number of tokens: bytes that are one character together stay together."""
+def token_pieces(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> list[tuple[str, int]]:
+    """Return texts of tokens, each with its number of tokens: bytes that are one character
+    together stay together.
+    """
     pieces: list[tuple[str, int]] = []
     at = 0
     while at < len(ids):

@@ -1,4 +1,6 @@
-"""Tells who said what in a conversation, from its tokens: the policy, with its tool calls, or an environment."""
+"""Tells who said what in a conversation, from its tokens: the policy, with its tool calls, or an
+environment.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,18 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _RESULT = re.compile(r"<tool_response>\s*(.*?)\s*(?:</tool_response>|$)", re.DOTALL)
 _MESSAGES = (  # as the chat templates of most models write them: ChatML, Llama 3, Gemma
     re.compile(r"<\|im_start\|>(\w+)\n?(.*?)(?:<\|im_end\|>|$)", re.DOTALL),
-    re.compile(r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*(.*?)(?:<\|eot_id\|>|$)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*(.*?)(?:<\|eot_id\|>|$)", re.DOTALL
+    ),
     re.compile(r"<start_of_turn>(\w+)\n?(.*?)(?:<end_of_turn>|$)", re.DOTALL),
 )
 _MARKS = re.compile(r"<\|\w+\|>|</?(?:start|end)_of_turn>|</s>")
 _ASSISTANT = ("assistant", "model")
-_OPENINGS = ("", "<think>", "<think>\n\n</think>")  # what a template puts before the policy's next turn
+_OPENINGS = (
+    "",
+    "<think>",
+    "<think>\n\n</think>",
+)  # what a template puts before the policy's next turn
 
 
 class UtteranceKind(StrEnum):
@@ -80,13 +88,18 @@ class Utterance:
     reward: float | None = None
 
 
-def spans_of(tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[str, Any]] | None) -> list[WrittenSpan]:
+def spans_of(
+    tokens: int, mask: Sequence[bool] | None, turns: Sequence[Mapping[str, Any]] | None
+) -> list[WrittenSpan]:
     """Return the spans of a response of so many tokens, which they cover in their order.
 
     The policy's are its ``turns``; without them, what ``mask`` marks; without a mask, all.
     """
     if turns:
-        own = [WrittenSpan(int(turn["start"]), int(turn["stop"]), True, turn.get("reward")) for turn in turns]
+        own = [
+            WrittenSpan(int(turn["start"]), int(turn["stop"]), True, turn.get("reward"))
+            for turn in turns
+        ]
     elif mask is not None:
         own = list(_marked(mask))
     else:
@@ -115,7 +128,8 @@ def _marked(mask: Sequence[bool]) -> Iterator[WrittenSpan]:
 
 
 def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list[Utterance]:
-    """Return what was said in an episode, of whose rows the columns are given in the order of their ids.
+    """Return what was said in an episode, of whose rows the columns are given in the order of their
+    ids.
 
     Without ``decode``, or where a row has no ids, its response is told as a whole.
     """
@@ -124,11 +138,19 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
     for number, row in enumerate(rows):
         who = row[AGENT] if row.get(AGENT) else POLICY
         if number:
-            told.append(Utterance(f"segment {number + 1}, a new history", UtteranceKind.SEGMENT, _prompt(row, decode)))
+            told.append(
+                Utterance(
+                    f"segment {number + 1}, a new history",
+                    UtteranceKind.SEGMENT,
+                    _prompt(row, decode),
+                )
+            )
         ids = row.get(RESPONSE_IDS)
         if decode is None or not ids:
             turn += len(row.get(TURNS) or ())
-            told.append(Utterance(who, UtteranceKind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD)))
+            told.append(
+                Utterance(who, UtteranceKind.SAID, row.get(RESPONSE) or "", None, row.get(REWARD))
+            )
             continue
         for span in spans_of(len(ids), row.get(RESPONSE_MASK), row.get(TURNS)):
             if span.own:
@@ -138,7 +160,11 @@ def utterances(rows: Sequence[Mapping[str, Any]], decode: Decode | None) -> list
                 told += answered(decode(ids[span.start : span.stop], True))
     if rows and rows[-1].get(FINISH_REASON) == FAILED:
         told.append(
-            Utterance(ENVIRONMENT, UtteranceKind.FAILURE, "a call of the environment failed: the episode has no reward")
+            Utterance(
+                ENVIRONMENT,
+                UtteranceKind.FAILURE,
+                "a call of the environment failed: the episode has no reward",
+            )
         )
     return told
 
@@ -149,7 +175,9 @@ def _prompt(row: Mapping[str, Any], decode: Decode | None) -> str:
 
 
 def said(who: str, text: str, turn: int, reward: float | None) -> list[Utterance]:
-    """Return a turn of the policy: its text and its tool calls, the last of which has the reward."""
+    """Return a turn of the policy: its text and its tool calls, the last of which has the
+    reward.
+    """
     parts = []
     for part, is_call in _split(_CALL, text.strip()):
         if is_call:
@@ -163,7 +191,9 @@ def said(who: str, text: str, turn: int, reward: float | None) -> list[Utterance
 
 
 def answered(text: str) -> list[Utterance]:
-    """Return what an environment answered: the messages that a chat template has put between turns, or the text."""
+    """Return what an environment answered: the messages that a chat template has put between
+    turns, or the text.
+    """
     for pattern in _MESSAGES:
         if pattern.search(text):
             found = [(role or ENVIRONMENT, content) for content, role in _messages(pattern, text)]
@@ -179,7 +209,9 @@ def answered(text: str) -> list[Utterance]:
             if is_result or role in (TOOL, "ipython"):
                 told.append(Utterance(TOOL, UtteranceKind.RESULT, part))
             else:
-                told.append(Utterance(ENVIRONMENT if role == "user" else role, UtteranceKind.ANSWER, part))
+                told.append(
+                    Utterance(ENVIRONMENT if role == "user" else role, UtteranceKind.ANSWER, part)
+                )
     return told
 
 
@@ -194,7 +226,9 @@ def _messages(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:
 
 
 def _split(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text that are not empty, with whether the pattern, whose group is yielded, matches them."""
+    """Yield the parts of a text that are not empty, with whether the pattern, whose group is
+    yielded, matches them.
+    """
     at = 0
     for match in pattern.finditer(text):
         if before := text[at : match.start()].strip():
@@ -211,6 +245,8 @@ def call(text: str) -> str:
         parsed = json.loads(text)
         name = parsed["name"]
         arguments = parsed.get("arguments", {})
-        return f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})"
+        return (
+            f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})"
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return text

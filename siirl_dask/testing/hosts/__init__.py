@@ -1,4 +1,5 @@
-"""A lab of hosts on one Linux machine: namespaces with networks between them, to test runs on several machines.
+"""A lab of hosts on one Linux machine: namespaces with networks between them, to test runs on
+several machines.
 
     with Lab(3, links=Links(bits_per_second=1e9)) as lab:
         lab.hosts[0].run("ping", "-c1", lab.hosts[1].address)

@@ -1,8 +1,10 @@
 """A program: an Ethernet switch with delay between hosts, whose frames wait in its memory.
 
-Arguments: seconds of delay, seconds that a frame may wait for a slow port, and a process id in each host, which gets a
-tap device ``eth0`` (Linux: networking/tuntap). It prints ``up``, and then answers each line of standard input with
-``done``: ``down N 0``, ``up N 0``, ``rate N BITS_PER_SECOND`` (0: unlimited), N being the port. It ends with its input.
+Arguments: seconds of delay, seconds that a frame may wait for a slow port, and a process id in each
+host, which gets a tap device ``eth0`` (Linux: networking/tuntap). It prints ``up``, and then
+answers each line of standard input with
+``done``: ``down N 0``, ``up N 0``, ``rate N BITS_PER_SECOND`` (0: unlimited), N being the port. It
+ends with its input.
 """
 
 from __future__ import annotations
@@ -77,7 +79,18 @@ def _open_port(pid: int, number: int, home: int) -> Port:
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", b"eth0", _IFF_TAP | _IFF_NO_PI))
     mac = bytes([2, 0, 0, 0, 0, number + 1])
-    link = ["ip", "link", "set", "eth0", "address", mac.hex(":"), "mtu", str(_MTU), "txqueuelen", "20000"]
+    link = [
+        "ip",
+        "link",
+        "set",
+        "eth0",
+        "address",
+        mac.hex(":"),
+        "mtu",
+        str(_MTU),
+        "txqueuelen",
+        "20000",
+    ]
     subprocess.run(link, check=True)
     libc.setns(home, _CLONE_NEWNET)
     os.close(space)
@@ -110,7 +123,9 @@ def _frames(port: Port) -> list[bytes]:
 
 
 def _departure(port: Port, size: int, patience: float) -> float | None:
-    """Return the time at which a frame has left for a port by its rate; None where its queue is full, so it is lost."""
+    """Return the time at which a frame has left for a port by its rate; None where its queue is
+    full, so it is lost.
+    """
     now = time.monotonic()
     start = max(now, port.free)
     if not port.up or start - now > patience:
@@ -126,7 +141,10 @@ def _deliver(waiting: list[tuple[float, int, Port, bytes]]) -> None:
         if port.up:
             try:
                 os.write(port.tap, frame)
-            except (BlockingIOError, OSError):  # the host's queue is full, or its device is down: the frame is lost
+            except (
+                BlockingIOError,
+                OSError,
+            ):  # the host's queue is full, or its device is down: the frame is lost
                 continue
 
 

@@ -1,8 +1,9 @@
 """A host of the lab: namespaces of its own for network, hostname, mounts, IPC and processes.
 
-Nothing has a name outside the host (no file in /run/netns, no link on the machine): a host lives as long as its first
-process, which reads a pipe that the lab's process holds and ends with it. The kernel then kills all other processes
-and takes the links away. Manual pages: namespaces(7), unshare(1), nsenter(1).
+Nothing has a name outside the host (no file in /run/netns, no link on the machine): a host lives as
+long as its first process, which reads a pipe that the lab's process holds and ends with it. The
+kernel then kills all other processes and takes the links away. Manual pages: namespaces(7),
+unshare(1), nsenter(1).
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_UNSHARE = ("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc")
+_UNSHARE = (
+    "unshare",
+    "--net",
+    "--uts",
+    "--mount",
+    "--ipc",
+    "--pid",
+    "--fork",
+    "--kill-child=SIGKILL",
+    "--mount-proc",
+)
 _LOOPBACK = "127.0.0.1 localhost\n::1 localhost\n"
 
 
@@ -28,7 +39,9 @@ class LabError(RuntimeError):
 
 @dataclass(slots=True)
 class Host:
-    """One host. ``address`` and ``address6`` are its IPv4 and IPv6 addresses, empty on a host without a link."""
+    """One host. ``address`` and ``address6`` are its IPv4 and IPv6 addresses, empty on a host
+    without a link.
+    """
 
     name: str
     pid: int
@@ -44,24 +57,39 @@ class Host:
         namespaces = ("-n", "-u", "-m", "-p", "-i", f"--wdns={Path.cwd()}")
         # a shell starts background jobs, and so perhaps this process, with SIGINT ignored
         start = ("env", "--default-signal=INT")
-        return [*self._entry, "nsenter", "-t", str(self.pid), *namespaces, "--", *start, *map(str, command)]
+        return [
+            *self._entry,
+            "nsenter",
+            "-t",
+            str(self.pid),
+            *namespaces,
+            "--",
+            *start,
+            *map(str, command),
+        ]
 
     def run(self, *command: object, **options: Any) -> str:
         """Run a command to its end and return what it printed. LabError if it fails."""
         return checked(self.command(*command), **options)
 
     def start(self, *command: object, **options: Any) -> subprocess.Popen[Any]:
-        """Start a command in the background, by ``subprocess.Popen`` with ``options``. It ends with the host."""
+        """Start a command in the background, by ``subprocess.Popen`` with ``options``. It ends
+        with the host.
+        """
         process = subprocess.Popen(self.command(*command), **options)
         self.ends_with_host(process)
         return process
 
     def ends_with_host(self, process: Any) -> None:
-        """Wait for a process on this host, one that has ``wait()``, when the host has been switched off."""
+        """Wait for a process on this host, one that has ``wait()``, when the host has been
+        switched off.
+        """
         self._started.append(process)
 
     def signal(self, process: Any, number: signal.Signals) -> None:
-        """Send a signal to a process of this host; the one that ``Popen`` knows only waits for it, outside."""
+        """Send a signal to a process of this host; the one that ``Popen`` knows only waits for
+        it, outside.
+        """
         pids = [process.pid]
         if isinstance(process, subprocess.Popen):
             pids = _children(process.pid)
@@ -69,36 +97,54 @@ class Host:
             os.kill(pid, number)
 
     def crash(self) -> None:
-        """Kill all processes of the host. Its kernel goes on: peers are told that its connections are closed."""
+        """Kill all processes of the host. Its kernel goes on: peers are told that its
+        connections are closed.
+        """
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # the first process of its namespace: the kernel kills the others
+            os.kill(
+                self.pid, signal.SIGKILL
+            )  # the first process of its namespace: the kernel kills the others
         if self._first is not None:
             self._first.communicate()
         for process in self._started:
             process.wait()
 
 
-def start_host(name: str, names: str = _LOOPBACK, private: Sequence[Path] = (), entry: tuple[str, ...] = ()) -> Host:
+def start_host(
+    name: str, names: str = _LOOPBACK, private: Sequence[Path] = (), entry: tuple[str, ...] = ()
+) -> Host:
     """Start a host without a link.
 
-    ``names`` is its /etc/hosts; nobody answers what is not in it. ``private`` are folders that are empty at first and
-    that no other host sees; the rest of the file system is the machine's. ``entry`` is put before each command.
-    LabError if the kernel refuses.
+    ``names`` is its /etc/hosts; nobody answers what is not in it. ``private`` are folders that are
+    empty at first and that no other host sees; the rest of the file system is the machine's.
+    ``entry`` is put before each command. LabError if the kernel refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
-        files = {"/etc/hosts": names, "/etc/resolv.conf": "", "/proc/sys/kernel/random/boot_id": f"{uuid.uuid4()}\n"}
-        mounts = ["mount -t tmpfs tmpfs /dev/shm", *(f"mount -t tmpfs tmpfs '{path}'" for path in private)]
+        files = {
+            "/etc/hosts": names,
+            "/etc/resolv.conf": "",
+            "/proc/sys/kernel/random/boot_id": f"{uuid.uuid4()}\n",
+        }
+        mounts = [
+            "mount -t tmpfs tmpfs /dev/shm",
+            *(f"mount -t tmpfs tmpfs '{path}'" for path in private),
+        ]
         for number, (path, text) in enumerate(files.items()):
             source = Path(folder, str(number))
             source.write_text(text)
             mounts.append(f"mount --bind {source} {path}")
-        script = "\n".join(["set -e", f"hostname {name}", *mounts, "ip link set lo up", "echo up", "exec cat"])
-        first = start_keeper([*entry, *_UNSHARE, "sh", "-c", script], f"host {name!r} does not start")
+        script = "\n".join(
+            ["set -e", f"hostname {name}", *mounts, "ip link set lo up", "echo up", "exec cat"]
+        )
+        first = start_keeper(
+            [*entry, *_UNSHARE, "sh", "-c", script], f"host {name!r} does not start"
+        )
     return Host(name, _children(first.pid)[0], _first=first, _entry=entry)
 
 
 def start_keeper(command: Sequence[str], failure: str) -> subprocess.Popen[str]:
-    """Start a process that says ``up``, and that ends with its standard input, which this process holds.
+    """Start a process that says ``up``, and that ends with its standard input, which this process
+    holds.
 
     LabError, ``failure`` and what it printed, when it ends instead.
     """
@@ -113,10 +159,16 @@ def start_keeper(command: Sequence[str], failure: str) -> subprocess.Popen[str]:
 
 
 def checked(command: Sequence[str], **options: Any) -> str:
-    """Run a command and return what it printed on standard output. LabError, with all it printed, if it fails."""
-    done: subprocess.CompletedProcess[str] = subprocess.run(command, capture_output=True, text=True, **options)
+    """Run a command and return what it printed on standard output. LabError, with all it
+    printed, if it fails.
+    """
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, **options
+    )
     if done.returncode:
-        raise LabError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise LabError(
+            f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 

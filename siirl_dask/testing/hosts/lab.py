@@ -1,7 +1,7 @@
 """The lab: hosts with one link each to a switch. Links have a rate and a delay, and can be pulled.
 
-Needs Linux with namespaces (as root, or where users may make them), and unshare, nsenter, ip and tc. A lab of four
-hosts starts in 0.3 s.
+Needs Linux with namespaces (as root, or where users may make them), and unshare, nsenter, ip and
+tc. A lab of four hosts starts in 0.3 s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Links:
     bits_per_second: float | None = None
     """None: as fast as the kernel."""
     delay: float = 0.0
-    """Seconds from one host to another. Above 0, frames pass a process of the lab: up to 0.9 GB/s for one stream."""
+    """Seconds from one host to another. Above 0, frames pass a process of the lab: up to 0.9
+    GB/s for one stream."""
 
 
 def why_no_lab() -> str | None:
@@ -61,13 +62,20 @@ def why_no_lab() -> str | None:
 
 
 class Lab:
-    """``count`` hosts at one switch. Closing it, or the end of its process by whatever cause, takes all of it away.
+    """``count`` hosts at one switch. Closing it, or the end of its process by whatever cause, takes
+    all of it away.
 
-    ``private`` are folders that each host has for itself. LabError where the machine cannot have a lab.
+    ``private`` are folders that each host has for itself. LabError where the machine cannot have a
+    lab.
     """
 
     def __init__(
-        self, count: int, *, links: Links | None = None, names: Names = Names.ADDRESS, private: Sequence[Path] = ()
+        self,
+        count: int,
+        *,
+        links: Links | None = None,
+        names: Names = Names.ADDRESS,
+        private: Sequence[Path] = (),
     ) -> None:
         self.links = links or Links()
         self.hosts: list[Host] = []
@@ -96,7 +104,12 @@ class Lab:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def set_rate(self, bits_per_second: float | None) -> None:
@@ -137,9 +150,23 @@ class Lab:
         return ("nsenter", "-t", str(first.pid), "-U", "--preserve-credentials", "--")
 
     def _lay_cables(self) -> None:
-        """Give each host one end of a pair of virtual Ethernet devices whose other end is at the switch."""
+        """Give each host one end of a pair of virtual Ethernet devices whose other end is at the
+        switch.
+        """
         for index, host in enumerate(self.hosts):
-            pair = ("ip", "link", "add", f"port{index}", "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+            pair = (
+                "ip",
+                "link",
+                "add",
+                f"port{index}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                str(host.pid),
+            )
             checked([*self._switch._entry, "nsenter", "-t", str(self._switch.pid), "-n", *pair])
             self._switch.run("ip", "link", "set", f"port{index}", "master", "bridge", "up")
             _address(host)
@@ -186,11 +213,20 @@ def _address(host: Host) -> None:
 
 
 def _shape(host: Host, device: str, bits_per_second: float | None) -> None:
-    """Limit what leaves by a device with a token bucket, tbf(8), whose burst lasts 2 ms and has 256 kB at least."""
+    """Limit what leaves by a device with a token bucket, tbf(8), whose burst lasts 2 ms and has
+    256 kB at least.
+    """
     if bits_per_second is None:
         if "tbf" in host.run("tc", "qdisc", "show", "dev", device):
             host.run("tc", "qdisc", "del", "dev", device, "root")
         return
     burst = max(256_000, int(bits_per_second / 8 * 0.002))
-    limit = ("rate", f"{bits_per_second:.0f}bit", "burst", burst, "latency", f"{_QUEUE * 1e3:.0f}ms")
+    limit = (
+        "rate",
+        f"{bits_per_second:.0f}bit",
+        "burst",
+        burst,
+        "latency",
+        f"{_QUEUE * 1e3:.0f}ms",
+    )
     host.run("tc", "qdisc", "replace", "dev", device, "root", "tbf", *limit)

@@ -1,8 +1,9 @@
-"""Saves and loads a role's state on any store with torch.distributed.checkpoint (DCP); each rank writes its own part.
+"""Saves and loads a role's state on any store with torch.distributed.checkpoint (DCP); each rank
+writes its own part.
 
-A checkpoint is a DCP folder: ``.metadata`` and one ``.distcp`` file per rank. It loads on any number of ranks. Files
-are not trusted: DCP pickles its metadata and all values that are no tensors, and the readers here unpickle only DCP's
-own classes and plain values.
+A checkpoint is a DCP folder: ``.metadata`` and one ``.distcp`` file per rank. It loads on any
+number of ranks. Files are not trusted: DCP pickles its metadata and all values that are no tensors,
+and the readers here unpickle only DCP's own classes and plain values.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ Digests = dict[str, FileDigest]
 """Digests of files by name."""
 Progress = Callable[[], None]
 """Function to be called, from any thread, when something got done."""
-warnings.filterwarnings("ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint")  # on purpose
+warnings.filterwarnings(
+    "ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint"
+)  # on purpose
 
 
 def _untold() -> None:
@@ -80,23 +83,36 @@ class DistributedCheckpoint:
     """Write in the background, from a copy of the state in the CPU's memory."""
 
     def save(
-        self, url: str, state: dict[str, Any], group: ProcessGroup | None, progress: Progress = _untold
+        self,
+        url: str,
+        state: dict[str, Any],
+        group: ProcessGroup | None,
+        progress: Progress = _untold,
     ) -> Future[Digests]:
-        """Begin to write ``state`` to ``url``, which must be empty. The future is done when all ranks have written
-        their parts: it holds the digests of this rank's files by name, or a CheckpointError.
+        """Begin to write ``state`` to ``url``, which must be empty. The future is done when all
+        ranks have written their parts: it holds the digests of this rank's files by name, or a
+        CheckpointError.
 
-        All ranks of ``group`` must call. It must be a gloo group that nothing else uses meanwhile; None is a single
-        process. The state may change as soon as this returns. ``progress`` is called, from any thread, for each buffer
-        that is written.
+        All ranks of ``group`` must call. It must be a gloo group that nothing else uses meanwhile;
+        None is a single process. The state may change as soon as this returns. ``progress`` is
+        called, from any thread, for each buffer that is written.
         """
-        is_local = isinstance(open_fs(url)[0], LocalFileSystem)  # on other stores a sync would be of local disks
+        is_local = isinstance(
+            open_fs(url)[0], LocalFileSystem
+        )  # on other stores a sync would be of local disks
         writer = _Writer(url, progress, sync_files=is_local, overwrite=False)
         done: Future[Digests] = Future()
-        options: dict[str, Any] = {"storage_writer": writer, "process_group": group, "no_dist": group is None}
+        options: dict[str, Any] = {
+            "storage_writer": writer,
+            "process_group": group,
+            "no_dist": group is None,
+        }
         try:
             if self.asynchronous:
                 writing = async_save(state, **options)
-                assert isinstance(writing, Future)  # FsspecWriter copies the state before this returns
+                assert isinstance(
+                    writing, Future
+                )  # FsspecWriter copies the state before this returns
                 writing.add_done_callback(partial(_pass_on, done, url, writer))
             else:
                 save(state, **options)
@@ -105,11 +121,18 @@ class DistributedCheckpoint:
             done.set_exception(_explained(f"{url} could not be written", error))
         return done
 
-    def load(self, url: str, state: dict[str, Any], group: ProcessGroup | None, progress: Progress = _untold) -> None:
+    def load(
+        self,
+        url: str,
+        state: dict[str, Any],
+        group: ProcessGroup | None,
+        progress: Progress = _untold,
+    ) -> None:
         """Load the tensors of ``state`` in place from the checkpoint at ``url``.
 
-        All ranks of ``group`` must call; their number may differ from the writers'. CheckpointError if it cannot be
-        read, or lacks a name or shape of ``state``. ``progress`` is called for each tensor.
+        All ranks of ``group`` must call; their number may differ from the writers'. CheckpointError
+        if it cannot be read, or lacks a name or shape of ``state``. ``progress`` is called for each
+        tensor.
         """
         _load(url, state, progress, process_group=group, no_dist=group is None)
 
@@ -117,24 +140,31 @@ class DistributedCheckpoint:
 def read_model(url: str, *, ema: bool = False) -> dict[str, Tensor]:
     """Read every full parameter of the role saved at ``url``, or with ``ema`` its moving average.
 
-    Tensors are float32 on the CPU, by Hugging Face names. No process group is needed. CheckpointError when there is no
-    checkpoint, or it has no model or no averages.
+    Tensors are float32 on the CPU, by Hugging Face names. No process group is needed.
+    CheckpointError when there is no checkpoint, or it has no model or no averages.
     """
     try:
         entries = _CheckpointReader(url).read_metadata().state_dict_metadata
     except FileNotFoundError as error:
-        raise CheckpointError(f"{url} holds no checkpoint: expected a file .metadata there") from error
+        raise CheckpointError(
+            f"{url} holds no checkpoint: expected a file .metadata there"
+        ) from error
     prefix, suffix = (_OPTIMIZER, _EMA) if ema else (_MODEL, "")
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if name.startswith(prefix) and name.endswith(suffix) and isinstance(entry, metadata.TensorStorageMetadata)
+        if name.startswith(prefix)
+        and name.endswith(suffix)
+        and isinstance(entry, metadata.TensorStorageMetadata)
     }
     if not state:
         content = "moving average of the weights" if ema else "model"
         raise CheckpointError(f"{url} holds no {content}: there is {sorted(entries)[:5]}")
     _load(url, state, no_dist=True)
-    return {name.removeprefix(prefix).removesuffix(suffix): tensor.float() for name, tensor in state.items()}
+    return {
+        name.removeprefix(prefix).removesuffix(suffix): tensor.float()
+        for name, tensor in state.items()
+    }
 
 
 def _load(url: str, state: dict[str, Any], progress: Progress = _untold, **options: Any) -> None:
@@ -147,7 +177,9 @@ def _load(url: str, state: dict[str, Any], progress: Progress = _untold, **optio
 
 
 def _file_system(url: str) -> Any:
-    """Return DCP's adapter of the filesystem of ``url`` whose operations are repeated, which DCP would not open."""
+    """Return DCP's adapter of the filesystem of ``url`` whose operations are repeated, which DCP
+    would not open.
+    """
     files = FileSystem()
     files.fs, _ = open_fs(url)
     return files
@@ -156,7 +188,8 @@ def _file_system(url: str) -> Any:
 class _Writer(FsspecWriter):
     """Takes the digest of each file from the bytes that are written.
 
-    Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first byte.
+    Repeats what fails on a store in passing: a file of a rank, or the metadata, from its first
+    byte.
     """
 
     def __init__(self, url: str, progress: Progress, **options: Any) -> None:
@@ -173,7 +206,9 @@ class _Writer(FsspecWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state that is written asynchronously, as ``copy_to_host`` does."""
-        self.per_thread_copy_ahead = 0  # as the base class says: nothing is left to copy ahead from a device
+        self.per_thread_copy_ahead = (
+            0  # as the base class says: nothing is left to copy ahead from a device
+        )
         copied: dict[str, Any] = copy_to_host(state_dict)
         return copied
 
@@ -190,7 +225,9 @@ class _TellingStream(DigestingStream):
         super().__init__(stream)
         self.path = path
         self._progress = progress
-        self.full: OSError | None = None  # what torch says of it is that its file has another length than expected
+        self.full: OSError | None = (
+            None  # what torch says of it is that its file has another length than expected
+        )
 
     def write(self, data: Any) -> int:
         try:
@@ -227,7 +264,9 @@ class _DigestingFileSystem(FileSystem):
         self.digests[Path(path).name] = digesting.digest
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Give a file another name. The base class calls ``mv``, to which names on a store are patterns."""
+        """Give a file another name. The base class calls ``mv``, to which names on a store are
+        patterns.
+        """
         if isinstance(self.fs, LocalFileSystem):
             super().rename(path, new_path)
         else:
@@ -247,7 +286,8 @@ class _CheckpointReader(FsspecReader):
         super().__init__(url)
         self.fs = _file_system(url)
         self.refused: CheckpointError | None = None
-        """The failure of ``read_metadata``, in whose place torch 2.11 says that there is no metadata."""
+        """The failure of ``read_metadata``, in whose place torch 2.11 says that there is no
+        metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Read the metadata like the base class, which would unpickle anything."""
@@ -275,7 +315,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        if (module, name) == ("builtins", "getattr"):  # Python before 3.11.4 writes members of an Enum that way
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # Python before 3.11.4 writes members of an Enum that way
             return _enum_member
         if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             return kind
@@ -284,7 +327,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _enum_member(kind: Any, name: str) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {kind!r}, which describes no checkpoint")
+        raise pickle.UnpicklingError(
+            f"it asks for attribute {name!r} of {kind!r}, which describes no checkpoint"
+        )
     return kind[name]
 
 
@@ -294,7 +339,9 @@ class _Planner(DefaultLoadPlanner):
         self._progress = progress
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what to read. CheckpointError, by its key, where another optimizer wrote the state."""
+        """Return what to read. CheckpointError, by its key, where another optimizer wrote the
+        state.
+        """
         assert self.metadata is not None
         _check_optimizer(self.state_dict, self.metadata.state_dict_metadata)
         return super().create_local_plan()
@@ -310,18 +357,23 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _check_optimizer(wanted: Collection[str], written: Collection[str]) -> None:
-    """Raise CheckpointError where the names of a state are of another optimizer than those of a checkpoint."""
+    """Raise CheckpointError where the names of a state are of another optimizer than those of a
+    checkpoint.
+    """
     here = _optimizer_of(wanted)
     there = _optimizer_of(written)
     if here is not None and there is not None and here != there:
         raise CheckpointError(
-            f"it has the optimizer's state of trainer.optimizer={there}, and this run has trainer.optimizer={here}: go "
+            f"it has the optimizer's state of trainer.optimizer={there}, and this run has "
+            f"trainer.optimizer={here}: go "
             f"on with {there}, or begin a run of its own with the weights (model.path=RUN@STEP)"
         )
 
 
 def _optimizer_of(names: Collection[str]) -> str | None:
-    """Return the optimizer that has a state of such names; None where no optimizer's are among them."""
+    """Return the optimizer that has a state of such names; None where no optimizer's are among
+    them.
+    """
     kinds = {name.rpartition(".")[2] for name in names if name.startswith(_OPTIMIZER)}
     if _MOMENT_OF_MUON in kinds:
         return "muon"
@@ -338,7 +390,9 @@ def _pass_on(done: Future[Digests], url: str, writer: _Writer, written: Future[A
 
 
 def _explained(message: str, error: BaseException) -> CheckpointError:
-    """Make a CheckpointError. DCP's own error holds one per rank and is no Exception, so it would end the worker."""
+    """Make a CheckpointError. DCP's own error holds one per rank and is no Exception, so it
+    would end the worker.
+    """
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items())
         message = f"{message} (rank {rank})"

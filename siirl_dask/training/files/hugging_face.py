@@ -1,8 +1,9 @@
-"""Writes weights as a Hugging Face folder for transformers, vLLM and others, and adapters as a folder for peft.
+"""Writes weights as a Hugging Face folder for transformers, vLLM and others, and adapters as a
+folder for peft.
 
-The folder is that of the base with other weights: what is no weight is copied as it is, since another version of
-transformers, or another reader, takes what this one would write for another model. In ``config.json`` the type of the
-numbers is changed.
+The folder is that of the base with other weights: what is no weight is copied as it is, since
+another version of transformers, or another reader, takes what this one would write for another
+model. In ``config.json`` the type of the numbers is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from siirl_dask.images.families import FAMILIES
 from siirl_dask.models.adapter_folder import PREFIX, WEIGHTS
 from siirl_dask.models.adapters import is_adapter
 from siirl_dask.models.architecture import read_config
-from siirl_dask.models.loading import class_of_config, load_pretrained, model_class, no_progress_bars, refused_by_name
+from siirl_dask.models.loading import (
+    class_of_config,
+    load_pretrained,
+    model_class,
+    no_progress_bars,
+    refused_by_name,
+)
 from siirl_dask.models.number_type import torch_dtype
 from siirl_dask.models.remote import is_of_weights
 from siirl_dask.models.weight_files import open_tensors
@@ -35,23 +42,32 @@ from siirl_dask.training.parts import stays
 
 _CPU = torch.device("cpu")
 _CONFIG = "config.json"
-_NOT_OF_A_MODEL = ("adapter_config.json",)  # with which transformers looks for adapters beside the weights
+_NOT_OF_A_MODEL = (
+    "adapter_config.json",
+)  # with which transformers looks for adapters beside the weights
 _SHARD = "5GB"
 
 
-def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype) -> None:
-    """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that hold none.
+def write_hugging_face(
+    folder: Path, weights: Mapping[str, Tensor], base: str, dtype: Dtype
+) -> None:
+    """Write ``weights`` (by name, tied ones once) to ``folder``, with all files of ``base`` that
+    hold none.
 
-    ``base`` is the folder that the weights were trained from; buffers that are saved with weights (``weight_buffers``)
-    are taken from it. ConfigError when the two are not of one model.
+    ``base`` is the folder that the weights were trained from; buffers that are saved with weights
+    (``weight_buffers``) are taken from it. ConfigError when the two are not of one model.
     """
     subject = _subject(base)
     with refused_by_name(base, subject):
         model = _empty_model(base, torch_dtype(dtype, _CPU))
     _check(weights, model, subject)
-    state = {name: tensor.to(model.dtype) for name, tensor in weights.items()} | _buffers_of(base, model)
+    state = {name: tensor.to(model.dtype) for name, tensor in weights.items()} | _buffers_of(
+        base, model
+    )
     with no_progress_bars():
-        model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)  # it empties ``state``
+        model.save_pretrained(
+            folder, state_dict=state, max_shard_size=_SHARD
+        )  # it empties ``state``
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
@@ -60,10 +76,12 @@ def write_hugging_face(folder: Path, weights: Mapping[str, Tensor], base: str, d
 
 
 def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
-    """Give the weights in ``folder`` the names that they have in ``base``, and add those of ``base`` that the model has
-    not, where the two differ: the text of an image-text model is another model to transformers.
+    """Give the weights in ``folder`` the names that they have in ``base``, and add those of
+    ``base`` that the model has not, where the two differ: the text of an image-text model is
+    another model to transformers.
 
-    A base whose weights are quantized has scales beside them, which no longer apply: nothing of it is added.
+    A base whose weights are quantized has scales beside them, which no longer apply: nothing of it
+    is added.
     """
     written = open_tensors(str(folder))
     there = open_tensors(base)
@@ -88,20 +106,28 @@ def _name_as_in(base: str, folder: Path, model: PreTrainedModel) -> None:
 
 
 def copy_others(base: Path, folder: Path, dtype: str) -> None:
-    """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are ``dtype``."""
+    """Copy the files of ``base`` that hold no weights; ``config.json`` says that the numbers are
+    ``dtype``.
+    """
     for file in base.iterdir():
         hidden = file.name.startswith(".")
-        if file.is_file() and not (hidden or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)):
+        if file.is_file() and not (
+            hidden or file.name in _NOT_OF_A_MODEL or is_of_weights(file.name)
+        ):
             copyfile(file, folder / file.name)
     config = json.loads((base / _CONFIG).read_text(encoding="utf-8"))
     if not _set_dtype(config, dtype):
         config["torch_dtype"] = dtype
     config.pop("quantization_config", None)  # of weights that were unpacked to be trained
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / _CONFIG).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
-    """Change the type where ``config``, or the config of a part, has one; return whether ``config`` itself has."""
+    """Change the type where ``config``, or the config of a part, has one; return whether
+    ``config`` itself has.
+    """
     there = [key for key in ("dtype", "torch_dtype") if key in config]
     for key in there:
         config[key] = dtype
@@ -112,7 +138,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
 
 
 def weight_buffers(base: str) -> list[str]:
-    """Return the names of those buffers of the model in ``base`` that are saved with its weights, as experts' biases.
+    """Return the names of those buffers of the model in ``base`` that are saved with its weights,
+    as experts' biases.
 
     They do not learn, and no checkpoint has them. ConfigError for a folder that cannot be loaded.
     """
@@ -121,8 +148,8 @@ def weight_buffers(base: str) -> list[str]:
 
 
 def _buffers_of(base: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers of the model in ``base`` that are saved with its weights; ``model`` is an empty one of its
-    class.
+    """Return the buffers of the model in ``base`` that are saved with its weights; ``model`` is an
+    empty one of its class.
     """
     names = _buffers(model)
     if not names:
@@ -140,24 +167,35 @@ def _buffers(model: PreTrainedModel) -> set[str]:
 def write_adapters(
     folder: Path, adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str, dtype: Dtype
 ) -> None:
-    """Write ``adapters``, which ``trainer`` made for the model in ``base``, to ``folder`` in peft's format.
+    """Write ``adapters``, which ``trainer`` made for the model in ``base``, to ``folder`` in peft's
+    format.
 
     ConfigError when ``adapters`` has other parameters as well.
     """
     if others := sorted(name for name in adapters if not is_adapter(name)):
-        raise ConfigError(f"{_subject(base)}: beside adapters the checkpoint has {others}: leave out --adapter")
+        raise ConfigError(
+            f"{_subject(base)}: beside adapters the checkpoint has {others}: leave out --adapter"
+        )
     layers = {name.rsplit(".", 2)[0] for name in adapters}  # ...q_proj.lora_A.weight
-    several = (read_config(base) or {}).get("model_type") in FAMILIES  # a name may be of decoder and tower alike
+    several = (read_config(base) or {}).get(
+        "model_type"
+    ) in FAMILIES  # a name may be of decoder and tower alike
     targets = sorted(layers if several else {layer.rpartition(".")[2] for layer in layers})
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets, base)
     config.inference_mode = True
     config.save_pretrained(folder)
-    named = {PREFIX + name: tensor.to(torch_dtype(dtype, _CPU)) for name, tensor in adapters.items()}
+    named = {
+        PREFIX + name: tensor.to(torch_dtype(dtype, _CPU)) for name, tensor in adapters.items()
+    }
     save_file(named, folder / WEIGHTS, {"format": "pt"})
 
 
-def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str) -> dict[str, Tensor]:
-    """Merge ``adapters`` with the weights of the folder ``base``, in float32. ConfigError when they do not fit."""
+def with_base(
+    adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str
+) -> dict[str, Tensor]:
+    """Merge ``adapters`` with the weights of the folder ``base``, in float32. ConfigError when
+    they do not fit.
+    """
     subject = _subject(base)
     model = load_pretrained(model_class(base, subject), base, torch.float32, subject)
     named = {**dict(model.named_parameters()), **adapters}
@@ -165,16 +203,23 @@ def with_base(adapters: Mapping[str, Tensor], trainer: TrainerConfig, base: str)
         return dict(merged(named, trainer.lora.alpha / trainer.lora.rank, torch.device("cpu")))
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{subject}: the checkpoint's adapters do not fit it; is that folder another model by now? {error}"
+            f"{subject}: the checkpoint's adapters do not fit it; is that folder another model by "
+            f"now? {error}"
         ) from error
 
 
-def with_frozen(weights: Mapping[str, Tensor], parts: Sequence[VisionPart], base: str) -> dict[str, Tensor]:
-    """Return ``weights`` and, where they lack any of ``parts``, which did not learn, those of the folder ``base``."""
+def with_frozen(
+    weights: Mapping[str, Tensor], parts: Sequence[VisionPart], base: str
+) -> dict[str, Tensor]:
+    """Return ``weights`` and, where they lack any of ``parts``, which did not learn, those of
+    the folder ``base``.
+    """
     subject = _subject(base)
     model = load_pretrained(model_class(base, subject), base, torch.float32, subject)
     family = FAMILIES.get(model.config.model_type)
-    frozen = {name: each.detach() for name, each in model.named_parameters() if stays(name, parts, family)}
+    frozen = {
+        name: each.detach() for name, each in model.named_parameters() if stays(name, parts, family)
+    }
     return {**frozen, **weights}
 
 
@@ -187,18 +232,23 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = class_of_config(config).from_config(config, dtype=dtype)
-    model.generation_config = GenerationConfig()  # the base's own is copied, also where transformers would refuse it
+    model.generation_config = (
+        GenerationConfig()
+    )  # the base's own is copied, also where transformers would refuse it
     return model
 
 
 def _check(weights: Mapping[str, Tensor], model: PreTrainedModel, subject: str) -> None:
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
     if lacking := sorted(expected.keys() - weights.keys()):
-        raise ConfigError(f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?")
+        raise ConfigError(
+            f"{subject}: the checkpoint lacks {lacking[:5]}; is that folder another model by now?"
+        )
     if unknown := sorted(weights.keys() - expected.keys()):
         raise ConfigError(f"{subject}: the checkpoint has {unknown[:5]}, which that model has not")
     for name, shape in expected.items():
         if weights[name].shape != shape:
             raise ConfigError(
-                f"{subject}: {name} has shape {list(weights[name].shape)} in the checkpoint and {list(shape)} there"
+                f"{subject}: {name} has shape {list(weights[name].shape)} in the checkpoint and "
+                f"{list(shape)} there"
             )

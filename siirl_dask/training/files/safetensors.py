@@ -21,18 +21,24 @@ from siirl_dask.training.parallel.dtensor import local
 
 
 def load_safetensors(
-    network: Network, path: str, files: Mapping[str, Stored], progress: Callable[[], None] = lambda: None
+    network: Network,
+    path: str,
+    files: Mapping[str, Stored],
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load the folder's weights into the network's parameters, each rank its own shards, and into buffers that files
-    have; ``progress`` is called for each parameter. ``files`` says where each of them is stored.
+    """Load the folder's weights into the network's parameters, each rank its own shards, and into
+    buffers that files have; ``progress`` is called for each parameter. ``files`` says where each of
+    them is stored.
 
-    Adapters get their initial values and zero-initialised parameters 0. ConfigError, by name, for a parameter that the
-    files lack or have in another shape.
+    Adapters get their initial values and zero-initialised parameters 0. ConfigError, by name, for a
+    parameter that the files lack or have in another shape.
     """
     subject = f"model.path={path!r}"
     names = _names(network)
     missing = [name for name, others in names.items() if not {name, *others} & files.keys()]
-    if missing := sorted(name for name in missing if name not in network.zero_initialised and not is_adapter(name)):
+    if missing := sorted(
+        name for name in missing if name not in network.zero_initialised and not is_adapter(name)
+    ):
         raise ConfigError(f"{subject}: its *.safetensors lack {missing}")
     for name, parameter in network.by_name().items():
         if name in network.zero_initialised:
@@ -47,16 +53,21 @@ def load_safetensors(
         stored, file = files[name]
         _checked(buffer, file.get_slice(stored), f"{subject}: {stored}")
         buffer.copy_(file.get_tensor(stored))
-    network.each_adapter(lambda name, parameter: _copy(parameter, first_values(name, parameter.shape)))
+    network.each_adapter(
+        lambda name, parameter: _copy(parameter, first_values(name, parameter.shape))
+    )
 
 
 def load_adapters(network: Network, lora: LoraConfig) -> None:
-    """Load the adapters of ``lora.path`` for every agent of the network, each rank its own shards; nothing is done
-    without a path, and for a reference, which has no adapters. ConfigError, by name, unless they are the network's.
+    """Load the adapters of ``lora.path`` for every agent of the network, each rank its own shards;
+    nothing is done without a path, and for a reference, which has no adapters. ConfigError, by
+    name, unless they are the network's.
     """
     if lora.path is None or network.scaling is None:
         return
-    shapes = {name: tuple(each.shape) for name, each in network.by_name().items() if is_adapter(name)}
+    shapes = {
+        name: tuple(each.shape) for name, each in network.by_name().items() if is_adapter(name)
+    }
     adapters = read_adapters(lora, shapes)
     network.each_adapter(lambda name, parameter: _copy(parameter, adapters[name]))
 
@@ -65,12 +76,16 @@ def _names(network: Network) -> dict[str, list[str]]:
     """Return, for each parameter, the names of all that are tied to it, itself included."""
     once = network.by_name()
     every_name = network.by_name(tied=True)
-    return {name: [other for other, same in every_name.items() if same is once[name]] for name in once}
+    return {
+        name: [other for other, same in every_name.items() if same is once[name]] for name in once
+    }
 
 
 def _checked(parameter: Tensor, stored: Any, subject: str) -> Any:
     if list(parameter.shape) != stored.get_shape():
-        raise ConfigError(f"{subject} has shape {stored.get_shape()}; expected {list(parameter.shape)}")
+        raise ConfigError(
+            f"{subject} has shape {stored.get_shape()}; expected {list(parameter.shape)}"
+        )
     return stored
 
 
@@ -82,5 +97,11 @@ def _copy(parameter: Tensor, stored: Any) -> None:
         return
     starts: tuple[int, ...] = (0,) * shard.ndim
     if isinstance(parameter, DTensor):
-        _, starts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    shard.copy_(stored[tuple(slice(at, at + length) for at, length in zip(starts, shard.shape, strict=True))])
+        _, starts = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    shard.copy_(
+        stored[
+            tuple(slice(at, at + length) for at, length in zip(starts, shard.shape, strict=True))
+        ]
+    )

@@ -1,7 +1,8 @@
 """Copies a state to the host's memory, from where a checkpoint is written while training goes on.
 
-torch's own stagers copy one tensor after the other and wait for each: to pageable memory, through a buffer of the
-driver's, or to pinned memory that is up to twice as large as the tensors, since each is rounded up to a power of two.
+torch's own stagers copy one tensor after the other and wait for each: to pageable memory, through a
+buffer of the driver's, or to pinned memory that is up to twice as large as the tensors, since each
+is rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from siirl_dask.training.parallel.dtensor import like_dtensor, local
 
 @torch.no_grad()
 def copy_to_host(state: Any) -> Any:
-    """Return a copy of nested mappings, lists and tuples of tensors, DTensors and plain values, all in host memory.
+    """Return a copy of nested mappings, lists and tuples of tensors, DTensors and plain values, all
+    in host memory.
 
-    What is on an accelerator is copied to pinned memory without waiting for one tensor after the other: all are there
-    when this returns. That memory is as large as what is copied, but for what torch rounds its pieces up, and torch
-    keeps it for the next checkpoint.
+    What is on an accelerator is copied to pinned memory without waiting for one tensor after the
+    other: all are there when this returns. That memory is as large as what is copied, but for what
+    torch rounds its pieces up, and torch keeps it for the next checkpoint.
     """
     on_devices = {id(tensor): local(tensor) for tensor in _tensors(state) if _is_on_device(tensor)}
     sizes = {key: part.nbytes for key, part in on_devices.items() if part.nbytes}

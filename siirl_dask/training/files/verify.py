@@ -1,7 +1,8 @@
 """``siirl-dask export --verify``: compares an exported folder with what was trained.
 
-What is expected comes from the checkpoint, and from the base's own files for what does not learn: buffers that are
-saved with weights, frozen parts, and weights under adapters. Nothing of it comes from what the export has made.
+What is expected comes from the checkpoint, and from the base's own files for what does not learn:
+buffers that are saved with weights, frozen parts, and weights under adapters. Nothing of it comes
+from what the export has made.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ from siirl_dask.models.weight_files import open_tensors, open_weights
 from siirl_dask.models.weight_names import read_stored, stored_parameters, unknown_names
 
 _ROUNDING = 1e-5  # log-probs of one model that is loaded in two ways
-_ROUNDING_OF_SUMS = 1e-6  # a share of the largest number of a weight that adapters were added to, in another order
+_ROUNDING_OF_SUMS = (
+    1e-6  # a share of the largest number of a weight that adapters were added to, in another order
+)
 _CPU = torch.device("cpu")
 _QUANTIZED = "quantization_config"
 
 
-def check_export(folder: Path, trained: Mapping[str, Tensor], base: str, dtype: Dtype, *, alpha: float = 0.0) -> None:
-    """Raise ConfigError, by name, unless ``folder`` has the model that was trained, in numbers of ``dtype``.
+def check_export(
+    folder: Path, trained: Mapping[str, Tensor], base: str, dtype: Dtype, *, alpha: float = 0.0
+) -> None:
+    """Raise ConfigError, by name, unless ``folder`` has the model that was trained, in numbers of
+    ``dtype``.
 
-    ``trained`` has the checkpoint's tensors by name, of all that learns: weights (tied ones once), or adapters, which
-    change a weight by ``alpha / rank * B A``. All others are those of the folder ``base``. Tensors are compared one by
-    one, exactly but for adapters, whose sums are rounded. The rest of the folder is compared by log-probs of random
-    tokens, with the settings in its ``config.json`` and with those of ``base``.
+    ``trained`` has the checkpoint's tensors by name, of all that learns: weights (tied ones once),
+    or adapters, which change a weight by ``alpha / rank * B A``. All others are those of the folder
+    ``base``. Tensors are compared one by one, exactly but for adapters, whose sums are rounded. The
+    rest of the folder is compared by log-probs of random tokens, with the settings in its
+    ``config.json`` and with those of ``base``.
     """
     subject = f"model.path={base!r}, which the checkpoint was trained from"
     kind = model_class(base, subject)
@@ -67,17 +74,25 @@ class _Base:
         for name in names:
             if name in self._stored:
                 return read_stored(self._stored[name])
-        if not self._stored and not self._loaded:  # without safetensors, or with weights that are to be unpacked
+        if (
+            not self._stored and not self._loaded
+        ):  # without safetensors, or with weights that are to be unpacked
             model = load_pretrained(self._kind, self._base, torch.float32, self._subject)
             self._loaded = dict(model.state_dict())
         for name in names:
             if name in self._loaded:
                 return self._loaded[name]
-        raise _another_model(f"it has {names[0]}, which neither the checkpoint nor {self._base!r} has")
+        raise _another_model(
+            f"it has {names[0]}, which neither the checkpoint nor {self._base!r} has"
+        )
 
 
 def _check_tensors(
-    written: PreTrainedModel, trained: Mapping[str, Tensor], base: _Base, alpha: float, numbers: torch.dtype
+    written: PreTrainedModel,
+    trained: Mapping[str, Tensor],
+    base: _Base,
+    alpha: float,
+    numbers: torch.dtype,
 ) -> None:
     parameters = {name for name, _ in written.named_parameters(remove_duplicate=False)}
     found = written.state_dict()
@@ -114,7 +129,9 @@ def _tied(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     yield from names.values()
 
 
-def _with_adapter(weight: Tensor, trained: Mapping[str, Tensor], layer: str, alpha: float) -> Tensor:
+def _with_adapter(
+    weight: Tensor, trained: Mapping[str, Tensor], layer: str, alpha: float
+) -> Tensor:
     """[out, in] -> [out, in] in float32."""
     a = trained[layer + A].float()
     b = trained[layer + B].float()
@@ -124,19 +141,25 @@ def _with_adapter(weight: Tensor, trained: Mapping[str, Tensor], layer: str, alp
 def _off(name: str, found: Tensor, expected: Tensor) -> Tensor:
     """Return by how much each number of a tensor is off. ConfigError where shapes differ."""
     if found.shape != expected.shape:
-        raise _another_model(f"{name} has shape {list(found.shape)}; expected {list(expected.shape)}")
+        raise _another_model(
+            f"{name} has shape {list(found.shape)}; expected {list(expected.shape)}"
+        )
     return (found.float() - expected.to(found.dtype).float()).abs()
 
 
 def _check_others(folder: Path, base: str, model: PreTrainedModel) -> None:
-    """Check what the base's files have and the model has not, such as the tower beside a text that was trained."""
+    """Check what the base's files have and the model has not, such as the tower beside a text
+    that was trained.
+    """
     if _is_quantized(base):
         return  # its scales no longer apply, and nothing of it comes along
     there = open_tensors(base)
     written = open_tensors(str(folder))
     for name in unknown_names(model, there):
         if name not in written:
-            raise _another_model(f"it lacks {name}, which {base!r} has beside the model that was trained")
+            raise _another_model(
+                f"it lacks {name}, which {base!r} has beside the model that was trained"
+            )
         tensor = written[name].get_tensor(name)
         if bool(_off(name, tensor, there[name].get_tensor(name)).any()):
             raise _another_model(f"{name} is not that of {base!r}")
@@ -147,19 +170,26 @@ def _check_log_probs(written: PreTrainedModel, expected: PreTrainedModel, base: 
     drawn = torch.randint(0, len(words), (2, 64), generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor(words)[drawn]
     with torch.no_grad():
-        first, second = (model.eval()(tokens).logits.float().log_softmax(-1) for model in (expected, written))
+        first, second = (
+            model.eval()(tokens).logits.float().log_softmax(-1) for model in (expected, written)
+        )
     differ_by = float((first - second).abs().max())
     if not differ_by <= _ROUNDING:  # not a number is no smaller
         raise _another_model(
-            f"its log-probs differ by {differ_by:.3g} from those of its weights with the config.json of {base!r}"
+            f"its log-probs differ by {differ_by:.3g} from those of its weights with the "
+            f"config.json of {base!r}"
         )
 
 
 def _words(config: PretrainedConfig) -> list[int]:
-    """Return the tokens of a model but those that its config names, such as an image's, which would want an image."""
+    """Return the tokens of a model but those that its config names, such as an image's, which
+    would want an image.
+    """
     text = config.get_text_config()
     named = {**text.to_dict(), **config.to_dict()}
-    special = {value for key, value in named.items() if key.endswith("token_id") and isinstance(value, int)}
+    special = {
+        value for key, value in named.items() if key.endswith("token_id") and isinstance(value, int)
+    }
     return [token for token in range(text.vocab_size) if token not in special]
 
 

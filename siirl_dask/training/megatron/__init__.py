@@ -1,1 +1,3 @@
-"""Trains models with megatron-core: tensor and pipeline parallelism inside the role's process groups."""
+"""Trains models with megatron-core: tensor and pipeline parallelism inside the role's process
+groups.
+"""

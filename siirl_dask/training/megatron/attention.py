@@ -24,12 +24,13 @@ class CoreRows:
     context: Rank | None = None
     """This rank among those that have a part of the tokens each; None where each has all."""
     routes: Tensor | None = None
-    """[N, W] int64, see ``PackedRows.routes``, of the tokens that this rank has between attention and MLP; -1 where the
-    router chooses. None: it chooses everywhere."""
+    """[N, W] int64, see ``PackedRows.routes``, of the tokens that this rank has between attention
+    and MLP; -1 where the router chooses. None: it chooses everywhere."""
 
     def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give megatron-core's heads the shape for attention: the rows' tokens alone, and of a rank that has a part of
-        them all, of a part of the heads. [T, 1, H, D], [T, 1, H_kv, D] twice -> [1, H', N, D], [1, H_kv', N, D] twice.
+        """Give megatron-core's heads the shape for attention: the rows' tokens alone, and of a rank
+        that has a part of them all, of a part of the heads. [T, 1, H, D], [T, 1, H_kv, D] twice ->
+        [1, H', N, D], [1, H_kv', N, D] twice.
         """
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if self.context is not None:
@@ -37,7 +38,9 @@ class CoreRows:
         return q[:, :, : self.tokens], k[:, :, : self.tokens], v[:, :, : self.tokens]
 
     def scatter(self, output: Tensor, query: Tensor) -> Tensor:
-        """Return attention's output for the tokens of ``query``. [N, H', D], [T, 1, H, D] -> [T, 1, H * D]."""
+        """Return attention's output for the tokens of ``query``. [N, H', D], [T, 1, H, D] -> [T,
+        1, H * D].
+        """
         ranks = 1 if self.context is None else self.context.size
         output = pad(output, (0, 0, 0, 0, 0, len(query) * ranks - self.tokens))
         if self.context is not None:
@@ -46,9 +49,18 @@ class CoreRows:
 
 
 class PackedCoreAttention(nn.Module):
-    """A core attention for megatron-core's ``SelfAttention``. Rows are told by CoreRows, in place of a mask."""
+    """A core attention for megatron-core's ``SelfAttention``. Rows are told by CoreRows, in
+    place of a mask.
+    """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **others: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        **others: Any,
+    ) -> None:
         super().__init__()
         self.layer_number = layer_number
 
@@ -64,5 +76,7 @@ class PackedCoreAttention(nn.Module):
     ) -> Tensor:
         """Attend within each packed row. [T, 1, H, D], [T, 1, H_kv, D] twice -> [T, 1, H * D]."""
         rows = attention_mask
-        output, _ = packed_attention(self, *rows.gather(query, key, value), None, packing=rows.packing)
+        output, _ = packed_attention(
+            self, *rows.gather(query, key, value), None, packing=rows.packing
+        )
         return rows.scatter(output[0], query)

@@ -1,7 +1,7 @@
 """The door to megatron-core: imports it without its warnings, and lets it run on CPUs and NPUs.
 
-megatron-core's schedules put a counter on the device "cuda" whatever the model is on. On other devices, and only inside
-``on_device``, that name leads to the device.
+megatron-core's schedules put a counter on the device "cuda" whatever the model is on. On other
+devices, and only inside ``on_device``, that name leads to the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def quietly() -> Iterator[None]:
 
 
 def load(operators: Mapping[str, str], kind: str) -> None:
-    """Import megatron-core, once and quietly: it warns of each kernel library that is not installed. MindSpeed patches
-    it first, where it has one of the ``operators`` on a device of this ``kind``.
+    """Import megatron-core, once and quietly: it warns of each kernel library that is not
+    installed. MindSpeed patches it first, where it has one of the ``operators`` on a device of this
+    ``kind``.
 
     ConfigError when either is not there or does not import.
     """
@@ -43,11 +44,15 @@ def load(operators: Mapping[str, str], kind: str) -> None:
             import megatron.core.models.gpt.gpt_layer_specs
             import megatron.core.pipeline_parallel.schedules  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"trainer.backend=megatron needs megatron-core ({error}): {NEEDED}") from error
+        raise ConfigError(
+            f"trainer.backend=megatron needs megatron-core ({error}): {NEEDED}"
+        ) from error
 
 
 def share_buffer() -> None:
-    """Give megatron-core's layers the buffer in which they gather tokens: the one thing they keep for a process."""
+    """Give megatron-core's layers the buffer in which they gather tokens: the one thing they
+    keep for a process.
+    """
     from megatron.core import parallel_state
 
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

@@ -1,7 +1,9 @@
-"""Divides a stage's parameters among the ranks that hold them: each steps its own, and gives them to the others.
+"""Divides a stage's parameters among the ranks that hold them: each steps its own, and gives them
+to the others.
 
-This is stage 1 of ZeRO (arXiv:1910.02054): the optimizer's state is held once, not once for each replica. Parameters
-stay whole, so that a checkpoint has each under its own name, whoever stepped it.
+This is stage 1 of ZeRO (arXiv:1910.02054): the optimizer's state is held once, not once for each
+replica. Parameters stay whole, so that a checkpoint has each under its own name, whoever stepped
+it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ class DividedParameters:
         experts = names[len(names) - weights.experts :]
         if len(shared) < grid.holders:
             raise ConfigError(
-                f"trainer.megatron.distributed_optimizer=true: a stage has {len(shared)} parameters for its "
-                f"{grid.holders} copies, expected at least as many; leave it out, or give a stage more layers"
+                f"trainer.megatron.distributed_optimizer=true: a stage has {len(shared)} "
+                "parameters for its "
+                f"{grid.holders} copies, expected at least as many; leave it out, or give a stage "
+                "more layers"
             )
         self._sizes = {name: each.numel() for name, each in weights.parameters.items()}
         groups = ((shared, grid.held_by), (experts, grid.edp))
@@ -44,7 +48,8 @@ class DividedParameters:
 
     @torch.no_grad()
     def spread(self, held: Mapping[str, Tensor]) -> None:
-        """Give tensors of all parameters, of which this rank's own are right, the values that their owners have.
+        """Give tensors of all parameters, of which this rank's own are right, the values that their
+        owners have.
 
         All ranks that hold a part of the stage must call.
         """
@@ -57,13 +62,17 @@ class DividedParameters:
                     dist._broadcast_coalesced(group, tensors, _BUCKET, owner)  # type: ignore[attr-defined]
 
     def _divide(self, names: Sequence[str], group: Any) -> tuple[Any, list[list[str]]]:
-        return group, divide({name: self._sizes[name] for name in names}, 1 if group is None else group.size())
+        return group, divide(
+            {name: self._sizes[name] for name in names}, 1 if group is None else group.size()
+        )
 
 
 def divide(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Return names for each of so many parts: the largest first, each to the part that has least so far.
+    """Return names for each of so many parts: the largest first, each to the part that has least so
+    far.
 
-    No part has more than an even share and the largest of them together, and none is empty where there are enough.
+    No part has more than an even share and the largest of them together, and none is empty where
+    there are enough.
     """
     shares: list[list[str]] = [[] for _ in range(parts)]
     held = [(0, 0)] * parts

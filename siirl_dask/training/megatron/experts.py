@@ -1,7 +1,9 @@
-"""A feed-forward layer of experts, of which each rank computes some: what Qwen3-MoE computes, token for token.
+"""A feed-forward layer of experts, of which each rank computes some: what Qwen3-MoE computes, token
+for token.
 
-megatron-core's own ``MoELayer`` is not used. Its dispatcher makes a CUDA stream when it is built, so that nothing of it
-could be tried without a GPU, and it refuses to learn with tensor parallelism unless sequence parallelism is on.
+megatron-core's own ``MoELayer`` is not used. Its dispatcher makes a CUDA stream when it is built,
+so that nothing of it could be tried without a GPU, and it refuses to learn with tensor parallelism
+unless sequence parallelism is on.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from siirl_dask.training.parallel.all_to_all import exchange
 class Experts(nn.Module):
     """The layer of this rank. No token is dropped, however many choose the same expert.
 
-    Of the ranks that share a layer's other parameters each takes an equal part of its tokens to the experts. Unless
-    they split them anyway, they all have all tokens, and get the results of all.
+    Of the ranks that share a layer's other parameters each takes an equal part of its tokens to the
+    experts. Unless they split them anyway, they all have all tokens, and get the results of all.
     """
 
     def __init__(
-        self, mixture: ExpertMixture, hidden: int, grid: RankGrid, device: torch.device, dtype: torch.dtype
+        self,
+        mixture: ExpertMixture,
+        hidden: int,
+        grid: RankGrid,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         """Parameters are without values."""
         super().__init__()
@@ -47,7 +54,9 @@ class Experts(nn.Module):
         self.down_proj = parameter(here, hidden, mixture.width)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
-        """Return the weighted sums of what each token's experts compute, and no bias. [T, 1, D] -> [T, 1, D]."""
+        """Return the weighted sums of what each token's experts compute, and no bias. [T, 1, D]
+        -> [T, 1, D].
+        """
         tokens = hidden.flatten(0, 1)
         group = self._grid.tp
         count = len(tokens)
@@ -58,15 +67,20 @@ class Experts(nn.Module):
             tokens = pad(tokens, (0, 0, 0, -count % self._grid.tensor))
         weights, chosen = self._route(tokens)
         if has_all:
-            tokens, weights = (scatter_to_sequence_parallel_region(each, group) for each in (tokens, weights))
+            tokens, weights = (
+                scatter_to_sequence_parallel_region(each, group) for each in (tokens, weights)
+            )
             chosen = chosen.chunk(self._grid.tensor)[self._grid.part]
         result = self._by_experts(tokens, weights, chosen)
         if has_all:
-            result = gather_from_sequence_parallel_region(result, tensor_parallel_output_grad=False, group=group)
+            result = gather_from_sequence_parallel_region(
+                result, tensor_parallel_output_grad=False, group=group
+            )
         return result[:count].view_as(hidden), None
 
     def go_by(self, routes: Tensor | None, place: int) -> None:
-        """Let tokens go to the experts of ``routes``, of which this layer's are those at ``place``, from now on.
+        """Let tokens go to the experts of ``routes``, of which this layer's are those at ``place``,
+        from now on.
 
         [T, W] int64, see ``CoreRows``; None: the router chooses.
         """
@@ -74,7 +88,8 @@ class Experts(nn.Module):
         self._routes = None if routes is None else routes[:, of_layer]
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the k experts of each token, and their weights, as transformers does. [T, D] -> [T, k] twice.
+        """Choose the k experts of each token, and their weights, as transformers does. [T, D] ->
+        [T, k] twice.
 
         By ``go_by`` tokens go where the routes say, weighed by the router's own probabilities.
         """
@@ -89,7 +104,9 @@ class Experts(nn.Module):
         return weights.to(tokens.dtype), chosen
 
     def _by_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Take each token to its experts and back, and weigh what they give. [N, D], [N, k] twice -> [N, D]."""
+        """Take each token to its experts and back, and weigh what they give. [N, D], [N, k]
+        twice -> [N, D].
+        """
         choices = chosen.flatten()
         order = choices.argsort(stable=True)  # by expert, and so by rank
         sent = choices.bincount(minlength=self._mixture.experts).view(self._grid.experts, -1)
@@ -101,7 +118,9 @@ class Experts(nn.Module):
             dist.all_to_all_single(received, sent, group=self._grid.ep)
             to_ranks = sent.sum(1).tolist()
             from_ranks = received.sum(1).tolist()
-            arrived = exchange(there, to_ranks, from_ranks, self._grid.ep)  # by rank, and of each by expert
+            arrived = exchange(
+                there, to_ranks, from_ranks, self._grid.ep
+            )  # by rank, and of each by expert
             number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent))
             to_experts = number.repeat_interleave(received.flatten()).argsort(stable=True)
             back = self._compute(arrived[to_experts], received.sum(0))[to_experts.argsort()]
@@ -110,7 +129,8 @@ class Experts(nn.Module):
         return (in_turn * weights[..., None]).sum(1)
 
     def _compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Compute tokens that are sorted by the experts of this rank, of which each has ``counts``. [M, D] -> [M, D].
+        """Compute tokens that are sorted by the experts of this rank, of which each has ``counts``.
+        [M, D] -> [M, D].
 
         The result is in the graph even if there are none: the ranks exchange gradients as well.
         """

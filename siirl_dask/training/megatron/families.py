@@ -1,4 +1,6 @@
-"""Which models the backend megatron knows, and what must divide them. Imports neither torch nor megatron-core."""
+"""Which models the backend megatron knows, and what must divide them. Imports neither torch nor
+megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_EXPERTS = ("num_experts", "num_local_experts")  # as Qwen's folders name them, and as transformers 5 writes them
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+)  # as Qwen's folders name them, and as transformers 5 writes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +61,31 @@ class LayerSizes:
 
 
 def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
-    """Read a model's sizes from its ``config.json``. ConfigError for what the backend megatron does not compute."""
+    """Read a model's sizes from its ``config.json``. ConfigError for what the backend megatron
+    does not compute.
+    """
     kind = config.get("model_type")
     subject = f"trainer.backend=megatron with model.path={path!r}"
     if kind not in _FAMILIES:
         raise ConfigError(
-            f"{subject}: model_type={kind!r} is not among {', '.join(_FAMILIES)}, which it knows; take "
+            f"{subject}: model_type={kind!r} is not among {', '.join(_FAMILIES)}, which it knows; "
+            "take "
             "trainer.backend=fsdp"
         )
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     unknown = {
         "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default" and rope,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0 and rope["partial_rotary_factor"],
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
+        and rope["partial_rotary_factor"],
         "use_sliding_window": config.get("use_sliding_window"),
         "attention_bias": config.get("attention_bias"),
         "mlp_bias": config.get("mlp_bias"),
         "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
     }
     if found := [f"{key}={value}" for key, value in unknown.items() if value]:
-        raise ConfigError(f"{subject}: it does not compute {', '.join(found)}; take trainer.backend=fsdp")
+        raise ConfigError(
+            f"{subject}: it does not compute {', '.join(found)}; take trainer.backend=fsdp"
+        )
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     default = 128 if kind == "qwen3" else hidden // heads
@@ -96,7 +107,9 @@ def sizes_of(config: Mapping[str, Any], path: str) -> LayerSizes:
 
 
 def _mixture(config: Mapping[str, Any]) -> ExpertMixture:
-    """Read what transformers reads for a Qwen3-MoE, with its rule for layers that have no experts."""
+    """Read what transformers reads for a Qwen3-MoE, with its rule for layers that have no
+    experts.
+    """
     layers = range(int(config["num_hidden_layers"]))
     step = int(config.get("decoder_sparse_step", 1))
     without = set(config.get("mlp_only_layers") or ())
@@ -110,7 +123,9 @@ def _mixture(config: Mapping[str, Any]) -> ExpertMixture:
 
 
 def check_division(megatron: MegatronConfig, sizes: LayerSizes, path: str) -> None:
-    """Check that ranks can divide layers, heads, widths and vocabulary evenly. ConfigError if they cannot."""
+    """Check that ranks can divide layers, heads, widths and vocabulary evenly. ConfigError if
+    they cannot.
+    """
     tensor = megatron.tensor_parallel
     pipeline = megatron.pipeline_parallel
     shared = {
@@ -123,19 +138,26 @@ def check_division(megatron: MegatronConfig, sizes: LayerSizes, path: str) -> No
     for key, width in shared.items():
         if width % tensor:
             raise ConfigError(
-                f"trainer.megatron.tensor_parallel={tensor}: expected a divisor of {key}={width} of {path!r}"
+                f"trainer.megatron.tensor_parallel={tensor}: expected a divisor of {key}={width} "
+                f"of {path!r}"
             )
     context = megatron.context_parallel
     heads = sizes.heads // tensor
     if heads % context:
         raise ConfigError(
-            f"trainer.megatron.context_parallel={context}: expected a divisor of the {heads} heads that each of "
+            f"trainer.megatron.context_parallel={context}: expected a divisor of the {heads} heads "
+            "that each of "
             f"tensor_parallel={tensor} has of num_attention_heads={sizes.heads} of {path!r}"
         )
     if sizes.layers % (pipeline * megatron.virtual_pipeline):
-        runs = f" times virtual_pipeline={megatron.virtual_pipeline}" if megatron.virtual_pipeline > 1 else ""
+        runs = (
+            f" times virtual_pipeline={megatron.virtual_pipeline}"
+            if megatron.virtual_pipeline > 1
+            else ""
+        )
         raise ConfigError(
-            f"trainer.megatron.pipeline_parallel={pipeline}{runs}: expected a divisor of num_hidden_layers="
+            f"trainer.megatron.pipeline_parallel={pipeline}{runs}: expected a divisor of "
+            "num_hidden_layers="
             f"{sizes.layers} of {path!r}"
         )
     _check_experts(megatron, sizes.mixture, path)
@@ -145,34 +167,46 @@ def _check_experts(megatron: MegatronConfig, mixture: ExpertMixture | None, path
     if mixture is None:
         if megatron.expert_parallel is not None:
             raise ConfigError(
-                f"trainer.megatron.expert_parallel={megatron.expert_parallel}: {path!r} has no experts; leave it out"
+                f"trainer.megatron.expert_parallel={megatron.expert_parallel}: {path!r} has no "
+                "experts; leave it out"
             )
     elif mixture.experts % megatron.experts_over:
         option = "tensor_parallel" if megatron.expert_parallel is None else "expert_parallel"
         raise ConfigError(
-            f"trainer.megatron.{option}={megatron.experts_over}: expected a divisor of the {mixture.experts} experts "
+            f"trainer.megatron.{option}={megatron.experts_over}: expected a divisor of the "
+            f"{mixture.experts} experts "
             f"of each layer of {path!r}, which are spread over as many ranks"
         )
 
 
 def check_ranks(megatron: MegatronConfig, workers: int) -> None:
-    """Check that replicas, and the ranks that share experts, divide a role's workers. ConfigError if they do not."""
+    """Check that replicas, and the ranks that share experts, divide a role's workers.
+    ConfigError if they do not.
+    """
     if workers % megatron.ranks:
-        context = f"context_parallel={megatron.context_parallel}, " if megatron.context_parallel > 1 else ""
+        context = (
+            f"context_parallel={megatron.context_parallel}, "
+            if megatron.context_parallel > 1
+            else ""
+        )
         raise ConfigError(
             f"trainer.megatron.tensor_parallel={megatron.tensor_parallel}, {context}"
-            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} ranks, expected a divisor "
+            f"pipeline_parallel={megatron.pipeline_parallel}: a replica has {megatron.ranks} "
+            "ranks, expected a divisor "
             f"of the role's {counted(workers, 'worker')}"
         )
     of_stage = workers // megatron.pipeline_parallel
     if of_stage % megatron.experts_over:
         raise ConfigError(
-            f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of the {of_stage} ranks "
+            f"trainer.megatron.expert_parallel={megatron.expert_parallel}: expected a divisor of "
+            f"the {of_stage} ranks "
             f"that have the same layers, of the role's {counted(workers, 'worker')}"
         )
 
 
 def check_model(trainer: TrainerConfig, path: str) -> None:
-    """Check the model in ``path``, if it is here. ConfigError for one that cannot be built or divided."""
+    """Check the model in ``path``, if it is here. ConfigError for one that cannot be built or
+    divided.
+    """
     if (config := read_config(path)) is not None:
         check_division(trainer.megatron, sizes_of(config, path), path)

@@ -1,9 +1,11 @@
-"""The grid of a role's ranks: replicas of the model, its pipeline stages, parts of the tokens, and of each layer.
+"""The grid of a role's ranks: replicas of the model, its pipeline stages, parts of the tokens, and
+of each layer.
 
-A replica has neighbouring ranks, stage after stage, and of each stage the ranks of one part of the tokens after the
-other, of which those that share the stage's layers are neighbours. Experts are spread over neighbours among all ranks
-that have the same stage, replica after replica, as in megatron-core with an expert tensor parallelism of 1. All groups
-are subgroups of the role's; none of megatron-core's global state is used.
+A replica has neighbouring ranks, stage after stage, and of each stage the ranks of one part of the
+tokens after the other, of which those that share the stage's layers are neighbours. Experts are
+spread over neighbours among all ranks that have the same stage, replica after replica, as in
+megatron-core with an expert tensor parallelism of 1. All groups are subgroups of the role's; none
+of megatron-core's global state is used.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ T = TypeVar("T")
 
 
 class RankGrid:
-    """This rank's place among the ranks of the role, and its groups. All ranks of the role must make one."""
+    """This rank's place among the ranks of the role, and its groups. All ranks of the role must
+    make one.
+    """
 
     def __init__(self, rank: Rank, megatron: MegatronConfig, device: torch.device) -> None:
         """ConfigError when a replica, or the ranks that share experts, do not divide the role."""
@@ -41,11 +45,13 @@ class RankGrid:
         self.chunks = megatron.virtual_pipeline
         """Runs of layers of a stage."""
         self.split_tokens = megatron.sequence_parallel
-        """Whether the ranks that share a layer have a part of the tokens each between attention and MLP."""
+        """Whether the ranks that share a layer have a part of the tokens each between attention
+        and MLP."""
         self.replica, self.in_replica = divmod(rank.rank, self.ranks)
         self.stage, self._in_stage = divmod(self.in_replica, self.context * self.tensor)
         self.of_tokens, self.part = divmod(self._in_stage, self.tensor)
-        """This rank's place among those that share a micro-batch's tokens, and among those that share a layer."""
+        """This rank's place among those that share a micro-batch's tokens, and among those that
+        share a layer."""
         self.first = self.stage == 0
         self.last = self.stage == self.pipeline - 1
         self.experts = megatron.experts_over
@@ -72,7 +78,9 @@ class RankGrid:
 
     @property
     def scores_here(self) -> bool:
-        """Whether this is the rank of its replica that speaks for what the last stage has computed."""
+        """Whether this is the rank of its replica that speaks for what the last stage has
+        computed.
+        """
         return self.last and self._in_stage == 0
 
     def of_replicas(self) -> Rank:
@@ -81,7 +89,9 @@ class RankGrid:
 
     @property
     def of_context(self) -> Rank | None:
-        """This rank among those that share a micro-batch's tokens; None where each has all of them."""
+        """This rank among those that share a micro-batch's tokens; None where each has all of
+        them.
+        """
         return None if self.context == 1 else Rank(self.of_tokens, self.context, self.cp)
 
     @property
@@ -93,31 +103,60 @@ class RankGrid:
         """Return megatron-core's collection of process groups."""
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        groups = {"tp": self.tp, "pp": self.pp, "mp": self.mp, "embd": self.ends, "tp_cp": self.tp, "tp_ep": self.tp}
-        # attention exchanges tokens itself: to megatron-core each rank's are a sequence of their own
-        alone = ("cp", "dp", "dp_cp", "ep", "expt_dp", "pos_embd", "expt_tp", "hcp", "tp_dp_cp", "intra_dp_cp")
+        groups = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "mp": self.mp,
+            "embd": self.ends,
+            "tp_cp": self.tp,
+            "tp_ep": self.tp,
+        }
+        # attention exchanges tokens itself: to megatron-core each rank's are a sequence of their
+        # own
+        alone = (
+            "cp",
+            "dp",
+            "dp_cp",
+            "ep",
+            "expt_dp",
+            "pos_embd",
+            "expt_tp",
+            "hcp",
+            "tp_dp_cp",
+            "intra_dp_cp",
+        )
         return ProcessGroupCollection(**groups, tp_ep_pp=self.mp, **dict.fromkeys(alone, self.one))
 
     def gather(self, value: T) -> list[T]:
         """Return what each rank of the replica gives, in their order. All of them must call."""
         if self._replica_cpu is None or self.ranks == 1:
             return [value]
-        return [pickle.loads(each) for each in all_gather_bytes(self._replica_cpu, pickle.dumps(value))]
+        return [
+            pickle.loads(each) for each in all_gather_bytes(self._replica_cpu, pickle.dumps(value))
+        ]
 
     def gather_linked(self, value: T) -> list[T]:
-        """Return what each rank of the linked replicas gives, in their order. All of them must call."""
+        """Return what each rank of the linked replicas gives, in their order. All of them must
+        call.
+        """
         if self.linked == 1:
             return self.gather(value)
-        return [pickle.loads(each) for each in all_gather_bytes(self._linked_cpu, pickle.dumps(value))]
+        return [
+            pickle.loads(each) for each in all_gather_bytes(self._linked_cpu, pickle.dumps(value))
+        ]
 
     def from_scores(self, value: T) -> T:
-        """Return what the rank with ``scores_here`` gives, on every rank of the replica. All of them must call."""
+        """Return what the rank with ``scores_here`` gives, on every rank of the replica. All of
+        them must call.
+        """
         return self.gather(value)[(self.pipeline - 1) * self.context * self.tensor]
 
     def _alone(self, device: torch.device) -> None:
         self.tp = self.cp = self.pp = self.mp = self.ends = self.one = group_of_one(device.type)
         self.ep = self.one
-        self.held_by = self.edp = self._dp = self._dp_cpu = self._replica_cpu = self._linked_cpu = None
+        self.held_by = self.edp = self._dp = self._dp_cpu = self._replica_cpu = self._linked_cpu = (
+            None
+        )
         self.pp_cpu = self.pp
         self.mesh: DeviceMesh | None = None
         self.expert_mesh: DeviceMesh | None = None
@@ -140,20 +179,28 @@ class RankGrid:
         self.cp = self.one
         if self.context > 1:
             self.cp = new_subgroup(replica[self.stage, :, self.part].tolist(), rank.group)
-            self.held_by = new_subgroup(ranks[:, self.stage, :, self.part].flatten().tolist(), rank.group)
+            self.held_by = new_subgroup(
+                ranks[:, self.stage, :, self.part].flatten().tolist(), rank.group
+            )
         at_ends = self.pipeline > 1 and (self.first or self.last)
-        self.ends = new_subgroup(same_tokens[[0, -1], self.part].tolist() if at_ends else [me], rank.group)
+        self.ends = new_subgroup(
+            same_tokens[[0, -1], self.part].tolist() if at_ends else [me], rank.group
+        )
         """Group of the first and the last stage, which share tied embeddings."""
         shared = rank.cpu_group is rank.group
         self._dp_cpu = self._dp if shared else new_subgroup(same_place, rank.cpu_group)
-        self.pp_cpu = self.pp if shared else new_subgroup(same_tokens[:, self.part].tolist(), rank.cpu_group)
+        self.pp_cpu = (
+            self.pp if shared else new_subgroup(same_tokens[:, self.part].tolist(), rank.cpu_group)
+        )
         of_replica = self.mp if shared and self.context == 1 else None
         self._replica_cpu = of_replica or new_subgroup(replica.flatten().tolist(), rank.cpu_group)
         self.mesh = one_axis(self.tp, device, "tensor") if self.tensor > 1 else None
         self._expert_groups(rank, ranks, device)
 
     def _expert_groups(self, rank: Rank, ranks: torch.Tensor, device: torch.device) -> None:
-        """Make the groups of experts where they are not spread over the ranks that share a stage's other layers."""
+        """Make the groups of experts where they are not spread over the ranks that share a
+        stage's other layers.
+        """
         self.ep = self.tp
         self.edp = self.held_by
         self._linked_cpu = self._replica_cpu
@@ -161,7 +208,9 @@ class RankGrid:
         if self.experts == self.tensor:
             return
         same_stage = ranks[:, self.stage].flatten()
-        self.ep = new_subgroup(same_stage.view(-1, self.experts)[self._experts_row].tolist(), rank.group)
+        self.ep = new_subgroup(
+            same_stage.view(-1, self.experts)[self._experts_row].tolist(), rank.group
+        )
         """Group of the ranks that share a layer's experts."""
         self.edp = new_subgroup(same_stage[self.of_experts :: self.experts].tolist(), rank.group)
         """Group of the ranks that have the same experts."""

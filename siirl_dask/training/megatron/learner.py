@@ -26,7 +26,9 @@ _OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
 
 
 class MegatronLearner(Learner):
-    """A Learner whose ranks are replicas; the ranks of one learn from the rows of all of them together."""
+    """A Learner whose ranks are replicas; the ranks of one learn from the rows of all of them
+    together.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,11 @@ class MegatronLearner(Learner):
         self._weights = replica.weights
         self._own: Sequence[slice] = ()
         shards = None if grid.ranks * grid.linked == 1 else range(grid.ranks)
-        self._divided = DividedParameters(self._weights, grid) if config.megatron.distributed_optimizer else None
+        self._divided = (
+            DividedParameters(self._weights, grid)
+            if config.megatron.distributed_optimizer
+            else None
+        )
         super().__init__(
             self._weights.parameters,
             config,
@@ -61,7 +67,9 @@ class MegatronLearner(Learner):
         aggregate: Aggregation,
         on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
-        """Take one step per mini-batch, of which each rank gives its own rows; see ``Learner.update``."""
+        """Take one step per mini-batch, of which each rank gives its own rows; see
+        ``Learner.update``.
+        """
         with self._waiting():
             joined = [joined_batch(batch, self._grid) for batch in batches]
         self._own = [own for _, own in joined]
@@ -70,13 +78,16 @@ class MegatronLearner(Learner):
         return metrics
 
     def ema(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving average of each parameter, of which other replicas may have kept some; nothing where none
-        is kept. All ranks of the role must call.
+        """Yield the moving average of each parameter, of which other replicas may have kept some;
+        nothing where none is kept. All ranks of the role must call.
         """
         averages = dict(super().ema())
         if self._divided is None or not self._config.keeps_average:
             return iter(averages.items())
-        held = {name: averages.get(name, torch.empty_like(each)) for name, each in self._weights.parameters.items()}
+        held = {
+            name: averages.get(name, torch.empty_like(each))
+            for name, each in self._weights.parameters.items()
+        }
         with self._waiting():
             self._divided.spread(held)
         return iter(held.items())
@@ -108,13 +119,17 @@ class MegatronLearner(Learner):
             return sqrt(sum(grid.gather_linked(self._squares())))
 
     def _in_parts(self, parameter: str) -> bool:
-        """Return whether ranks that all have a parameter each have its gradient from their own heads or tokens."""
+        """Return whether ranks that all have a parameter each have its gradient from their own
+        heads or tokens.
+        """
         if self._grid.split_tokens:
             return not self._weights.is_shared(parameter) and not parameter.startswith(VALUES)
         return parameter.endswith(_OF_HEADS)
 
     def _squares(self) -> float:
-        """Sum the squares of this rank's gradients, each of the model's once: one rank counts what several have."""
+        """Sum the squares of this rank's gradients, each of the model's once: one rank counts
+        what several have.
+        """
         named = zip(self._weights.parameters, self._gradients.parts, strict=True)
         counted = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64)
@@ -141,9 +156,16 @@ class MegatronLearner(Learner):
         aggregate: Aggregation,
         seen: tuple[int, int, float, float],
     ) -> NonFinite:
-        """Find what is not finite in the rows of the replica, and say which of this rank's have it."""
+        """Find what is not finite in the rows of the replica, and say which of this rank's have
+        it.
+        """
         found = super()._examine(batch, totals, passes, aggregate, seen)
         rows, micro_batches = self._grid.from_scores((found.rows, found.micro_batches))
         own = self._own[found.minibatch]
-        mine = {name: [at - own.start for at in places if own.start <= at < own.stop] for name, places in rows.items()}
-        return replace(found, rows={name: at for name, at in mine.items() if at}, micro_batches=micro_batches)
+        mine = {
+            name: [at - own.start for at in places if own.start <= at < own.stop]
+            for name, places in rows.items()
+        }
+        return replace(
+            found, rows={name: at for name, at in mine.items() if at}, micro_batches=micro_batches
+        )

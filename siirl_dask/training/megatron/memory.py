@@ -1,4 +1,6 @@
-"""Parameters and bytes of a rank of the backend megatron, by arithmetic. Imports neither torch nor megatron-core."""
+"""Parameters and bytes of a rank of the backend megatron, by arithmetic. Imports neither torch
+nor megatron-core.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ def parameters(size: ModelSize, trainer: TrainerConfig) -> int:
 
 
 def stepped_elsewhere(size: ModelSize, trainer: TrainerConfig, ranks: int) -> int:
-    """Count, of the rank that has most, the parameters whose optimizer state other replicas hold."""
+    """Count, of the rank that has most, the parameters whose optimizer state other replicas
+    hold.
+    """
     return on_one_rank(size, trainer.megatron) - stepped_on_one_rank(size, trainer.megatron, ranks)
 
 
 def held(model: ModelOnWorkers) -> dict[str, int]:
-    """Return the bytes that a rank holds, by part. In bfloat16 the stage computes with copies of the weights that
-    learn; what only scores has no others.
+    """Return the bytes that a rank holds, by part. In bfloat16 the stage computes with copies of
+    the weights that learn; what only scores has no others.
     """
     own = on_one_rank(model.size, model.trainer.megatron)
     narrow = model.narrow < FLOAT32
@@ -45,8 +49,8 @@ def held(model: ModelOnWorkers) -> dict[str, int]:
 def moments(model: ModelOnWorkers) -> list[dict[str, int]]:
     """Return the bytes of a pass on the last stage and on the first one, by part.
 
-    The first of p stages keeps the activations of p micro-batches, and of (p - 1) / v more with v runs of layers
-    (arXiv:2205.05198, section 4.2.3); the last one those of one, and has the head.
+    The first of p stages keeps the activations of p micro-batches, and of (p - 1) / v more with v
+    runs of layers (arXiv:2205.05198, section 4.2.3); the last one those of one, and has the head.
     """
     stages = model.trainer.megatron.pipeline_parallel
     one = model.architecture
@@ -62,8 +66,8 @@ def moments(model: ModelOnWorkers) -> list[dict[str, int]]:
 
 
 def _head(model: ModelOnWorkers) -> dict[str, int]:
-    """Return what log-probs take. Ranks that share the vocabulary have the logits, log-probs, their exponentials and
-    gradient of their part of it at once.
+    """Return what log-probs take. Ranks that share the vocabulary have the logits, log-probs, their
+    exponentials and gradient of their part of it at once.
     """
     split = model.trainer.megatron.tensor_parallel
     if split == 1 or not model.scores:
@@ -74,15 +78,16 @@ def _head(model: ModelOnWorkers) -> dict[str, int]:
 
 
 def on_one_rank(size: ModelSize, megatron: MegatronConfig) -> int:
-    """Count the parameters of the rank that has most: of the layers of a stage, and of the embeddings at one end; of
-    experts its share alone.
+    """Count the parameters of the rank that has most: of the layers of a stage, and of the
+    embeddings at one end; of experts its share alone.
     """
     return sum(_of_rank(size, megatron))
 
 
 def stepped_on_one_rank(size: ModelSize, megatron: MegatronConfig, ranks: int) -> int:
-    """Count, of the rank that has most, the parameters whose optimizer state it holds: all of its own, or with
-    ``distributed_optimizer`` at most an even share of them and the largest one, which is not divided.
+    """Count, of the rank that has most, the parameters whose optimizer state it holds: all of its
+    own, or with ``distributed_optimizer`` at most an even share of them and the largest one, which
+    is not divided.
     """
     rest, experts = _of_rank(size, megatron)
     of_stage = ranks // megatron.pipeline_parallel
@@ -101,4 +106,6 @@ def _of_rank(size: ModelSize, megatron: MegatronConfig) -> tuple[int, int]:
     """Return the parameters of the rank that has most, without experts, and of its experts."""
     stages = megatron.pipeline_parallel
     rest = -(-(size.total - size.experts) // stages) + (size.largest if stages > 1 else 0)
-    return -(-rest // megatron.tensor_parallel), -(-size.experts // (stages * megatron.experts_over))
+    return -(-rest // megatron.tensor_parallel), -(
+        -size.experts // (stages * megatron.experts_over)
+    )

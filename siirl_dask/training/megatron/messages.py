@@ -1,8 +1,9 @@
 """Messages between the stages of a replica: hidden states forwards, their gradients backwards.
 
-megatron-core sends the lengths of micro-batches before them, in a batch of messages to the previous and to the next
-stage. Of two stages that run several chunks of layers these are the same rank, and each would take one kind of message
-for the other. Here lengths go by way of the host, where messages have tags, and so does all else on CPUs.
+megatron-core sends the lengths of micro-batches before them, in a batch of messages to the previous
+and to the next stage. Of two stages that run several chunks of layers these are the same rank, and
+each would take one kind of message for the other. Here lengths go by way of the host, where
+messages have tags, and so does all else on CPUs.
 """
 
 from __future__ import annotations
@@ -28,20 +29,30 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         self._device = device
 
     def _communicate_shapes(
-        self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[list[int], list[int]]:
-        """Send the shapes of these tensors, and return those of what the previous and the next stage send."""
+        """Send the shapes of these tensors, and return those of what the previous and the next
+        stage send.
+        """
         forward, backward = (
-            None if each is None else torch.tensor(each.shape) for each in (tensor_send_next, tensor_send_prev)
+            None if each is None else torch.tensor(each.shape)
+            for each in (tensor_send_next, tensor_send_prev)
         )
         previous, following = (
-            torch.zeros(_DIMENSIONS, dtype=torch.int64) if expected else None for expected in (recv_prev, recv_next)
+            torch.zeros(_DIMENSIONS, dtype=torch.int64) if expected else None
+            for expected in (recv_prev, recv_next)
         )
         for request in self._start(
             forward, backward, previous, following, (_LENGTH_FORWARD, _LENGTH_BACKWARD)
         ).values():
             request.wait()
-        shapes = ([0] * _DIMENSIONS if each is None else each.tolist() for each in (previous, following))
+        shapes = (
+            [0] * _DIMENSIONS if each is None else each.tolist() for each in (previous, following)
+        )
         return next(shapes), next(shapes)
 
     def _communicate(
@@ -67,10 +78,14 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
             return found
         shapes = self._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
         previous, following = (
-            torch.empty(shape, requires_grad=True, dtype=self.config.pipeline_dtype) if expected else None
+            torch.empty(shape, requires_grad=True, dtype=self.config.pipeline_dtype)
+            if expected
+            else None
             for shape, expected in zip(shapes, (recv_prev, recv_next), strict=True)
         )
-        requests = self._start(tensor_send_next, tensor_send_prev, previous, following, (_FORWARD, _BACKWARD))
+        requests = self._start(
+            tensor_send_next, tensor_send_prev, previous, following, (_FORWARD, _BACKWARD)
+        )
         if wait_on_reqs:
             for request in requests.values():
                 request.wait()
@@ -84,7 +99,9 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         following: Tensor | None,
         tags: tuple[int, int],
     ) -> dict[str, Any]:
-        """Start to send to the next and the previous stage, and to receive from these, by megatron-core's names."""
+        """Start to send to the next and the previous stage, and to receive from these, by
+        megatron-core's names.
+        """
         group = self._cpu_group
         (forwards, backwards) = tags
         requests = {}
@@ -93,7 +110,11 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]  # megatron-core may
         if following is not None:
             requests["recv_next"] = dist.irecv(following, self.next_rank, group, backwards)
         if forward is not None:
-            requests["send_next"] = dist.isend(forward.contiguous(), self.next_rank, group, forwards)
+            requests["send_next"] = dist.isend(
+                forward.contiguous(), self.next_rank, group, forwards
+            )
         if backward is not None:
-            requests["send_prev"] = dist.isend(backward.contiguous(), self.prev_rank, group, backwards)
+            requests["send_prev"] = dist.isend(
+                backward.contiguous(), self.prev_rank, group, backwards
+            )
         return requests

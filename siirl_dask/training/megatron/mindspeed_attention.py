@@ -1,7 +1,8 @@
-"""Attention over packed rows by megatron-core's DotProductAttention, whose forward MindSpeed replaces.
+"""Attention over packed rows by megatron-core's DotProductAttention, whose forward MindSpeed
+replaces.
 
-Import this after MindSpeed and megatron-core. MindSpeed's forward calls npu_fusion_attention for rows of any lengths in
-one tensor (layout TND).
+Import this after MindSpeed and megatron-core. MindSpeed's forward calls npu_fusion_attention for
+rows of any lengths in one tensor (layout TND).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from siirl_dask.training.model.attention import ends_on_host
 
 
 class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core may not be here
-    """A core attention for megatron-core's ``SelfAttention``. Rows are told by CoreRows, in place of a mask."""
+    """A core attention for megatron-core's ``SelfAttention``. Rows are told by CoreRows, in
+    place of a mask.
+    """
 
     def forward(
         self,
@@ -39,14 +42,18 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
         if packing.shared is not None:
             heads = packing.shared.spread(heads)
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in heads)
-        ends = torch.tensor(ends_on_host(packing.runs), dtype=torch.int32)  # on the host, where the kernel wants them
+        ends = torch.tensor(
+            ends_on_host(packing.runs), dtype=torch.int32
+        )  # on the host, where the kernel wants them
         output: Tensor = super().forward(
             q,
             k,
             v,
             causal_mask(q.device),
             attn_mask_type=AttnMaskType.causal,
-            packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends),
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends
+            ),
         )
         output = output.reshape(q.shape)
         if packing.shared is not None:

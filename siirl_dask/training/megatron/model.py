@@ -1,7 +1,8 @@
-"""A pipeline stage of a decoder, of megatron-core's layers with the project's attention over packed rows.
+"""A pipeline stage of a decoder, of megatron-core's layers with the project's attention over packed
+rows.
 
-A stage is a run of layers, or several of which each continues where the last stage's one before ended
-(``virtual_pipeline``): a ``Chunk`` each.
+A stage is a run of layers, or several of which each continues where the last stage's one before
+ended (``virtual_pipeline``): a ``Chunk`` each.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ class PipelineStage(nn.Module):
         head: bool,
         padding: int | None,
     ) -> None:
-        """``operators`` are the libraries of fused operators. Parameters are without values. Without ``head`` the last
-        stage has no output layer, but what is then given as ``value_head``. ``padding`` is the token whose embedding
-        learns nothing, if there is one.
+        """``operators`` are the libraries of fused operators. Parameters are without values.
+        Without ``head`` the last stage has no output layer, but what is then given as
+        ``value_head``. ``padding`` is the token whose embedding learns nothing, if there is one.
         """
         super().__init__()
         if grid.split_tokens:
             share_buffer()
-        initialize_rng_tracker(inference_rng_tracker=True)  # one that forks nothing: there is no dropout
+        initialize_rng_tracker(
+            inference_rng_tracker=True
+        )  # one that forks nothing: there is no dropout
         self.config = transformer_config(sizes, grid, device, dtype, operators)
         self.pg_collection = grid.collection()
         self.chunks = nn.ModuleList(
@@ -89,7 +92,8 @@ class PipelineStage(nn.Module):
 class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to say its types
     """A run of layers, with the embeddings on the model's first one and norm and head on the last.
 
-    ``forward`` gives hidden states; those of the last chunk are normalised and not multiplied with the head.
+    ``forward`` gives hidden states; those of the last chunk are normalised and not multiplied with
+    the head.
     """
 
     def __init__(
@@ -135,7 +139,9 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             layer.forward = partial(_with_routes, layer.forward, layer.mlp, place)
         if operators["rms_norm"] == MINDSPEED:
             for parameter in self.decoder.parameters():
-                if parameter.ndim == 1:  # the kernel takes a weight of the hidden states' type alone
+                if (
+                    parameter.ndim == 1
+                ):  # the kernel takes a weight of the hidden states' type alone
                     parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.device = device
@@ -146,9 +152,10 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         self._frequencies = (1.0 / sizes.rope_base**exponents).to(device)
 
     def forward(self, part: MicroBatch) -> Tensor:
-        """Return the hidden states after these layers, [T, 1, D]. Where ranks share the tokens of a micro-batch
-        (``context``) they are those of this rank's part, filled up to be as long as the others, and where they split
-        tokens between attention and MLP, before the last chunk of a part of that.
+        """Return the hidden states after these layers, [T, 1, D]. Where ranks share the tokens of a
+        micro-batch (``context``) they are those of this rank's part, filled up to be as long as the
+        others, and where they split tokens between attention and MLP, before the last chunk of a
+        part of that.
         """
         ids, positions = (self._own_tokens(each) for each in (part.input_ids, part.position_ids))
         embedded = self._embed(ids.to(self.device)) if self.pre_process else None
@@ -160,17 +167,23 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         )
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
-            attention_mask=CoreRows(packing, part.position_ids.shape[1], self._grid.of_context, self._routes(part)),
+            attention_mask=CoreRows(
+                packing, part.position_ids.shape[1], self._grid.of_context, self._routes(part)
+            ),
             rotary_pos_emb=self._angles(positions),
         )
-        if self._grid.split_tokens and self.post_process:  # every rank scores all of them, and has each one's gradient
+        if (
+            self._grid.split_tokens and self.post_process
+        ):  # every rank scores all of them, and has each one's gradient
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self._grid.tp
             )
         return hidden
 
     def _own_tokens(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's part of a micro-batch's tokens, filled up so that all parts are equal. [n, T] -> [n, N]"""
+        """Return this rank's part of a micro-batch's tokens, filled up so that all parts are
+        equal. [n, T] -> [n, N]
+        """
         grid = self._grid
         parts = grid.context * (grid.tensor if grid.split_tokens else 1)
         filled = pad(values, (0, -values.shape[1] % parts), value=fill)
@@ -196,13 +209,19 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
         return torch.where((ids == self._padding).T[..., None], embedded.detach(), embedded)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1, T]."""
+        """Return the angles of rotary embeddings, [T, 1, 1, head_dim] float32. Positions are [1,
+        T].
+        """
         angles = positions[0].to(self.device).float()[:, None] * self._frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def _with_routes(forward: Callable[..., Any], experts: Experts, place: int, *args: Any, **given: Any) -> Any:
-    """Run a layer whose tokens go by its rows' routes; ``place`` is its own among layers that have experts."""
+def _with_routes(
+    forward: Callable[..., Any], experts: Experts, place: int, *args: Any, **given: Any
+) -> Any:
+    """Run a layer whose tokens go by its rows' routes; ``place`` is its own among layers that
+    have experts.
+    """
     rows: CoreRows = given["attention_mask"]
     experts.go_by(rows.routes, place)
     try:
@@ -212,20 +231,28 @@ def _with_routes(forward: Callable[..., Any], experts: Experts, place: int, *arg
 
 
 class Norm(nn.RMSNorm):
-    """The norm of layers and heads. megatron-core's own refuses parts of the tokens, which it would norm alike."""
+    """The norm of layers and heads. megatron-core's own refuses parts of the tokens, which it
+    would norm alike.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
 
 
-def _layers(sizes: LayerSizes, operators: Mapping[str, str], mixed: Sequence[bool]) -> TransformerBlockSubmodules:
-    """Return a chunk's layers, those that are ``mixed`` with nothing where their experts go: megatron-core builds
-    none but its own from a description.
+def _layers(
+    sizes: LayerSizes, operators: Mapping[str, str], mixed: Sequence[bool]
+) -> TransformerBlockSubmodules:
+    """Return a chunk's layers, those that are ``mixed`` with nothing where their experts go:
+    megatron-core builds none but its own from a description.
     """
     spec = get_gpt_layer_local_spec(qk_layernorm=sizes.normed_heads, normalization="RMSNorm")
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = MindSpeedCoreAttention if operators["attention"] == MINDSPEED else PackedCoreAttention
-    norm = spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm  # it has replaced that one
+    attention.core_attention = (
+        MindSpeedCoreAttention if operators["attention"] == MINDSPEED else PackedCoreAttention
+    )
+    norm = (
+        spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm
+    )  # it has replaced that one
     if sizes.normed_heads:
         attention.q_layernorm = attention.k_layernorm = norm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
@@ -234,9 +261,15 @@ def _layers(sizes: LayerSizes, operators: Mapping[str, str], mixed: Sequence[boo
 
 
 def transformer_config(
-    sizes: LayerSizes, grid: RankGrid, device: torch.device, dtype: torch.dtype, operators: Mapping[str, str]
+    sizes: LayerSizes,
+    grid: RankGrid,
+    device: torch.device,
+    dtype: torch.dtype,
+    operators: Mapping[str, str],
 ) -> TransformerConfig:
-    """Return megatron-core's description of the decoder. Kernels of other libraries than ``operators`` says are off."""
+    """Return megatron-core's description of the decoder. Kernels of other libraries than
+    ``operators`` says are off.
+    """
     on_cpu = device.type == "cpu"
     fusions = (
         "masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion", "apply_rope_fusion",
@@ -268,12 +301,15 @@ def transformer_config(
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # weights are read, each rank its own part
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # experts are not its own, but the default takes no variable lengths
+        # experts are not its own, but the default takes no variable lengths
+        moe_token_dispatcher_type="alltoall",
         # of two stages each sends the other both kinds of messages, which a batch would mix up
         batch_p2p_comm=not on_cpu and grid.chunks == 1,
         overlap_p2p_comm=not on_cpu and grid.chunks > 1,
-        calculate_per_token_loss=True,  # or schedules would divide the loss by the number of micro-batches
-        bias_activation_fusion=operators["swiglu"] == MINDSPEED,  # through the function that MindSpeed replaces
+        # or schedules would divide the loss by the number of micro-batches
+        calculate_per_token_loss=True,
+        bias_activation_fusion=operators["swiglu"]
+        == MINDSPEED,  # through the function that MindSpeed replaces
         **options,
     )
     for name, value in (options_of(operators) or {}).items():

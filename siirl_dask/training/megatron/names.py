@@ -1,7 +1,8 @@
-"""Where each parameter of a Hugging Face model lies in megatron-core's, and which part of it a rank holds.
+"""Where each parameter of a Hugging Face model lies in megatron-core's, and which part of it a rank
+holds.
 
-megatron-core joins queries, keys and values into one matrix, group by group of heads, and gate and up into another. A
-rank's part of a parameter is a slice of it along one dimension, or all of it.
+megatron-core joins queries, keys and values into one matrix, group by group of heads, and gate and
+up into another. A rank's part of a parameter is a slice of it along one dimension, or all of it.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ _IN_LAYER = {
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a parameter belongs to; None for one outside of the layers."""
+    """Return the number of the layer that a parameter belongs to; None for one outside of the
+    layers.
+    """
     match = _LAYER.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def place_of(name: str, chunk: int, layer: int = 0) -> ParameterPlace:
-    """Return where the Hugging Face parameter ``name`` lies in a stage that has it in this ``chunk``, and there in the
-    ``layer`` of this number, if it belongs to one.
+    """Return where the Hugging Face parameter ``name`` lies in a stage that has it in this
+    ``chunk``, and there in the ``layer`` of this number, if it belongs to one.
 
     KeyError for a name that no known family has.
     """
@@ -84,9 +87,11 @@ def place_of(name: str, chunk: int, layer: int = 0) -> ParameterPlace:
 
 
 def piece_of(held: Tensor, place: ParameterPlace, sizes: LayerSizes) -> Tensor:
-    """Return a view of what a rank holds of one Hugging Face parameter in ``held``, a parameter of megatron-core.
+    """Return a view of what a rank holds of one Hugging Face parameter in ``held``, a parameter of
+    megatron-core.
 
-    Queries, keys and values are [groups, heads of each, width, ...]; all else has the shape of the rank's part.
+    Queries, keys and values are [groups, heads of each, width, ...]; all else has the shape of the
+    rank's part.
     """
     if place.piece in (_GATE, _UP):
         gate, up = held.chunk(2)

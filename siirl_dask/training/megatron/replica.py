@@ -1,4 +1,6 @@
-"""A replica of a model over its ranks: builds this rank's stage, and runs micro-batches through all stages."""
+"""A replica of a model over its ranks: builds this rank's stage, and runs micro-batches through
+all stages.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from siirl_dask.training.trainer import Batch, PackedRows, TokenScores
 
 B = TypeVar("B", bound=Batch)
 Evaluate = Callable[[B, MicroBatch, Sequence[Tensor]], tuple[TokenLoss, Tensor]]
-"""Function of a batch, one of its micro-batches and its scores [K] each: losses [S] and row offsets [R + 1]."""
+"""Function of a batch, one of its micro-batches and its scores [K] each: losses [S] and row
+offsets [R + 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ class Built:
 
 
 class Replica:
-    """The model over this rank's replica. Every rank of it makes the same calls, with rows of its own."""
+    """The model over this rank's replica. Every rank of it makes the same calls, with rows of
+    its own.
+    """
 
     def __init__(self, built: Built, *, learns: bool, temperature: float | None) -> None:
-        """It scores ``TokenScores`` at ``temperature``, or with None values. ConfigError for a model that is
-        not known.
+        """It scores ``TokenScores`` at ``temperature``, or with None values. ConfigError for a
+        model that is not known.
         """
         self.device = torch.device(built.device)
         self._float32_head = built.model.float32_head
@@ -79,7 +84,13 @@ class Replica:
         padding = cast(nn.Embedding, meta.get_input_embeddings()).padding_idx
         with on_device(self.device), quietly():
             self.stage = PipelineStage(
-                sizes, self.grid, self.device, self.dtype, operators, head=temperature is not None, padding=padding
+                sizes,
+                self.grid,
+                self.device,
+                self.dtype,
+                operators,
+                head=temperature is not None,
+                padding=padding,
             )
         shapes = {name: tuple(each.shape) for name, each in meta.named_parameters()}
         if temperature is None:
@@ -97,28 +108,36 @@ class Replica:
 
     @torch.no_grad()
     def score(self, rows: PackedRows) -> list[Tensor]:
-        """Return the ``TokenScores`` of this rank's response tokens, or their values. [K] float32 each, on the CPU."""
+        """Return the ``TokenScores`` of this rank's response tokens, or their values. [K]
+        float32 each, on the CPU.
+        """
         joined, own = joined_rows(rows, self.grid)
         parts = self._parts(joined)
         scores: list[Tensor] = [torch.empty(0, device=self.device)] * self._count
         if parts:
             found = self._run(
-                self._enough(parts, joined), lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden))
+                self._enough(parts, joined),
+                lambda part, hidden: (hidden.new_zeros(()), self._scores(part, hidden)),
             )
             scores = [torch.cat(each) for each in zip(*found, strict=True)]
         if self.grid.pipeline > 1:
             total = sum(len(part.targets) for part in parts)
-            all_scores = torch.stack(scores) if self.grid.last else torch.empty(self._count, total, device=self.device)
+            all_scores = (
+                torch.stack(scores)
+                if self.grid.last
+                else torch.empty(self._count, total, device=self.device)
+            )
             source = dist.get_global_rank(self.grid.pp, self.grid.pipeline - 1)
             dist.broadcast(all_scores, source, group=self.grid.pp)
             scores = list(all_scores)
         return [each[own].cpu() for each in scores]
 
     def passes(self, evaluate: Evaluate[B]) -> Passes[B]:
-        """Return the forward and backward passes of batches of the whole replica (1F1B); see ``Learner.update``.
+        """Return the forward and backward passes of batches of the whole replica (1F1B); see
+        ``Learner.update``.
 
-        Losses are evaluated on the last stage, whose ranks all have the same scores. To be seen one by one, micro-
-        batches go through the stages one by one.
+        Losses are evaluated on the last stage, whose ranks all have the same scores. To be seen one
+        by one, micro- batches go through the stages one by one.
         """
 
         def passes(batch: B, weigh: Weighing, see: See | None) -> None:
@@ -142,8 +161,8 @@ class Replica:
         return passes
 
     def _parts(self, rows: PackedRows) -> list[MicroBatch]:
-        """Cut the replica's rows into micro-batches; none without rows. Linked replicas take part in each pass, so that
-        one with fewer gets idle ones as well.
+        """Cut the replica's rows into micro-batches; none without rows. Linked replicas take part
+        in each pass, so that one with fewer gets idle ones as well.
         """
         budget = self._trainer.max_tokens_per_micro_batch * self.grid.context  # that of one rank
         parts = micro_batches(rows, budget) if rows.tokens.numel() else []
@@ -151,8 +170,9 @@ class Replica:
         return parts + [idle_batch(rows)] * (most - len(parts))
 
     def _enough(self, parts: list[MicroBatch], rows: PackedRows) -> list[MicroBatch]:
-        """Return the micro-batches after as many idle ones as an interleaved schedule wants: it takes multiples of the
-        stages, and waits for ever for what nobody sends if it has no more than one for each.
+        """Return the micro-batches after as many idle ones as an interleaved schedule wants: it
+        takes multiples of the stages, and waits for ever for what nobody sends if it has no more
+        than one for each.
         """
         if self.grid.chunks == 1:
             return parts
@@ -167,7 +187,9 @@ class Replica:
         *,
         backward: bool = False,
     ) -> list[Any]:
-        """Run micro-batches through the stages. Returns, on the last one, what ``loss`` gives besides the loss."""
+        """Run micro-batches through the stages. Returns, on the last one, what ``loss`` gives
+        besides the loss.
+        """
         grid = self.grid
         chunks = list(self.stage.chunks)
         no_tokens = torch.zeros((), dtype=torch.int)
@@ -183,7 +205,9 @@ class Replica:
 
         talking = {}
         if grid.pipeline > 1:
-            talking["p2p_communicator"] = StageMessages(grid.pp, grid.pp_cpu, self.stage.config, self.device)
+            talking["p2p_communicator"] = StageMessages(
+                grid.pp, grid.pp_cpu, self.stage.config, self.device
+            )
         with on_device(self.device):
             found: list[Any] = self._schedule(
                 forward_step_func=step,
@@ -199,15 +223,17 @@ class Replica:
         return found
 
     def _scores(self, part: MicroBatch, hidden: Tensor) -> list[Tensor]:
-        """Score response tokens from the last hidden states, of which each rank has those of its tokens. [T, 1, D] ->
-        [K] each.
+        """Score response tokens from the last hidden states, of which each rank has those of its
+        tokens. [T, 1, D] -> [K] each.
         """
         at, targets = (each.to(self.device) for each in (part.predicting, part.targets))
         if self.grid.context == 1:
             return self._scores_of(hidden[:, 0][at], targets)
         at = at - self.grid.of_tokens * len(hidden)
         here = (at >= 0) & (at < len(hidden))
-        return shared_tokens(self._scores_of(hidden[:, 0][at[here]], targets[here]), here, self.grid.cp)
+        return shared_tokens(
+            self._scores_of(hidden[:, 0][at[here]], targets[here]), here, self.grid.cp
+        )
 
     def _scores_of(self, predicting: Tensor, targets: Tensor) -> list[Tensor]:
         """Score tokens from the states that predict them. [C, D], [C] -> [C] each."""

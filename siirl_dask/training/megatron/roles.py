@@ -32,7 +32,9 @@ class _Scoring(HoldsNoGroups):
         self._replica = Replica(built, learns=learns, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full parameter, tied ones once; all ranks of the role must iterate to the end."""
+        """Yield every full parameter, tied ones once; all ranks of the role must iterate to the
+        end.
+        """
         return self._replica.weights.full(self._replica.weights.parameters, self._replica.dtype)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +93,10 @@ class MegatronReference(_Scoring):
         aggregate: Aggregation = token_mean,
         on_nonfinite: OnNonFinite | None = None,
     ) -> dict[str, float]:
-        raise TypeError("a reference does not learn: build the role with build_trainer instead of build_reference")
+        raise TypeError(
+            "a reference does not learn: build the role with build_trainer instead of "
+            "build_reference"
+        )
 
 
 class _Learning(_Scoring):
@@ -102,12 +107,16 @@ class _Learning(_Scoring):
         self._learner = MegatronLearner(self._replica, built.trainer, waiting=waiting)
 
     def ema_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving averages of the weights like ``weights()``; nothing where none are kept."""
+        """Yield the moving averages of the weights like ``weights()``; nothing where none are
+        kept.
+        """
         averages = dict(self._learner.ema())
         return self._replica.weights.full(averages, self._replica.dtype) if averages else iter(())
 
     def state(self) -> dict[str, Any]:
-        """Return the state to resume from, this rank's part of it, laid out as ``Trainer.state`` says."""
+        """Return the state to resume from, this rank's part of it, laid out as ``Trainer.state``
+        says.
+        """
         learner = self._learner.state()
         optimizer: dict[str, dict[str, Tensor]] = {
             name: {"step": learner["optimizer"][place.parameter]["step"]}
@@ -145,8 +154,8 @@ class MegatronPolicy(_Learning):
         waiting: Waiting = nullcontext,
         routing: Routing | None = None,
     ) -> None:
-        """``waiting()`` is entered for what waits for other ranks. With ``routing`` rows must have routes, which the
-        model replays; else it chooses experts itself.
+        """``waiting()`` is entered for what waits for other ranks. With ``routing`` rows must have
+        routes, which the model replays; else it chooses experts itself.
         """
         super().__init__(built, temperature=temperature, waiting=waiting)
         self._routing = routing
@@ -159,7 +168,9 @@ class MegatronPolicy(_Learning):
         raise TypeError("there are no adapters to leave out: trainer.backend=megatron has none")
 
     def average_logprobs(self, rows: PackedRows) -> TokenScores:
-        raise TypeError("trainer.backend=megatron does not score under moving averages: take torch or fsdp")
+        raise TypeError(
+            "trainer.backend=megatron does not score under moving averages: take torch or fsdp"
+        )
 
     def update(
         self,
@@ -170,14 +181,18 @@ class MegatronPolicy(_Learning):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
 
-        def evaluate(batch: TrainBatch, part: MicroBatch, scores: Sequence[Tensor]) -> tuple[TokenLoss, Tensor]:
+        def evaluate(
+            batch: TrainBatch, part: MicroBatch, scores: Sequence[Tensor]
+        ) -> tuple[TokenLoss, Tensor]:
             logprobs, entropy, _ = scores
             selection = select_tokens(batch, part, logprobs.device)
             loss = loss_fn(loss_inputs(batch, selection, logprobs, entropy))
             return selection.attach(loss, logprobs), selection.offsets
 
         batches = [replace(batch, rows=with_routes(batch.rows, self._routing)) for batch in batches]
-        return self._learner.update(batches, self._replica.passes(evaluate), aggregate, on_nonfinite)
+        return self._learner.update(
+            batches, self._replica.passes(evaluate), aggregate, on_nonfinite
+        )
 
 
 class MegatronCritic(_Learning):
@@ -204,14 +219,18 @@ class MegatronCritic(_Learning):
     ) -> dict[str, float]:
         """Take one optimizer step per mini-batch; see ``Learner.update`` for the metrics."""
 
-        def evaluate(batch: ValueBatch, part: MicroBatch, scores: Sequence[Tensor]) -> tuple[TokenLoss, Tensor]:
+        def evaluate(
+            batch: ValueBatch, part: MicroBatch, scores: Sequence[Tensor]
+        ) -> tuple[TokenLoss, Tensor]:
             (values,) = scores
             selection = select_tokens(batch, part, values.device)
             loss = loss_fn(value_inputs(batch, selection, values))
             return selection.attach(loss, values), selection.offsets
 
         batches = [replace(batch, rows=with_routes(batch.rows, None)) for batch in batches]
-        return self._learner.update(batches, self._replica.passes(evaluate), aggregate, on_nonfinite)
+        return self._learner.update(
+            batches, self._replica.passes(evaluate), aggregate, on_nonfinite
+        )
 
 
 def _by_moment(optimizer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

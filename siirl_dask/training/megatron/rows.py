@@ -17,8 +17,8 @@ B = TypeVar("B", bound=Batch)
 
 
 def joined_rows(rows: PackedRows, grid: RankGrid) -> tuple[PackedRows, slice]:
-    """Return the rows of the replica's ranks, in their order, and where the response tokens of this rank's are among
-    theirs. All ranks must call. ValueError for rows that show images.
+    """Return the rows of the replica's ranks, in their order, and where the response tokens of this
+    rank's are among theirs. All ranks must call. ValueError for rows that show images.
     """
     if rows.images is not None and any(rows.images.groups):
         raise ValueError("the rows show images, and trainer.backend=megatron sees none")
@@ -29,7 +29,9 @@ def joined_rows(rows: PackedRows, grid: RankGrid) -> tuple[PackedRows, slice]:
 
 
 def joined_batch(batch: B, grid: RankGrid) -> tuple[B, slice]:
-    """Return the batch of all of the replica's ranks, and where this rank's rows are in it. All ranks must call."""
+    """Return the batch of all of the replica's ranks, and where this rank's rows are in it. All
+    ranks must call.
+    """
     if batch.rows.images is not None:
         batch = replace(batch, rows=replace(batch.rows, images=None))
     parts = grid.gather(batch)
@@ -50,7 +52,10 @@ def _join(values: Sequence[Any]) -> Any:
     if isinstance(one, PackedRows):
         return _rows(values)
     if isinstance(one, EpisodeSpans):
-        return EpisodeSpans(torch.cat([each.starts for each in values]), torch.cat([each.lengths for each in values]))
+        return EpisodeSpans(
+            torch.cat([each.starts for each in values]),
+            torch.cat([each.lengths for each in values]),
+        )
     if isinstance(one, Mapping):
         return {name: torch.cat([each[name] for each in values]) for name in one}
     return None if one is None else torch.cat(list(values))
@@ -58,7 +63,9 @@ def _join(values: Sequence[Any]) -> Any:
 
 def _rows(parts: Sequence[PackedRows]) -> PackedRows:
     lengths = torch.cat([part.offsets.diff() for part in parts])
-    routes = [part.routes for part in parts if part.routes is not None]  # a rank without rows may have none
+    routes = [
+        part.routes for part in parts if part.routes is not None
+    ]  # a rank without rows may have none
     return PackedRows(
         torch.cat([part.tokens for part in parts]),
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),

@@ -1,4 +1,6 @@
-"""Scores of tokens from hidden states, where each rank of a stage has a part of the vocabulary, or of the tokens."""
+"""Scores of tokens from hidden states, where each rank of a stage has a part of the vocabulary,
+or of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,26 @@ from siirl_dask.training.model.logprobs import token_logprobs
 
 
 def shared_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, float32: bool = False, group: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    float32: bool = False,
+    group: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of squared probabilities)
-    of ``softmax(hidden @ weight.T / temperature)``.
+    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of
+    squared probabilities) of ``softmax(hidden @ weight.T / temperature)``.
 
-    [K, D], [V / n, D], [K] -> [K], [K], [K], float32, the same on each of the n ranks of ``group``; its ranks hold the
-    rows of the head in their order. The product has their dtype, or is ``float32``. Gradients of ``hidden`` are those
-    of the whole vocabulary. All ranks must call, and run the backward pass.
+    [K, D], [V / n, D], [K] -> [K], [K], [K], float32, the same on each of the n ranks of ``group``;
+    its ranks hold the rows of the head in their order. The product has their dtype, or is
+    ``float32``. Gradients of ``hidden`` are those of the whole vocabulary. All ranks must call, and
+    run the backward pass.
     """
     if group.size() == 1:
-        return token_logprobs(hidden, weight, None, targets, temperature=temperature, float32=float32)
+        return token_logprobs(
+            hidden, weight, None, targets, temperature=temperature, float32=float32
+        )
     apply: Any = _SharedLogprobs.apply
     if float32:
         hidden = hidden.float()
@@ -35,10 +46,11 @@ def shared_logprobs(
 
 
 def shared_tokens(scores: Sequence[Tensor], here: Tensor, group: Any) -> list[Tensor]:
-    """Put together the scores of the ranks of ``group``, of which each computed those where ``here`` is True.
+    """Put together the scores of the ranks of ``group``, of which each computed those where
+    ``here`` is True.
 
-    [C] each, [K] bool -> [K] each, float32, the same on all ranks. All must call, and compute the same loss from them:
-    each has the gradient of its own.
+    [C] each, [K] bool -> [K] each, float32, the same on all ranks. All must call, and compute the
+    same loss from them: each has the gradient of its own.
     """
     placed = [each.new_zeros(here.shape).masked_scatter(here, each) for each in scores]
     together: Tensor = _Summed.apply(torch.stack(placed), group)  # type: ignore[no-untyped-call]
@@ -46,7 +58,9 @@ def shared_tokens(scores: Sequence[Tensor], here: Tensor, group: Any) -> list[Te
 
 
 class _Summed(torch.autograd.Function):
-    """Sums what ranks have; as all compute the same of it, the gradient of each is that of the sum."""
+    """Sums what ranks have; as all compute the same of it, the gradient of each is that of the
+    sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
@@ -61,7 +75,9 @@ class _Summed(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """Hands on hidden states that all ranks have, and sums the gradients that each has from its part of the head."""
+    """Hands on hidden states that all ranks have, and sums the gradients that each has from its
+    part of the head.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
@@ -78,9 +94,11 @@ class _Copied(torch.autograd.Function):
 
 class _SharedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """[K, V / n] float32, [K]. With m the highest logit, ``log p = l - m - log s``, ``H = log s - t / s``, and the
-        sum of squared probabilities is ``q / s^2``.
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[K, V / n] float32, [K]. With m the highest logit, ``log p = l - m - log s``, ``H = log s
+        - t / s``, and the sum of squared probabilities is ``q / s^2``.
         """
         highest = logits.detach().amax(1)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -88,7 +106,9 @@ class _SharedLogprobs(torch.autograd.Function):
         exps = shifted.exp()
         at = targets - group.rank() * logits.shape[1]
         inside = (at >= 0) & (at < logits.shape[1])
-        chosen = shifted.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1).where(inside, 0)
+        chosen = (
+            shifted.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1).where(inside, 0)
+        )
         sums = torch.stack([exps.sum(1), (exps * shifted).sum(1), exps.square().sum(1), chosen])
         dist.all_reduce(sums, group=group)
         total, weighted, squares, chosen = sums.unbind(0)
@@ -101,9 +121,17 @@ class _SharedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, by_logprob: Tensor, by_entropy: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``."""
         scores, at, entropy = ctx.saved_tensors
         factor = by_logprob[:, None] + by_entropy[:, None] * (scores + entropy[:, None])
         by_logits = -scores.exp() * factor
-        return by_logits.scatter_add_(1, at.clamp(min=0)[:, None], by_logprob.where(at >= 0, 0)[:, None]), None, None
+        return (
+            by_logits.scatter_add_(
+                1, at.clamp(min=0)[:, None], by_logprob.where(at >= 0, 0)[:, None]
+            ),
+            None,
+            None,
+        )

@@ -13,7 +13,13 @@ from siirl_dask.training.layouts import operators_of
 from siirl_dask.training.megatron import memory
 from siirl_dask.training.megatron.families import check_model, check_ranks
 from siirl_dask.training.megatron.mindspeed import check_installed
-from siirl_dask.training.specs import TRAINER_KEYS, Division, RoleRequest, TrainerMemory, TrainerSpec
+from siirl_dask.training.specs import (
+    TRAINER_KEYS,
+    Division,
+    RoleRequest,
+    TrainerMemory,
+    TrainerSpec,
+)
 from siirl_dask.training.trainer import Critic, Trainer
 
 if TYPE_CHECKING:
@@ -22,7 +28,9 @@ if TYPE_CHECKING:
 
 def _check(trainer: TrainerConfig, model: ModelConfig, workers: int) -> None:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError("trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'")
+        raise ConfigError(
+            "trainer.backend=megatron needs megatron-core: pip install 'siirl_dask[megatron]'"
+        )
     check_ranks(trainer.megatron, workers)
     check_model(trainer, model.path)
     if MINDSPEED in trainer.operators.values():
@@ -51,7 +59,11 @@ def _division(trainer: TrainerConfig, workers: int) -> Division:
 
 def _process(trainer: TrainerConfig) -> str:
     patched = sorted(name for name, library in trainer.operators.items() if library == MINDSPEED)
-    return f"megatron-core with MindSpeed's {', '.join(patched)}" if patched else "megatron-core as it is"
+    return (
+        f"megatron-core with MindSpeed's {', '.join(patched)}"
+        if patched
+        else "megatron-core as it is"
+    )
 
 
 def _built(request: RoleRequest) -> Built:
@@ -62,7 +74,13 @@ def _built(request: RoleRequest) -> Built:
     load(operators_of(trainer, device.kind), device.kind)
     from siirl_dask.training.megatron.replica import Built
 
-    return Built(request.model, trainer, device=device.torch_name, rank=request.rank, progress=device.progress)
+    return Built(
+        request.model,
+        trainer,
+        device=device.torch_name,
+        rank=request.rank,
+        progress=device.progress,
+    )
 
 
 def _policy(request: RoleRequest) -> Trainer:
@@ -70,7 +88,9 @@ def _policy(request: RoleRequest) -> Trainer:
     from siirl_dask.training.megatron.roles import MegatronPolicy
 
     waiting = request.device.waiting
-    return MegatronPolicy(built, temperature=request.temperature, waiting=waiting, routing=request.routing)
+    return MegatronPolicy(
+        built, temperature=request.temperature, waiting=waiting, routing=request.routing
+    )
 
 
 def _reference(request: RoleRequest) -> Trainer:

@@ -1,7 +1,8 @@
 """Attention over packed rows: causal, each row by itself, without a [T, T] mask.
 
-transformers' packed sdpa builds that mask and costs as much as padding to all T tokens. Here rows of equal length,
-which a micro-batch packs side by side, share one call. On GPUs all rows share one call of FlashAttention or of
+transformers' packed sdpa builds that mask and costs as much as padding to all T tokens. Here rows
+of equal length, which a micro-batch packs side by side, share one call. On GPUs all rows share one
+call of FlashAttention or of
 FlexAttention: see ``attention_kernels``.
 """
 
@@ -24,8 +25,11 @@ from siirl_dask.training.packing import Packing, Runs, packing_of
 from siirl_dask.training.parallel.ulysses import to_heads, to_tokens
 
 PACKED = "siirl_packed"
-"""Name of ``packed_attention`` in transformers. No mask function has that name, so transformers makes no mask."""
-_BLOCK = 512  # least number of queries per call with a mask: fewer are slower, more need larger masks
+"""Name of ``packed_attention`` in transformers. No mask function has that name, so transformers
+makes no mask."""
+_BLOCK = (
+    512  # least number of queries per call with a mask: fewer are slower, more need larger masks
+)
 
 
 def packed_attention(
@@ -45,9 +49,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attend within each packed row. [1, H, T, D], [1, H_kv, T, D] twice -> [1, T, H, D].
 
-    Without ``packing`` it is that of the model's pass under way. With sequence parallelism T are this rank's tokens,
-    and each attends to its row's tokens on all ranks; where rows share prompts, they are those that are computed.
-    ``s_aux`` are sinks, [H]. NotImplementedError for attention with a position bias or a mask of its own.
+    Without ``packing`` it is that of the model's pass under way. With sequence parallelism T are
+    this rank's tokens, and each attends to its row's tokens on all ranks; where rows share prompts,
+    they are those that are computed. ``s_aux`` are sinks, [H]. NotImplementedError for attention
+    with a position bias or a mask of its own.
     """
     if packing is None:
         packing = packing_of(module)
@@ -55,7 +60,9 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} attends outside of a pass over packed rows")
     if position_bias is not None or attention_mask is not None:
         what = "a position bias" if position_bias is not None else "a mask of its own"
-        raise NotImplementedError(f"packed attention supports no {what}, which {type(module).__name__} has")
+        raise NotImplementedError(
+            f"packed attention supports no {what}, which {type(module).__name__} has"
+        )
     window = window_of(module, sliding_window)
     ranks = packing.ranks
     if ranks is not None:
@@ -66,12 +73,16 @@ def packed_attention(
         query, key, value = packing.shared.spread([query, key, value])
     dtype = accelerator.arithmetic_dtype(query)
     plain = softcap is None and s_aux is None
-    kernel = kernel_of(query.device, dtype, query.shape[-1], value.shape[-1], packing.library, plain=plain)
+    kernel = kernel_of(
+        query.device, dtype, query.shape[-1], value.shape[-1], packing.library, plain=plain
+    )
     if kernel is not None:
         query, key, value = (each.to(dtype) for each in (query, key, value))
     match kernel:
         case FlashKernel(attend=attend):
-            output = attend_varlen(attend, query, key=key, value=value, packing=packing, scaling=scaling, window=window)
+            output = attend_varlen(
+                attend, query, key=key, value=value, packing=packing, scaling=scaling, window=window
+            )
         case FlexKernel():
             ends = _ends(packing, query)
             output = attend_flex(
@@ -87,7 +98,9 @@ def packed_attention(
                 sinks=s_aux,
             )
         case PluginKernel():
-            output = _attend_rows(query, key, value=value, packing=packing, scaling=scaling, window=window)
+            output = _attend_rows(
+                query, key, value=value, packing=packing, scaling=scaling, window=window
+            )
         case None:
             scores = Scores(scaling, window, softcap, s_aux)
             output = _attend_runs(query, key, value, packing.runs, scores)
@@ -105,11 +118,15 @@ def attend_varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attend within all rows in one call of ``kernel``. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
+    """Attend within all rows in one call of ``kernel``. [1, H, T, D], [1, H_kv, T, D] twice ->
+    [T, H, D].
+    """
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     ends = _ends(packing, query)
     longest = max(length for _, length in packing.runs)
-    before = -1 if window is None else window - 1  # a window includes the token itself, the kernel's does not
+    before = (
+        -1 if window is None else window - 1
+    )  # a window includes the token itself, the kernel's does not
     output: Tensor = kernel(
         q, k, v, ends, ends, longest, longest,
         scale=scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],
@@ -118,7 +135,12 @@ def attend_varlen(
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attend within all rows by torch_npu. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
     q, k, v = (each[0].transpose(0, 1).contiguous() for each in (query, key, value))
@@ -131,7 +153,9 @@ def _ends(packing: Packing, query: Tensor) -> Tensor:
 
 
 def ends_for_kernels(runs: Runs, device: torch.device) -> Tensor | None:
-    """Return ``row_ends`` on a device whose kernels may want them; None on a CPU, which has no such kernel."""
+    """Return ``row_ends`` on a device whose kernels may want them; None on a CPU, which has no
+    such kernel.
+    """
     return None if device.type == "cpu" else row_ends(runs, device)
 
 
@@ -141,7 +165,9 @@ def ends_on_host(runs: Runs) -> list[int]:
 
 
 def row_ends(runs: Runs, device: torch.device) -> Tensor:
-    """Return where each row begins and the last one ends, the kernels' cu_seqlens. [R + 1] int32."""
+    """Return where each row begins and the last one ends, the kernels' cu_seqlens. [R + 1]
+    int32.
+    """
     counts, lengths = torch.tensor(runs).unbind(1)
     ends = lengths.repeat_interleave(counts).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
@@ -161,9 +187,17 @@ class Scores:
 
 
 def _attend_runs(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scores: Scores) -> Tensor:
-    """Attend in one call per run of equal lengths. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H, D]."""
+    """Attend in one call per run of equal lengths. [1, H, T, D], [1, H_kv, T, D] twice -> [T, H,
+    D].
+    """
     sizes = [count * length for count, length in runs]
-    parts = zip(runs, query.split(sizes, dim=2), key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+    parts = zip(
+        runs,
+        query.split(sizes, dim=2),
+        key.split(sizes, dim=2),
+        value.split(sizes, dim=2),
+        strict=True,
+    )
     outputs = []
     for (count, length), *packed in parts:
         q, k, v = (_rows(part, count, length) for part in packed)
@@ -184,7 +218,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor
     window = length if scores.window is None else min(scores.window, length)
     if plain and window == length:
         return _sdpa(query, key, value, None, scores.scaling)
-    # A block of queries sees its own keys and a window before: with a window, memory is linear in L.
+    # A block of queries sees its own keys and a window before: with a window, memory is linear in
+    # L.
     block = _BLOCK if window == length else max(window, _BLOCK)
     outputs = []
     for start in range(0, length, block):
@@ -201,13 +236,25 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor
         else:
             mask = torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, -torch.inf)
             outputs.append(
-                attend_by_scores(q, k, v, mask, scaling=scores.scaling, softcap=scores.softcap, sinks=scores.sinks)
+                attend_by_scores(
+                    q,
+                    k,
+                    v,
+                    mask,
+                    scaling=scores.scaling,
+                    softcap=scores.softcap,
+                    sinks=scores.sinks,
+                )
             )
     return torch.cat(outputs, dim=1)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Call torch's attention, causal if ``mask`` is None. [n, H, L, D], [n, H_kv, L', D] twice -> [n, L, H, D]."""
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """Call torch's attention, causal if ``mask`` is None. [n, H, L, D], [n, H_kv, L', D] twice
+    -> [n, L, H, D].
+    """
     grouped = query.shape[1] != key.shape[1]
     output: Tensor = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -220,5 +267,7 @@ PACKED_PROBE = register_with_probe(PACKED, packed_attention)
 
 
 def leave_uncompiled() -> None:
-    """Exclude attention from torch.compile, since rows differ in every pack. Called late: it imports the compiler."""
+    """Exclude attention from torch.compile, since rows differ in every pack. Called late: it
+    imports the compiler.
+    """
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))

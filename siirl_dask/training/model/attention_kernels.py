@@ -1,11 +1,10 @@
 """Chooses the attention kernel for packed rows: the best that is installed and runs on the device.
 
-| kernel | package | devices |
-|---|---|---|
-| FlashAttention-3 (arXiv:2407.08608) | ``flash_attn_interface`` | Hopper |
-| FlashAttention-2 (arXiv:2307.08691) in torch | ``torch.nn.attention.varlen`` | Ampere and later, where torch has it |
-| FlashAttention-2 | ``flash_attn`` | Ampere and later |
-| FlexAttention (arXiv:2412.05496) | torch, triton | where no FlashAttention fits, and a first call succeeds |
+| kernel | package | devices | |---|---|---| | FlashAttention-3 (arXiv:2407.08608) |
+``flash_attn_interface`` | Hopper | | FlashAttention-2 (arXiv:2307.08691) in torch |
+``torch.nn.attention.varlen`` | Ampere and later, where torch has it | | FlashAttention-2 |
+``flash_attn`` | Ampere and later | | FlexAttention (arXiv:2412.05496) | torch, triton | where no
+FlashAttention fits, and a first call succeeds |
 """
 
 from __future__ import annotations
@@ -61,9 +60,10 @@ def kernel_of(
     *,
     plain: bool = True,
 ) -> FlashKernel | FlexKernel | PluginKernel | None:
-    """Return the kernel for heads of a type and width on a device, and say so in the log, once; None for torch's own
-    attention, and where there is no other. ``plain`` is attention without soft caps and sinks, which few kernels have.
-    ConfigError where ``library`` has none and is not ``auto``.
+    """Return the kernel for heads of a type and width on a device, and say so in the log, once;
+    None for torch's own attention, and where there is no other. ``plain`` is attention without soft
+    caps and sinks, which few kernels have. ConfigError where ``library`` has none and is not
+    ``auto``.
     """
     heads = f"heads of {width} in {str(dtype).removeprefix('torch.')}"
     if not plain:
@@ -75,16 +75,31 @@ def kernel_of(
         name = PluginKernel().name if fits else _SDPA
         logger.info("packed attention on %s, %s, is computed by %s", device, heads, name)
         return PluginKernel() if fits else None
-    chosen = _on_gpu(device, dtype, width=width, value_width=value_width, heads=heads, library=library, plain=plain)
+    chosen = _on_gpu(
+        device,
+        dtype,
+        width=width,
+        value_width=value_width,
+        heads=heads,
+        library=library,
+        plain=plain,
+    )
     if library in (FLASH, FLEX) and chosen is None:
         raise ConfigError(
-            f"trainer.operators.attention={library}: it does not run on {device} for {heads}; leave it out"
+            f"trainer.operators.attention={library}: it does not run on {device} for {heads}; "
+            "leave it out"
         )
     return chosen
 
 
 def _on_gpu(
-    device: torch.device, dtype: torch.dtype, width: int, value_width: int, heads: str, library: str, plain: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    heads: str,
+    library: str,
+    plain: bool,
 ) -> FlashKernel | FlexKernel | None:
     capability = accelerator.compute_capability(device)
     if capability is None:
@@ -105,7 +120,8 @@ def _on_gpu(
 def takes_varlen(dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Return whether FlashAttention can compute this, with or without a sliding window.
 
-    torch's is compiled for bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as wide.
+    torch's is compiled for bfloat16 and float16, heads of width 32, 64, 96 .. 256, and values as
+    wide.
     """
     fits = width == value_width and width % 32 == 0 and 0 < width <= 256
     return dtype in (torch.bfloat16, torch.float16) and fits
@@ -114,7 +130,9 @@ def takes_varlen(dtype: torch.dtype, width: int, value_width: int) -> bool:
 def _flex_for(
     device: torch.device, dtype: torch.dtype, width: int, value_width: int
 ) -> tuple[FlexKernel | None, str | None]:
-    """Return FlexAttention, or why not: it is compiled for the device, and that is known once it has been tried."""
+    """Return FlexAttention, or why not: it is compiled for the device, and that is known once it
+    has been tried.
+    """
     if not all(NARROWEST <= each <= WIDEST for each in (width, value_width)):
         return None, f"it takes heads of {NARROWEST} to {WIDEST}"
     if find_spec("triton") is None:
@@ -125,10 +143,15 @@ def _flex_for(
 
 
 def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKernel | None:
-    """Return the best FlashAttention that is installed for a compute capability; None where there is none."""
+    """Return the best FlashAttention that is installed for a compute capability; None where
+    there is none.
+    """
     if capability < _AMPERE:
         return None
-    if _HOPPER <= capability < _BLACKWELL and (function := _function_of("flash_attn_interface")) is not None:
+    if (
+        _HOPPER <= capability < _BLACKWELL
+        and (function := _function_of("flash_attn_interface")) is not None
+    ):
         return FlashKernel("FlashAttention-3 (flash_attn_interface)", partial(_call, function))
     if torch_has_flash:
         from torch.nn.attention.varlen import varlen_attn  # imports the compiler
@@ -142,7 +165,9 @@ def choose_kernel(capability: tuple[int, int], torch_has_flash: bool) -> FlashKe
 
 
 def _function_of(package: str) -> Kernel | None:
-    """Return a package's function for rows of several lengths; None if it is not there or does not fit this torch."""
+    """Return a package's function for rows of several lengths; None if it is not there or does
+    not fit this torch.
+    """
     try:
         function: Kernel = importlib.import_module(package).flash_attn_varlen_func
     except (ImportError, AttributeError, OSError):  # compiled for another torch, or another CUDA
@@ -164,8 +189,12 @@ def _without_groups(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Call the function of torch 2.11, which groups queries by itself and is not asked whether to."""
-    output: Tensor = function(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    """Call the function of torch 2.11, which groups queries by itself and is not asked whether
+    to.
+    """
+    output: Tensor = function(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
     return output
 
 
@@ -183,10 +212,14 @@ def _call(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """Call a function of the flash_attn packages as torch's is called; they group queries by themselves."""
+    """Call a function of the flash_attn packages as torch's is called; they group queries by
+    themselves.
+    """
     output = function(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
         softmax_scale=scale, causal=True, window_size=window_size,
     )  # fmt: skip
-    result: Tensor = output[0] if isinstance(output, tuple) else output  # some versions add what a backward pass needs
+    result: Tensor = (
+        output[0] if isinstance(output, tuple) else output
+    )  # some versions add what a backward pass needs
     return result

@@ -1,7 +1,8 @@
-"""FlexAttention (arXiv:2412.05496) over packed rows: one call of a kernel that torch.compile makes for the device.
+"""FlexAttention (arXiv:2412.05496) over packed rows: one call of a kernel that torch.compile makes
+for the device.
 
-It takes what no FlashAttention does: float32, heads of other widths, values narrower than keys, devices before Ampere,
-soft caps and sinks.
+It takes what no FlashAttention does: float32, heads of other widths, values narrower than keys,
+devices before Ampere, soft caps and sinks.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ _BLOCK = 128  # tokens of a block that is computed or left out; what torch tunes
 NARROWEST = 16
 WIDEST = 256
 """Widths of a head that torch's kernels can have."""
-_LEAST_TOKENS = 2 * _BLOCK  # the compiler makes a kernel of its own where there is one block, or one token
-_GRAPHS = 64  # windows, types and widths of heads, with and without gradients; torch's 8 are for all of a process
-_CURE = "take trainer.operators.attention=torch, or fewer models of other heads, types and windows in one process"
+_LEAST_TOKENS = (
+    2 * _BLOCK
+)  # the compiler makes a kernel of its own where there is one block, or one token
+# windows, types and widths of heads, with and without gradients; torch's 8 are for all of a process
+_GRAPHS = 64
+_CURE = (
+    "take trainer.operators.attention=torch, or fewer models of other heads, types and windows in "
+    "one process"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,14 @@ class FlexKernel:
 
 
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
-    """Return the kernel, which is compiled when it is first called, once for all lengths, by a backend of
-    torch.compile. ConfigError from a call for which it is not compiled.
+    """Return the kernel, which is compiled when it is first called, once for all lengths, by a
+    backend of torch.compile. ConfigError from a call for which it is not compiled.
     """
     compiled = torch.compile(_fused, dynamic=True, fullgraph=True, backend=backend)
 
     def attend(*heads: Tensor, **options: Any) -> Any:
-        # A soft cap is a number of the kernel: as one of its inputs, which Dynamo makes of floats, it does not compile.
+        # A soft cap is a number of the kernel: as one of its inputs, which Dynamo makes of floats,
+        # it does not compile.
         with torch._dynamo.config.patch(
             recompile_limit=_GRAPHS, fail_on_recompile_limit_hit=True, specialize_float=True
         ):
@@ -52,7 +60,8 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
                 output = compiled(*heads, **options)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise ConfigError(
-                    f"FlexAttention has been compiled {_GRAPHS} times in this process, for {_GRAPHS} kinds of heads, "
+                    f"FlexAttention has been compiled {_GRAPHS} times in this process, for "
+                    f"{_GRAPHS} kinds of heads, "
                     f"and no more are allowed: {_CURE}"
                 ) from error
         return output
@@ -61,9 +70,12 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    if not torch.compiler.is_compiling():  # torch would make a [T, T] matrix of scores for each head, and only warn
+    if (
+        not torch.compiler.is_compiling()
+    ):  # torch would make a [T, T] matrix of scores for each head, and only warn
         raise ConfigError(
-            "FlexAttention is called without torch.compile, which is switched off or has given up: its unfused form "
+            "FlexAttention is called without torch.compile, which is switched off or has given up: "
+            "its unfused form "
             f"takes a matrix of all tokens by all tokens; {_CURE}"
         )
     return flex_attention(query, key, value, **options)
@@ -81,11 +93,12 @@ def attend_flex(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend within all rows in one call. [1, H, T, D], [1, H_kv, T, D], [1, H_kv, T, D'] -> [T, H, D'].
+    """Attend within all rows in one call. [1, H, T, D], [1, H_kv, T, D], [1, H_kv, T, D'] -> [T, H,
+    D'].
 
-    ``ends`` are those of the rows: see ``row_ends``; ``sinks`` are [H]. The mask is made by a micro-batch's first layer
-    for all others. The kernel gets whole blocks: tokens that fill the last one are a row of their own, and are cut off
-    again.
+    ``ends`` are those of the rows: see ``row_ends``; ``sinks`` are [H]. The mask is made by a
+    micro-batch's first layer for all others. The kernel gets whole blocks: tokens that fill the
+    last one are a row of their own, and are cut off again.
     """
     tokens = query.shape[2]
     whole = whole_blocks(tokens)
@@ -108,7 +121,9 @@ def attend_flex(
     )
     if sinks is not None:
         attended, found = output
-        share = torch.sigmoid(found.lse.float() - sinks.float()[:, None])  # of all weights, the sink's included
+        share = torch.sigmoid(
+            found.lse.float() - sinks.float()[:, None]
+        )  # of all weights, the sink's included
         output = (attended * share[..., None]).to(value.dtype)
     result: Tensor = output[0, :, :tokens].transpose(0, 1)
     return result
@@ -125,17 +140,18 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 def whole_blocks(tokens: int) -> int:
-    """Return the least number of tokens, at least ``tokens``, of which one compiled kernel takes all: whole blocks, and
-    more than one.
+    """Return the least number of tokens, at least ``tokens``, of which one compiled kernel takes
+    all: whole blocks, and more than one.
     """
     return max(_LEAST_TOKENS, -(-tokens // _BLOCK) * _BLOCK)
 
 
 def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
-    """Return the mask of packed rows: causal within each, and no further back than a window, the token included.
+    """Return the mask of packed rows: causal within each, and no further back than a window, the
+    token included.
 
-    ``ends`` are those of the rows, [R + 1]; tokens after the last row are a row of their own. Blocks follow from the
-    rows of their first and last tokens, so no [T, T] matrix is made.
+    ``ends`` are those of the rows, [R + 1]; tokens after the last row are a row of their own.
+    Blocks follow from the rows of their first and last tokens, so no [T, T] matrix is made.
     """
     row = torch.bucketize(torch.arange(tokens, device=ends.device), ends[1:], right=True)
 
@@ -153,19 +169,29 @@ def row_mask(ends: Tensor, tokens: int, window: int | None) -> BlockMask:
         some &= query_first - last < window
         whole &= query_last - first < window
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(tokens, tokens)
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=is_seen,
+        seq_lengths=(tokens, tokens),
     )
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and which, those first. [B, B] -> [1, 1, B] and B."""
+    """Return how many blocks of keys each block of queries has, and which, those first. [B, B]
+    -> [1, 1, B] and B.
+    """
     counts = chosen.sum(-1, dtype=torch.int32)
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[None, None], order[None, None]
 
 
-def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> str | None:
-    """Return why the kernel does not compile, run and learn on a device; None where it does, on two short rows."""
+def why_not(
+    kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width: int, value_width: int
+) -> str | None:
+    """Return why the kernel does not compile, run and learn on a device; None where it does, on
+    two short rows.
+    """
     ends = torch.tensor([0, 5, _BLOCK + 20], dtype=torch.int32, device=device)
     runs = ((1, 5), (1, _BLOCK + 15))
     query, key, value = (
@@ -175,8 +201,16 @@ def why_not(kernel: FlexKernel, device: torch.device, dtype: torch.dtype, width:
     try:
         with torch.enable_grad():
             attend_flex(
-                kernel, query, key=key, value=value, ends=ends, packing=Packing(runs), scaling=None, window=None
+                kernel,
+                query,
+                key=key,
+                value=value,
+                ends=ends,
+                packing=Packing(runs),
+                scaling=None,
+                window=None,
             ).sum().backward()
-    except Exception as error:  # the compiler's and Triton's: no program for this device, too little shared memory, ...
+    except Exception as error:
+        # the compiler's and Triton's: no program for this device, too little shared memory, ...
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None

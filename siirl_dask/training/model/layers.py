@@ -1,5 +1,5 @@
-"""How layers compute: compiled, again in the backward pass instead of keeping their activations, or in bfloat16 from
-one to the next.
+"""How layers compute: compiled, again in the backward pass instead of keeping their activations, or
+in bfloat16 from one to the next.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 
 
 def recompute(layers: Iterable[nn.Module]) -> None:
-    """Keep only each layer's input for the backward pass, which computes the rest again (arXiv:1604.06174)."""
+    """Keep only each layer's input for the backward pass, which computes the rest again
+    (arXiv:1604.06174).
+    """
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 def narrow_hidden_states(modules: Iterable[Any]) -> None:
     """Let autocast's dtype be that of hidden states as well, where autocast is on.
 
-    Autocast changes products of matrices alone. Embeddings give float32, and so does a norm, which multiplies by a
-    weight in float32; a sum with either is float32 too. Nor does autocast know the grouped products of experts.
-    ``modules`` are all of a model's, adapters included.
+    Autocast changes products of matrices alone. Embeddings give float32, and so does a norm, which
+    multiplies by a weight in float32; a sum with either is float32 too. Nor does autocast know the
+    grouped products of experts. ``modules`` are all of a model's, adapters included.
     """
     for module in modules:
         own = [*module.parameters(recurse=False)]
@@ -44,7 +48,9 @@ def narrow_hidden_states(modules: Iterable[Any]) -> None:
             module.register_forward_hook(_narrow_output)
         elif any(parameter.ndim == 3 for parameter in own):  # a matrix for each expert
             module.forward = partial(_with_narrow_weights, module, module.forward)
-        elif hasattr(module, "cast_input_dtype_enabled"):  # peft's layers would make their input float32
+        elif hasattr(
+            module, "cast_input_dtype_enabled"
+        ):  # peft's layers would make their input float32
             module.cast_input_dtype_enabled = False
 
 
@@ -54,8 +60,12 @@ def _narrow_output(module: nn.Module, inputs: Any, output: Any) -> Any:
     return output
 
 
-def _with_narrow_weights(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute with copies of the module's own weights in autocast's dtype, which calls this again with these."""
+def _with_narrow_weights(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Compute with copies of the module's own weights in autocast's dtype, which calls this
+    again with these.
+    """
     narrow: dict[str, Tensor] = {}  # torch.compile takes no dict[str, Tensor]()
     for name, weight in module.named_parameters(recurse=False):
         dtype = accelerator.arithmetic_dtype(weight)

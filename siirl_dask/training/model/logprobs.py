@@ -1,10 +1,11 @@
-"""Log-probability, entropy and collision probability of response tokens from hidden states, a block of the
-vocabulary at a time.
+"""Log-probability, entropy and collision probability of response tokens from hidden states, a block
+of the vocabulary at a time.
 
-The logits of the whole vocabulary are never in memory at once: 4k tokens of a 152k vocabulary would take 2.5 GB, and
-their gradients as much again. Blocks are of the vocabulary rather than of tokens, so that the head's gradient, the
-largest result ([V, D]), is written once, whatever the number of blocks; what is added up over blocks is [K] numbers in
-the forward pass and [K, D] in the backward pass, which computes each block's logits again.
+The logits of the whole vocabulary are never in memory at once: 4k tokens of a 152k vocabulary would
+take 2.5 GB, and their gradients as much again. Blocks are of the vocabulary rather than of tokens,
+so that the head's gradient, the largest result ([V, D]), is written once, whatever the number of
+blocks; what is added up over blocks is [K] numbers in the forward pass and [K, D] in the backward
+pass, which computes each block's logits again.
 """
 
 from __future__ import annotations
@@ -33,20 +34,26 @@ def token_logprobs(
     float32: bool = False,
     rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of squared probabilities)
-    of ``softmax(logits / temperature)``, where logits are what ``output`` makes of ``hidden @ weight.T + bias``.
+    """Compute log-probs of the targets, entropy in nats, and collision probability (the sum of
+    squared probabilities) of ``softmax(logits / temperature)``, where logits are what ``output``
+    makes of ``hidden @ weight.T + bias``.
 
-    [K, D], [V, D], [V] or None, [K] -> [K], [K], [K]. Weight and bias are rounded to the dtype of ``hidden``, which the
-    product has as well, unless it is to be ``float32``; all else is at least float32. Log-probs and entropy carry
-    gradients to hidden, weight and bias; collision probabilities carry none. ``rows`` of the head make a block; None:
-    as many as the device has room for.
+    [K, D], [V, D], [V] or None, [K] -> [K], [K], [K]. Weight and bias are rounded to the dtype of
+    ``hidden``, which the product has as well, unless it is to be ``float32``; all else is at least
+    float32. Log-probs and entropy carry gradients to hidden, weight and bias; collision
+    probabilities carry none. ``rows`` of the head make a block; None: as many as the device has
+    room for.
     """
-    rows = rows or logits_rows(len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu")
+    rows = rows or logits_rows(
+        len(targets), hidden.shape[1], len(weight), on_cpu=hidden.device.type == "cpu"
+    )
     head_dtype = hidden.dtype
     if float32:
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     apply: Any = _TokenLogprobs.apply
-    result: tuple[Tensor, Tensor, Tensor] = apply(hidden, weight, bias, targets, temperature, output, head_dtype, rows)
+    result: tuple[Tensor, Tensor, Tensor] = apply(
+        hidden, weight, bias, targets, temperature, output, head_dtype, rows
+    )
     return result
 
 
@@ -80,19 +87,29 @@ class _Head:
             self._cap = output.cap / temperature
         self._rows = min(rows, len(weight))
         self._product = hidden.new_empty(len(hidden) * self._rows)
-        self._wide = self._product if self.dtype == hidden.dtype else torch.empty_like(self._product, dtype=self.dtype)
+        self._wide = (
+            self._product
+            if self.dtype == hidden.dtype
+            else torch.empty_like(self._product, dtype=self.dtype)
+        )
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield a block's rows, its part of the head [r, D], its logits [K, r], and its targets [K], -1 elsewhere."""
+        """Yield a block's rows, its part of the head [r, D], its logits [K, r], and its targets
+        [K], -1 elsewhere.
+        """
         for start in range(0, len(self._weight), self._rows):
             block = slice(start, min(start + self._rows, len(self._weight)))
             part = self._rounded(self._weight[block])
             product = self.like_logits(self._product, len(part))
             if self._bias is None:
-                product.addmm_(self._hidden, part.T, beta=0, alpha=self.scale)  # beta=0 writes over what was there
+                product.addmm_(
+                    self._hidden, part.T, beta=0, alpha=self.scale
+                )  # beta=0 writes over what was there
             else:
                 offsets = self._rounded(self._bias[block])
-                torch.addmm(offsets, self._hidden, part.T, beta=self.scale, alpha=self.scale, out=product)
+                torch.addmm(
+                    offsets, self._hidden, part.T, beta=self.scale, alpha=self.scale, out=product
+                )
             logits = self.like_logits(self._wide, len(part))
             if logits is not product:
                 logits.copy_(product)
@@ -106,15 +123,17 @@ class _Head:
         return part.to(self._head_dtype).to(self._hidden.dtype)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Return what logits change by where the scaled products do, in new memory; None where they are the same.
-        [K, r] -> [K, r].
+        """Return what logits change by where the scaled products do, in new memory; None where they
+        are the same. [K, r] -> [K, r].
         """
         if self._cap is None:
             return None
         return (logits / self._cap).square_().neg_().add_(1)
 
     def like_logits(self, memory: Tensor, rows: int) -> Tensor:
-        """Return the first numbers of ``memory`` as a block of ``rows``. [K * r or more] -> [K, r]."""
+        """Return the first numbers of ``memory`` as a block of ``rows``. [K * r or more] -> [K,
+        r].
+        """
         return memory[: len(self._hidden) * rows].view(len(self._hidden), rows)
 
     def scratch(self) -> Tensor:
@@ -135,11 +154,11 @@ class _TokenLogprobs(torch.autograd.Function):
         head_dtype: torch.dtype,
         rows: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add up ``s = sum e^(l - m)``, ``t = sum e^(l - m) (l - m)`` and ``q = sum e^(2 (l - m))`` under the highest
-        logit m so far.
+        """Add up ``s = sum e^(l - m)``, ``t = sum e^(l - m) (l - m)`` and ``q = sum e^(2 (l - m))``
+        under the highest logit m so far.
 
-        So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits are lost. The sum
-        of squared probabilities is q / s^2.
+        So log p = l - m - log s, and H = log s - t / s, of which both terms are positive: no digits
+        are lost. The sum of squared probabilities is q / s^2.
         """
         ctx.set_materialize_grads(False)
         head = _Head(
@@ -152,7 +171,9 @@ class _TokenLogprobs(torch.autograd.Function):
             head_dtype=head_dtype,
             rows=rows,
         )
-        highest = torch.full((len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device)
+        highest = torch.full(
+            (len(targets), 1), torch.finfo(head.dtype).min, dtype=head.dtype, device=hidden.device
+        )
         total = torch.zeros_like(highest)
         weighted = torch.zeros_like(highest)
         squares = torch.zeros_like(highest)
@@ -188,11 +209,17 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both over the temperature."""
+        """Use ``d logp / d logit = onehot - p`` and ``d H / d logit = -p (log p + H)``, both
+        over the temperature.
+        """
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        if by_entropy is not None and not by_entropy.any():  # sequence parallelism passes zeros; None saves a block
+        if (
+            by_entropy is not None and not by_entropy.any()
+        ):  # sequence parallelism passes zeros; None saves a block
             by_entropy = None
-        by_logprob, by_entropy = (None if each is None else each[:, None] for each in (by_logprob, by_entropy))
+        by_logprob, by_entropy = (
+            None if each is None else each[:, None] for each in (by_logprob, by_entropy)
+        )
         head = _Head(
             hidden,
             weight,
@@ -203,7 +230,9 @@ class _TokenLogprobs(torch.autograd.Function):
             head_dtype=ctx.head_dtype,
             rows=ctx.rows,
         )
-        _, head_learns, bias_learns, *_ = ctx.needs_input_grad  # a frozen head needs no [V, D] gradient
+        _, head_learns, bias_learns, *_ = (
+            ctx.needs_input_grad
+        )  # a frozen head needs no [V, D] gradient
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
         for_weight = torch.empty_like(weight) if head_learns else None
         for_bias = torch.empty_like(bias) if bias_learns else None
@@ -213,7 +242,12 @@ class _TokenLogprobs(torch.autograd.Function):
             scores = logits.sub_(normalizer)
             spare = None if memory is None else head.like_logits(memory, len(part))
             by_logits = _by_logits(
-                scores, at[:, None], entropy=entropy, by_logprob=by_logprob, by_entropy=by_entropy, spare=spare
+                scores,
+                at[:, None],
+                entropy=entropy,
+                by_logprob=by_logprob,
+                by_entropy=by_entropy,
+                spare=spare,
             )
             if slope is not None:
                 by_logits.mul_(slope)
@@ -234,10 +268,12 @@ def _by_logits(
     by_entropy: Tensor | None,
     spare: Tensor | None,
 ) -> Tensor:
-    """Compute the gradient by logits, ``onehot by_logprob - p (by_logprob + by_entropy (log p + H))``, in place.
+    """Compute the gradient by logits, ``onehot by_logprob - p (by_logprob + by_entropy (log p +
+    H))``, in place.
 
-    The result takes the memory of ``scores``, which is log p; ``spare`` is written to where ``by_entropy`` is given.
-    A token whose target is -1 has it in another block. [K, r], [K, 1] each -> [K, r].
+    The result takes the memory of ``scores``, which is log p; ``spare`` is written to where
+    ``by_entropy`` is given. A token whose target is -1 has it in another block. [K, r], [K, 1] each
+    -> [K, r].
     """
     factor = torch.zeros_like(entropy) if by_logprob is None else -by_logprob
     if by_entropy is not None:
@@ -257,7 +293,9 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor, scale: float) -> Non
 
 
 def _write_product(result: Tensor, by_logits: Tensor, hidden: Tensor, scale: float) -> None:
-    """Write ``by_logits.T @ hidden * scale`` to a block of the head's gradient. [K, r], [K, D] -> [r, D]."""
+    """Write ``by_logits.T @ hidden * scale`` to a block of the head's gradient. [K, r], [K, D]
+    -> [r, D].
+    """
     if result.dtype == hidden.dtype:
         result.addmm_(by_logits.T, hidden, beta=0, alpha=scale)
     else:

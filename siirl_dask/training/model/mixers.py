@@ -1,7 +1,8 @@
-"""Layers that carry a state along a row, over packed rows: state-space models, linear attention, short convolutions.
+"""Layers that carry a state along a row, over packed rows: state-space models, linear attention,
+short convolutions.
 
-transformers' torch implementations of these take no boundaries between rows. Each is called with rows side by side;
-all else in the model, attention and feed-forward layers, takes packed rows.
+transformers' torch implementations of these take no boundaries between rows. Each is called with
+rows side by side; all else in the model, attention and feed-forward layers, takes packed rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _KINDS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "recurrent"})
 
 
 def separate_rows_in_mixers(modules: Iterable[nn.Module], current: CurrentPacking) -> int:
-    """Let every mixer among the modules see each packed row by itself; return how many there are."""
+    """Let every mixer among the modules see each packed row by itself; return how many there
+    are.
+    """
     mixers = innermost_mixers(modules)
     for mixer in mixers:
         mixer.forward = torch.compiler.disable(_by_rows(mixer.forward, current))
@@ -27,12 +30,17 @@ def separate_rows_in_mixers(modules: Iterable[nn.Module], current: CurrentPackin
 
 
 def innermost_mixers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that mix tokens by a state: those that say so by ``layer_type``, as transformers' do, or have
-    a convolution; of a layer and its mixer, which both may say so, the mixer.
+    """Return the modules that mix tokens by a state: those that say so by ``layer_type``, as
+    transformers' do, or have a convolution; of a layer and its mixer, which both may say so, the
+    mixer.
     """
     found = [module for module in modules if _mixes_by_state(module)]
     names = {id(module) for module in found}
-    return [module for module in found if not any(id(part) in names for part in module.modules() if part is not module)]
+    return [
+        module
+        for module in found
+        if not any(id(part) in names for part in module.modules() if part is not module)
+    ]
 
 
 def _mixes_by_state(module: nn.Module) -> bool:
@@ -42,7 +50,9 @@ def _mixes_by_state(module: nn.Module) -> bool:
 
 
 def _by_rows(forward: Callable[..., Any], current: CurrentPacking) -> Callable[..., Any]:
-    """Return a mixer's forward, of hidden states [1, C, D], that calls the original with rows side by side."""
+    """Return a mixer's forward, of hidden states [1, C, D], that calls the original with rows
+    side by side.
+    """
 
     def forward_by_rows(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         packing = current.packing
@@ -55,7 +65,9 @@ def _by_rows(forward: Callable[..., Any], current: CurrentPacking) -> Callable[.
         outputs = []
         others: tuple[Any, ...] | None = None
         groups = list(row_groups(packing.runs))
-        for part, lengths in zip(hidden.split([sum(group) for group in groups]), groups, strict=True):
+        for part, lengths in zip(
+            hidden.split([sum(group) for group in groups]), groups, strict=True
+        ):
             output = forward(side_by_side(part, lengths), *args, **kwargs)
             if isinstance(output, tuple):
                 others = output[1:]

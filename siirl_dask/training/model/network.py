@@ -57,17 +57,26 @@ from siirl_dask.training.parallel.ulysses import to_owners
 from siirl_dask.training.parts import frozen_parts, is_of, stays
 from siirl_dask.training.trainer import PackedRows
 
-_UNFIT = (TypeError, NotImplementedError, AttributeError, ValueError, KeyError, IndexError, RuntimeError)
+_UNFIT = (
+    TypeError,
+    NotImplementedError,
+    AttributeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+)
 """Raised by models, which are built in many ways, that do not take rows in a layout."""
 
 
 class Network(nn.Module):
-    """A causal model or its part below the head. With ``autocast`` it computes in bfloat16, hidden states included;
-    ``trainer`` says how it learns, if it does.
+    """A causal model or its part below the head. With ``autocast`` it computes in bfloat16, hidden
+    states included; ``trainer`` says how it learns, if it does.
 
-    ``inputs`` lays out images for a model that sees any; with ``always`` its tower runs in each pass. It may have
-    adapters of several ``agents``, and computes with those of one at a time, of the first to begin with. Dropout is
-    off, so that the policy that is trained is the one that sampled.
+    ``inputs`` lays out images for a model that sees any; with ``always`` its tower runs in each
+    pass. It may have adapters of several ``agents``, and computes with those of one at a time, of
+    the first to begin with. Dropout is off, so that the policy that is trained is the one that
+    sampled.
     """
 
     zero_initialised: tuple[str, ...] = ()
@@ -113,17 +122,25 @@ class Network(nn.Module):
             named = self.by_name()
             learned = self.trainable()
             for name in named.keys() - learned.keys():
-                named[name].requires_grad_(False)  # now, for FSDP takes it over when it first gathers
+                named[name].requires_grad_(
+                    False
+                )  # now, for FSDP takes it over when it first gathers
         if autocast:
             narrow_hidden_states(model.modules())
         self.eval()
 
     def by_name(self, *, tied: bool = False) -> dict[str, nn.Parameter]:
-        """Return every parameter by its name in files; with ``tied``, by all its names. Of adapters those in use."""
-        return by_file_name(self._named_as_in_files().named_parameters(remove_duplicate=not tied), self.agent)
+        """Return every parameter by its name in files; with ``tied``, by all its names. Of
+        adapters those in use.
+        """
+        return by_file_name(
+            self._named_as_in_files().named_parameters(remove_duplicate=not tied), self.agent
+        )
 
     def stored_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are saved with the weights, such as biases of experts, by their names in files."""
+        """Return the buffers that are saved with the weights, such as biases of experts, by
+        their names in files.
+        """
         found: dict[str, Tensor] = {}
         for prefix, module in self._named_as_in_files().named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -136,42 +153,57 @@ class Network(nn.Module):
         return self
 
     def use(self, agent: str) -> None:
-        """Compute with the adapters of ``agent`` from now on; ``by_name``, ``trainable`` and ``merged`` have these."""
+        """Compute with the adapters of ``agent`` from now on; ``by_name``, ``trainable`` and
+        ``merged`` have these.
+        """
         if agent != self.agent:
             self.agent = agent
             choose_adapters(self.model, agent)
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that learn: all but those of frozen parts, or with adapters those and the
-        zero-initialised ones.
+        """Return the parameters that learn: all but those of frozen parts, or with adapters those
+        and the zero-initialised ones.
         """
         named = self.by_name()
         if self.scaling is None:
             frozen: list[VisionPart] = []
             if self._trainer is not None:
-                frozen = frozen_parts(self._trainer, self._family, sees_images=self.inputs is not None)
+                frozen = frozen_parts(
+                    self._trainer, self._family, sees_images=self.inputs is not None
+                )
             return {
                 name: each
                 for name, each in named.items()
                 if name in self.zero_initialised or not stays(name, frozen, self._family)
             }
-        return {name: each for name, each in named.items() if is_adapter(name) or name in self.zero_initialised}
+        return {
+            name: each
+            for name, each in named.items()
+            if is_adapter(name) or name in self.zero_initialised
+        }
 
     def rates(self, trainer: TrainerConfig | None = None) -> dict[str, float]:
-        """Return the learning rates, in units of ``trainer.lr``, of parameters that have another one."""
+        """Return the learning rates, in units of ``trainer.lr``, of parameters that have another
+        one.
+        """
         trainer = trainer or self._trainer
         if trainer is None or trainer.visual_lr is None or self._family is None:
             return {}
         factor = trainer.visual_lr / trainer.lr
-        return {name: factor for name in self.trainable() if is_of(VisionPart.visual, name, self._family)}
+        return {
+            name: factor
+            for name in self.trainable()
+            if is_of(VisionPart.visual, name, self._family)
+        }
 
     def matrices(self) -> set[str]:
-        """Return the names of the parameters that Muon steps: of those that learn the weights [out, in] of the layers,
-        of the decoder and of a tower, and the stacks of such, as experts are. None without ``trainer.optimizer=muon``.
+        """Return the names of the parameters that Muon steps: of those that learn the weights [out,
+        in] of the layers, of the decoder and of a tower, and the stacks of such, as experts are.
+        None without ``trainer.optimizer=muon``.
 
-        Embeddings, head and value head lie outside of the layers. Inside, what is no linear map stays AdamW's: norms,
-        biases, convolutions, maps to a single number, and the 2-D parameters of state-space layers, which are no
-        ``weight``.
+        Embeddings, head and value head lie outside of the layers. Inside, what is no linear map
+        stays AdamW's: norms, biases, convolutions, maps to a single number, and the 2-D parameters
+        of state-space layers, which are no ``weight``.
         """
         if self._trainer is None or self._trainer.optimizer != OptimizerName.muon:
             return set()
@@ -181,34 +213,49 @@ class Network(nn.Module):
             for module in layer.modules()
             if not isinstance(module, (nn.Embedding, _ConvNd))
             for name, parameter in module.named_parameters(recurse=False)
-            if (parameter.ndim == 3 or (parameter.ndim == 2 and name == "weight")) and min(parameter.shape[-2:]) > 1
+            if (parameter.ndim == 3 or (parameter.ndim == 2 and name == "weight"))
+            and min(parameter.shape[-2:]) > 1
         }
         return {name for name, parameter in self.trainable().items() if parameter in hidden}
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's parameters with adapters merged; ``others`` replace parameters of the same name."""
+        """Yield the model's parameters with adapters merged; ``others`` replace parameters of
+        the same name.
+        """
         named: dict[str, Tensor] = {**self.by_name(), **others}
-        return iter(named.items()) if self.scaling is None else merged(named, self.scaling, self.device)
+        return (
+            iter(named.items())
+            if self.scaling is None
+            else merged(named, self.scaling, self.device)
+        )
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Disable the adapters inside the ``with`` block. TypeError when there are none."""
         if self.scaling is None:
-            raise TypeError("there are no adapters to leave out: give the role's trainer a lora.rank")
+            raise TypeError(
+                "there are no adapters to leave out: give the role's trainer a lora.rank"
+            )
         return without_adapters(self)
 
     def reshard(self) -> None:
-        """Free parameters that were gathered for passes without a backward. FSDP replaces this method."""
+        """Free parameters that were gathered for passes without a backward. FSDP replaces this
+        method.
+        """
 
     def layers(self) -> list[nn.Module]:
-        """Return the decoder's layers. ConfigError when it has no list of them, or several and none is called so."""
+        """Return the decoder's layers. ConfigError when it has no list of them, or several and
+        none is called so.
+        """
         decoder = decoder_of(self.model)
         layers = getattr(decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             layers = only_list_of_layers(decoder)
         if layers is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no layers to shard, compute again, compile or step by Muon one by "
-                "one; take trainer.backend=torch and trainer.optimizer=adamw, without trainer.gradient_checkpointing"
+                f"{type(self.model).__name__} has no layers to shard, compute again, compile or "
+                "step by Muon one by "
+                "one; take trainer.backend=torch and trainer.optimizer=adamw, without "
+                "trainer.gradient_checkpointing"
             )
         return list(layers)
 
@@ -232,8 +279,9 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def find_row_layout(self, operators: Mapping[str, str] = REFERENCE) -> Trial:
-        """Switch to packed attention, and to the library of each operator, where the model gives the same logits so as
-        in plain passes over each of ``trial_rows``; where it does not, to another layout of rows that does.
+        """Switch to packed attention, and to the library of each operator, where the model gives
+        the same logits so as in plain passes over each of ``trial_rows``; where it does not, to
+        another layout of rows that does.
         """
         rows = trial_rows(self.model.config.get_text_config(), self.inputs)
         decoder = decoder_of(self.model)
@@ -263,7 +311,9 @@ class Network(nn.Module):
         return Trial(None, failures)
 
     def _use_layout(self, layout: RowLayout, batch: MicroBatch) -> None:
-        """Prepare the model for a layout; ``batch`` is for a pass in which packed attention finds out its windows."""
+        """Prepare the model for a layout; ``batch`` is for a pass in which packed attention
+        finds out its windows.
+        """
         decoder = decoder_of(self.model)
         self.layout = layout
         if layout is not RowLayout.packed:
@@ -279,7 +329,9 @@ class Network(nn.Module):
         decoder.set_attn_implementation(PACKED)
 
     def _error(self, batch: MicroBatch, expected: Tensor) -> float:
-        """Return the largest error of the logits, or of the hidden states of a model without a head. NaN is inf."""
+        """Return the largest error of the logits, or of the hidden states of a model without a
+        head. NaN is inf.
+        """
         hidden = self._hidden(batch)[batch.predicting.to(self.device)]
         head = self.model.get_output_embeddings()
         found = hidden if head is None else self._head_output.logits(head(hidden))
@@ -287,8 +339,8 @@ class Network(nn.Module):
         return math.inf if math.isnan(error) else error
 
     def _plain_outputs(self, rows: PackedRows) -> Iterator[Tensor]:
-        """Yield what the model itself computes before each response token of each row, by itself: [K, V] logits, or
-        hidden states [K, D] of a model without a head.
+        """Yield what the model itself computes before each response token of each row, by itself:
+        [K, V] logits, or hidden states [K, D] of a model without a head.
         """
         ends = zip(rows.offsets.tolist()[1:], rows.prompt_lengths.tolist(), strict=True)
         for row, (end, prompt) in enumerate(ends):
@@ -298,7 +350,9 @@ class Network(nn.Module):
                 images = rows.images.groups[int(rows.images.of_row[row])]
                 seen = plain_arguments(ids, self.inputs.pixels(images), self.inputs.image_token)
             output = self.model(ids, use_cache=False, **seen)
-            yield (output[0] if self.model.get_output_embeddings() is None else output.logits)[0, prompt - 1 : -1]
+            yield (output[0] if self.model.get_output_embeddings() is None else output.logits)[
+                0, prompt - 1 : -1
+            ]
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """Compute last hidden states, [T, D]."""
@@ -307,11 +361,15 @@ class Network(nn.Module):
             if batch.shared is None:
                 return separate_hidden_states(self.model, ids[0], batch.runs, self.layout)
             shared = batch.shared.to(self.device)
-            return separate_hidden_states(self.model, ids[0, shared.whole], batch.runs, self.layout)[shared.first]
+            return separate_hidden_states(
+                self.model, ids[0, shared.whole], batch.runs, self.layout
+            )[shared.first]
         return self._packed_hidden(batch, ids)
 
     def _packed_hidden(self, batch: MicroBatch, ids: Tensor) -> Tensor:
-        """Compute them in one pass. A mask or a cache would silently mix the rows (log-probs off by 0.5)."""
+        """Compute them in one pass. A mask or a cache would silently mix the rows (log-probs off
+        by 0.5).
+        """
         device = self.device
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.inputs is not None:
@@ -325,15 +383,18 @@ class Network(nn.Module):
             routes=None if batch.routes is None else batch.routes.to(device, torch.int64),
         )
         output = decoder_of(self.model)(
-            **inputs, position_ids=batch.position_ids.to(device), attention_mask=None, use_cache=False
+            **inputs,
+            position_ids=batch.position_ids.to(device),
+            attention_mask=None,
+            use_cache=False,
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
 
 class PolicyNetwork(Network):
-    """A causal model. ``forward`` gives log-prob, entropy and collision probability at ``temperature`` of each response
-    token, [K] each.
+    """A causal model. ``forward`` gives log-prob, entropy and collision probability at
+    ``temperature`` of each response token, [K] each.
     """
 
     def __init__(
@@ -350,11 +411,17 @@ class PolicyNetwork(Network):
         always: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """With ``float32_head`` logits are products in float32, whatever the dtype of the hidden states. With
-        ``routing`` it replays the routes of a micro-batch that has some.
+        """With ``float32_head`` logits are products in float32, whatever the dtype of the hidden
+        states. With ``routing`` it replays the routes of a micro-batch that has some.
         """
         super().__init__(
-            model, device=device, autocast=autocast, trainer=trainer, agents=agents, inputs=inputs, always=always
+            model,
+            device=device,
+            autocast=autocast,
+            trainer=trainer,
+            agents=agents,
+            inputs=inputs,
+            always=always,
         )
         self.temperature = temperature
         self._float32_head = float32_head
@@ -383,7 +450,9 @@ class PolicyNetwork(Network):
         if batch.route is not None:
             logprobs, entropy, collision = to_owners([logprobs, entropy, collision], batch.route)
         if batch.own_rows is not None:
-            logprobs, entropy, collision = select_own_rows([logprobs, entropy, collision], batch.own_rows)
+            logprobs, entropy, collision = select_own_rows(
+                [logprobs, entropy, collision], batch.own_rows
+            )
         return logprobs, entropy, collision
 
 
@@ -404,7 +473,9 @@ class ValueNetwork(Network):
     ) -> None:
         width = model.get_output_embeddings().in_features
         below = below_head(model)
-        super().__init__(below, device=device, autocast=autocast, trainer=trainer, inputs=inputs, always=always)
+        super().__init__(
+            below, device=device, autocast=autocast, trainer=trainer, inputs=inputs, always=always
+        )
         embeddings = self.model.get_input_embeddings()
         self.value_head = nn.Linear(width, 1, device=next(embeddings.parameters()).device)
         for parameter in self.value_head.parameters():

@@ -1,7 +1,8 @@
-"""Fused rotary embeddings, norms and feed-forward layers in a model's modules, beside their references in torch.
+"""Fused rotary embeddings, norms and feed-forward layers in a model's modules, beside their
+references in torch.
 
-They go into the modules of one model: other roles of the process may have the same classes. Attention is transformers'
-AttentionInterface's, see ``attention``; AdamW is the optimizer's.
+They go into the modules of one model: other roles of the process may have the same classes.
+Attention is transformers' AttentionInterface's, see ``attention``; AdamW is the optimizer's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _ROTARY = "apply_rotary_pos_emb"  # transformers' function of each model's file 
 
 
 def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate halves (arXiv:2104.09864): ``x * cos + (-x2, x1) * sin``. [B, H, T, D], [B, 1, T, D] twice."""
+    """Rotate halves (arXiv:2104.09864): ``x * cos + (-x2, x1) * sin``. [B, H, T, D], [B, 1, T,
+    D] twice.
+    """
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -36,7 +39,9 @@ def rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return ``weight * x / rms(x)`` (arXiv:1910.07467), the mean in float32. [..., D], [D]."""
     wide = hidden.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(
+        hidden.dtype
+    )
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -45,7 +50,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def use_operators(modules: Iterable[nn.Module], chosen: Mapping[str, str]) -> None:
-    """Let a model compute with torch_npu's operators where those are ``chosen``, and log all choices, each once.
+    """Let a model compute with torch_npu's operators where those are ``chosen``, and log all
+    choices, each once.
 
     Modules of other formulas, such as Gemma's norms, stay. Liger's are put in by ``use_liger``.
     """
@@ -71,7 +77,9 @@ def _say(text: str) -> None:
 
 
 def _norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return fused.rms_norm(hidden, weight.to(hidden.dtype), epsilon)  # of one type: under autocast the weight is wider
+    return fused.rms_norm(
+        hidden, weight.to(hidden.dtype), epsilon
+    )  # of one type: under autocast the weight is wider
 
 
 def _rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,15 +87,19 @@ def _rotary(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotating(module: nn.Module, rotate: Rotate) -> Callable[..., Any] | None:
-    """Return an attention's forward that rotates by ``rotate``; None for a module that does not rotate by itself.
+    """Return an attention's forward that rotates by ``rotate``; None for a module that does not
+    rotate by itself.
 
-    The function is looked up among the globals of the model's file: the forward gets globals of its own, with another.
+    The function is looked up among the globals of the model's file: the forward gets globals of its
+    own, with another.
     """
     forward = type(module).forward
     if not isinstance(forward, FunctionType) or _ROTARY not in forward.__code__.co_names:
         return None
     names = {**forward.__globals__, _ROTARY: partial(_rotate_both, rotate)}
-    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own = FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     own.__kwdefaults__ = forward.__kwdefaults__
     return partial(own, module)
 
@@ -95,7 +107,9 @@ def rotating(module: nn.Module, rotate: Rotate) -> Callable[..., Any] | None:
 def _rotate_both(
     rotate: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(query.dtype, cos.dtype)  # under autocast projections are narrower than angles
+    dtype = torch.promote_types(
+        query.dtype, cos.dtype
+    )  # under autocast projections are narrower than angles
     both = (each.unsqueeze(unsqueeze_dim).to(dtype) for each in (cos, sin))
     wide_cos, wide_sin = both
     return rotate(query.to(dtype), wide_cos, wide_sin), rotate(key.to(dtype), wide_cos, wide_sin)

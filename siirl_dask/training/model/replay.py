@@ -1,4 +1,5 @@
-"""Replays an engine's routes in a model: each token goes to the experts that it went to there (R3, arXiv:2510.11370).
+"""Replays an engine's routes in a model: each token goes to the experts that it went to there (R3,
+arXiv:2510.11370).
 
 The weights of the experts are the model's own, of its router's logits, so that the router learns.
 """
@@ -21,8 +22,8 @@ from siirl_dask.training.trainer import PackedRows
 
 
 def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
-    """Let the model go by ``Packing.routes`` where a pass has some. Layers are recomputed with the same routes if that
-    is switched on after this.
+    """Let the model go by ``Packing.routes`` where a pass has some. Layers are recomputed with the
+    same routes if that is switched on after this.
     """
     for place, (layer, router) in enumerate(routers(model, routing)):
         held = _ReplayedRoutes()
@@ -32,7 +33,9 @@ def replay_routes(model: PreTrainedModel, routing: Routing) -> None:
 
 
 def with_routes(rows: PackedRows, routing: Routing | None) -> PackedRows:
-    """Return rows with the routes that are replayed, which are checked, and without any where none are."""
+    """Return rows with the routes that are replayed, which are checked, and without any where
+    none are.
+    """
     if routing is None:
         return replace(rows, routes=None)
     check_routes(rows, routing)
@@ -45,16 +48,21 @@ def check_routes(rows: PackedRows, routing: Routing) -> None:
         return
     if rows.routes is None:
         raise DataError(
-            "rollout.router_replay=true, and these rows have no column routed_experts: it comes from generate, "
-            "generate_with_greedy and sample_until_mixed; sample with one of them, or leave router_replay out"
+            "rollout.router_replay=true, and these rows have no column routed_experts: it comes "
+            "from generate, "
+            "generate_with_greedy and sample_until_mixed; sample with one of them, or leave "
+            "router_replay out"
         )
     if rows.routes.shape[1] != routing.width:
         raise DataError(
-            f"routed_experts has {rows.routes.shape[1]} experts a token: expected {routing.width}, {routing.chosen} in "
+            f"routed_experts has {rows.routes.shape[1]} experts a token: expected {routing.width}, "
+            f"{routing.chosen} in "
             f"each of {len(routing.layers)} layers; were these rows sampled with another model?"
         )
     if (largest := int(rows.routes.max())) >= routing.experts:
-        raise DataError(f"routed_experts names expert {largest}: expected 0 to {routing.experts - 1}")
+        raise DataError(
+            f"routed_experts names expert {largest}: expected 0 to {routing.experts - 1}"
+        )
 
 
 @dataclass(slots=True)
@@ -66,7 +74,12 @@ class _ReplayedRoutes:
 
 
 def _with_routes(
-    layer: nn.Module, forward: Callable[..., Any], held: _ReplayedRoutes, own: slice, *args: Any, **kwargs: Any
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    held: _ReplayedRoutes,
+    own: slice,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     packing = packing_of(layer)
     held.routes = None if packing is None or packing.routes is None else packing.routes[:, own]
@@ -79,7 +92,9 @@ def _with_routes(
 def _route(
     router: Any, forward: Callable[..., Any], held: _ReplayedRoutes, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [T, E], and weights and numbers [T, k] of the experts that each token goes to."""
+    """Return logits [T, E], and weights and numbers [T, k] of the experts that each token goes
+    to.
+    """
     logits, weights, own = forward(hidden)
     if held.routes is None:
         return logits, weights, own

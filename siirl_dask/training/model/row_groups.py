@@ -1,6 +1,8 @@
-"""Packed rows laid side by side with padding, for layers and models that cannot compute them one after the other.
+"""Packed rows laid side by side with padding, for layers and models that cannot compute them one
+after the other.
 
-All models here are causal: what stands after the end of a row changes nothing in it, so padding needs no mask.
+All models here are causal: what stands after the end of a row changes nothing in it, so padding
+needs no mask.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ MOST_PADDING = 1 / 4
 
 
 def row_groups(runs: Runs, most_padding: float = MOST_PADDING) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of neighbouring rows to lay side by side, which are packed shortest first, so that no more than
-    a share of each group's places is padding.
+    """Yield the lengths of neighbouring rows to lay side by side, which are packed shortest first,
+    so that no more than a share of each group's places is padding.
     """
     group: list[int] = []
     tokens = 0

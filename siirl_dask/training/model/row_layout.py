@@ -1,4 +1,6 @@
-"""How a network computes the rows of a micro-batch: packed where its model can, with padding or one by one if not."""
+"""How a network computes the rows of a micro-batch: packed where its model can, with padding or
+one by one if not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siirl_dask.training.model.row_groups import one_after_another, row_groups, side_by_side, single_rows
+from siirl_dask.training.model.row_groups import (
+    one_after_another,
+    row_groups,
+    side_by_side,
+    single_rows,
+)
 from siirl_dask.training.packing import Runs
 
 
@@ -26,7 +33,8 @@ class RowLayout(StrEnum):
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the part of a causal model that gives hidden states; the model itself where it has no head.
+    """Return the part of a causal model that gives hidden states; the model itself where it has no
+    head.
 
     ``get_decoder`` of some returns the whole model, as Llama4's, or its head, as ModernBERT's.
     """
@@ -38,15 +46,20 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return model
 
 
-def separate_hidden_states(model: PreTrainedModel, ids: Tensor, runs: Runs, layout: RowLayout) -> Tensor:
+def separate_hidden_states(
+    model: PreTrainedModel, ids: Tensor, runs: Runs, layout: RowLayout
+) -> Tensor:
     """Compute the last hidden states of whole rows by the model's own forward. [T] ids -> [T, D].
 
-    With a head, hidden states are what reaches it; it computes one token's logits a pass, and these are not used.
+    With a head, hidden states are what reaches it; it computes one token's logits a pass, and these
+    are not used.
     """
     groups = list(single_rows(runs) if layout is RowLayout.single else row_groups(runs))
     hidden = []
     for part, lengths in zip(ids.split([sum(group) for group in groups]), groups, strict=True):
-        hidden.append(one_after_another(_hidden_states(model, side_by_side(part, lengths)), lengths))
+        hidden.append(
+            one_after_another(_hidden_states(model, side_by_side(part, lengths)), lengths)
+        )
     return torch.cat(hidden)
 
 
@@ -71,7 +84,9 @@ def _hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def only_list_of_layers(decoder: nn.Module) -> nn.ModuleList | None:
-    """Return a decoder's layers: the one list of modules that is in no other; None where there is none, or several."""
+    """Return a decoder's layers: the one list of modules that is in no other; None where there
+    is none, or several.
+    """
     lists = list(_outermost_lists(decoder))
     if len(lists) != 1:
         return None

@@ -1,7 +1,8 @@
-"""One network whose base several agents have in common: each sees it with adapters of its own (LoRA), which learn.
+"""One network whose base several agents have in common: each sees it with adapters of its own
+(LoRA), which learn.
 
-MARFT (arXiv:2504.16129) gives each agent adapters over one frozen model, of which its code holds a copy for each agent.
-Here a worker holds the base once.
+MARFT (arXiv:2504.16129) gives each agent adapters over one frozen model, of which its code holds a
+copy for each agent. Here a worker holds the base once.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from siirl_dask.training.packing import MicroBatch
 
 
 class AgentNetwork:
-    """A PolicyNetwork with the adapters of one agent, at its temperature. Others leave their own in use, so each call
-    chooses anew.
+    """A PolicyNetwork with the adapters of one agent, at its temperature. Others leave their own in
+    use, so each call chooses anew.
     """
 
-    def __init__(self, network: PolicyNetwork, agent: str, temperature: float, trainer: TrainerConfig) -> None:
+    def __init__(
+        self, network: PolicyNetwork, agent: str, temperature: float, trainer: TrainerConfig
+    ) -> None:
         self._network = network
         self._agent = agent
         self._temperature = temperature
@@ -41,7 +44,9 @@ class AgentNetwork:
         return self._used().trainable()
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rates, in units of the agent's own, of adapters that have another one."""
+        """Return the learning rates, in units of the agent's own, of adapters that have another
+        one.
+        """
         return self._used().rates(self._trainer)
 
     def matrices(self) -> set[str]:
@@ -49,7 +54,9 @@ class AgentNetwork:
         return set()
 
     def merged(self, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters with the agent's adapters merged; ``others`` replace parameters of the same name."""
+        """Yield the parameters with the agent's adapters merged; ``others`` replace parameters
+        of the same name.
+        """
         return self._used().merged(others)
 
     def without_adapters(self) -> AbstractContextManager[None]:

@@ -37,9 +37,10 @@ class Trial:
 
 
 def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
-    """Return four rows of text for a model with this config, of its text part: of three short ones two share a prompt,
-    and one is longer than windows and chunks. With ``inputs`` there are five more that show images: two that share
-    a prompt, one in the same words about another image, one of two images, and one that ends with its image.
+    """Return four rows of text for a model with this config, of its text part: of three short ones
+    two share a prompt, and one is longer than windows and chunks. With ``inputs`` there are five
+    more that show images: two that share a prompt, one in the same words about another image, one
+    of two images, and one that ends with its image.
     """
     vocabulary = config.vocab_size
     text = _text_rows(trial_length(config))
@@ -48,7 +49,8 @@ def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
     mark = inputs.image_token
     ordinary = [token for token in range(vocabulary) if token != mark]
     first, second, third = (
-        noise(width, height, seed) for seed, (width, height) in enumerate(((72, 48), (72, 48), (32, 64)))
+        noise(width, height, seed)
+        for seed, (width, height) in enumerate(((72, 48), (72, 48), (32, 64)))
     )
     one, other = ([-1] * inputs.tokens(image) for image in (first, third))
     rows: list[tuple[list[int], list[int], tuple[Image, ...]]] = [
@@ -63,18 +65,26 @@ def trial_rows(config: Any, inputs: ImageInputs | None) -> PackedRows:
 
 
 def _text_rows(longest: int) -> list[_Row]:
-    """Return four rows, of which one has ``longest`` tokens, and two a prompt in common that is long enough to be
-    computed once.
+    """Return four rows, of which one has ``longest`` tokens, and two a prompt in common that is
+    long enough to be computed once.
     """
     prompt = range(3, 3 + longest // 8)
     return [((0,), (1, 2)), (prompt, (5, 0)), (prompt, (1, 5)), ((3, 4), range(5, 3 + longest))]
 
 
 def _rows(
-    rows: Sequence[tuple[list[int], list[int], tuple[Image, ...]]], ordinary: Sequence[int], mark: int = -1
+    rows: Sequence[tuple[list[int], list[int], tuple[Image, ...]]],
+    ordinary: Sequence[int],
+    mark: int = -1,
 ) -> PackedRows:
-    """Pack prompts, responses and images. Number t stands for the t-th ordinary token, -1 for a placeholder."""
-    tokens = [mark if t < 0 else ordinary[t % len(ordinary)] for prompt, response, _ in rows for t in prompt + response]
+    """Pack prompts, responses and images. Number t stands for the t-th ordinary token, -1 for a
+    placeholder.
+    """
+    tokens = [
+        mark if t < 0 else ordinary[t % len(ordinary)]
+        for prompt, response, _ in rows
+        for t in prompt + response
+    ]
     groups = list(dict.fromkeys(images for *_, images in rows))
     return PackedRows(
         torch.tensor(tokens),
@@ -85,20 +95,26 @@ def _rows(
 
 
 def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = REFERENCE) -> None:
-    """Let the network compute packed rows with the library of each operator, or rows in another layout, with a warning,
-    where that does not give the logits of the model itself. ConfigError if no layout does.
+    """Let the network compute packed rows with the library of each operator, or rows in another
+    layout, with a warning, where that does not give the logits of the model itself. ConfigError if
+    no layout does.
 
-    A model may compute more than this network (a bias of positions, a mask of its own), and training on numbers other
-    than the sampled ones would go unnoticed.
+    A model may compute more than this network (a bias of positions, a mask of its own), and
+    training on numbers other than the sampled ones would go unnoticed.
     """
     name = type(network.model).__name__
     trial = network.find_row_layout(operators)
     if trial.layout is None:
-        fused = [f"{operator} by {library}" for operator, library in operators.items() if library != TORCH]
+        fused = [
+            f"{operator} by {library}"
+            for operator, library in operators.items()
+            if library != TORCH
+        ]
         kernels = f" with {', '.join(fused)} (trainer.operators, trainer.liger)" if fused else ""
         reasons = "; ".join(dict.fromkeys(trial.failures))
         raise ConfigError(
-            f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} as transformers "
+            f"model.path={path!r}: this trainer does not compute the log-probs of {name}{kernels} "
+            "as transformers "
             f"does: {reasons}; docs/models.md has the families that it does"
         )
     if trial.layout is not RowLayout.packed:
@@ -108,7 +124,9 @@ def use_row_layout(network: Network, path: str, operators: Mapping[str, str] = R
 @cache
 def _warn_once(name: str, layout: RowLayout, reason: str) -> None:
     how = "side by side with padding" if layout is RowLayout.padded else "one by one"
-    logger.warning("%s computes no packed rows, but rows %s, which takes longer: %s", name, how, reason)
+    logger.warning(
+        "%s computes no packed rows, but rows %s, which takes longer: %s", name, how, reason
+    )
 
 
 def rounding(largest: float, dtype: torch.dtype) -> float:

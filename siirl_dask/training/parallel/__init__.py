@@ -1,1 +1,3 @@
-"""Layouts of a model over several workers: replicas, shards (FSDP2), sequence and tensor parallelism."""
+"""Layouts of a model over several workers: replicas, shards (FSDP2), sequence and tensor
+parallelism.
+"""

@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 
 
 def exchange(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """Send ``sent[i]`` entries along the first dimension to rank i and receive ``received[i]`` from it, in order.
+    """Send ``sent[i]`` entries along the first dimension to rank i and receive ``received[i]`` from
+    it, in order.
 
     Gradients return by the same way. All ranks of the group must call, and run the backward pass.
     """
@@ -25,7 +26,9 @@ class _AllToAll(torch.autograd.Function):
     """A differentiable all-to-all: torch's own is deprecated, and its replacement private."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, sent: list[int], received: list[int], group: Any
+    ) -> Tensor:
         ctx.reverse = received, sent, group
         return _all_to_all(tensor, sent, received, group)
 

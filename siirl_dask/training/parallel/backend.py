@@ -1,4 +1,6 @@
-"""Layout of a model over the ranks of its role: the protocol, and the backend with a full replica on every rank."""
+"""Layout of a model over the ranks of its role: the protocol, and the backend with a full
+replica on every rank.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +25,32 @@ from siirl_dask.training.trainer import PackedRows
 
 N = TypeVar("N", bound=Network)
 Make = Callable[..., N]
-"""Makes a network from a causal model, ``device``, ``autocast``, and ``inputs`` that lay out images."""
+"""Makes a network from a causal model, ``device``, ``autocast``, and ``inputs`` that lay out
+images."""
 
 
 class ModelBackend(Protocol):
-    """Everything that depends on how a model lies on its ranks. Policies, references and critics take any backend."""
+    """Everything that depends on how a model lies on its ranks. Policies, references and critics
+    take any backend.
+    """
 
     device: torch.device
     """Device that computes."""
     shard_ranks: Sequence[int] | None
-    """Ranks of the role that each parameter is sharded over; None where every rank holds the full model."""
+    """Ranks of the role that each parameter is sharded over; None where every rank holds the
+    full model."""
     holds_groups: bool
     """Whether networks keep process groups, and so must be built anew for others."""
 
     def network(self, make: Make[N]) -> N:
-        """Build the network with the weights of the model's folder. ConfigError when they cannot be loaded."""
+        """Build the network with the weights of the model's folder. ConfigError when they cannot
+        be loaded.
+        """
         ...
 
     def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
-        """Cut rows into micro-batches, the same number on every rank if passes need all ranks. ``inputs`` are those of
-        the network.
+        """Cut rows into micro-batches, the same number on every rank if passes need all ranks.
+        ``inputs`` are those of the network.
         """
         ...
 
@@ -50,8 +58,8 @@ class ModelBackend(Protocol):
 class ReplicatedBackend:
     """Plain torch with the full model on every rank; the ranks stay equal bit for bit.
 
-    Parameters are float32 for any ``model.dtype``: bfloat16 is used for arithmetic only (autocast), because an update
-    of 1e-6 is lost on a bfloat16 number.
+    Parameters are float32 for any ``model.dtype``: bfloat16 is used for arithmetic only (autocast),
+    because an update of 1e-6 is lost on a bfloat16 number.
     """
 
     shard_ranks: Sequence[int] | None = None
@@ -101,7 +109,8 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each full parameter on ``device`` in ``dtype``. Every rank must iterate to the end.
 
-    Sharded parameters are gathered one message at a time, so no more are in memory at once if the caller keeps none.
+    Sharded parameters are gathered one message at a time, so no more are in memory at once if the
+    caller keeps none.
     """
 
     def converted(parameter: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Parameters that are plain tensors or DTensors: this rank's shard, the full tensor, and copies of nested state."""
+"""Parameters that are plain tensors or DTensors: this rank's shard, the full tensor, and copies
+of nested state.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # torch 2.11 has it by the other name only
-_all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_BUCKET = 16 * 2**20  # bytes of full tensors per message; one message per tensor is slow for small ones
+_all_gather_single = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+_BUCKET = (
+    16 * 2**20
+)  # bytes of full tensors per message; one message per tensor is slow for small ones
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, or the tensor itself if it is no DTensor; detached, in the same memory."""
+    """Return this rank's shard, or the tensor itself if it is no DTensor; detached, in the same
+    memory.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # several times faster than through autograd
@@ -34,9 +42,12 @@ def shard_count(tensor: Tensor) -> int:
 
 
 def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return this rank's ``part`` as a tensor with the layout of ``parameter`` over the ranks, in the same memory."""
+    """Return this rank's ``part`` as a tensor with the layout of ``parameter`` over the ranks,
+    in the same memory.
+    """
     if isinstance(parameter, DTensor):
-        # DTensor.from_local would move the part to the mesh's device, and offloaded or parked parts are the host's
+        # DTensor.from_local would move the part to the mesh's device, and offloaded or parked parts
+        # are the host's
         meta = TensorMeta(parameter.shape, parameter.stride(), part.dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
         return DTensor(part, spec, requires_grad=False)
@@ -44,17 +55,23 @@ def like_dtensor(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor, detached. For a DTensor this is an all-gather that every rank must call, and a copy."""
+    """Return the full tensor, detached. For a DTensor this is an all-gather that every rank must
+    call, and a copy.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     sharded: DTensor = tensor.detach()  # type: ignore[assignment]
-    if sharded.device_mesh.ndim > 1:  # one axis after the other: torch does the same by itself, with a warning
+    if (
+        sharded.device_mesh.ndim > 1
+    ):  # one axis after the other: torch does the same by itself, with a warning
         sharded = sharded.redistribute(placements=[Replicate(), *sharded.placements[1:]])
     return sharded.full_tensor()
 
 
 def full_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each full tensor, in order, gathering neighbours in one message. Every rank must iterate to the end."""
+    """Yield each full tensor, in order, gathering neighbours in one message. Every rank must
+    iterate to the end.
+    """
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
@@ -72,18 +89,28 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
     """Return whether one all-gather can bring both."""
     if not (isinstance(one, DTensor) and isinstance(other, DTensor)):
         return False
-    same = (one.device_mesh, one.placements, one.dtype) == (other.device_mesh, other.placements, other.dtype)
+    same = (one.device_mesh, one.placements, one.dtype) == (
+        other.device_mesh,
+        other.placements,
+        other.dtype,
+    )
     return same and _sharded_by_fsdp(one)
 
 
 def _sharded_by_fsdp(tensor: DTensor) -> bool:
     """Return whether only the last mesh axis shards the tensor, along its first dimension."""
     *others, last = tensor.placements
-    return type(last) is Shard and last.dim == 0 and all(placement.is_replicate() for placement in others)
+    return (
+        type(last) is Shard
+        and last.dim == 0
+        and all(placement.is_replicate() for placement in others)
+    )
 
 
 def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors of the same layout in one message. The last ranks may have smaller shards, padded here."""
+    """Gather tensors of the same layout in one message. The last ranks may have smaller shards,
+    padded here.
+    """
     first = named[0][1]
     if len(named) == 1 or not isinstance(first, DTensor):
         yield from ((name, full_tensor(tensor)) for name, tensor in named)
@@ -91,7 +118,9 @@ def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     group = first.device_mesh.get_group(first.device_mesh.ndim - 1)
     ranks = dist.get_world_size(group)
     rows = [-(-tensor.shape[0] // ranks) for _, tensor in named]
-    widths = [count * tensor.shape[1:].numel() for count, (_, tensor) in zip(rows, named, strict=True)]
+    widths = [
+        count * tensor.shape[1:].numel() for count, (_, tensor) in zip(rows, named, strict=True)
+    ]
     message = local(first).new_zeros(sum(widths))
     for room, (_, tensor) in zip(message.split(widths), named, strict=True):
         shard = local(tensor)
@@ -105,7 +134,8 @@ def _gather(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
 
 @torch.no_grad()
 def copy_state(target: Mapping[str, Any], source: Mapping[str, Any], where: str = "state") -> None:
-    """Copy the tensors of ``source`` into those of ``target``. ValueError where names or shapes differ.
+    """Copy the tensors of ``source`` into those of ``target``. ValueError where names or shapes
+    differ.
 
     A tensor that was loaded in place is the same memory and costs nothing.
     """
@@ -124,6 +154,9 @@ def _copy_tensor(target: Tensor, source: Tensor, where: str) -> None:
     to_shard = local(target)
     from_shard = local(source)
     if target.shape != source.shape or to_shard.shape != from_shard.shape:
-        raise ValueError(f"{where}: it has shape {list(source.shape)}; expected {list(target.shape)}, laid out alike")
+        raise ValueError(
+            f"{where}: it has shape {list(source.shape)}; expected {list(target.shape)}, laid out "
+            "alike"
+        )
     if to_shard.data_ptr() != from_shard.data_ptr():
         to_shard.copy_(from_shard)

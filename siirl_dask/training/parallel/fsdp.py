@@ -1,7 +1,7 @@
 """A model sharded over the ranks of a role: FSDP2 (arXiv:2304.11277, torch's ``fully_shard``).
 
-The model is built on the meta device and sharded, and each rank reads its shards from the folder: no rank ever holds
-the full model.
+The model is built on the meta device and sharded, and each rank reads its shards from the folder:
+no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from siirl_dask.training.trainer import PackedRows
 class FsdpBackend:
     """A ModelBackend with FSDP2, and optionally sequence or tensor parallelism.
 
-    Parameters, gradients and moments are float32. With ``model.dtype`` bfloat16 a layer is gathered and computed in
-    bfloat16, and gradients are summed in float32.
+    Parameters, gradients and moments are float32. With ``model.dtype`` bfloat16 a layer is gathered
+    and computed in bfloat16, and gradients are summed in float32.
     """
 
     holds_groups = True
@@ -94,7 +94,9 @@ class FsdpBackend:
         pin_frequencies(model, self._model.longest_row, f"model.path={self._model.path!r}")
         stored = stored_parameters(model, open_weights(self._model.path))
         inputs = ImageInputs.load(self._model.path, self._images, model)
-        network = make(model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None)
+        network = make(
+            model, device=self.device, autocast=False, inputs=inputs, always=inputs is not None
+        )
         if self._tensor_ranks.size > 1:
             split_layers(network.model, self._tensor, self._model.path)
         if self._trainer.compile:
@@ -102,7 +104,9 @@ class FsdpBackend:
         if self._trainer.gradient_checkpointing:
             recompute([*network.layers(), *network.tower_layers()])
         _check_buffers(network, self._model.path)
-        buffers = {name: buffer.clone() for name, buffer in network.named_buffers(remove_duplicate=False)}
+        buffers = {
+            name: buffer.clone() for name, buffer in network.named_buffers(remove_duplicate=False)
+        }
         self._shard(network)
         network.to_empty(device="cpu" if self._trainer.fsdp.offload else self.device)
         _restore_buffers(network, buffers, self.device)
@@ -115,7 +119,9 @@ class FsdpBackend:
         return network
 
     def micro_batches(self, rows: PackedRows, inputs: ImageInputs | None) -> list[MicroBatch]:
-        """Cut rows into micro-batches. All ranks take part in each pass, so ranks with fewer get idle ones as well."""
+        """Cut rows into micro-batches. All ranks take part in each pass, so ranks with fewer get
+        idle ones as well.
+        """
         budget = self._trainer.max_tokens_per_micro_batch
         sequence = self._sequence
         tensor = self._tensor_ranks
@@ -135,7 +141,9 @@ class FsdpBackend:
         return parts + [idle] * (max(1, int(passes)) - len(parts))
 
     def _check_whole_rows(self, network: Network) -> None:
-        """Raise ConfigError where ranks are to divide rows or layers of a model that is not made for it."""
+        """Raise ConfigError where ranks are to divide rows or layers of a model that is not made
+        for it.
+        """
         if network.layout is not RowLayout.packed:
             reason = f"its rows are computed by themselves ({network.layout})"
         elif network.mixers:
@@ -146,7 +154,8 @@ class FsdpBackend:
             size = getattr(self._trainer.fsdp, name)
             if size > 1:
                 raise ConfigError(
-                    f"trainer.fsdp.{name}={size}: {type(network.model).__name__} of {self._model.path!r} is not "
+                    f"trainer.fsdp.{name}={size}: {type(network.model).__name__} of "
+                    f"{self._model.path!r} is not "
                     f"divided, since {reason}; leave it out"
                 )
 
@@ -168,14 +177,18 @@ class FsdpBackend:
                 offload_policy=offload if self._trainer.fsdp.offload else OffloadPolicy(),
             )
         for module in network.modules():
-            if isinstance(module, FSDPModule):  # sum, not mean: the loss is divided by the tokens of all ranks
+            if isinstance(
+                module, FSDPModule
+            ):  # sum, not mean: the loss is divided by the tokens of all ranks
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "find_row_layout")
 
 
 def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Group neighbouring layers to gather together, at least ``size`` bytes each; the root gathers the rest."""
+    """Group neighbouring layers to gather together, at least ``size`` bytes each; the root
+    gathers the rest.
+    """
     units: list[list[nn.Module]] = []
     unit: list[nn.Module] = []
     for layer in layers:
@@ -187,8 +200,9 @@ def _units(layers: list[nn.Module], size: int) -> list[list[nn.Module]]:
 
 
 def _meta_model(path: str) -> PreTrainedModel:
-    """Build the model of the folder ``path``, its parameters on the meta device, without memory, and its buffers, which
-    are small, on the CPU: their values follow from the config, and no file has most of them.
+    """Build the model of the folder ``path``, its parameters on the meta device, without memory,
+    and its buffers, which are small, on the CPU: their values follow from the config, and no file
+    has most of them.
     """
     with refused_by_name(path, f"model.path={path!r}"), _EmptyOnMeta():
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -206,7 +220,11 @@ class _EmptyOnMeta(TorchFunctionMode):
     """Has torch.empty, with which modules allocate parameters, give tensors without memory."""
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
         if function is torch.empty:
@@ -224,7 +242,9 @@ def _check_buffers(model: nn.Module, path: str) -> None:
         )
 
 
-def _restore_buffers(network: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:
+def _restore_buffers(
+    network: nn.Module, buffers: Mapping[str, Tensor], device: torch.device
+) -> None:
     """Replace a network's buffers, which lost their values when its parameters got memory."""
     for name, module in network.named_modules():
         prefix = f"{name}." if name else ""

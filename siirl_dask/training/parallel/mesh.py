@@ -1,4 +1,6 @@
-"""Device meshes over the ranks of a role: FSDP, HSDP, and tensor parallelism; and sequence-parallel groups."""
+"""Device meshes over the ranks of a role: FSDP, HSDP, and tensor parallelism; and
+sequence-parallel groups.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from siirl_dask.training.layouts import check_divides
 
 
 def role_mesh(rank: Rank, shard_size: int | None, device: torch.device) -> DeviceMesh:
-    """Return the mesh [shard] of FSDP, or [replicate, shard] of HSDP if ``shard_size`` is less than the role's ranks.
+    """Return the mesh [shard] of FSDP, or [replicate, shard] of HSDP if ``shard_size`` is less than
+    the role's ranks.
 
-    ConfigError when ``shard_size`` does not divide them. New process groups live as long as the default group.
+    ConfigError when ``shard_size`` does not divide them. New process groups live as long as the
+    default group.
     """
     size = shard_size or rank.size
     check_divides("trainer.fsdp.shard_size", size, rank.size)
@@ -37,18 +41,20 @@ def one_axis(group: Any, device: torch.device, name: str = "shard") -> DeviceMes
 
 
 def _axis(name: str, group: Any) -> str:
-    """Return a name that makes meshes of different groups unequal, and those of a process whose rank has changed.
+    """Return a name that makes meshes of different groups unequal, and those of a process whose
+    rank has changed.
 
-    DTensor caches an operation's result, mesh included, for all equal meshes. Another role, or an earlier run on the
-    same ranks, has other groups, and must not get a cached mesh; nor must the next try of an elastic run, whose groups
-    have the same names and ranks, and in which this process may be another one of these.
+    DTensor caches an operation's result, mesh included, for all equal meshes. Another role, or an
+    earlier run on the same ranks, has other groups, and must not get a cached mesh; nor must the
+    next try of an elastic run, whose groups have the same names and ranks, and in which this
+    process may be another one of these.
     """
     return f"{name} of group {group.group_name}, rank {dist.get_rank()}"
 
 
 def tensor_mesh(rank: Rank, size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh [data, tensor], where ``size`` neighbours in the role split each layer. ConfigError when ``size``
-    does not divide the role's ranks.
+    """Return the mesh [data, tensor], where ``size`` neighbours in the role split each layer.
+    ConfigError when ``size`` does not divide the role's ranks.
     """
     check_divides("trainer.fsdp.tensor_parallel", size, rank.size)
     return _two_axes(rank, size, device, ("data", "tensor"))
@@ -59,13 +65,16 @@ def _two_axes(rank: Rank, size: int, device: torch.device, names: tuple[str, str
     places = torch.tensor(dist.get_process_group_ranks(rank.group)).reshape(-1, size)
     row, column = divmod(rank.rank, size)
     even_out(rank.group, device)
-    groups = [new_subgroup(ranks.tolist(), rank.group) for ranks in (places[:, column], places[row])]
+    groups = [
+        new_subgroup(ranks.tolist(), rank.group) for ranks in (places[:, column], places[row])
+    ]
     axes = tuple(_axis(name, group) for name, group in zip(names, groups, strict=True))
     return DeviceMesh.from_group(groups, device.type, mesh=places, mesh_dim_names=axes)
 
 
 def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
-    """Return this rank in its sequence-parallel group of ``size`` neighbours; all ranks of the role must call.
+    """Return this rank in its sequence-parallel group of ``size`` neighbours; all ranks of the role
+    must call.
 
     ConfigError when ``size`` does not divide the role's ranks.
     """
@@ -83,8 +92,8 @@ def sequence_ranks(rank: Rank, size: int, device: torch.device) -> Rank:
 def even_out(role: Any, device: torch.device) -> None:
     """Create groups of one until all ranks of the role are in equally many groups.
 
-    A group that only its own ranks create is named after that number. Ranks with different numbers would look for each
-    other under different names and wait for ever.
+    A group that only its own ranks create is named after that number. Ranks with different numbers
+    would look for each other under different names and wait for ever.
     """
     count = torch.tensor(len(c10d._world.pg_names), device=device)
     largest = count.clone()
@@ -94,9 +103,11 @@ def even_out(role: Any, device: torch.device) -> None:
 
 
 def group_of_one(kind: str) -> Any:
-    """Return a process group with this rank alone, which FSDP needs, for devices of a kind such as ``cuda``.
+    """Return a process group with this rank alone, which FSDP needs, for devices of a kind such as
+    ``cuda``.
 
-    In a run with one worker it is the default group, of which DCP's asynchronous saves want a CPU backend as well.
+    In a run with one worker it is the default group, of which DCP's asynchronous saves want a CPU
+    backend as well.
     """
     backend = BACKENDS[kind]
     if dist.is_initialized():

@@ -1,4 +1,6 @@
-"""Selects this rank's rows from scores that a tensor-parallel group computed together, and sums gradients back."""
+"""Selects this rank's rows from scores that a tensor-parallel group computed together, and sums
+gradients back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRows:
-    """Selects this rank's response tokens from the C of a micro-batch that the whole group computes."""
+    """Selects this rank's response tokens from the C of a micro-batch that the whole group
+    computes.
+    """
 
     mask: Tensor
     """[C] bool."""
@@ -23,9 +27,13 @@ class TensorParallelRows:
 
 
 def select_own_rows(scores: Sequence[Tensor], rows: TensorParallelRows) -> list[Tensor]:
-    """Select the scores of this rank's rows. [C] each -> [K] each. All ranks must run the backward pass."""
+    """Select the scores of this rank's rows. [C] each -> [K] each. All ranks must run the
+    backward pass.
+    """
     apply: Any = _SelectOwnRows.apply
-    selected: Tensor = apply(torch.stack(list(scores), dim=1), rows.mask.to(scores[0].device), rows.group)
+    selected: Tensor = apply(
+        torch.stack(list(scores), dim=1), rows.mask.to(scores[0].device), rows.group
+    )
     return [column.clone() for column in selected.unbind(1)]  # FSDP forbids views
 
 
@@ -41,5 +49,7 @@ class _SelectOwnRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         full = gradient.new_zeros(len(ctx.mask), gradient.shape[1])
         full[ctx.mask] = gradient
-        dist.all_reduce(full, group=ctx.group)  # each token is one rank's, so the sum puts the gradients together
+        dist.all_reduce(
+            full, group=ctx.group
+        )  # each token is one rank's, so the sum puts the gradients together
         return full, None, None

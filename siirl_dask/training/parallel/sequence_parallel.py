@@ -1,4 +1,6 @@
-"""Micro-batches of a sequence-parallel group: cut from the rows of all its ranks, each rank with 1/n of the tokens."""
+"""Micro-batches of a sequence-parallel group: cut from the rows of all its ranks, each rank with
+1/n of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from siirl_dask.training.parallel.ulysses import Route
 from siirl_dask.training.trainer import PackedRows
 
 
-def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
-    """Cut the rows of all ``ranks`` into micro-batches, the same number on each rank. All of them must call.
+def shared_batches(
+    rows: PackedRows, ranks: Rank, budget: int, device: torch.device
+) -> list[MicroBatch]:
+    """Cut the rows of all ``ranks`` into micro-batches, the same number on each rank. All of them
+    must call.
 
-    ``budget`` is the tokens of one rank, so a micro-batch of n ranks has n times as many. For the fields of a
-    sequence-parallel MicroBatch see there.
+    ``budget`` is the tokens of one rank, so a micro-batch of n ranks has n times as many. For the
+    fields of a sequence-parallel MicroBatch see there.
     """
     union, owners = gather_rows(rows, ranks, device)
     batches = []
@@ -33,11 +38,14 @@ def shared_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.dev
     return batches
 
 
-def own_rows(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple[MicroBatch, Tensor]:
-    """Return ``whole`` with the ``offsets`` and ``tokens`` of this rank's own rows, and the owner of each token, [C].
+def own_rows(
+    whole: MicroBatch, owners: Tensor, ranks: Rank, done: int
+) -> tuple[MicroBatch, Tensor]:
+    """Return ``whole`` with the ``offsets`` and ``tokens`` of this rank's own rows, and the owner
+    of each token, [C].
 
-    ``owners`` gives the rank that each row belongs to, beginning with the rows of ``whole``. ``done`` is the number of
-    this rank's response tokens in earlier micro-batches.
+    ``owners`` gives the rank that each row belongs to, beginning with the rows of ``whole``.
+    ``done`` is the number of this rank's response tokens in earlier micro-batches.
     """
     lengths = whole.offsets.diff()
     owner = owners[: len(lengths)]
@@ -47,12 +55,15 @@ def own_rows(whole: MicroBatch, owners: Tensor, ranks: Rank, done: int) -> tuple
 
 
 def idle_tokens(rows: PackedRows, ranks: Rank) -> MicroBatch:
-    """Return a micro-batch of one token per rank that predicts nothing, to run after the micro-batches of ``rows``."""
+    """Return a micro-batch of one token per rank that predicts nothing, to run after the
+    micro-batches of ``rows``.
+    """
     return shard_tokens(idle_batch(rows), torch.zeros(0, dtype=torch.int64), ranks)
 
 
 def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
-    """Return this rank's 1/n of a micro-batch's tokens. ``owners`` [C] is the rank that each response token belongs to.
+    """Return this rank's 1/n of a micro-batch's tokens. ``owners`` [C] is the rank that each
+    response token belongs to.
 
     Tokens added to make n divide their number are rows of their own.
     """
@@ -81,7 +92,9 @@ def shard_tokens(batch: MicroBatch, owners: Tensor, ranks: Rank) -> MicroBatch:
 
 
 def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[PackedRows, Tensor]:
-    """Gather the rows of all ranks, rank after rank. Returns them and the rank that each belongs to, [R] int64."""
+    """Gather the rows of all ranks, rank after rank. Returns them and the rank that each belongs
+    to, [R] int64.
+    """
     own = torch.cat([rows.offsets.diff(), rows.prompt_lengths, rows.tokens])
     sizes = all_gather(ranks.group, torch.tensor([len(rows), len(rows.tokens)], device=device))
     numbers = [2 * count + tokens for count, tokens in sizes.tolist()]
@@ -92,4 +105,6 @@ def gather_rows(rows: PackedRows, ranks: Rank, device: torch.device) -> tuple[Pa
     ]
     lengths, prompts, tokens = (torch.cat(parts) for parts in zip(*gathered_rows, strict=True))
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return PackedRows(tokens, offsets, prompts), torch.arange(ranks.size).repeat_interleave(sizes[:, 0])
+    return PackedRows(tokens, offsets, prompts), torch.arange(ranks.size).repeat_interleave(
+        sizes[:, 0]
+    )

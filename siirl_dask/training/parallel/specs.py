@@ -1,4 +1,5 @@
-"""The specs of the backends torch, whose workers have the whole model each, and fsdp, whose workers share it.
+"""The specs of the backends torch, whose workers have the whole model each, and fsdp, whose workers
+share it.
 
 Imports transformers only to build a role.
 """
@@ -15,7 +16,13 @@ from siirl_dask.devices.operators import OPERATORS
 from siirl_dask.models.shapes import ModelSize
 from siirl_dask.training.layouts import check_heads, check_workers
 from siirl_dask.training.memory import FLOAT32, held_in_float32, replica_moments, shard_moments
-from siirl_dask.training.specs import TRAINER_KEYS, Division, RoleRequest, TrainerMemory, TrainerSpec
+from siirl_dask.training.specs import (
+    TRAINER_KEYS,
+    Division,
+    RoleRequest,
+    TrainerMemory,
+    TrainerSpec,
+)
 from siirl_dask.training.trainer import Critic, Trainer
 
 if TYPE_CHECKING:
@@ -32,7 +39,11 @@ def _replicated(request: RoleRequest) -> ModelBackend:
 
     device = request.device
     return ReplicatedBackend(
-        request.model, request.trainer, device=device.torch_name, images=request.images, progress=device.progress
+        request.model,
+        request.trainer,
+        device=device.torch_name,
+        images=request.images,
+        progress=device.progress,
     )
 
 
@@ -113,7 +124,9 @@ def _parks(request: RoleRequest) -> bool:
 
 
 def _step_cores(request: RoleRequest) -> int:
-    """Return the cores for an optimizer in the host's memory, whose device waits for it; 0: torch's own threads."""
+    """Return the cores for an optimizer in the host's memory, whose device waits for it; 0:
+    torch's own threads.
+    """
     device = request.device
     return device.cores if request.trainer.fsdp.offload and device.kind is not DeviceKind.CPU else 0
 
@@ -140,13 +153,15 @@ def _divided_by_fsdp(trainer: TrainerConfig, workers: int) -> Division:
 
 
 def _parameters(size: ModelSize, trainer: TrainerConfig) -> int:
-    """Count the parameters of a replica: each tensor-parallel rank has the embeddings of both ends in full."""
+    """Count the parameters of a replica: each tensor-parallel rank has the embeddings of both
+    ends in full.
+    """
     return size.total + 2 * (trainer.fsdp.tensor_parallel - 1) * size.largest
 
 
 def _gathered(size: ModelSize, trainer: TrainerConfig, learns: bool) -> int:
-    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group of layers, and if
-    the model learns as much for their gradients.
+    """Return the bytes that fsdp holds gathered at once: the embeddings of both ends and one group
+    of layers, and if the model learns as much for their gradients.
     """
     # layers join a group until it has gather_size, so the last one may exceed it
     unit = parse_bytes("trainer.fsdp.gather_size", trainer.fsdp.gather_size) + FLOAT32 * size.layer
@@ -186,6 +201,8 @@ FSDP = TrainerSpec(
     pads_families=True,
     gathers=True,
     operators=OPERATORS,
-    memory=TrainerMemory(parameters=_parameters, held=held_in_float32, moments=shard_moments, gathered=_gathered),
+    memory=TrainerMemory(
+        parameters=_parameters, held=held_in_float32, moments=shard_moments, gathered=_gathered
+    ),
 )
 """Shards of the model over the workers of the role (FSDP2)."""

@@ -1,8 +1,10 @@
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053) of the decoder's layers, by transformers' plan for the model.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053) of the decoder's layers, by transformers' plan
+for the model.
 
-t ranks run the same micro-batches, each with 1/t of the heads and of the feed-forward width. Embeddings, norms and head
-are replicated, and every rank computes them. A rank keeps the scores of its own rows; the backward pass puts the
-gradients of all ranks' scores together first, so all ranks run the same backward pass.
+t ranks run the same micro-batches, each with 1/t of the heads and of the feed-forward width.
+Embeddings, norms and head are replicated, and every rank computes them. A rank keeps the scores of
+its own rows; the backward pass puts the gradients of all ranks' scores together first, so all ranks
+run the same backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from siirl_dask.training.trainer import PackedRows
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
-    """Split the decoder's layers over ``mesh`` [t]. ConfigError when transformers has no plan for them."""
+    """Split the decoder's layers over ``mesh`` [t]. ConfigError when transformers has no plan
+    for them.
+    """
     decoder = model.get_decoder()
     plan = getattr(decoder.config, "base_model_tp_plan", None) or {}
     layers = {name: style for name, style in plan.items() if name.startswith("layers.")}
@@ -40,8 +44,11 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh, path: str) -> None:
     apply_tensor_parallelism(decoder, mesh)
 
 
-def common_batches(rows: PackedRows, ranks: Rank, budget: int, device: torch.device) -> list[MicroBatch]:
-    """Cut the rows of all ``ranks`` into micro-batches, the same on each rank. All of them must call.
+def common_batches(
+    rows: PackedRows, ranks: Rank, budget: int, device: torch.device
+) -> list[MicroBatch]:
+    """Cut the rows of all ``ranks`` into micro-batches, the same on each rank. All of them must
+    call.
 
     For the fields of a tensor-parallel MicroBatch see there.
     """

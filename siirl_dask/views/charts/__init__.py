@@ -1,1 +1,3 @@
-"""Curves of a run's metrics and how they are drawn: series, scales, colours, figures, layers of a graph."""
+"""Curves of a run's metrics and how they are drawn: series, scales, colours, figures, layers of
+a graph.
+"""

@@ -35,14 +35,20 @@ WAIT = Colour("#e6eaee", "#20272e", "#9aa3ad")
 
 
 def class_of(number: int) -> str:
-    """Return the CSS class of the colour of curve ``number``; dashed from the ninth on, whose colours come again."""
+    """Return the CSS class of the colour of curve ``number``; dashed from the ninth on, whose
+    colours come again.
+    """
     dashed = " dash" if number >= len(COLOURS) else ""
     return f"r{number % len(COLOURS)}{dashed}"
 
 
 def rules(tones: Sequence[str]) -> str:
-    """Return the CSS rules of the classes, of which ``c0`` and ``r0`` have the first of the ``tones``."""
-    return " ".join(f".c{number}, .r{number} {{ color: {tone} }}" for number, tone in enumerate(tones))
+    """Return the CSS rules of the classes, of which ``c0`` and ``r0`` have the first of the
+    ``tones``.
+    """
+    return " ".join(
+        f".c{number}, .r{number} {{ color: {tone} }}" for number, tone in enumerate(tones)
+    )
 
 
 def tint(colour: str, share: float) -> str:

@@ -33,7 +33,8 @@ class Panel:
 
 REWARD = Panel("reward", (Line("reward/mean", "mean", spread="reward/std"),))
 VALIDATION = Panel(
-    "validation", (Line("reward/mean", "validation", Phase.VALIDATION), Line("reward/mean", "test", Phase.TEST))
+    "validation",
+    (Line("reward/mean", "validation", Phase.VALIDATION), Line("reward/mean", "test", Phase.TEST)),
 )
 ENTROPY = Panel("entropy, nats a token", (Line("policy/entropy", "policy"),))
 PANELS = (
@@ -49,14 +50,20 @@ PANELS = (
             Line("policy/reference_kl", "to reference, in the loss"),
         ),
     ),
-    Panel("clip fraction", (Line("policy/clip_fraction", "policy"), Line("critic/clip_fraction", "critic"))),
-    Panel("response length, tokens", (Line("response/length", "mean", spread="response/length_std"),)),
+    Panel(
+        "clip fraction",
+        (Line("policy/clip_fraction", "policy"), Line("critic/clip_fraction", "critic")),
+    ),
+    Panel(
+        "response length, tokens", (Line("response/length", "mean", spread="response/length_std"),)
+    ),
 )
 """The metrics that a run is judged by. A panel shows those of its lines that were logged."""
 
 
 def curve(records: Sequence[Record], line: Line, most: int | None = None) -> Curve:
-    """Return the line's values where it has one that is finite, in at most ``most`` points; None: in one a step.
+    """Return the line's values where it has one that is finite, in at most ``most`` points; None:
+    in one a step.
 
     A curve without points where there is no value.
     """
@@ -69,7 +76,9 @@ def curve(records: Sequence[Record], line: Line, most: int | None = None) -> Cur
 def curves(records: Sequence[Record], panel: Panel, most: int | None = None) -> list[Curve]:
     """Return the panel's curves that have a point, numbered."""
     drawn = (curve(records, line, most) for line in _lines(records, panel))
-    return [replace(one, number=number) for number, one in enumerate(one for one in drawn if one.points)]
+    return [
+        replace(one, number=number) for number, one in enumerate(one for one in drawn if one.points)
+    ]
 
 
 def _lines(records: Sequence[Record], panel: Panel) -> list[Line]:
@@ -89,5 +98,7 @@ def other_metrics(records: Sequence[Record]) -> list[str]:
     drawn = [line for panel in PANELS for line in _lines(records, panel)]
     shown = {line.metric for line in drawn if line.phase is Phase.TRAIN}
     spreads = {line.spread for line in drawn}
-    names = {name for record in records if record["phase"] == Phase.TRAIN for name in record["metrics"]}
+    names = {
+        name for record in records if record["phase"] == Phase.TRAIN for name in record["metrics"]
+    }
     return sorted(names - shown - spreads)

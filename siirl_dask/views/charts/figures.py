@@ -13,7 +13,9 @@ _POWERS = {12: "T", 9: "G", 6: "M", 3: "k"}
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with three or four digits that count, or with ``digits`` where these are more; ``-`` for none."""
+    """Return a number with three or four digits that count, or with ``digits`` where these are
+    more; ``-`` for none.
+    """
     if value is None:
         return "-"
     size = abs(value)

@@ -36,7 +36,9 @@ def headlines_of(records: Sequence[Record]) -> dict[tuple[Phase, str], str]:
     found = {}
     for (phase, name), title in HEADLINES.items():
         found[phase, name] = title
-        found |= {(phase, f"{agent}/{name}"): f"{agent}: {title}" for agent in agents_with(records, name)}
+        found |= {
+            (phase, f"{agent}/{name}"): f"{agent}: {title}" for agent in agents_with(records, name)
+        }
     return found
 
 

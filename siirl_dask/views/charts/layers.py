@@ -1,4 +1,6 @@
-"""Lays a graph out in layers, parents above their children, and draws its edges past the nodes between."""
+"""Lays a graph out in layers, parents above their children, and draws its edges past the nodes
+between.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,14 @@ class LayeredLayout:
         """Return the number of the layer in which a place is."""
         return next(depth for depth, layer in enumerate(self.layers) if place in layer)
 
-    def route(self, path: Sequence[Place], middles: Mapping[Place, float], tops: Sequence[int], high: int) -> str:
-        """Return the points of an edge's polyline: from the bottom of its source to the top of its target.
+    def route(
+        self, path: Sequence[Place], middles: Mapping[Place, float], tops: Sequence[int], high: int
+    ) -> str:
+        """Return the points of an edge's polyline: from the bottom of its source to the top of its
+        target.
 
-        It goes straight past each layer between. ``tops`` are where the layers begin, ``high`` is a node's height.
+        It goes straight past each layer between. ``tops`` are where the layers begin, ``high`` is a
+        node's height.
         """
         first = self.depth_of(path[0])
         points = [(middles[path[0]], tops[first] + high)]
@@ -99,7 +105,9 @@ def lay_out(nodes: Sequence[str], edges: Iterable[tuple[str, ...]]) -> LayeredLa
 
 
 def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> None:
-    """Sort each layer by the mean position of its neighbours, down and up by turns, so that fewer edges cross."""
+    """Sort each layer by the mean position of its neighbours, down and up by turns, so that
+    fewer edges cross.
+    """
     above: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
     below: dict[Place, list[Place]] = {place: [] for layer in layers for place in layer}
     for path in paths:
@@ -110,10 +118,14 @@ def _untangle(layers: list[list[Place]], paths: Iterable[Sequence[Place]]) -> No
         downwards = sweep % 2 == 0
         order = range(1, len(layers)) if downwards else range(len(layers) - 2, -1, -1)
         for index in order:
-            fixed = {place: at for at, place in enumerate(layers[index - 1 if downwards else index + 1])}
+            fixed = {
+                place: at for at, place in enumerate(layers[index - 1 if downwards else index + 1])
+            }
             neighbours = above if downwards else below
             here = {place: at for at, place in enumerate(layers[index])}
-            layers[index].sort(key=lambda place: _mean([fixed[n] for n in neighbours[place]], here[place]))
+            layers[index].sort(
+                key=lambda place: _mean([fixed[n] for n in neighbours[place]], here[place])
+            )
 
 
 def _mean(values: Sequence[int], otherwise: int) -> float:

@@ -1,4 +1,6 @@
-"""Draws a line chart as SVG, without a script: colours are classes, and what a point says is its tooltip."""
+"""Draws a line chart as SVG, without a script: colours are classes, and what a point says is its
+tooltip.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ _LEAST = 1e-300  # difference that is drawn
 def rules(dim: str, line: str) -> str:
     """Return the CSS rules of charts, with the colours of their texts and of their grid."""
     return (
-        f"svg text {{ font: 10.5px system-ui, sans-serif; fill: {dim} }} svg .g {{ stroke: {line}; stroke-width: 1 }}\n"
+        f"svg text {{ font: 10.5px system-ui, sans-serif; fill: {dim} }} svg .g {{ stroke: {line}; "
+        f"stroke-width: 1 }}\n"
         f"svg .tip {{ fill: transparent }} svg .tip:hover {{ fill: {line}; fill-opacity: .45 }}\n"
-        "svg polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round }\n"
-        "svg polygon.band { fill: currentColor; fill-opacity: .18 } svg circle { fill: currentColor }\n"
+        "svg polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: "
+        "round }\n"
+        "svg polygon.band { fill: currentColor; fill-opacity: .18 } svg circle { fill: "
+        "currentColor }\n"
         "svg .dash { stroke-dasharray: 5 3 }"
     )
 
@@ -51,11 +56,16 @@ class _Scale:
 
     def y(self, value: float) -> float:
         inner = HEIGHT - _TOP - _BOTTOM
-        return _TOP + inner - (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * inner  # halves are finite
+        return (
+            _TOP + inner - (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * inner
+        )  # halves are finite
 
 
-def line_chart(curves: Sequence[Curve], *, tooltips: bool = True, steps: tuple[int, int] | None = None) -> str:
-    """Return the elements of a chart of ``WIDTH`` x ``HEIGHT`` with all curves, of which each has a point.
+def line_chart(
+    curves: Sequence[Curve], *, tooltips: bool = True, steps: tuple[int, int] | None = None
+) -> str:
+    """Return the elements of a chart of ``WIDTH`` x ``HEIGHT`` with all curves, of which each has a
+    point.
 
     ``steps`` are the first and the last step of the axis; None: those of the curves.
     """
@@ -86,7 +96,8 @@ def _scale(points: Sequence[Point], first: int, last: int) -> _Scale:
 
 
 def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
-    """Return at most ``most`` round numbers, 4 or more, from ``low`` to ``high``, evenly and at least ``least`` apart.
+    """Return at most ``most`` round numbers, 4 or more, from ``low`` to ``high``, evenly and at
+    least ``least`` apart.
 
     ``low`` is below ``high``; where their difference is too small or too large for that, both.
     """
@@ -94,7 +105,9 @@ def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]
     if not math.isfinite(rough) or rough <= 0:
         return [low, high]
     power = 10.0 ** math.floor(math.log10(rough))
-    apart = next((factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), 10 * power)
+    apart = next(
+        (factor * power for factor in (1, 2, 5, 10) if factor * power >= rough), 10 * power
+    )
     if apart == 0 or low + apart == low:
         return [low, high]
     first = math.ceil(low / apart)
@@ -109,19 +122,27 @@ def _grid(scale: _Scale) -> Iterator[str]:
         yield f'<line class="g" x1="{LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
     for step in ticks(scale.first, scale.last, 7, least=1.0):
-        yield f'<text x="{scale.x(step):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{int(step):,}</text>'
+        yield (
+            f'<text x="{scale.x(step):.1f}" y="{HEIGHT - 6}" '
+            f'text-anchor="middle">{int(step):,}</text>'
+        )
 
 
 def _line(curve: Curve, scale: _Scale) -> Iterator[str]:
     colour = class_of(curve.number)
     if curve.has_band:
         above = [f"{scale.x(point.step):.1f},{scale.y(point.high):.1f}" for point in curve.points]
-        below = [f"{scale.x(point.step):.1f},{scale.y(point.low):.1f}" for point in reversed(curve.points)]
+        below = [
+            f"{scale.x(point.step):.1f},{scale.y(point.low):.1f}"
+            for point in reversed(curve.points)
+        ]
         yield f'<polygon class="band {colour}" points="{" ".join([*above, *below])}"/>'
     places = [(scale.x(point.step), scale.y(point.mean)) for point in curve.points]
     yield f'<polyline class="{colour}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
     if len(places) <= _DOTS:
-        yield from (f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
+        yield from (
+            f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places
+        )
 
 
 def _tooltips(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
@@ -132,14 +153,19 @@ def _tooltips(curves: Sequence[Curve], scale: _Scale) -> Iterator[str]:
     places = [scale.x(column.step) for column in columns]
     edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - _RIGHT]
     for at, column in enumerate(columns):
-        told = f"step {column.first:,}" + (f" to {column.last:,}" if column.last > column.first else "")
+        told = f"step {column.first:,}" + (
+            f" to {column.last:,}" if column.last > column.first else ""
+        )
         for curve in curves:
             here = _within(curve.points, column)
             told += f"\n{number(here.mean)}  {curve.label}"
             if here.low < here.high:
                 told += f", {number(here.low)} to {number(here.high)}"
         box = f'x="{edges[at]:.1f}" y="{_TOP}" width="{edges[at + 1] - edges[at]:.1f}"'
-        yield f'<rect class="tip" {box} height="{HEIGHT - _TOP - _BOTTOM}"><title>{safe(told)}</title></rect>'
+        yield (
+            f'<rect class="tip" {box} '
+            f'height="{HEIGHT - _TOP - _BOTTOM}"><title>{safe(told)}</title></rect>'
+        )
 
 
 def _within(points: Sequence[Point], column: Point) -> Point:
@@ -148,4 +174,6 @@ def _within(points: Sequence[Point], column: Point) -> Point:
     last = bisect_right([point.first for point in points], column.last)
     if first < last:
         return merged(points[first:last])
-    return min(points[max(0, first - 1) : first + 1], key=lambda point: abs(point.step - column.step))
+    return min(
+        points[max(0, first - 1) : first + 1], key=lambda point: abs(point.step - column.step)
+    )

@@ -1,4 +1,6 @@
-"""Draws ``plot.svg`` from ``<run.url>/metrics.jsonl``: mean reward and its spread, validation reward, entropy."""
+"""Draws ``plot.svg`` from ``<run.url>/metrics.jsonl``: mean reward and its spread, validation
+reward, entropy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _DIM = "#656d76"
 _GRID = "#d9dee3"
 _STYLE = (
     f"{rules(_DIM, _GRID)}\n{colour_rules([colour.light for colour in COLOURS])}\n"
-    f"svg .title {{ font: bold 15px system-ui, sans-serif; fill: {_INK} }} svg .panel {{ font-size: 12px }}\n"
+    f"svg .title {{ font: bold 15px system-ui, sans-serif; fill: {_INK} }} svg .panel {{ "
+    f"font-size: 12px }}\n"
     "svg .key { fill: currentColor; font-weight: bold }"
 )
 
@@ -33,8 +36,8 @@ _STYLE = (
 def plot_run(url: str, svg_url: str, title: str | None = None) -> None:
     """Draw the run at ``url`` into an SVG at ``svg_url``, any fsspec URL.
 
-    The default title is the name of the run's folder. A panel whose metric was not logged says so. DataError without
-    metrics.
+    The default title is the name of the run's folder. A panel whose metric was not logged says so.
+    DataError without metrics.
     """
     records = read_metrics(url)
     fs, path = open_fs(svg_url)
@@ -49,9 +52,12 @@ def draw(records: Sequence[Record], title: str) -> str:
     panels = []
     for at, panel in enumerate(_PANELS):
         left = _APART // 2 + at * (WIDTH + _APART)
-        panels.append(f'<g transform="translate({left},{_HEAD})">{_panel(records, panel, steps)}</g>')
+        panels.append(
+            f'<g transform="translate({left},{_HEAD})">{_panel(records, panel, steps)}</g>'
+        )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}">'
         f'<style>{_STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>'
         f'<text class="title" x="{width / 2:.0f}" y="22" text-anchor="middle">{safe(title)}</text>'
         f"{''.join(panels)}</svg>\n"
@@ -62,7 +68,10 @@ def _panel(records: Sequence[Record], panel: Panel, steps: Sequence[int]) -> str
     head = f'<text class="panel" x="{LEFT}" y="-22">{safe(panel.title)}</text>'
     drawn = [_share(curve) for curve in curves(records, panel, MOST_POINTS)]
     if not drawn:
-        return f'{head}<text x="{WIDTH / 2:.0f}" y="{HEIGHT / 2:.0f}" text-anchor="middle">not logged</text>'
+        return (
+            f'{head}<text x="{WIDTH / 2:.0f}" y="{HEIGHT / 2:.0f}" text-anchor="middle">not '
+            "logged</text>"
+        )
     keys = "&#160;&#160; ".join(map(_key, drawn))
     if any(line.spread for line in panel.lines) and any(curve.has_band for curve in drawn):
         keys += "&#160;&#160; &#177; 1 standard deviation"
@@ -79,8 +88,12 @@ def _key(curve: Curve) -> str:
 
 
 def _share(curve: Curve) -> Curve:
-    """Return the curve, with a band that ends at 0 and 1 where all its values are most likely shares."""
+    """Return the curve, with a band that ends at 0 and 1 where all its values are most likely
+    shares.
+    """
     if not all(0 <= value <= 1 for value in curve.values):
         return curve
-    points = [replace(point, low=max(point.low, 0.0), high=min(point.high, 1.0)) for point in curve.points]
+    points = [
+        replace(point, low=max(point.low, 0.0), high=min(point.high, 1.0)) for point in curve.points
+    ]
     return replace(curve, points=points)

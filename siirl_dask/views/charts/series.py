@@ -1,4 +1,6 @@
-"""Series of a metric over steps, thinned to a few hundred points, without hiding what lies between them."""
+"""Series of a metric over steps, thinned to a few hundred points, without hiding what lies
+between them.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,13 @@ class Curve:
         return any(point.low < point.high for point in self.points)
 
 
-def thin(series: Sequence[tuple[int, float]], most: int, spread: Mapping[int, float] = _NO_SPREAD) -> list[Point]:
+def thin(
+    series: Sequence[tuple[int, float]], most: int, spread: Mapping[int, float] = _NO_SPREAD
+) -> list[Point]:
     """Return at most ``most`` points for pairs of step and value, ascending by step.
 
-    Each point stands for as many pairs as any other, one more at most, and says their mean and their extremes: no value
-    lies outside, nor one that is off by the step's ``spread``.
+    Each point stands for as many pairs as any other, one more at most, and says their mean and
+    their extremes: no value lies outside, nor one that is off by the step's ``spread``.
     """
     count = min(most, len(series))
     bounds = [len(series) * number // count for number in range(count + 1)] if count else [0]
@@ -93,7 +97,9 @@ def merged(points: Sequence[Point]) -> Point:
 
 
 def series_of(records: Sequence[Record], phase: Phase, name: str) -> list[tuple[int, float]]:
-    """Return step and value of a metric where one was logged that is finite. ``SECONDS`` are those of the iteration."""
+    """Return step and value of a metric where one was logged that is finite. ``SECONDS`` are
+    those of the iteration.
+    """
     return list(_logged(records, phase, name))
 
 

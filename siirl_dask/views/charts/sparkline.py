@@ -10,7 +10,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(series: Sequence[tuple[int, float]], width: int) -> str:
-    """Return at most ``width`` blocks for pairs of step and value: the lowest mean is the lowest block.
+    """Return at most ``width`` blocks for pairs of step and value: the lowest mean is the lowest
+    block.
 
     A curve that never changes is in the middle.
     """

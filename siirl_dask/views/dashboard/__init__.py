@@ -1,10 +1,13 @@
-"""The page ``/siirl`` on Dask's dashboard: a run's curves, timeline, samples and workers while it goes on.
+"""The page ``/siirl`` on Dask's dashboard: a run's curves, timeline, samples and workers while it
+goes on.
 
-A run puts the page on the scheduler that it uses. To have it there before the first run, or after it:
+A run puts the page on the scheduler that it uses. To have it there before the first run, or after
+it:
 
     dask scheduler --preload siirl_dask.views.dashboard
 
-The scheduler imports neither torch nor transformers for it, and Bokeh's part of it when somebody opens the page.
+The scheduler imports neither torch nor transformers for it, and Bokeh's part of it when somebody
+opens the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Gives a source of the page its columns: those that have changed alone, since each value costs the scheduler time."""
+"""Gives a source of the page its columns: those that have changed alone, since each value costs
+the scheduler time.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ def numbers(values: Iterable[float]) -> NDArray[np.float64]:
 def show_columns(source: ColumnDataSource, data: Columns) -> None:
     """Give ``source`` these columns, and viewers those of them that are new."""
     held = source.data
-    same_rows = held.keys() == data.keys() and all(len(held[name]) == len(column) for name, column in data.items())
+    same_rows = held.keys() == data.keys() and all(
+        len(held[name]) == len(column) for name, column in data.items()
+    )
     if not same_rows:
         source.data = dict(data)
-    elif changed := {name: column for name, column in data.items() if not _same(held[name], column)}:
+    elif changed := {
+        name: column for name, column in data.items() if not _same(held[name], column)
+    }:
         held.update(changed)
 
 

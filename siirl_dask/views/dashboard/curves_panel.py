@@ -1,4 +1,6 @@
-"""The panel of metric curves: this run's, and over them those of sibling runs that the viewer chooses."""
+"""The panel of metric curves: this run's, and over them those of sibling runs that the viewer
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,17 @@ class CurvesPanel:
         for choice in self._choices:
             choice.on_change("value", lambda attribute, old, new: self._draw_free())
         fixed = [one.root for one in self._drawn]
-        rows = [row(fixed[at : at + _ACROSS], sizing_mode="stretch_width") for at in range(0, len(fixed), _ACROSS)]
+        rows = [
+            row(fixed[at : at + _ACROSS], sizing_mode="stretch_width")
+            for at in range(0, len(fixed), _ACROSS)
+        ]
         free = [
             column(choice, one.root, sizing_mode="stretch_width")
             for choice, one in zip(self._choices, self._free, strict=True)
         ]
-        self.root = column(*rows, row(free, sizing_mode="stretch_width"), sizing_mode="stretch_width")
+        self.root = column(
+            *rows, row(free, sizing_mode="stretch_width"), sizing_mode="stretch_width"
+        )
 
     @property
     def figures(self) -> list[figure]:
@@ -86,14 +93,25 @@ class _Drawn:
         self._points = ColumnDataSource(_no_points(), name=f"curve {title}")
         bands = Patches(xs="xs", ys="ys", fill_color="colour", fill_alpha=0.16, line_color=None)
         lines = MultiLine(xs="xs", ys="ys", line_color="colour", line_dash="dash", line_width=1.8)
-        dots = Scatter(x="x", y="y", size="size", fill_color="colour", line_color=None, fill_alpha=0.9)
-        self.figure.add_glyph(self._bands, bands)  # not figure.patches(), which makes three glyphs more of each
+        dots = Scatter(
+            x="x", y="y", size="size", fill_color="colour", line_color=None, fill_alpha=0.9
+        )
+        self.figure.add_glyph(
+            self._bands, bands
+        )  # not figure.patches(), which makes three glyphs more of each
         self.figure.add_glyph(self._lines, lines)
         points = self.figure.add_glyph(self._points, dots)
         hover_over(self.figure, points)
-        self._head = Div(text=html.escape(title), stylesheets=[TEXTS], sizing_mode="stretch_width", margin=(4, 5, 0, 8))
+        self._head = Div(
+            text=html.escape(title),
+            stylesheets=[TEXTS],
+            sizing_mode="stretch_width",
+            margin=(4, 5, 0, 8),
+        )
         self._title = title
-        self.root = column(*([self._head] if title else []), self.figure, sizing_mode="stretch_width")
+        self.root = column(
+            *([self._head] if title else []), self.figure, sizing_mode="stretch_width"
+        )
 
     def show(self, runs: Mapping[str, Sequence[Curve]]) -> None:
         lines = _no_lines()

@@ -1,4 +1,6 @@
-"""Follows where workers are by their pulses, for a timeline of the step under way. Bounded in time and in number."""
+"""Follows where workers are by their pulses, for a timeline of the step under way. Bounded in
+time and in number.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,13 @@ class Live:
     stays: dict[str, deque[Stay]] = field(default_factory=dict)
 
     def note(self, now: float, readings: Mapping[str, tuple[int, str, bool]]) -> None:
-        """Record at ``now`` beats, place and whether it waits of each worker; others are forgotten."""
-        self.stays = {worker: self.stays.get(worker) or deque(maxlen=_MOST) for worker in list(readings)[:_WORKERS]}
+        """Record at ``now`` beats, place and whether it waits of each worker; others are
+        forgotten.
+        """
+        self.stays = {
+            worker: self.stays.get(worker) or deque(maxlen=_MOST)
+            for worker in list(readings)[:_WORKERS]
+        }
         for worker, own in self.stays.items():
             beats, where, waits = readings[worker]
             node = node_of(where)
@@ -51,13 +58,19 @@ class Live:
                 own.popleft()
 
     def rate(self, worker: str, seconds: float = 10.0) -> float:
-        """Return the things that a worker got done a second in about the last ``seconds``; 0 where nothing is known."""
+        """Return the things that a worker got done a second in about the last ``seconds``; 0
+        where nothing is known.
+        """
         own = self.stays.get(worker)
         if not own:
             return 0.0
         last = own[-1]
         before = next((stay for stay in reversed(own) if stay.end <= last.end - seconds), own[0])
-        return max(0.0, (last.beats - before.beats) / (last.end - before.end)) if last.end > before.end else 0.0
+        return (
+            max(0.0, (last.beats - before.beats) / (last.end - before.end))
+            if last.end > before.end
+            else 0.0
+        )
 
 
 def node_of(place: str) -> str:

@@ -1,4 +1,6 @@
-"""Finds the runs in the folder of a run, and reads their metrics for those who compare: a bounded part of each."""
+"""Finds the runs in the folder of a run, and reads their metrics for those who compare: a
+bounded part of each.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,36 @@ _MOST_BYTES = 2**24
 
 
 def runs_beside(url: str) -> list[str]:
-    """Return the names of the folders beside the run at ``url`` that have metrics, in alphabetical order.
+    """Return the names of the folders beside the run at ``url`` that have metrics, in alphabetical
+    order.
 
-    DataError for a folder that cannot be listed. Of more than 200 folders the first ones in the alphabet count.
+    DataError for a folder that cannot be listed. Of more than 200 folders the first ones in the
+    alphabet count.
     """
     try:
         fs, own = open_fs(url)
         above = parent(own)
         folders = sorted(
-            str(entry["name"]).rstrip("/") for entry in fs.ls(above, detail=True) if entry.get("type") == "directory"
+            str(entry["name"]).rstrip("/")
+            for entry in fs.ls(above, detail=True)
+            if entry.get("type") == "directory"
         )
         own = own.rstrip("/")
         others = [folder for folder in folders if folder != own][:_MOST_RUNS]
-        return [folder.rpartition("/")[2] for folder in others if fs.exists(f"{folder}/{METRICS_FILE}")]
+        return [
+            folder.rpartition("/")[2] for folder in others if fs.exists(f"{folder}/{METRICS_FILE}")
+        ]
     except StorageError as error:
         raise DataError(str(error)) from error
     except Exception as error:  # each store has errors of its own: no credentials, no connection
-        raise DataError(f"the runs beside {url!r} cannot be listed: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the runs beside {url!r} cannot be listed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def metrics_tail(url: str, most: int) -> list[Record]:
-    """Return at most ``most`` records of the run at ``url``, from the last 16 MiB of its metrics; none without a file.
+    """Return at most ``most`` records of the run at ``url``, from the last 16 MiB of its metrics;
+    none without a file.
 
     DataError for a store that cannot be read, and for lines that are no records.
     """

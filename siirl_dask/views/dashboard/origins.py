@@ -1,6 +1,8 @@
-"""Keeps pages of other sites from reading the run's page: browsers let them send requests to any port of this machine.
+"""Keeps pages of other sites from reading the run's page: browsers let them send requests to any
+port of this machine.
 
-Dask's own pages answer any origin, since they show names of tasks alone; this one shows prompts and responses.
+Dask's own pages answer any origin, since they show names of tasks alone; this one shows prompts and
+responses.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ from tornado.httputil import HTTPServerRequest
 
 _ORIGIN = ("Origin", "Sec-Websocket-Origin")
 ANY = "*"
-"""Entry of Dask's ``allow_websocket_origin`` for any origin, which is its default; the page does not go by it."""
+"""Entry of Dask's ``allow_websocket_origin`` for any origin, which is its default; the page does
+not go by it."""
 
 
 def is_of_another_site(request: HTTPServerRequest, allowed: Sequence[str]) -> bool:
     """Return whether a browser says that a page of another site asks.
 
-    The page's own origin is the host and port that the browser asked for, also behind a proxy that passes on ``Host``.
-    ``allowed`` are hosts with their ports besides, such as ``hub.example.org:443``. A link that somebody follows to the
-    page is no such request, and programs that are no browsers name no site.
+    The page's own origin is the host and port that the browser asked for, also behind a proxy that
+    passes on ``Host``. ``allowed`` are hosts with their ports besides, such as
+    ``hub.example.org:443``. A link that somebody follows to the page is no such request, and
+    programs that are no browsers name no site.
     """
     headers = request.headers
     named = [headers[name] for name in _ORIGIN if name in headers]
@@ -28,7 +32,9 @@ def is_of_another_site(request: HTTPServerRequest, allowed: Sequence[str]) -> bo
         return any(not _is_own(origin, request.host, allowed) for origin in named)
     if headers.get("Sec-Fetch-Site") != "cross-site":
         return False
-    followed = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    followed = (
+        headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
+    )
     return not followed
 
 

@@ -1,4 +1,6 @@
-"""The page itself: one object per viewer, which looks every half second whether there is anything new to show."""
+"""The page itself: one object per viewer, which looks every half second whether there is
+anything new to show.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,16 @@ if TYPE_CHECKING:
 
 _EVERY_MS = 500
 _OTHERS = 5.0  # seconds between two readings of what this run's steps do not change
-_CALM = 4.0  # seconds for which the samples stay: rows that change under the mouse cannot be clicked
+_CALM = (
+    4.0  # seconds for which the samples stay: rows that change under the mouse cannot be clicked
+)
 _PICTURES = 12  # images of a prompt, as thumbnails of 20 kB at most
 _STEPS = 2  # of the timeline
-_COUNTS = (Lane.CONTROL, Lane.ENGINE, Lane.TRANSFER)  # whose counts are shown: not the progress of nodes
+_COUNTS = (
+    Lane.CONTROL,
+    Lane.ENGINE,
+    Lane.TRANSFER,
+)  # whose counts are shown: not the progress of nodes
 _LOOKED_FOR = 6  # steps among which the newest whole ones are
 _MOST_BYTES = 2**23  # of several steps: with more workers the newest alone
 _MOST_PARTS = 256
@@ -124,15 +132,21 @@ class Page:
         self._show_curves(run)
         traced = self._show_trace(run)
         self._show_samples(run)
-        self._top.show(run, self._status(run), traced.found if traced else None, self._silent(run, now))
+        self._top.show(
+            run, self._status(run), traced.found if traced else None, self._silent(run, now)
+        )
 
     def _goes_on(self, run: LiveRun) -> bool:
-        return run.plugin in self._scheduler.plugins  # its supervisor leaves with it, however it ends
+        return (
+            run.plugin in self._scheduler.plugins
+        )  # its supervisor leaves with it, however it ends
 
     def _status(self, run: LiveRun) -> str:
         if self._goes_on(run):
             return "training"
-        held: Held[Summary] = self._reader.get(("summary", run.url), lambda: read_summary(run.url), run.plugin)
+        held: Held[Summary] = self._reader.get(
+            ("summary", run.url), lambda: read_summary(run.url), run.plugin
+        )
         if held.value is None:
             return "not running"
         return str(held.value.status) + (f": {held.value.error[:300]}" if held.value.error else "")
@@ -155,19 +169,28 @@ class Page:
         return True
 
     def _show_curves(self, run: LiveRun) -> None:
-        beside: Held[list[str]] = self._reader.get(("beside", run.url), lambda: runs_beside(run.url), soon=_OTHERS)
+        beside: Held[list[str]] = self._reader.get(
+            ("beside", run.url), lambda: runs_beside(run.url), soon=_OTHERS
+        )
         if beside.value is not None:
             self._top.offer_others(beside.value)
         earlier = self._metrics(run.url)
         others = {name: self._metrics(_beside(run.url, name)) for name in self._top.others}
-        version = (run.url, run.version, earlier.version, *((name, held.version) for name, held in others.items()))
+        version = (
+            run.url,
+            run.version,
+            earlier.version,
+            *((name, held.version) for name, held in others.items()),
+        )
         if self._is_new("curves", version):
             before = [] if not run.records else _before(earlier.value or [], run.records[0])
             shown = {run.name: merged(before, run.records) if run.records else earlier.value or []}
             self._curves.show(shown | {name: held.value or [] for name, held in others.items()})
 
     def _metrics(self, url: str) -> Held[list[Record]]:
-        return self._reader.get(("metrics", url), lambda: metrics_tail(url, MOST_RECORDS), soon=_OTHERS)
+        return self._reader.get(
+            ("metrics", url), lambda: metrics_tail(url, MOST_RECORDS), soon=_OTHERS
+        )
 
     def _show_trace(self, run: LiveRun) -> Traced | None:
         step = run.step
@@ -177,7 +200,9 @@ class Page:
         traced = held.value
         if self._is_new("trace", (run.url, traced, held.remark)):
             nodes = traced.nodes if traced else ()
-            self._timeline.show(traced.timeline if traced else None, nodes, _title(traced), held.remark)
+            self._timeline.show(
+                traced.timeline if traced else None, nodes, _title(traced), held.remark
+            )
             if traced:
                 self._workers.show_traced(traced.moved, traced.requests)
         return traced
@@ -189,19 +214,27 @@ class Page:
         read = partial(newest_samples, run.url, _steps(step), choice)
         held: Held[list[SampleRow]] = self._reader.get(key, read, step, soon=_CALM)
         rows = held.value
-        if self._is_new("samples", (key, held.remark, tuple(rows[:1]) if rows else (), len(rows or ()), rows is None)):
+        if self._is_new(
+            "samples",
+            (key, held.remark, tuple(rows[:1]) if rows else (), len(rows or ()), rows is None),
+        ):
             self._samples.show(rows, held.remark)
         if self._looked_at is None:
             return
         at, row_id = self._looked_at
         whole: Held[Seen | None] = self._reader.get(
-            ("whole", run.url, at, row_id), lambda: _read_whole(run.url, at, row_id, run.tokenizer), seldom=3600.0
+            ("whole", run.url, at, row_id),
+            lambda: _read_whole(run.url, at, row_id, run.tokenizer),
+            seldom=3600.0,
         )
         if not whole.reading and self._is_new("whole", (run.url, at, row_id, whole.version)):
             self._samples.show_whole(whole.value, whole.error or "the sample is not there any more")
 
     def _show_pulses(self, run: LiveRun, now: float) -> None:
-        if now - self._pulses_at < heartbeat_interval(len(self._scheduler.workers)) - _EVERY_MS / 2000:
+        if (
+            now - self._pulses_at
+            < heartbeat_interval(len(self._scheduler.workers)) - _EVERY_MS / 2000
+        ):
             return  # workers have told nothing since
         self._pulses_at = now
         known = self._scheduler.workers
@@ -221,7 +254,9 @@ class Page:
         self._workers.show_states(states)
 
     def _silent(self, run: LiveRun, now: float) -> float:
-        """Return the seconds since anything got done on any worker, as far as this viewer has seen."""
+        """Return the seconds since anything got done on any worker, as far as this viewer has
+        seen.
+        """
         beats = sum(own[-1].beats for own in run.live.stays.values() if own)
         if beats != self._beats or not self._goes_on(run):
             self._beats = beats
@@ -250,7 +285,9 @@ def _steps(step: int) -> range:
 
 
 def _read_trace(url: str, step: int, before: Traced | None) -> Traced | None:
-    """Return the trace of the last steps: what was read ``before``, where the run has written nothing since."""
+    """Return the trace of the last steps: what was read ``before``, where the run has written
+    nothing since.
+    """
     bounds = {"most_bytes": _MOST_BYTES, "most_parts": _MOST_PARTS}
     known = before.parts if before else None
     trace = read_newest(url, _steps(step)[-_STEPS - 1 :], **bounds, counts=_COUNTS, known=known)
@@ -261,7 +298,9 @@ def _read_trace(url: str, step: int, before: Traced | None) -> Traced | None:
     if not spans:
         return None
     workers = in_order({span.worker for span in spans})
-    nodes = dict.fromkeys(span.name for span in spans if span.lane is Lane.COMPUTE and span.what == "node")
+    nodes = dict.fromkeys(
+        span.name for span in spans if span.lane is Lane.COMPUTE and span.what == "node"
+    )
     first = min(span.start for span in spans if not span.is_count)
     drawn = timeline(spans, workers[:MOST_LANES])
     requests = engine_requests(spans, first)
@@ -280,7 +319,9 @@ def _read_whole(url: str, step: int, row_id: int, tokenizer: str) -> Seen | None
     sample = whole_sample(url, step, row_id)
     if sample is None:
         return None
-    parts = [sample.token_ids[span.start : span.stop] for span in sample.spans] or [sample.token_ids]
+    parts = [sample.token_ids[span.start : span.stop] for span in sample.spans] or [
+        sample.token_ids
+    ]
     pictures = StoredPromptImages(url, thumbnails=True, most=_PICTURES).of(sample.origin)
     return Seen(sample, pieces(tokenizer, parts), pictures)
 
@@ -290,14 +331,21 @@ def _title(traced: Traced | None) -> str:
         return '<span class="soft">no step of it has a trace yet (observe.trace)</span>'
     steps = f"step{'s' * (len(traced.steps) > 1)} {' and '.join(map(str, traced.steps))}"
     longest = max(
-        ((seconds, worker.worker, *edge) for worker in traced.found.workers for edge, seconds in worker.waits.items()),
+        (
+            (seconds, worker.worker, *edge)
+            for worker in traced.found.workers
+            for edge, seconds in worker.waits.items()
+        ),
         default=None,
     )
     told = ""
     if longest is not None:
         nanoseconds, worker, name, cause = longest
         whom = f" for worker {html.escape(cause)}" if cause else ""
-        told = f", longest wait: worker {html.escape(worker)} {nanoseconds / 1e9:.2f} s at {html.escape(name)}{whom}"
+        told = (
+            f", longest wait: worker {html.escape(worker)} {nanoseconds / 1e9:.2f} s at "
+            f"{html.escape(name)}{whom}"
+        )
     return f'<span class="soft">{steps}, {traced.found.seconds:.2f} s{told}</span>'
 
 

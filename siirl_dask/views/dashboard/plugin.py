@@ -1,7 +1,7 @@
 """Puts the page on a scheduler that runs, and takes what drivers and workers tell.
 
-Dask has no public way to add a page to a dashboard that is up: ``add_page`` uses internal names of distributed's, which
-``tests/views/dashboard/test_page.py`` holds it to.
+Dask has no public way to add a page to a dashboard that is up: ``add_page`` uses internal names of
+distributed's, which ``tests/views/dashboard/test_page.py`` holds it to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ PATH = "siirl"
 
 
 class PagePlugin(SchedulerPlugin):
-    """Serves the page, and keeps what it shows. The scheduler's handlers ``run-page-*`` take the drivers' calls."""
+    """Serves the page, and keeps what it shows. The scheduler's handlers ``run-page-*`` take the
+    drivers' calls.
+    """
 
     name = NAME
     idempotent = True
@@ -42,7 +44,9 @@ class PagePlugin(SchedulerPlugin):
         try:
             self.shown = add_page(scheduler, self.store)
         except Exception as error:  # another version of Dask's internals: a run needs no page
-            logger.warning("the dashboard has no page /%s: %s: %s", PATH, type(error).__name__, error)
+            logger.warning(
+                "the dashboard has no page /%s: %s: %s", PATH, type(error).__name__, error
+            )
 
     async def close(self) -> None:
         await asyncio.to_thread(self.store.reader.close)
@@ -63,9 +67,13 @@ class PagePlugin(SchedulerPlugin):
 
 
 def _refuse_other_sites(app: Any) -> None:
-    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among it."""
+    """Have a Bokeh application answer 403 to what pages of other sites ask, its websocket among
+    it.
+    """
     own = app.find_handler
-    named = dask.config.get("distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin")
+    named = dask.config.get(
+        "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
+    )
     allowed = [str(host).lower() for host in named if host != ANY]
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
@@ -77,7 +85,8 @@ def _refuse_other_sites(app: Any) -> None:
 
 
 def add_page(scheduler: Scheduler, store: RunStore) -> bool:
-    """Add the page, and a link to it in the menu of Dask's own pages; return False for a scheduler without a dashboard.
+    """Add the page, and a link to it in the menu of Dask's own pages; return False for a scheduler
+    without a dashboard.
 
     Whatever Dask's internals raise, if they have changed.
     """
@@ -87,19 +96,25 @@ def add_page(scheduler: Scheduler, store: RunStore) -> bool:
         from distributed.dashboard.scheduler import template_variables
     except ImportError:  # no Bokeh, or one that Dask does not take
         return False
-    dashboards = [app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)]
+    dashboards = [
+        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
+    ]
     if not dashboards:
         return False
 
     def document(scheduler: Scheduler, extra: Mapping[str, Any], doc: Any) -> None:
-        from siirl_dask.views.dashboard.page import show_page  # here: a second of imports that few schedulers need
+        from siirl_dask.views.dashboard.page import (
+            show_page,
+        )  # here: a second of imports that few schedulers need
 
         show_page(scheduler, store, extra, doc)
 
     variables = template_variables(scheduler)
     if PATH not in variables["pages"]:
         variables["pages"].insert(0, PATH)
-    app = BokehApplication({f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables)
+    app = BokehApplication(
+        {f"/{PATH}": document}, scheduler, prefix=dashboards[0].prefix, template_variables=variables
+    )
     _refuse_other_sites(app)
     scheduler.http_application.add_application(app)
     app.initialize(IOLoop.current())

@@ -1,4 +1,6 @@
-"""Reads run folders for the page in threads of their own, so that no store, however slow, holds the scheduler up."""
+"""Reads run folders for the page in threads of their own, so that no store, however slow, holds
+the scheduler up.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,16 @@ class Held(Generic[T]):
         if self.error:
             return self.error
         waited = time.monotonic() - self.read_at
-        return f"the run's folder has not answered for {waited:.0f} s" if self.reading and waited > _SLOW else ""
+        return (
+            f"the run's folder has not answered for {waited:.0f} s"
+            if self.reading and waited > _SLOW
+            else ""
+        )
 
 
 class Reader:
-    """Answers at once with what is known, and reads again what is older than it may be. Nobody asks, nothing is read.
+    """Answers at once with what is known, and reads again what is older than it may be. Nobody
+    asks, nothing is read.
 
     Its methods belong to the scheduler's thread.
     """
@@ -56,34 +63,50 @@ class Reader:
         self._closed = False
 
     def get(
-        self, key: Hashable, read: Callable[[], T], tag: Hashable = None, *, soon: float = 1.0, seldom: float = 20.0
+        self,
+        key: Hashable,
+        read: Callable[[], T],
+        tag: Hashable = None,
+        *,
+        soon: float = 1.0,
+        seldom: float = 20.0,
     ) -> Held[T]:
-        """Return what is known under ``key``, and have ``read`` get it anew, in a thread, from time to time.
+        """Return what is known under ``key``, and have ``read`` get it anew, in a thread, from time
+        to time.
 
-        That is ``soon`` seconds after it was read when ``tag`` has changed since, and otherwise less and less often, up
-        to every ``seldom`` seconds.
+        That is ``soon`` seconds after it was read when ``tag`` has changed since, and otherwise
+        less and less often, up to every ``seldom`` seconds.
         """
         held: Held[T] = self._held.setdefault(key, Held())
         self._held.move_to_end(key)
         if tag != held.tag:
             held.pause = soon
         busy = sum(one.reading for one in self._held.values())
-        if not (held.reading or self._closed) and busy < _THREADS and time.monotonic() - held.read_at >= held.pause:
+        if (
+            not (held.reading or self._closed)
+            and busy < _THREADS
+            and time.monotonic() - held.read_at >= held.pause
+        ):
             held.reading = True
             held.read_at = time.monotonic()
             held.tag = tag
             held.pause = min(seldom, max(soon, 2 * held.pause))
             # a daemon: a store that never answers must not keep the process from ending
-            thread = threading.Thread(target=_fill, args=(held, read), name="siirl-page", daemon=True)
+            thread = threading.Thread(
+                target=_fill, args=(held, read), name="siirl-page", daemon=True
+            )
             self._threads = [*(one for one in self._threads if one.is_alive()), thread]
             thread.start()
-        for old in [old for old, one in self._held.items() if not one.reading][: max(0, len(self._held) - _MOST)]:
+        for old in [old for old, one in self._held.items() if not one.reading][
+            : max(0, len(self._held) - _MOST)
+        ]:
             del self._held[old]
         return held
 
     def close(self) -> None:
-        """Read nothing more, and wait some seconds for what is being read: a process that ends meanwhile would abort,
-        since threads that it cuts off in a library's own code cannot be unwound.
+        """Read nothing more, and wait some seconds for what is being read: a process that ends
+        meanwhile would abort, since threads that it cuts off in a library's own code cannot be
+        unwound.
         """
         self._closed = True
         deadline = time.monotonic() + _LAST_SECONDS

@@ -9,8 +9,8 @@ from siirl_dask.planner import Phase
 
 
 def thinned(records: Sequence[Record], most: int) -> list[Record]:
-    """Return at most ``most`` records, ascending: all if they are as few, else the newest half of that and an even
-    choice of those before. Validations and tests go last.
+    """Return at most ``most`` records, ascending: all if they are as few, else the newest half of
+    that and an even choice of those before. Validations and tests go last.
     """
     if len(records) <= most:
         return list(records)
@@ -42,4 +42,6 @@ def _order(phase: Phase) -> int:
 
 def latest(records: Sequence[Record]) -> Mapping[str, float | None]:
     """Return the metrics of the newest training step; none before the first."""
-    return next((record["metrics"] for record in reversed(records) if record["phase"] == Phase.TRAIN), {})
+    return next(
+        (record["metrics"] for record in reversed(records) if record["phase"] == Phase.TRAIN), {}
+    )

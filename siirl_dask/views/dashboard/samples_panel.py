@@ -1,4 +1,6 @@
-"""The panel of samples: the newest, best, worst, or those of groups that taught nothing; a click shows all of one."""
+"""The panel of samples: the newest, best, worst, or those of groups that taught nothing; a click
+shows all of one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from dataclasses import dataclass
 
 from bokeh.layouts import column, row
 from bokeh.models import ColumnDataSource
-from bokeh.models.widgets import DataTable, Div, NumberFormatter, RadioButtonGroup, StringFormatter, TableColumn
+from bokeh.models.widgets import (
+    DataTable,
+    Div,
+    NumberFormatter,
+    RadioButtonGroup,
+    StringFormatter,
+    TableColumn,
+)
 
 from siirl_dask.errors import counted
 from siirl_dask.runs.samples.prompt_images import Picture
@@ -34,7 +43,9 @@ class Seen:
 
 
 class SamplesPanel:
-    """Shows samples in a table; calls ``ask`` when the viewer wants others, and ``look`` with one's place to see it."""
+    """Shows samples in a table; calls ``ask`` when the viewer wants others, and ``look`` with
+    one's place to see it.
+    """
 
     def __init__(self, ask: Callable[[], None], look: Callable[[int, int], None]) -> None:
         self._look = look
@@ -44,15 +55,21 @@ class SamplesPanel:
             labels=[str(choice) for choice in Choice], active=0, width=420, stylesheets=[WIDGETS]
         )
         self._choice.on_change("active", lambda attribute, old, new: ask())
-        self._colour = RadioButtonGroup(labels=list(_COLOURS), active=0, width=330, stylesheets=[WIDGETS])
+        self._colour = RadioButtonGroup(
+            labels=list(_COLOURS), active=0, width=330, stylesheets=[WIDGETS]
+        )
         self._colour.on_change("active", lambda attribute, old, new: self._draw())
-        self._told = Div(text="", name="samples remark", stylesheets=[TEXTS], sizing_mode="stretch_width")
+        self._told = Div(
+            text="", name="samples remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
+        )
         self.source = ColumnDataSource({name: [] for name in _COLUMNS}, name="sample rows")
         self.source.selected.on_change("indices", lambda attribute, old, new: self._click(new))
         number = NumberFormatter(format="0.[000]", nan_format="")
         text = StringFormatter(nan_format="")
         columns = [
-            TableColumn(field=name, title=title, width=width, formatter=number if name in _NUMBERS else text)
+            TableColumn(
+                field=name, title=title, width=width, formatter=number if name in _NUMBERS else text
+            )
             for name, (title, width) in _COLUMNS.items()
         ]
         self._table = DataTable(
@@ -60,9 +77,13 @@ class SamplesPanel:
             stylesheets=[TABLE], autosize_mode="force_fit", reorderable=False,
         )  # fmt: skip
         redraw_rows(self._table)
-        self._detail = Div(text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width")
+        self._detail = Div(
+            text=_HINT, name="sample", stylesheets=[TEXTS], sizing_mode="stretch_width"
+        )
         bar = row(self._choice, self._told, sizing_mode="stretch_width")
-        self.root = column(bar, self._table, self._colour, self._detail, sizing_mode="stretch_width")
+        self.root = column(
+            bar, self._table, self._colour, self._detail, sizing_mode="stretch_width"
+        )
 
     @property
     def choice(self) -> Choice:
@@ -73,7 +94,11 @@ class SamplesPanel:
         """Show samples; ``remark`` says why there is nothing new."""
         self._rows = list(rows or ())
         steps = sorted({one.step for one in self._rows})
-        which = "" if not steps else f"{len(self._rows)} of step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+        which = (
+            ""
+            if not steps
+            else f"{len(self._rows)} of step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+        )
         none = ""
         if rows is not None and not rows:
             none = "none yet" if self.choice is Choice.NEWEST else "none in the last steps"
@@ -98,7 +123,9 @@ class SamplesPanel:
         """Show a sample as a whole; ``remark`` says why there is none."""
         self._shown = seen
         if seen is None:
-            self._detail.text = f'<span class="bad">{html.escape(remark)}</span>' if remark else _HINT
+            self._detail.text = (
+                f'<span class="bad">{html.escape(remark)}</span>' if remark else _HINT
+            )
         else:
             self._draw()
 
@@ -146,17 +173,26 @@ def _detail(seen: Seen, colour: str) -> str:
         ("weights", "" if sample.weights_version is None else str(sample.weights_version)),
     ]
     told = "".join(
-        f"<td><span class='soft'>{html.escape(name)}</span> {html.escape(value)}</td>" for name, value in facts if value
+        f"<td><span class='soft'>{html.escape(name)}</span> {html.escape(value)}</td>"
+        for name, value in facts
+        if value
     )
     response, remark = _response(sample, pieces, colour)
     cut = " It is longer than what is shown." if sample.cut else ""
-    texts = [("prompt", thumbnails(seen.pictures) + plain_text(one.prompt)), (f"response. {remark}{cut}", response)]
+    texts = [
+        ("prompt", thumbnails(seen.pictures) + plain_text(one.prompt)),
+        (f"response. {remark}{cut}", response),
+    ]
     texts += [("answer", plain_text(one.answer))] if one.answer else []
-    boxes = (f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts)
+    boxes = (
+        f"<div><span class='soft'>{html.escape(name)}</span>{text}</div>" for name, text in texts
+    )
     return f"<table class='parts'><tr>{told}</tr></table><div class='whole'>{''.join(boxes)}</div>"
 
 
-def _response(sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str) -> tuple[str, str]:
+def _response(
+    sample: WholeSample, pieces: Sequence[tuple[str, int]], colour: str
+) -> tuple[str, str]:
     """Return the response as HTML, and a sentence on its colours."""
     own = [at for span in sample.spans if span.own for at in range(span.start, span.stop)]
     if not sample.spans:
@@ -171,8 +207,12 @@ _Draw = Callable[[Sequence[tuple[str, int]], int], str]
 """``draw(pieces, first) -> HTML``: pieces in colour, of the tokens from ``first`` on."""
 
 
-def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) -> tuple[str, _Draw | None]:
-    """Return a sentence on the colours of the policy's ``own`` tokens, and what gives them; None for no colours."""
+def _colours(
+    sample: WholeSample, own: Sequence[int], known: bool, colour: str
+) -> tuple[str, _Draw | None]:
+    """Return a sentence on the colours of the policy's ``own`` tokens, and what gives them; None
+    for no colours.
+    """
     sampled = sample.sampled
     trained = sample.trained
     if colour == "plain" or not known or not sampled:
@@ -184,16 +224,26 @@ def _colours(sample: WholeSample, own: Sequence[int], known: bool, colour: str) 
     own = [at for at in own if at < len(sampled)]
     if colour == _COLOURS[0] and len(sampled) == len(trained):
         widest = max((abs(trained[at] - sampled[at]) for at in own), default=0.0)
-        told = f"Red: likelier to the trainer than to the engine, blue: less likely; at most {widest:.2g} nats apart."
+        told = (
+            "Red: likelier to the trainer than to the engine, blue: less likely; at most "
+            f"{widest:.2g} nats apart."
+        )
         return told, lambda pieces, first: by_ratio(pieces, sampled[first:], trained[first:])
     mean = sum(sampled[at] for at in own) / max(1, len(own))
     tokens = counted(len(own), "token")
-    told = f"The stronger the colour, the less likely the token was; {tokens} of {mean:.3g} nats on average."
+    told = (
+        f"The stronger the colour, the less likely the token was; {tokens} of {mean:.3g} nats on "
+        "average."
+    )
     return told, lambda pieces, first: by_logprob(pieces, sampled[first:])
 
 
-def _turns(sample: WholeSample, pieces: Sequence[tuple[str, int]], draw: _Draw | None) -> Iterator[str]:
-    """Yield a conversation as HTML: each turn of the policy, in colour, and what the environment answered, in none."""
+def _turns(
+    sample: WholeSample, pieces: Sequence[tuple[str, int]], draw: _Draw | None
+) -> Iterator[str]:
+    """Yield a conversation as HTML: each turn of the policy, in colour, and what the environment
+    answered, in none.
+    """
     left = list(pieces)
     turn = 0
     begins = {*sample.begins}
@@ -214,7 +264,10 @@ def _turns(sample: WholeSample, pieces: Sequence[tuple[str, int]], draw: _Draw |
         else:
             yield from (_said(one.who, plain_text(one.text)) for one in answered(text))
     if sample.row.finish_reason == FAILED:
-        yield '<div class="said bad">a call of the environment failed: the episode has no reward</div>'
+        yield (
+            '<div class="said bad">a call of the environment failed: the episode has no '
+            "reward</div>"
+        )
 
 
 def _said(who: str, shown: str) -> str:

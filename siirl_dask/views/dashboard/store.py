@@ -1,6 +1,8 @@
-"""Holds what a scheduler knows of the runs on it: a small record per step, and no more than a bounded number of them.
+"""Holds what a scheduler knows of the runs on it: a small record per step, and no more than a
+bounded number of them.
 
-Everything comes from drivers as plain data, and from workers' events; what is malformed is left out.
+Everything comes from drivers as plain data, and from workers' events; what is malformed is left
+out.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class RunStore:
         """Reads their folders, for all viewers together."""
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """Note that a run begins, or is tried again: records of steps after ``done`` are forgotten."""
+        """Note that a run begins, or is tried again: records of steps after ``done`` are
+        forgotten.
+        """
         match about:
             case {
                 "url": str(url),
@@ -75,7 +79,9 @@ class RunStore:
         run = self.runs.pop(url, None) or LiveRun(url)
         run.name = name[:200]
         run.plugin = plugin
-        run.members = {str(worker): str(address) for worker, address in list(members.items())[:_MOST_MEMBERS]}
+        run.members = {
+            str(worker): str(address) for worker, address in list(members.items())[:_MOST_MEMBERS]
+        }
         steps = about.get("steps")
         run.steps = steps if isinstance(steps, int) else 0
         tokenizer = about.get("tokenizer")
@@ -100,9 +106,15 @@ class RunStore:
         run.version += 1
 
     def event(self, topic: object, message: object) -> None:
-        """Take what a worker tells its driver at the end of an iteration: how many tokens it had."""
+        """Take what a worker tells its driver at the end of an iteration: how many tokens it
+        had.
+        """
         match message:
-            case {"kind": "done", "member": str(member), "metrics": {"tokens": [_, _, float() | int() as total, *_]}}:
+            case {
+                "kind": "done",
+                "member": str(member),
+                "metrics": {"tokens": [_, _, float() | int() as total, *_]},
+            }:
                 for run in self.runs.values():
                     if run.plugin == topic and member in run.members:
                         run.tokens[member] = float(total)
@@ -114,9 +126,12 @@ class RunStore:
 
 def _checked(record: object) -> Record | None:
     match record:
-        case {"step": int(step), "phase": phase, "seconds": float() | int() as seconds, "metrics": dict(metrics)} if (
-            phase in MEASURED
-        ):
+        case {
+            "step": int(step),
+            "phase": phase,
+            "seconds": float() | int() as seconds,
+            "metrics": dict(metrics),
+        } if phase in MEASURED:
             kept = {
                 sys.intern(name): value if value is None else float(value)
                 for name, value in list(metrics.items())[:_MOST_METRICS]

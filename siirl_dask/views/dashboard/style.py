@@ -1,4 +1,6 @@
-"""The page's looks: colours that serve in light and dark, its style sheets, its template, and figures in one style."""
+"""The page's looks: colours that serve in light and dark, its style sheets, its template, and
+figures in one style.
+"""
 
 from __future__ import annotations
 
@@ -120,14 +122,26 @@ try { localStorage.setItem("siirl-theme", root.dataset.theme); } catch (error) {
 
 
 def themes(plots: Sequence[figure], button: Any) -> tuple[CustomJS, CustomJS]:
-    """Return what gives all plots the colours of the page's theme, and what goes to the other theme first."""
+    """Return what gives all plots the colours of the page's theme, and what goes to the other
+    theme first.
+    """
     arguments = {"plots": list(plots), "button": button}
-    return CustomJS(args=arguments, code=_RECOLOUR), CustomJS(args=arguments, code=_SWITCH + _RECOLOUR)
+    return CustomJS(args=arguments, code=_RECOLOUR), CustomJS(
+        args=arguments, code=_SWITCH + _RECOLOUR
+    )
 
 
 def plot(title: str = "", tooltips: Sequence[tuple[str, str]] = (), **options: Any) -> figure:
-    """Return an empty figure without a toolbar's clutter; ``tooltips`` belong to renderers named ``hover``."""
-    usual = {"height": 190, "sizing_mode": "stretch_width", "min_width": 200, "tools": "", "toolbar_location": None}
+    """Return an empty figure without a toolbar's clutter; ``tooltips`` belong to renderers named
+    ``hover``.
+    """
+    usual = {
+        "height": 190,
+        "sizing_mode": "stretch_width",
+        "min_width": 200,
+        "tools": "",
+        "toolbar_location": None,
+    }
     settings: dict[str, Any] = {**usual, **options}
     head = Title(text=title, text_font_size="12px", text_font_style="normal", text_color=_INK)
     fig = figure(title=head, **settings)
@@ -159,8 +173,12 @@ def hover_over(fig: figure, *renderers: Any) -> None:
 
 
 def redraw_rows(table: DataTable) -> None:
-    """Have a table draw its rows again when others come: by itself it does so only when their number changes."""
-    table.source.js_on_change("data", CustomJS(args={"view": table.view}, code="view.change.emit()"))
+    """Have a table draw its rows again when others come: by itself it does so only when their
+    number changes.
+    """
+    table.source.js_on_change(
+        "data", CustomJS(args={"view": table.view}, code="view.change.emit()")
+    )
 
 
 def colour_of(node: str, nodes: Sequence[str]) -> str:

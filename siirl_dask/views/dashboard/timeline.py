@@ -1,4 +1,6 @@
-"""Turns a trace into bars of a timeline: what each worker did when, what it waited for, and the critical path."""
+"""Turns a trace into bars of a timeline: what each worker did when, what it waited for, and the
+critical path.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,11 @@ class Timeline:
 
 
 def timeline(spans: Sequence[TraceSpan], workers: Sequence[str] | None = None) -> Timeline:
-    """Return the timeline of the spans, but for the start of the run: those of ``workers`` alone if given.
+    """Return the timeline of the spans, but for the start of the run: those of ``workers`` alone if
+    given.
 
-    Bars of one chain lie one after the other. Those shorter than a pixel or so are left out, and the shortest of more
-    than ``MOST_BARS``.
+    Bars of one chain lie one after the other. Those shorter than a pixel or so are left out, and
+    the shortest of more than ``MOST_BARS``.
     """
     shown = [span for span in spans if span.phase != START and not span.is_count]
     if not shown:
@@ -94,12 +97,14 @@ def timeline(spans: Sequence[TraceSpan], workers: Sequence[str] | None = None) -
         for span in critical_path(leaves, causes)
     ]
     seen.sort(key=lambda bar: bar.start)
-    return Timeline(chosen, seen, _joined(path, least), (last - first) / 1e9, len(everything) - len(seen))
+    return Timeline(
+        chosen, seen, _joined(path, least), (last - first) / 1e9, len(everything) - len(seen)
+    )
 
 
 class Leaves:
-    """The leaves of each worker's chain, found when they are asked for: of hundreds of workers few are drawn, or lie on
-    the critical path.
+    """The leaves of each worker's chain, found when they are asked for: of hundreds of workers few
+    are drawn, or lie on the critical path.
     """
 
     def __init__(self, spans: Mapping[str, Sequence[TraceSpan]]) -> None:
@@ -115,12 +120,15 @@ class Leaves:
         return self._known[worker]
 
     def last_working(self) -> TraceSpan | None:
-        """Return the leaf that ends last of those that are no waits; of several the first worker's. None without any.
+        """Return the leaf that ends last of those that are no waits; of several the first worker's.
+        None without any.
 
-        A worker's leaves end with its chain at the latest: they are found for as few workers as can have the last one.
+        A worker's leaves end with its chain at the latest: they are found for as few workers as can
+        have the last one.
         """
         ends = {
-            name: max((span.end for span in spans if not span.beside), default=0) for name, spans in self._spans.items()
+            name: max((span.end for span in spans if not span.beside), default=0)
+            for name, spans in self._spans.items()
         }
         last: TraceSpan | None = None
         place = 0
@@ -136,7 +144,9 @@ class Leaves:
 
 
 def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
-    """Yield a worker's chain as spans that follow one another: of each span the parts that none lies within."""
+    """Yield a worker's chain as spans that follow one another: of each span the parts that none
+    lies within.
+    """
     around: list[TraceSpan] = []
     at = 0
 
@@ -164,8 +174,9 @@ def leaf_spans(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
 def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
     """Return the chain of spans that the end of the last step waited for, in order of time.
 
-    It is found from the end backwards: a wait for rows leads to the worker that made them last, a wait within a
-    collective to the one that came last, and one for nobody known is a part of the path itself.
+    It is found from the end backwards: a wait for rows leads to the worker that made them last, a
+    wait within a collective to the one that came last, and one for nobody known is a part of the
+    path itself.
     """
     at_end = leaves.last_working()
     if at_end is None:
@@ -193,14 +204,19 @@ def critical_path(leaves: Leaves, causes: WaitCauses) -> list[TraceSpan]:
 
 
 def _joined(path: Sequence[Stretch], least: float) -> list[Stretch]:
-    """Join stretches that follow one another on a worker and have one name, or are too short to be seen."""
+    """Join stretches that follow one another on a worker and have one name, or are too short to
+    be seen.
+    """
     joined: list[Stretch] = []
     for one in path:
         before = joined[-1] if joined else None
         if (
             before is not None
             and before.worker == one.worker
-            and (before.name == one.name or min(before.end - before.start, one.end - one.start) < least)
+            and (
+                before.name == one.name
+                or min(before.end - before.start, one.end - one.start) < least
+            )
         ):
             longer = max(before, one, key=lambda part: part.end - part.start)
             joined[-1] = Stretch(one.worker, before.start, one.end, longer.name)
@@ -231,8 +247,14 @@ def _part(span: TraceSpan, start: int, end: int) -> TraceSpan:
 
 
 def _moved_beside(spans: Sequence[TraceSpan]) -> Iterator[TraceSpan]:
-    """Yield what was moved beside the chain; computing there, such as scoring early, is a node's own business."""
-    return (span for span in spans if span.beside and span.lane in (Lane.TRANSFER, Lane.STORAGE) and span.duration)
+    """Yield what was moved beside the chain; computing there, such as scoring early, is a node's
+    own business.
+    """
+    return (
+        span
+        for span in spans
+        if span.beside and span.lane in (Lane.TRANSFER, Lane.STORAGE) and span.duration
+    )
 
 
 def _bar(span: TraceSpan, first: int, cause: str) -> Bar:

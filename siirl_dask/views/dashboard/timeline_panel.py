@@ -1,4 +1,6 @@
-"""The panel of the timeline: the last steps from the trace, and the last two minutes from the workers' pulses."""
+"""The panel of the timeline: the last steps from the trace, and the last two minutes from the
+workers' pulses.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,19 @@ _THIN = 0.14
 _SECONDS = 120.0
 _PIXELS = 26  # of a lane
 _ALPHAS = {Lane.WAIT: 0.15, Lane.CONTROL: 0.35}
-_LANES = {Lane.TRANSFER: TRANSFER, Lane.STORAGE: STORAGE, Lane.WAIT: WAIT, Lane.CONTROL: OWN, Lane.ENGINE: OWN}
+_LANES = {
+    Lane.TRANSFER: TRANSFER,
+    Lane.STORAGE: STORAGE,
+    Lane.WAIT: WAIT,
+    Lane.CONTROL: OWN,
+    Lane.ENGINE: OWN,
+}
 
 
 class TimelinePanel:
-    """Draws a lane per worker: its chain, thinner what it moves beside it, and in red where the step's end waited."""
+    """Draws a lane per worker: its chain, thinner what it moves beside it, and in red where the
+    step's end waited.
+    """
 
     def __init__(self) -> None:
         tips = [
@@ -50,7 +60,9 @@ class TimelinePanel:
             ("step", "@step"),
         ]
         self._bars = ColumnDataSource(_no_bars(), name="timeline bars")
-        self._path = ColumnDataSource({"y": [], "left": [], "right": [], "worker": [], "name": [], "seconds": []})
+        self._path = ColumnDataSource(
+            {"y": [], "left": [], "right": [], "worker": [], "name": [], "seconds": []}
+        )
         zoom = {"tools": "xbox_zoom,xpan,xwheel_zoom,reset", "toolbar_location": "right"}
         self._lanes = FactorRange()
         self._lanes_now = FactorRange()
@@ -59,20 +71,26 @@ class TimelinePanel:
         self._past.toolbar.active_scroll = None  # the wheel scrolls the page
         self._past.toolbar.logo = None
         bars = self._past.add_glyph(self._bars, _hbar("y", "height"))
-        path = HBar(y="y", left="left", right="right", height=0.09, fill_color=CRITICAL, line_color=None)
+        path = HBar(
+            y="y", left="left", right="right", height=0.09, fill_color=CRITICAL, line_color=None
+        )
         self._past.add_glyph(self._path, path)
         hover_over(self._past, bars)
         self._past.xaxis.axis_label = "seconds"
         stays = [("worker", "@worker"), ("", "@name"), ("for", "@seconds{0.0} s"), ("", "@told")]
         self._stays = ColumnDataSource(_no_stays(), name="live bars")
-        self._now = plot("", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120)
+        self._now = plot(
+            "", stays, y_range=self._lanes_now, x_range=Range1d(start=-_SECONDS, end=0), height=120
+        )
         shown = self._now.add_glyph(self._stays, _hbar("worker", _HEIGHT))
         hover_over(self._now, shown)
         self._now.xaxis.axis_label = "seconds ago, by the workers' heartbeats"
         for fig in (self._past, self._now):
             fig.ygrid.visible = False
             fig.min_border_left = 70
-        self._told = Div(text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width")
+        self._told = Div(
+            text="", name="timeline remark", stylesheets=[TEXTS], sizing_mode="stretch_width"
+        )
         self._key = Div(text="", stylesheets=[TEXTS], sizing_mode="stretch_width")
         parts = (self._told, self._past, self._key, self._now)
         self.root = column(*parts, sizing_mode="stretch_width")
@@ -82,8 +100,12 @@ class TimelinePanel:
         return [self._past, self._now]
 
     def show(self, past: Timeline | None, nodes: Sequence[str], title: str, remark: str) -> None:
-        """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there is nothing new."""
-        self._told.text = title + (f' <span class="bad">{html.escape(remark)}</span>' if remark else "")
+        """Show steps of a trace; ``nodes`` is the order of their colours, ``remark`` why there
+        is nothing new.
+        """
+        self._told.text = title + (
+            f' <span class="bad">{html.escape(remark)}</span>' if remark else ""
+        )
         if past is None:
             self._bars.data = _no_bars()
             self._path.data = {name: [] for name in self._path.data}
@@ -131,8 +153,13 @@ class TimelinePanel:
             "worker": [worker for worker, _ in stays],
             "left": numbers(max(-_SECONDS, stay.start - now) for _, stay in stays),
             "right": numbers(stay.end - now for _, stay in stays),
-            "colour": [WAIT if stay.waits or stay.place == IDLE else colour_of(stay.place, nodes) for _, stay in stays],
-            "alpha": numbers(0.15 if stay.waits else 0.05 if stay.place == IDLE else 0.95 for _, stay in stays),
+            "colour": [
+                WAIT if stay.waits or stay.place == IDLE else colour_of(stay.place, nodes)
+                for _, stay in stays
+            ],
+            "alpha": numbers(
+                0.15 if stay.waits else 0.05 if stay.place == IDLE else 0.95 for _, stay in stays
+            ),
             "hatch": ["right_diagonal_line" if stay.waits else " " for _, stay in stays],
             "name": [stay.place for _, stay in stays],
             "seconds": numbers(stay.end - stay.start for _, stay in stays),
@@ -162,16 +189,44 @@ def _hbar(y: str, height: str | float) -> HBar:
 
 
 def _no_bars() -> dict[str, list[object]]:
-    names = ("y", "left", "right", "height", "colour", "alpha", "hatch", "worker", "kind", "name", "seconds", "cause")
+    names = (
+        "y",
+        "left",
+        "right",
+        "height",
+        "colour",
+        "alpha",
+        "hatch",
+        "worker",
+        "kind",
+        "name",
+        "seconds",
+        "cause",
+    )
     return {name: [] for name in (*names, "nbytes", "step")}
 
 
 def _no_stays() -> dict[str, list[object]]:
-    return {name: [] for name in ("worker", "left", "right", "colour", "alpha", "hatch", "name", "seconds", "told")}
+    return {
+        name: []
+        for name in (
+            "worker",
+            "left",
+            "right",
+            "colour",
+            "alpha",
+            "hatch",
+            "name",
+            "seconds",
+            "told",
+        )
+    }
 
 
 def _places(workers: Sequence[str]) -> dict[str, float]:
-    """Return the middle of each worker's lane by the numbers that Bokeh gives to lanes, from the lowest one on."""
+    """Return the middle of each worker's lane by the numbers that Bokeh gives to lanes, from the
+    lowest one on.
+    """
     return {worker: len(workers) - number - 0.5 for number, worker in enumerate(workers)}
 
 
@@ -185,12 +240,22 @@ def _kind(bar: Bar) -> str:
 
 
 def _key(past: Timeline, nodes: Sequence[str]) -> str:
-    shown = [node for node in nodes if any(bar.lane is Lane.COMPUTE and bar.name == node for bar in past.bars)]
+    shown = [
+        node
+        for node in nodes
+        if any(bar.lane is Lane.COMPUTE and bar.name == node for bar in past.bars)
+    ]
     entries = [(node, f"background:{colour_of(node, nodes)}") for node in shown]
     entries += [("transfer", f"background:{TRANSFER}"), ("storage", f"background:{STORAGE}")]
     stripes = f"background:repeating-linear-gradient(45deg,{WAIT}66 0 2px,transparent 2px 5px)"
     entries += [("waits", stripes), ("the chain itself", f"background:{OWN}59")]
     entries.append(("critical path", f"background:{CRITICAL};height:3px;vertical-align:3px"))
-    boxes = (f'<span class="key" style="{style}"></span>{html.escape(name)}' for name, style in entries)
-    left = f'<span class="soft">&nbsp; {past.left_out:,} short stretches are left out</span>' if past.left_out else ""
+    boxes = (
+        f'<span class="key" style="{style}"></span>{html.escape(name)}' for name, style in entries
+    )
+    left = (
+        f'<span class="soft">&nbsp; {past.left_out:,} short stretches are left out</span>'
+        if past.left_out
+        else ""
+    )
     return "".join(boxes) + left

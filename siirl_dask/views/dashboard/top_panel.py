@@ -1,4 +1,6 @@
-"""The head of the page: which run, how far it is, and what took longest in its last steps, by name."""
+"""The head of the page: which run, how far it is, and what took longest in its last steps, by
+name.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,20 @@ class TopPanel:
         self._run = Select(title="run", options=[], width=220, stylesheets=[WIDGETS])
         self._run.on_change("value", lambda attribute, old, new: changed())
         self._others = MultiChoice(
-            title="over it, from the same folder", options=[], width=300, stylesheets=[WIDGETS], max_items=7
+            title="over it, from the same folder",
+            options=[],
+            width=300,
+            stylesheets=[WIDGETS],
+            max_items=7,
         )
         self._others.on_change("value", lambda attribute, old, new: changed())
-        self._told = Div(text="", name="state", stylesheets=[TEXTS], sizing_mode="stretch_width", min_width=320)
+        self._told = Div(
+            text="", name="state", stylesheets=[TEXTS], sizing_mode="stretch_width", min_width=320
+        )
         self.button = Button(label="dark", width=60, stylesheets=[WIDGETS])
-        self.root = row(self._told, self._run, self._others, self.button, sizing_mode="stretch_width")
+        self.root = row(
+            self._told, self._run, self._others, self.button, sizing_mode="stretch_width"
+        )
 
     @property
     def run(self) -> str:
@@ -67,8 +77,12 @@ class TopPanel:
             self._others.options = list(names)
             self._others.value = [name for name in self._others.value if name in names]
 
-    def show(self, run: LiveRun | None, status: str, found: Bottleneck | None, silent: float) -> None:
-        """Show how far the run is, and what took longest; ``silent`` is seconds without any progress."""
+    def show(
+        self, run: LiveRun | None, status: str, found: Bottleneck | None, silent: float
+    ) -> None:
+        """Show how far the run is, and what took longest; ``silent`` is seconds without any
+        progress.
+        """
         if run is None:
             self._told.text = '<span class="big">no run has used this scheduler yet</span>'
             return
@@ -107,7 +121,8 @@ def _slowest(found: Bottleneck) -> list[str]:
         node = html.escape(uneven.node)
         worker = html.escape(uneven.worker)
         lines.append(
-            f"<span class='soft'>uneven</span> node <b>{node}</b> takes {uneven.times_others:.1f} times as long on "
+            f"<span class='soft'>uneven</span> node <b>{node}</b> takes {uneven.times_others:.1f} "
+            "times as long on "
             f"worker <b>{worker}</b> as on the others"
         )
     return lines

@@ -1,4 +1,6 @@
-"""The panel of the workers: what each does and holds, tokens and memory side by side, and bytes from one to another."""
+"""The panel of the workers: what each does and holds, tokens and memory side by side, and bytes
+from one to another.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class WorkerState:
     host: str
     place: str
     rate: float
-    """Things that it gets done a second: tokens of all its rows at once, micro-batches, scored rows."""
+    """Things that it gets done a second: tokens of all its rows at once, micro-batches, scored
+    rows."""
     tokens: float
     """Tokens that it generated in the last step."""
     memory: int
@@ -62,11 +65,14 @@ class WorkersPanel:
         redraw_rows(table)
         self._bars = ColumnDataSource({name: [] for name in ("worker", "tokens", *_HELD)})
         self._names = FactorRange()
-        self._tokens = self._bar_plot("tokens generated, last step", "@tokens{0,0}", [("tokens", LINES[0])])
+        self._tokens = self._bar_plot(
+            "tokens generated, last step", "@tokens{0,0}", [("tokens", LINES[0])]
+        )
         tip = " ".join(f"@{name}{{0,0}} {name}" for name in _HELD)
         self._memory = self._bar_plot("memory, spilled, device, MB", tip, list(_HELD.items()))
         self._cells = ColumnDataSource(
-            {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")}, name="matrix"
+            {name: [] for name in ("source", "target", "nbytes", "told", "way", "text")},
+            name="matrix",
         )
         self._sources = FactorRange()
         self._targets = FactorRange()
@@ -92,12 +98,19 @@ class WorkersPanel:
         self._matrix.grid.visible = False
         self._engine = ColumnDataSource({"xs": [], "ys": [], "worker": [], "colour": []})
         self._requests = plot(
-            "requests that engines have under way", [("worker", "@worker")], height=220, y_range=DataRange1d(start=0)
+            "requests that engines have under way",
+            [("worker", "@worker")],
+            height=220,
+            y_range=DataRange1d(start=0),
         )
-        lines = self._requests.multi_line("xs", "ys", source=self._engine, line_color="colour", line_width=1.6)
+        lines = self._requests.multi_line(
+            "xs", "ys", source=self._engine, line_color="colour", line_width=1.6
+        )
         hover_over(self._requests, lines)
         self._requests.xaxis.axis_label = "seconds"
-        plots = row(self._matrix, self._requests, self._tokens, self._memory, sizing_mode="stretch_width")
+        plots = row(
+            self._matrix, self._requests, self._tokens, self._memory, sizing_mode="stretch_width"
+        )
         self.root = column(table, plots, sizing_mode="stretch_width")
 
     @property
@@ -117,7 +130,9 @@ class WorkersPanel:
         table: Columns = {
             "worker": [one.worker for one in states],
             "host": [one.host for one in states],
-            "place": [one.place if one.silent < 10 else f"silent for {one.silent:.0f} s" for one in states],
+            "place": [
+                one.place if one.silent < 10 else f"silent for {one.silent:.0f} s" for one in states
+            ],
             "rate": numbers(round(one.rate, 1) for one in states),
             "tokens": tokens,
             "arena": numbers(one.load.arena // _MB for one in states),
@@ -134,7 +149,9 @@ class WorkersPanel:
         }
         show_columns(self._bars, bars)
 
-    def show_traced(self, moved: Transfers, requests: Mapping[str, Sequence[tuple[float, int]]]) -> None:
+    def show_traced(
+        self, moved: Transfers, requests: Mapping[str, Sequence[tuple[float, int]]]
+    ) -> None:
         """Show bytes that were moved, and each engine's requests over seconds."""
         sums: dict[str, int] = {}
         for pair, ways in moved.ways.items():
@@ -152,9 +169,14 @@ class WorkersPanel:
             "target": [target for _, target in pairs],
             "nbytes": [ways.total() for ways in pairs.values()],
             "told": [f"{ways.total():,} bytes" for ways in pairs.values()],
-            "way": [", ".join(f"{way} {count:,}" for way, count in ways.items()) for ways in pairs.values()],
+            "way": [
+                ", ".join(f"{way} {count:,}" for way, count in ways.items())
+                for ways in pairs.values()
+            ],
             "text": [size(ways.total()) if len(shown) <= _CELLS else "" for ways in pairs.values()],
-            "text_colour": ["#ffffff" if ways.total() > most / 10 else "#10202f" for ways in pairs.values()],
+            "text_colour": [
+                "#ffffff" if ways.total() > most / 10 else "#10202f" for ways in pairs.values()
+            ],
         }
         workers = in_order(requests)[:_MOST]
         self._engine.data = {
@@ -166,11 +188,19 @@ class WorkersPanel:
 
     def _bar_plot(self, title: str, tip: str, bars: Sequence[tuple[str, str]]) -> figure:
         fig = plot(
-            title, [("worker", "@worker"), ("", tip)], x_range=self._names, y_range=DataRange1d(start=0), height=220
+            title,
+            [("worker", "@worker"), ("", tip)],
+            x_range=self._names,
+            y_range=DataRange1d(start=0),
+            height=220,
         )
         fig.xgrid.visible = False
         drawn = fig.vbar_stack(
-            [name for name, _ in bars], x="worker", width=0.6, source=self._bars, color=[colour for _, colour in bars]
+            [name for name, _ in bars],
+            x="worker",
+            width=0.6,
+            source=self._bars,
+            color=[colour for _, colour in bars],
         )
         hover_over(fig, *drawn)
         return fig
@@ -195,7 +225,11 @@ _HELD = {"memory": LINES[2], "spilled": STORAGE, "device": LINES[3]}
 def _format(name: str) -> dict[str, Any]:
     if name in ("worker", "host", "place", "requests"):
         return {}
-    return {"formatter": NumberFormatter(format="0,0.0" if name == "rate" else "0,0", text_align="right")}
+    return {
+        "formatter": NumberFormatter(
+            format="0,0.0" if name == "rate" else "0,0", text_align="right"
+        )
+    }
 
 
 def _engine(load: Work) -> str:
@@ -205,7 +239,9 @@ def _engine(load: Work) -> str:
 
 
 def engine_requests(spans: Sequence[TraceSpan], first: int) -> dict[str, list[tuple[float, int]]]:
-    """Return the points of each engine's requests under way: seconds since ``first``, and their number, as steps."""
+    """Return the points of each engine's requests under way: seconds since ``first``, and their
+    number, as steps.
+    """
     found: dict[str, list[tuple[float, int]]] = {}
     for span in spans:
         if span.is_count and span.lane is Lane.ENGINE and span.name == "requests":

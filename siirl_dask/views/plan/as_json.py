@@ -25,7 +25,9 @@ from siirl_dask.schema import IDENTITY
 
 
 def as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
-    """Return a plan as dicts, lists, texts and numbers. ``dag_from_spec`` reads the entry ``dag``."""
+    """Return a plan as dicts, lists, texts and numbers. ``dag_from_spec`` reads the entry
+    ``dag``.
+    """
     moving = {edge.ends: edge for edge in plan.edges}
     return {
         "prompts": sizes.prompts,
@@ -40,12 +42,17 @@ def as_data(plan: Plan, sizes: TableSizes) -> dict[str, Any]:
             for name, stage in plan.stages.items()
         },
         "chains": _chains(plan.chains),
-        "edges": [_edge(plan, ends, moving.get(ends), size) for ends, size in estimate(plan, sizes).items()],
+        "edges": [
+            _edge(plan, ends, moving.get(ends), size)
+            for ends, size in estimate(plan, sizes).items()
+        ],
     }
 
 
 def _chains(chains: Mapping[str, Chain]) -> list[dict[str, Any]]:
-    """Return the chains; workers with equal chains are listed once. Their parts of a table follow from the rank."""
+    """Return the chains; workers with equal chains are listed once. Their parts of a table
+    follow from the rank.
+    """
     workers_of: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for worker, chain in chains.items():
         steps = tuple(step for link in chain.flat for step in _link(link))
@@ -62,7 +69,11 @@ def _link(link: Link) -> tuple[tuple[str, str], ...]:
         case LoadPrompts(name):
             return (("load", name),)
         case RunNode(node, early=early):
-            begins = () if early is None else (("begin", f"{node.name} with finished rows of {early.node}"),)
+            begins = (
+                ()
+                if early is None
+                else (("begin", f"{node.name} with finished rows of {early.node}"),)
+            )
             return (("run", node.name), *begins)
         case Restore(node, table):
             return (("restore", f"{node.name} from {table}"),)

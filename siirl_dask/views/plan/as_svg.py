@@ -1,4 +1,6 @@
-"""Draws a plan in SVG: nodes coloured by role, moved rows as bold arrows with their columns and bytes."""
+"""Draws a plan in SVG: nodes coloured by role, moved rows as bold arrows with their columns and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,15 @@ _LETTER = 6.3  # width of a letter, at 11 px
 _LONGEST = 44  # letters of a label
 _TINTS = [tint(colour.light, 0.22) for colour in COLOURS]
 _STYLE = (
-    "text{font:11px sans-serif;fill:#222}.title{font:bold 15px sans-serif}.name{font-weight:bold;font-size:12px}"
+    "text{font:11px sans-serif;fill:#222}.title{font:bold 15px "
+    "sans-serif}.name{font-weight:bold;font-size:12px}"
     ".edge{fill:none;stroke:#999;stroke-width:1.2}.moved{stroke:#333;stroke-width:3}.box{stroke:#555}"
     ".label{fill:#fff;fill-opacity:.9}"
 )
 _ARROW = (
     '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9" '
-    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" fill="#333"/></marker></defs>'
+    'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z" '
+    'fill="#333"/></marker></defs>'
 )
 
 
@@ -40,7 +44,10 @@ def draw(plans: Mapping[str, tuple[Plan, TableSizes]]) -> str:
     for drawing in drawings:
         parts.append(f'<g transform="translate(0,{top})">{"".join(drawing.parts)}</g>')
         top += drawing.height
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 {width} {top}">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" viewBox="0 0 '
+        f'{width} {top}">'
+    )
     back = f'<rect class="paper" width="{width}" height="{top}" fill="#fff"/>'
     return f"{head}<style>{_STYLE}</style>{_ARROW}{back}{''.join(parts)}</svg>\n"
 
@@ -88,10 +95,14 @@ def _drawing(phase: str, plan: Plan, sizes: TableSizes) -> _Drawing:
         route = layout.route(path, x, down, _SPACING.high)
         style = "edge moved" if ends in moving else "edge"
         title = f"<title>{safe(labels[ends].full)}</title>"
-        lines.append(f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>')
+        lines.append(
+            f'<polyline class="{style}" points="{route}" marker-end="url(#tip)">{title}</polyline>'
+        )
     for index, layer in enumerate(layout.layers[:-1]):
         at = down[index] + _SPACING.high + _DOWN // 2
-        for ends in sorted((ends for ends in labels if ends[0] in layer), key=lambda ends: x[ends[0]]):
+        for ends in sorted(
+            (ends for ends in labels if ends[0] in layer), key=lambda ends: x[ends[0]]
+        ):
             first, second = layout.paths[ends][:2]
             middle = labels[ends].height // 2
             bottom = down[index] + _SPACING.high
@@ -111,8 +122,14 @@ def _legend(plan: Plan) -> list[str]:
     parts: list[str] = []
     for index, role in enumerate(plan.dag.roles):
         y = _MARGIN + _LINE * (index + 1) + 2
-        text = f"{role.name}: {short_name(role.build)} on {worker_ranges(plan.placement[role.name], workers)}"
-        parts.append(f'<circle cx="{_MARGIN + 5}" cy="{y + 6}" r="5" fill="{_colour(plan, role.name)}" stroke="#555"/>')
+        text = (
+            f"{role.name}: {short_name(role.build)} on "
+            f"{worker_ranges(plan.placement[role.name], workers)}"
+        )
+        parts.append(
+            f'<circle cx="{_MARGIN + 5}" cy="{y + 6}" r="5" fill="{_colour(plan, role.name)}" '
+            'stroke="#555"/>'
+        )
         parts.append(f'<text x="{_MARGIN + 16}" y="{y + 10}">{safe(text)}</text>')
     return parts
 
@@ -124,8 +141,14 @@ def _colour(plan: Plan, role: str) -> str:
 def _label(plan: Plan, ends: tuple[str, ...], edge: Edge | None, size: Estimate) -> _Label:
     source, target = ends[:2]
     suppliers = plan.stages[target].sources
-    names = edge.schema.names if edge else [name for name, supplier in suppliers.items() if supplier == source]
-    marked = [f"{name}?" if name in size.unknown else name for name in names if name not in IDENTITY]
+    names = (
+        edge.schema.names
+        if edge
+        else [name for name, supplier in suppliers.items() if supplier == source]
+    )
+    marked = [
+        f"{name}?" if name in size.unknown else name for name in names if name not in IDENTITY
+    ]
     columns = ", ".join(marked) if marked else "row ids only"
     if edge is None:
         return _Label((_cut(columns),), f"{source} to {target}, rows stay: {columns}")
@@ -144,13 +167,17 @@ def _cut(text: str) -> str:
 
 def _text(label: _Label, middle: float, top: int, width: int) -> str:
     left = min(max(middle - label.width / 2, 4), width - label.width - 4)
-    back = f'<rect class="label" x="{left:.0f}" y="{top}" width="{label.width}" height="{label.height}"/>'
+    back = (
+        f'<rect class="label" x="{left:.0f}" y="{top}" width="{label.width}" '
+        f'height="{label.height}"/>'
+    )
     return back + _lines(label.lines, left + label.width / 2, top + _LINE - 2)
 
 
 def _lines(lines: Iterable[str], middle: float, first: float) -> str:
     return "".join(
-        f'<text x="{middle:.0f}" y="{first + at * _LINE:.0f}" text-anchor="middle">{safe(line)}</text>'
+        f'<text x="{middle:.0f}" y="{first + at * _LINE:.0f}" '
+        f'text-anchor="middle">{safe(line)}</text>'
         for at, line in enumerate(lines)
     )
 
@@ -168,8 +195,10 @@ def _box(plan: Plan, name: str, middle: float, top: int) -> str:
     function = short_name(node.fn)
     shown = function if len(function) <= letters else f"… {function.rpartition('.')[2]}"[:letters]
     return (
-        f'<rect class="box" x="{left:.0f}" y="{top}" width="{_SPACING.box}" height="{_SPACING.high}" rx="6" '
+        f'<rect class="box" x="{left:.0f}" y="{top}" width="{_SPACING.box}" '
+        f'height="{_SPACING.high}" rx="6" '
         f'fill="{colour}"/>'
-        f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{safe(name)}</text>'
+        f'<text class="name" x="{middle:.0f}" y="{top + 18}" '
+        f'text-anchor="middle">{safe(name)}</text>'
         + _lines([shown, f"{node.role}{saved}"[:letters]], middle, top + 18 + _LINE)
     )

@@ -33,14 +33,20 @@ from siirl_dask.schema import IDENTITY
 
 
 def describe(plan: Plan, sizes: TableSizes) -> str:
-    """Describe the DAG, each worker's chain, and every edge with its workers, its columns and a bound of its bytes."""
+    """Describe the DAG, each worker's chain, and every edge with its workers, its columns and a
+    bound of its bytes.
+    """
     workers = tuple(plan.chains)
     estimates = estimate(plan, sizes)
     sections = {
         _title(plan, sizes): _roles(plan, workers),
-        f"{counted(len(plan.dag.nodes), 'node')} (a dot stands for {PACKAGE})": _nodes(plan.stages.values()),
+        f"{counted(len(plan.dag.nodes), 'node')} (a dot stands for {PACKAGE})": _nodes(
+            plan.stages.values()
+        ),
         "The chain of each worker": _chains(plan, workers),
-        f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(plan, workers, estimates),
+        f"Edges (columns besides {', '.join(IDENTITY)}, which are on each)": _edges(
+            plan, workers, estimates
+        ),
     }
     texts = [f"{title}\n{body}" for title, body in sections.items()]
     return "\n\n".join([*texts, _total(estimates)]) + "\n"
@@ -54,7 +60,10 @@ def _title(plan: Plan, sizes: TableSizes) -> str:
 
 def _roles(plan: Plan, workers: tuple[str, ...]) -> str:
     builds = {role.name: short_name(role.build) for role in plan.dag.roles}
-    rows = [(name, build, worker_ranges(plan.placement[name], workers)) for name, build in builds.items()]
+    rows = [
+        (name, build, worker_ranges(plan.placement[name], workers))
+        for name, build in builds.items()
+    ]
     return table(("role", "built by", "workers"), rows)
 
 
@@ -62,12 +71,16 @@ def _nodes(stages: Iterable[NodeColumns]) -> str:
     rows = []
     for stage in stages:
         node = stage.node
-        columns = f"{', '.join(stage.reads) or '-'} -> {', '.join(node.contract.writes.names) or '-'}"
+        columns = (
+            f"{', '.join(stage.reads) or '-'} -> {', '.join(node.contract.writes.names) or '-'}"
+        )
         if node.save_as:
             columns += f", saved as {node.save_as!r}"
         elif node.stage:
             columns += ", stored as a stage"
-        rows.append((node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns))
+        rows.append(
+            (node.name, short_name(node.fn), node.role, ", ".join(node.after) or "-", columns)
+        )
     return table(("node", "function", "role", "after", "reads -> writes"), rows)
 
 
@@ -76,18 +89,31 @@ def _chains(plan: Plan, workers: tuple[str, ...]) -> str:
     workers_of: dict[str, list[str]] = {}
     for worker, chain in plan.chains.items():
         workers_of.setdefault(_chain(chain), []).append(worker)
-    return table(("workers", "chain"), [(worker_ranges(same, workers), text) for text, same in workers_of.items()])
+    return table(
+        ("workers", "chain"),
+        [(worker_ranges(same, workers), text) for text, same in workers_of.items()],
+    )
 
 
 def _chain(chain: Chain) -> str:
-    """Return the nodes in order, each with the nodes that it receives rows from and sends rows to."""
+    """Return the nodes in order, each with the nodes that it receives rows from and sends rows
+    to.
+    """
     steps: list[str] = []
     notes: dict[str, list[str]] = {}
 
     def begin(name: str) -> None:
         finish()
         steps.append(name)
-        words = ("begins during", "from", "in parts from", "to", "in parts to", "statistics to", "saves")
+        words = (
+            "begins during",
+            "from",
+            "in parts from",
+            "to",
+            "in parts to",
+            "statistics to",
+            "saves",
+        )
         notes.update({word: [] for word in words})
 
     def finish() -> None:
@@ -118,7 +144,9 @@ def _chain(chain: Chain) -> str:
                     received = []
                     notes["in parts to"].append(target.name)
                 if takes:
-                    begin(f"{target.name}, {steps_behind(target.lag)}" if target.lag else target.name)
+                    begin(
+                        f"{target.name}, {steps_behind(target.lag)}" if target.lag else target.name
+                    )
                     notes["in parts from"].append(source.name)
             case Send(edge):
                 notes["to" if edge.moves else "statistics to"].append(edge.target)
@@ -128,7 +156,9 @@ def _chain(chain: Chain) -> str:
     return " > ".join(steps) if steps else "nothing"
 
 
-def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, ...], Estimate]) -> str:
+def _edges(
+    plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, ...], Estimate]
+) -> str:
     edges = {edge.ends: edge for edge in plan.edges}
     rows = []
     for ends, size in estimates.items():
@@ -149,7 +179,11 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, .
         else:
             where = "local" if edge is None else "local, guide"
             at_most = "-"
-            columns = [name for name, node in stage.sources.items() if node == source and name not in IDENTITY]
+            columns = [
+                name
+                for name, node in stage.sources.items()
+                if node == source and name not in IDENTITY
+            ]
         marked = ", ".join(f"{name}?" if name in size.unknown else name for name in columns)
         count = "?" if size.rows is None else str(size.rows)
         rows.append((f"{source} -> {target}", f"{count} {policy}", where, at_most, marked or "-"))
@@ -157,7 +191,9 @@ def _edges(plan: Plan, workers: tuple[str, ...], estimates: Mapping[tuple[str, .
 
 
 def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
-    """Return the workers at both ends of an edge, by count and role if the names would take several lines."""
+    """Return the workers at both ends of an edge, by count and role if the names would take
+    several lines.
+    """
     text = f"{worker_ranges(edge.sources, workers)} -> {worker_ranges(edge.targets, workers)}"
     if len(text) <= LEAST:
         return text
@@ -167,8 +203,13 @@ def _ends(edge: Edge, plan: Plan, workers: tuple[str, ...]) -> str:
 
 def _total(estimates: Mapping[tuple[str, ...], Estimate]) -> str:
     sizes = list(estimates.values())
-    text = f"Between workers: at most {readable_bytes(sum(size.bytes or 0 for size in sizes))} a step"
+    text = (
+        f"Between workers: at most {readable_bytes(sum(size.bytes or 0 for size in sizes))} a step"
+    )
     if any(size.unknown or size.bytes is None for size in sizes):
         text += ", and columns marked '?', whose size is not known"
-    guide = "local: rows stay in their process. guide: they stay, and decide where the other parents' rows go."
+    guide = (
+        "local: rows stay in their process. guide: they stay, and decide where the other parents' "
+        "rows go."
+    )
     return f"{text}.\n{guide}"

@@ -28,7 +28,9 @@ def differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
 
 
 def settings(config: Config) -> dict[str, tuple[str, str]]:
-    """Return the keys that are not at their defaults, each with its value and the default as text."""
+    """Return the keys that are not at their defaults, each with its value and the default as
+    text.
+    """
     own = _values(config)
     usual = _values(Config())
     return {key: (_text(own[key]), _text(usual[key])) for key in own if own[key] != usual[key]}
@@ -36,7 +38,9 @@ def settings(config: Config) -> dict[str, tuple[str, str]]:
 
 def dag_differences(one: RunFacts, other: RunFacts) -> list[str]:
     """Return the changes from one run's DAG to another's, as ``nodes.update.with.lr: 1 -> 2``."""
-    first, second = (redacted({"roles": run.dag["roles"], "nodes": _named(run.dag)}) for run in (one, other))
+    first, second = (
+        redacted({"roles": run.dag["roles"], "nodes": _named(run.dag)}) for run in (one, other)
+    )
     changes = RunIdentity({}, first).differences(RunIdentity({}, second))
     return [change.removeprefix("DAG: ")[:_LONGEST] for change in changes]
 

@@ -23,13 +23,17 @@ def headline_charts(runs: Sequence[RunFacts]) -> list[str]:
     return [
         _figure(title, drawn)
         for ((_, name), title), drawn in curves.items()
-        if drawn and is_shown(name, (value for curve in drawn for value in (*curve.low, *curve.high)))
+        if drawn
+        and is_shown(name, (value for curve in drawn for value in (*curve.low, *curve.high)))
     ]
 
 
 def other_charts(runs: Sequence[RunFacts]) -> tuple[list[str], int]:
     """Return the charts of the other metrics, and the number of metrics that are too many."""
-    metrics = sorted(_logged(runs) - _headlines(runs).keys(), key=lambda metric: (metric[0] != Phase.TRAIN, *metric))
+    metrics = sorted(
+        _logged(runs) - _headlines(runs).keys(),
+        key=lambda metric: (metric[0] != Phase.TRAIN, *metric),
+    )
     figures = [
         _figure(name if phase == Phase.TRAIN else f"{phase}: {name}", drawn, tooltips=False)
         for phase, name in metrics[:_MOST]
@@ -39,7 +43,9 @@ def other_charts(runs: Sequence[RunFacts]) -> tuple[list[str], int]:
 
 
 def _figure(title: str, curves: Sequence[Curve], *, tooltips: bool = True) -> str:
-    last = " ".join(f'<b class="{class_of(curve.number)}">{number(curve.newest)}</b>' for curve in curves)
+    last = " ".join(
+        f'<b class="{class_of(curve.number)}">{number(curve.newest)}</b>' for curve in curves
+    )
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}">'
     chart = line_chart(curves, tooltips=tooltips)
     return f"<figure><figcaption><span>{safe(title)}</span><span>{last}</span></figcaption>{svg}{chart}</svg></figure>"

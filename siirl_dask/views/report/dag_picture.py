@@ -1,4 +1,6 @@
-"""Draws the DAG that a run recorded, with the seconds and bytes that its trace measured. Nothing of it is imported."""
+"""Draws the DAG that a run recorded, with the seconds and bytes that its trace measured. Nothing
+of it is imported.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Drawable:
 
     @staticmethod
     def of(dag: Mapping[str, Any], measured: Measured | None) -> Drawable | None:
-        """Return the DAG, with edges that the trace knows besides; None where there are no nodes, or too many."""
+        """Return the DAG, with edges that the trace knows besides; None where there are no
+        nodes, or too many.
+        """
         nodes: dict[str, tuple[str, str]] = {}
         edges: dict[tuple[str, str], None] = {}
         for node in dag["nodes"]:
@@ -52,7 +56,9 @@ class Drawable:
 
 
 def draw_dag(dag: Drawable, measured: Measured | None) -> str:
-    """Return the picture as SVG. Numbers are those of an average step; none where nothing was measured."""
+    """Return the picture as SVG. Numbers are those of an average step; none where nothing was
+    measured.
+    """
     layout = lay_out(list(dag.nodes), dag.edges)
     width = max(map(_SPACING.width_of, layout.layers)) + 2 * _MARGIN
     x = _SPACING.middles(layout.layers, width)
@@ -62,7 +68,9 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
     labels = []
     for (source, target), path in layout.paths.items():
         names = (f"{source}->{target}", f"{source}->{target}{_BY_GROUP}")
-        found = [measured.edges[name] for name in names if name in measured.edges] if measured else []
+        found = (
+            [measured.edges[name] for name in names if name in measured.edges] if measured else []
+        )
         received = sum(edge.received for edge in found)
         moved = " moved" if received > 0 else ""
         route = layout.route(path, x, tops, _SPACING.high)
@@ -75,10 +83,15 @@ def draw_dag(dag: Drawable, measured: Measured | None) -> str:
         for name in layer
         if isinstance(name, str)
     ]
-    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    tip = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto">'
+    )
     return (
-        f'<svg class="dag" viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" aria-label="the DAG">'
-        f'<defs>{tip}<path d="M0 0L8 4L0 8z"/></marker></defs>{"".join([*lines, *boxes, *labels])}</svg>'
+        f'<svg class="dag" viewBox="0 0 {width} {height}" style="max-width:{width}px" role="img" '
+        'aria-label="the DAG">'
+        f'<defs>{tip}<path d="M0 0L8 4L0 '
+        f'8z"/></marker></defs>{"".join([*lines, *boxes, *labels])}</svg>'
     )
 
 
@@ -86,11 +99,16 @@ def _top(depth: int) -> int:
     return _MARGIN + depth * (_SPACING.high + _DOWN)
 
 
-def _label(layout: LayeredLayout, path: Sequence[Place], x: Mapping[Place, float], text: str) -> str:
+def _label(
+    layout: LayeredLayout, path: Sequence[Place], x: Mapping[Place, float], text: str
+) -> str:
     middle = (x[path[0]] + x[path[1]]) / 2
     at = _top(layout.depth_of(path[0]) + 1) - _DOWN / 2 + 4
     wide = 6.4 * len(text) + 8
-    back = f'<rect class="paper" x="{middle - wide / 2:.0f}" y="{at - 12:.0f}" width="{wide:.0f}" height="16"/>'
+    back = (
+        f'<rect class="paper" x="{middle - wide / 2:.0f}" y="{at - 12:.0f}" width="{wide:.0f}" '
+        'height="16"/>'
+    )
     return f'{back}<text x="{middle:.0f}" y="{at:.0f}" text-anchor="middle">{safe(text)}</text>'
 
 
@@ -98,17 +116,28 @@ def _box(dag: Drawable, name: str, middle: float, top: int, measured: Measured |
     role, function = dag.nodes[name]
     colour = dag.roles.index(role) % len(COLOURS) if role in dag.roles else 0
     took = measured.nodes.get(name) if measured else None
-    share = f" ({took.seconds / measured.seconds:.0%})" if took and measured and measured.seconds else ""
+    share = (
+        f" ({took.seconds / measured.seconds:.0%})"
+        if took and measured and measured.seconds
+        else ""
+    )
     lines = [role]
     if took:
         lines.append(f"{duration(took.seconds)}{share}")
     else:
         lines.append("not measured" if measured else function)
     size_of_box = f'width="{_SPACING.box}" height="{_SPACING.high}"'
-    rect = f'<rect class="c{colour}" x="{middle - _SPACING.box / 2:.0f}" y="{top}" {size_of_box} rx="6"/>'
-    texts = [f'<text class="name" x="{middle:.0f}" y="{top + 18}" text-anchor="middle">{safe(name[:_LETTERS])}</text>']
+    rect = (
+        f'<rect class="c{colour}" x="{middle - _SPACING.box / 2:.0f}" y="{top}" {size_of_box} '
+        'rx="6"/>'
+    )
+    texts = [
+        f'<text class="name" x="{middle:.0f}" y="{top + 18}" '
+        f'text-anchor="middle">{safe(name[:_LETTERS])}</text>'
+    ]
     texts += [
-        f'<text x="{middle:.0f}" y="{top + 33 + 14 * at}" text-anchor="middle">{safe(line[:_LETTERS])}</text>'
+        f'<text x="{middle:.0f}" y="{top + 33 + 14 * at}" '
+        f'text-anchor="middle">{safe(line[:_LETTERS])}</text>'
         for at, line in enumerate(lines)
     ]
     return f"<g><title>{safe(f'{name}: {function}, role {role}')}</title>{rect}{''.join(texts)}</g>"

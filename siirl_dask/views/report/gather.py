@@ -51,7 +51,9 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Validation prompts before and after, or samples of the last step where there is no validation."""
+    """Validation prompts before and after, or samples of the last step where there is no
+    validation.
+    """
 
     then: int
     now: int
@@ -79,7 +81,8 @@ class RunFacts:
     timing: StepTiming | None = None
     samples: Samples | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Why a part is not there, by the part: configuration, DAG, metrics, summary, trace, samples, starts."""
+    """Why a part is not there, by the part: configuration, DAG, metrics, summary, trace,
+    samples, starts."""
 
     @property
     def records(self) -> list[Record]:
@@ -89,11 +92,16 @@ class RunFacts:
     @property
     def steps(self) -> int:
         """Steps trained."""
-        return max((record["step"] for record, _ in self.attempts if record["phase"] == Phase.TRAIN), default=0)
+        return max(
+            (record["step"] for record, _ in self.attempts if record["phase"] == Phase.TRAIN),
+            default=0,
+        )
 
 
 def gather(urls: Sequence[str]) -> list[RunFacts]:
-    """Return the facts of each run. ConfigError where there is no run, before anything else is read."""
+    """Return the facts of each run. ConfigError where there is no run, before anything else is
+    read.
+    """
     if len(set(urls)) < len(urls):
         twice = next(url for url in urls if urls.count(url) > 1)
         raise ConfigError(f"{twice!r} is given twice: expected different runs")
@@ -136,7 +144,9 @@ def _facts(run: Run) -> RunFacts:
 
 def _timing(url: str) -> StepTiming:
     trace = read_trace(url, most_bytes=_TRACE_BYTES, most_parts=_TRACE_PARTS)
-    return StepTiming(trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans))
+    return StepTiming(
+        trace.steps, find_bottleneck(trace.spans), measure(trace.spans), usual_step(trace.spans)
+    )
 
 
 def _samples(url: str) -> Samples:
@@ -147,7 +157,9 @@ def _samples(url: str) -> Samples:
 
 
 def _validated(url: str) -> Samples:
-    """Return the validation prompts whose rewards changed most. DataError with fewer than two validations."""
+    """Return the validation prompts whose rewards changed most. DataError with fewer than two
+    validations.
+    """
     with open_rollouts(url, table="validation") as rollouts:
         then = min(rollouts.files)
         now = max(rollouts.files)
@@ -155,7 +167,9 @@ def _validated(url: str) -> Samples:
             raise DataError("there is one validation")
         changes = questions.diff(rollouts, then, now)
         words = changes_in_words(changes.select(["then", "now", "change"]).to_pylist())
-        pairs = StoredPromptImages(url, "validation", thumbnails=True).added_to(changes.slice(0, _PAIRS))
+        pairs = StoredPromptImages(url, "validation", thumbnails=True).added_to(
+            changes.slice(0, _PAIRS)
+        )
         return Samples(then, now, words, pairs.to_pylist())
 
 

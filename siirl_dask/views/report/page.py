@@ -49,14 +49,20 @@ def _contents(runs: Sequence[RunFacts]) -> str:
         "dag-0": "DAG",
         "failures-0": "Failures",
     }
-    named |= alone if len(runs) == 1 else {f"run-{at}": safe(run.label) for at, run in enumerate(runs)}
+    named |= (
+        alone if len(runs) == 1 else {f"run-{at}": safe(run.label) for at, run in enumerate(runs)}
+    )
     named["others"] = "All other metrics"
-    return f"<nav>{''.join(f'<a href=#{place}>{words}</a>' for place, words in named.items())}</nav>"
+    return (
+        f"<nav>{''.join(f'<a href=#{place}>{words}</a>' for place, words in named.items())}</nav>"
+    )
 
 
 def _cards(runs: Sequence[RunFacts]) -> str:
     alone = " alone" if len(runs) == 1 else ""
-    return f'<div class="runs{alone}">{"".join(_card(at, run) for at, run in enumerate(runs))}</div>'
+    return (
+        f'<div class="runs{alone}">{"".join(_card(at, run) for at, run in enumerate(runs))}</div>'
+    )
 
 
 def _card(at: int, run: RunFacts) -> str:
@@ -94,7 +100,10 @@ def _curves(runs: Sequence[RunFacts]) -> str:
 
 def _key(runs: Sequence[RunFacts]) -> str:
     """Return the runs' colours, and how to read a band, where there is something to explain."""
-    parts = [f'<span><i class="{class_of(at)}"></i>{safe(run.label)}</span>' for at, run in enumerate(runs)]
+    parts = [
+        f'<span><i class="{class_of(at)}"></i>{safe(run.label)}</span>'
+        for at, run in enumerate(runs)
+    ]
     thinned = any(run.steps > MOST_POINTS for run in runs)
     words = "Lines are means of neighbouring steps, bands their extremes." if thinned else ""
     return f'<p class="key">{"".join(parts) if len(runs) > 1 else ""} {words}</p>'
@@ -110,16 +119,29 @@ def _own_settings(run: RunFacts) -> str:
     if run.config is None:
         return ""
     own = settings(run.config)
-    rows = [(f"<code>{safe(key)}</code>", safe(value), safe(usual)) for key, (value, usual) in own.items()]
+    rows = [
+        (f"<code>{safe(key)}</code>", safe(value), safe(usual))
+        for key, (value, usual) in own.items()
+    ]
     body = table(("key", "value", "default"), rows, texts=(1, 2))
-    told = "1 key differs from its default" if len(rows) == 1 else f"{len(rows)} keys differ from their defaults"
+    told = (
+        "1 key differs from its default"
+        if len(rows) == 1
+        else f"{len(rows)} keys differ from their defaults"
+    )
     return f"<p>{told}.</p><details><summary>show them</summary>{body}</details>"
 
 
 def _compared(runs: Sequence[RunFacts]) -> str:
-    rows = [(f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in differences(runs).items()]
+    rows = [
+        (f"<code>{safe(key)}</code>", *map(safe, told)) for key, told in differences(runs).items()
+    ]
     heads = ("key", *(safe(run.label) for run in runs))
-    body = table(heads, rows, texts=range(1, len(heads))) if rows else '<p class="note">No key differs.</p>'
+    body = (
+        table(heads, rows, texts=range(1, len(heads)))
+        if rows
+        else '<p class="note">No key differs.</p>'
+    )
     return f"{body}{''.join(_dag_changes(runs[0], run) for run in runs[1:])}"
 
 
@@ -132,7 +154,8 @@ def _dag_changes(first: RunFacts, other: RunFacts) -> str:
     more = f"\n... {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
     lines = "\n".join(safe(change) for change in changes[:_CHANGES])
     return (
-        f"<details><summary>{len(changes)} changes of the DAG from {safe(first.label)} to {safe(other.label)}</summary>"
+        f"<details><summary>{len(changes)} changes of the DAG from {safe(first.label)} to "
+        f"{safe(other.label)}</summary>"
         f"<pre>{lines}{more}</pre></details>"
     )
 
@@ -146,12 +169,18 @@ def _run(at: int, run: RunFacts, *, alone: bool) -> str:
         "dag": ("The DAG", picture(run)),
         "failures": ("Failures and starts", failures(run)),
     }
-    body = "".join(f'<h{level} id="{name}-{at}">{words}</h{level}>{text}' for name, (words, text) in parts.items())
+    body = "".join(
+        f'<h{level} id="{name}-{at}">{words}</h{level}>{text}'
+        for name, (words, text) in parts.items()
+    )
     if alone:
         return body
-    heading = f'<h2 id="run-{at}"><span class="{class_of(at)}">&#9632;</span> {safe(run.label)}</h2>'
+    heading = (
+        f'<h2 id="run-{at}"><span class="{class_of(at)}">&#9632;</span> {safe(run.label)}</h2>'
+    )
     return (
-        f"{heading}<details{' open' * (at == 0)}><summary>samples, time, data, DAG, failures</summary>{body}</details>"
+        f"{heading}<details{' open' * (at == 0)}><summary>samples, time, data, DAG, "
+        f"failures</summary>{body}</details>"
     )
 
 

@@ -33,14 +33,21 @@ _MOVED = {
 
 
 def samples(run: RunFacts) -> str:
-    """Return validation prompts before and after, or the best and worst samples of the last step."""
+    """Return validation prompts before and after, or the best and worst samples of the last
+    step.
+    """
     found = run.samples
     if found is None:
         return _missing(run, "samples")
     if found.pairs:
         told = f"{safe(found.words)} The largest changes first:"
-        return f"<p>Validations after step {found.then} and step {found.now}. {told}</p>{_pairs(found)}"
-    parts = [f"<p>There are no two validations to compare; these are of training step {found.now}.</p>"]
+        return (
+            f"<p>Validations after step {found.then} and step {found.now}. "
+            f"{told}</p>{_pairs(found)}"
+        )
+    parts = [
+        f"<p>There are no two validations to compare; these are of training step {found.now}.</p>"
+    ]
     for words, rows in (("best", found.best), ("worst", found.worst)):
         parts += [_sample(f"{words}: {headings(row)}", row) for row in rows]
     return "".join(parts)
@@ -55,23 +62,36 @@ def _pairs(found: Samples) -> str:
         elif row["change"] < 0:
             kind = "fell"
         sides = "".join(
-            f'<div><h4>after step {step}: reward <span class="{kind * later}">{number(row[name])}</span></h4>'
+            f"<div><h4>after step {step}: reward <span "
+            f'class="{kind * later}">{number(row[name])}</span></h4>'
             f"<pre>{shortened(row[f'{name}_response'])}</pre></div>"
             for name, step, later in (("then", found.then, False), ("now", found.now, True))
         )
         head = f"{pictures_as_html(row)}<h4>prompt</h4><pre>{shortened(row['prompt'])}</pre>"
-        answer = f"<h4>answer</h4><pre>{shortened(row['answer'])}</pre>" if row["answer"] is not None else ""
-        parts.append(f'<article><div class="pair"><div>{head}</div><div>{answer}</div>{sides}</div></article>')
+        answer = (
+            f"<h4>answer</h4><pre>{shortened(row['answer'])}</pre>"
+            if row["answer"] is not None
+            else ""
+        )
+        parts.append(
+            "<article><div "
+            f'class="pair"><div>{head}</div><div>{answer}</div>{sides}</div></article>'
+        )
     return "".join(parts)
 
 
 def _sample(heading: str, row: Mapping[str, Any]) -> str:
-    texts = {**{name: row.get(name) for name in ("prompt", "response", "answer")}, "parts": reward_parts(row)}
+    texts = {
+        **{name: row.get(name) for name in ("prompt", "response", "answer")},
+        "parts": reward_parts(row),
+    }
     texts["from"] = lineage(row)
     told = []
     for name, text in texts.items():
         if name == "response" and (said := conversation(row)):
-            told += [f"<h4>{safe(speaker(one))}</h4><pre>{shortened(one['text'])}</pre>" for one in said]
+            told += [
+                f"<h4>{safe(speaker(one))}</h4><pre>{shortened(one['text'])}</pre>" for one in said
+            ]
         elif text not in (None, ""):
             told.append(f"<h4>{name}</h4><pre>{shortened(text)}</pre>")
     return f"<article><h3>{safe(heading)}</h3>{pictures_as_html(row)}{''.join(told)}</article>"
@@ -89,7 +109,15 @@ def timing(run: RunFacts) -> str:
     if found.step:
         parts.append(f"<h4>step {found.step[0].step:,}, of median length</h4>")
         parts.append(f'<div class="scroll">{draw_timeline(found.step)}</div>')
-    return "".join([*parts, "<h4>nodes, validations included</h4>", _nodes(slow), "<h4>workers</h4>", _workers(slow)])
+    return "".join(
+        [
+            *parts,
+            "<h4>nodes, validations included</h4>",
+            _nodes(slow),
+            "<h4>workers</h4>",
+            _workers(slow),
+        ]
+    )
 
 
 def _told(found: Bottleneck) -> Iterator[str]:
@@ -104,7 +132,10 @@ def _told(found: Bottleneck) -> Iterator[str]:
             f"<b>{safe(one.worker)}</b> as on the others."
         )
     if found.start:
-        yield f"Before the first step {safe(found.start.node)} took longest, {duration(found.start.seconds)}."
+        yield (
+            f"Before the first step {safe(found.start.node)} took longest, "
+            f"{duration(found.start.seconds)}."
+        )
 
 
 def _nodes(found: Bottleneck) -> str:
@@ -119,7 +150,9 @@ def _nodes(found: Bottleneck) -> str:
         )
         for one in found.nodes[:_NODES]
     ]
-    return table(("node", "slowest on", "a step", "share of the time", "", "times the others"), rows)
+    return table(
+        ("node", "slowest on", "a step", "share of the time", "", "times the others"), rows
+    )
 
 
 def _workers(found: Bottleneck) -> str:
@@ -134,9 +167,14 @@ def _workers(found: Bottleneck) -> str:
         for worker in shown
     ]
     more = (
-        f'<p class="note">{len(found.workers) - len(shown)} more workers</p>' if len(found.workers) > _WORKERS else ""
+        f'<p class="note">{len(found.workers) - len(shown)} more workers</p>'
+        if len(found.workers) > _WORKERS
+        else ""
     )
-    return table(("worker", "", "computes", "moves", "waits", "other", "waits most"), rows, texts=(6,)) + more
+    return (
+        table(("worker", "", "computes", "moves", "waits", "other", "waits most"), rows, texts=(6,))
+        + more
+    )
 
 
 def _shares(worker: WorkerTime) -> list[tuple[str, float]]:
@@ -164,12 +202,21 @@ def movement(run: RunFacts) -> str:
             rows.append((words, size(sum(values) / len(values)), size(sum(values))))
     if run.summary and (through := run.summary.bytes_per_step.scheduler_and_client) is not None:
         rows.append(("through scheduler and client, none of them rows", size(through), ""))
-    body = table(("bytes", "a step", "in all"), rows) if rows else '<p class="note">No bytes moved between workers.</p>'
+    body = (
+        table(("bytes", "a step", "in all"), rows)
+        if rows
+        else '<p class="note">No bytes moved between workers.</p>'
+    )
     measured = run.timing.measured if run.timing else None
     edges = sorted(measured.edges.items(), key=lambda item: -item[1].received) if measured else []
-    moved = [(safe(name), size(edge.received), duration(edge.moving), duration(edge.waiting)) for name, edge in edges]
+    moved = [
+        (safe(name), size(edge.received), duration(edge.moving), duration(edge.waiting))
+        for name, edge in edges
+    ]
     heads = ("edge", "bytes a step", "moves, at most", "waits for its rows, at most")
-    return body + (f"<h4>edges, of an average traced step</h4>{table(heads, moved)}" if moved else "")
+    return body + (
+        f"<h4>edges, of an average traced step</h4>{table(heads, moved)}" if moved else ""
+    )
 
 
 def picture(run: RunFacts) -> str:
@@ -177,9 +224,12 @@ def picture(run: RunFacts) -> str:
     measured = run.timing.measured if run.timing else None
     dag = Drawable.of(run.dag, measured)
     if dag is None:
-        return _missing(run, "DAG") or '<p class="note">The run recorded no DAG that can be drawn.</p>'
+        return (
+            _missing(run, "DAG") or '<p class="note">The run recorded no DAG that can be drawn.</p>'
+        )
     told = (
-        "Seconds are those of the slowest worker in an average training step, without its waits; bold arrows "
+        "Seconds are those of the slowest worker in an average training step, without its waits; "
+        "bold arrows "
         "carry bytes between workers."
         if measured
         else "Nothing was measured of it: the run has no trace."
@@ -188,7 +238,10 @@ def picture(run: RunFacts) -> str:
         f'<span><i class="c{at % len(COLOURS)}"></i>role {safe(role)}{_placed(run, role)}</span> '
         for at, role in enumerate(dag.roles)
     )
-    return f'<p class="note">{told}</p><p class="key">{roles}</p><div class="scroll">{draw_dag(dag, measured)}</div>'
+    return (
+        f'<p class="note">{told}</p><p class="key">{roles}</p><div '
+        f'class="scroll">{draw_dag(dag, measured)}</div>'
+    )
 
 
 def _placed(run: RunFacts, role: str) -> str:
@@ -220,7 +273,14 @@ def failures(run: RunFacts) -> str:
             )
             for one in summary.restarts[:_RESTARTS]
         ]
-        heads = ("cause", "steps done", "noticed after", "at work after", "steps again", "workers then")
+        heads = (
+            "cause",
+            "steps done",
+            "noticed after",
+            "at work after",
+            "steps again",
+            "workers then",
+        )
         parts += ["<h4>the last start went on by itself after</h4>", table(heads, rows)]
     return "".join(parts) + _starts(run)
 

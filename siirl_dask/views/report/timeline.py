@@ -56,14 +56,17 @@ def draw_timeline(spans: Sequence[TraceSpan]) -> str:
         for share, anchor in anchors.items()
     ]
     svg = (
-        f'<svg class="wide" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of a step">'
+        f'<svg class="wide" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of a '
+        'step">'
         f"{''.join([*names, *rects, *times])}</svg>"
     )
     return f'{svg}<p class="key">{"".join(_key(colours, {span.lane for span in shown}, len(workers), spans))}</p>'
 
 
 def _colours(spans: Sequence[TraceSpan]) -> dict[str, str]:
-    """Return a class for each node, by the time it takes; nodes beyond the last colour share one."""
+    """Return a class for each node, by the time it takes; nodes beyond the last colour share
+    one.
+    """
     times: dict[str, int] = {}
     for span in spans:
         if span.lane is Lane.COMPUTE:
@@ -72,18 +75,23 @@ def _colours(spans: Sequence[TraceSpan]) -> dict[str, str]:
     return {name: f"c{at}" if at < _NODES else "other" for at, name in enumerate(longest)}
 
 
-def _rect(span: TraceSpan, begun: int, per_pixel: float, lane: int, colours: Mapping[str, str]) -> str:
+def _rect(
+    span: TraceSpan, begun: int, per_pixel: float, lane: int, colours: Mapping[str, str]
+) -> str:
     kind = colours.get(span.name, "other") if span.lane is Lane.COMPUTE else str(span.lane)
     x = _LEFT + (span.start - begun) / per_pixel
     wide = span.duration / per_pixel
     told = f"{span.name}, {span.what}: {duration(span.duration / 1e9)}"
     return (
-        f'<rect class="{kind}" x="{x:.1f}" y="{_TOP + lane * (_LANE + _APART)}" width="{wide:.1f}" height="{_LANE}">'
+        f'<rect class="{kind}" x="{x:.1f}" y="{_TOP + lane * (_LANE + _APART)}" width="{wide:.1f}" '
+        f'height="{_LANE}">'
         f"<title>{safe(told)}</title></rect>"
     )
 
 
-def _key(colours: Mapping[str, str], lanes: set[Lane], workers: int, spans: Sequence[TraceSpan]) -> Iterator[str]:
+def _key(
+    colours: Mapping[str, str], lanes: set[Lane], workers: int, spans: Sequence[TraceSpan]
+) -> Iterator[str]:
     for name, colour in colours.items():
         if colour != "other":
             yield f'<span><i class="{colour}"></i>{safe(name)}</span> '

@@ -1,4 +1,6 @@
-"""An answer to a question about a run's samples, and how its values are told: the same in a terminal and on a page."""
+"""An answer to a question about a run's samples, and how its values are told: the same in a
+terminal and on a page.
+"""
 
 from __future__ import annotations
 
@@ -63,22 +65,32 @@ def headings(sample: Mapping[str, Any]) -> str:
     parts += [f"agent {printable(str(sample['agent']))}"] if sample.get("agent") else []
     parts += [counted(sample["turns"], "turn")] if sample.get("turns") else []
     parts += [counted(sample["segments"], "segment")] if (sample.get("segments") or 1) > 1 else []
-    parts += [counted(sample["response_tokens"], "token")] if sample.get("response_tokens") is not None else []
+    parts += (
+        [counted(sample["response_tokens"], "token")]
+        if sample.get("response_tokens") is not None
+        else []
+    )
     parts += [_ENDS[reason]] if reason in _ENDS else []
     return ", ".join(parts)
 
 
 def conversation(sample: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the utterances of a sample of several turns: kind, who, text, turn, reward. None for other samples."""
+    """Return the utterances of a sample of several turns: kind, who, text, turn, reward. None
+    for other samples.
+    """
     return sample.get(CONVERSATION) or ()
 
 
 def speaker(utterance: Mapping[str, Any]) -> str:
-    """Return who speaks, in which turn, and the turn's reward: ``policy calls a tool, turn 2, reward 0.5``."""
+    """Return who speaks, in which turn, and the turn's reward: ``policy calls a tool, turn 2,
+    reward 0.5``.
+    """
     who = printable(str(utterance["who"]))
     parts = [f"{who} calls a tool" if utterance["kind"] == UtteranceKind.CALL else who]
     parts += [f"turn {utterance['turn']}"] if utterance["turn"] is not None else []
-    parts += [f"reward {cell('reward', utterance['reward'])}"] if utterance["reward"] is not None else []
+    parts += (
+        [f"reward {cell('reward', utterance['reward'])}"] if utterance["reward"] is not None else []
+    )
     return ", ".join(parts)
 
 

@@ -1,4 +1,6 @@
-"""Writes answers as one HTML page that needs nothing else. All text is escaped: what a model says is not trusted."""
+"""Writes answers as one HTML page that needs nothing else. All text is escaped: what a model
+says is not trusted.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def write_page(url: str, title: str, answers: Sequence[QueryResult]) -> None:
         fs, path = open_fs(url)
         write_atomic(fs, path, page(title, answers).encode())
     except (OSError, StorageError) as error:
-        raise ConfigError(f"--html={url!r} cannot be written: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"--html={url!r} cannot be written: {type(error).__name__}: {error}"
+        ) from error
 
 
 def page(title: str, answers: Sequence[QueryResult]) -> str:
@@ -60,12 +64,16 @@ def _section(answer: QueryResult) -> Iterator[str]:
     rows = answer.table.slice(0, _ROWS).to_pylist()
     match answer.layout:
         case AnswerLayout.TABLE | AnswerLayout.HISTOGRAM:
-            yield from _table(answer.table.schema, rows, bars=answer.layout is AnswerLayout.HISTOGRAM)
+            yield from _table(
+                answer.table.schema, rows, bars=answer.layout is AnswerLayout.HISTOGRAM
+            )
         case AnswerLayout.SAMPLES:
             for sample in rows:
                 texts = {name: sample.get(name) for name in ("prompt", "response", "answer")}
                 texts |= {"parts": reward_parts(sample), "from": lineage(sample)}
-                yield _article(headings(sample), texts, conversation(sample), pictures_as_html(sample))
+                yield _article(
+                    headings(sample), texts, conversation(sample), pictures_as_html(sample)
+                )
         case AnswerLayout.CHANGES:
             yield f"<p>{safe(summary(answer.table.to_pylist()))}</p>"
             for row in rows:
@@ -84,19 +92,31 @@ def _table(schema: pa.Schema, rows: Sequence[Mapping[str, Any]], *, bars: bool) 
     yield f"<table><tr>{heads}</tr>"
     for row in rows:
         cells = "".join(f"<td>{safe(cell(name, value))}</td>" for name, value in row.items())
-        bar = f'<td><span class="bar" style="width: {15 * row["samples"] / most:.2f}rem"></span></td>' if bars else ""
+        bar = (
+            f'<td><span class="bar" style="width: {15 * row["samples"] / most:.2f}rem"></span></td>'
+            if bars
+            else ""
+        )
         yield f"<tr>{cells}{bar}</tr>"
     yield "</table>"
 
 
 def _article(
-    heading: str, texts: Mapping[str, object], said: Sequence[Mapping[str, Any]] = (), pictures: str = ""
+    heading: str,
+    texts: Mapping[str, object],
+    said: Sequence[Mapping[str, Any]] = (),
+    pictures: str = "",
 ) -> str:
-    """Return a sample. What was said in turns, where there is any of it, stands in place of the response."""
+    """Return a sample. What was said in turns, where there is any of it, stands in place of the
+    response.
+    """
     parts = []
     for name, text in texts.items():
         if name == "response" and said:
-            parts += [f'<section class="{one["kind"]}">{_part(speaker(one), one["text"])}</section>' for one in said]
+            parts += [
+                f'<section class="{one["kind"]}">{_part(speaker(one), one["text"])}</section>'
+                for one in said
+            ]
         elif text not in (None, ""):
             parts.append(_part(name, text))
     return f"<article><h3>{safe(heading)}</h3>{pictures}{''.join(parts)}</article>"

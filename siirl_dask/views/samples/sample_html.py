@@ -1,4 +1,6 @@
-"""Shows a sample as HTML: its text with a colour per token. Responses are untrusted: everything is escaped."""
+"""Shows a sample as HTML: its text with a colour per token. Responses are untrusted: everything
+is escaped.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def plain_text(text: str) -> str:
 
 
 def thumbnails(pictures: Sequence[Mapping[str, str | None]]) -> str:
-    """Return the images of a prompt as HTML: thumbnails, and in a line each what cannot be shown; empty without any.
+    """Return the images of a prompt as HTML: thumbnails, and in a line each what cannot be shown;
+    empty without any.
 
-    Each has ``kind`` and ``url``, a data URL, or ``problem``; see ``siirl_dask/runs/samples/prompt_images.py``.
+    Each has ``kind`` and ``url``, a data URL, or ``problem``; see
+    ``siirl_dask/runs/samples/prompt_images.py``.
     """
     shown = [
         f'<img src="{html.escape(one["url"])}" alt="{html.escape(one["kind"] or "")}" '
@@ -47,22 +51,29 @@ def pictures_as_html(sample: Mapping[str, Any]) -> str:
     return f"<h4>images</h4>{thumbnails(pictures)}" if pictures else ""
 
 
-def by_ratio(pieces: Sequence[tuple[str, int]], sampled: Sequence[float], trained: Sequence[float]) -> str:
-    """Return the pieces as HTML: red where the policy that learns finds a token likelier than the engine that drew it,
-    blue where less likely.
+def by_ratio(
+    pieces: Sequence[tuple[str, int]], sampled: Sequence[float], trained: Sequence[float]
+) -> str:
+    """Return the pieces as HTML: red where the policy that learns finds a token likelier than the
+    engine that drew it, blue where less likely.
     """
     differences = [after - before for before, after in zip(sampled, trained, strict=True)]
 
     def colour(at: int, count: int) -> tuple[str, float, str]:
         worst = max(differences[at : at + count], key=abs, default=0.0)
-        told = f"log-prob {_number(sampled[at])} drawn, {_number(trained[at])} now, ratio {_number(_exp(worst))}"
+        told = (
+            f"log-prob {_number(sampled[at])} drawn, {_number(trained[at])} now, ratio "
+            f"{_number(_exp(worst))}"
+        )
         return (_RED if worst > 0 else _BLUE), _strength(abs(worst), _FULL), told
 
     return _coloured(pieces, len(differences), colour)
 
 
 def by_logprob(pieces: Sequence[tuple[str, int]], logprobs: Sequence[float]) -> str:
-    """Return the pieces as HTML: the less likely a token was when it was drawn, the stronger its colour."""
+    """Return the pieces as HTML: the less likely a token was when it was drawn, the stronger its
+    colour.
+    """
 
     def colour(at: int, count: int) -> tuple[str, float, str]:
         least = min(logprobs[at : at + count], default=0.0)
@@ -72,7 +83,9 @@ def by_logprob(pieces: Sequence[tuple[str, int]], logprobs: Sequence[float]) -> 
 
 
 def _coloured(
-    pieces: Sequence[tuple[str, int]], known: int, colour: Callable[[int, int], tuple[str, float, str]]
+    pieces: Sequence[tuple[str, int]],
+    known: int,
+    colour: Callable[[int, int], tuple[str, float, str]],
 ) -> str:
     shown = []
     at = 0

@@ -1,4 +1,6 @@
-"""Prints answers to a terminal, of texts as much as fits; a pipe gets tables as wide as they are."""
+"""Prints answers to a terminal, of texts as much as fits; a pipe gets tables as wide as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def _print_table(console: Console, data: pa.Table, *, bars: bool) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for field in data.schema:
         number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        table.add_column(Text(printable(field.name)), justify="right" if number else "left", no_wrap=True)
+        table.add_column(
+            Text(printable(field.name)), justify="right" if number else "left", no_wrap=True
+        )
     head, tail = _ends(data.num_rows)
     rows = [*data.slice(0, head).to_pylist(), *data.slice(data.num_rows - tail).to_pylist()]
     if bars:
@@ -92,11 +96,17 @@ def _ends(rows: int) -> tuple[int, int]:
 def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> None:
     lines = _lines_each(console, len(samples))
     for number, sample in enumerate(samples, start=1):
-        console.print(Rule(Text(f"{number} of {len(samples)}: {headings(sample)}"), align="left", style="dim"))
+        console.print(
+            Rule(Text(f"{number} of {len(samples)}: {headings(sample)}"), align="left", style="dim")
+        )
         texts = {"prompt": lines // 3, "response": lines - lines // 3, "answer": 2}
         said = conversation(sample)
         rows = {"images": Text(pictures_in_words(sample))}
-        rows |= {name: _cut(console, sample[name], most) for name, most in texts.items() if name in sample}
+        rows |= {
+            name: _cut(console, sample[name], most)
+            for name, most in texts.items()
+            if name in sample
+        }
         if said:
             rows["response"] = _conversation(console, said, lines)
         rows |= {"parts": Text(reward_parts(sample)), "from": Text(lineage(sample), style="dim")}
@@ -104,13 +114,21 @@ def _print_samples(console: Console, samples: Sequence[Mapping[str, Any]]) -> No
 
 
 def _conversation(console: Console, said: Sequence[Mapping[str, Any]], lines: int) -> Text:
-    """Return who said what, each on some of so many lines, those in the middle left out where they are too few."""
+    """Return who said what, each on some of so many lines, those in the middle left out where
+    they are too few.
+    """
     each = max(2, lines // len(said) - 1)
-    head, tail = (len(said), 0) if len(said) <= _UTTERANCES else (_UTTERANCES - _UTTERANCES // 3, _UTTERANCES // 3)
+    head, tail = (
+        (len(said), 0)
+        if len(said) <= _UTTERANCES
+        else (_UTTERANCES - _UTTERANCES // 3, _UTTERANCES // 3)
+    )
     told = []
     for number, one in enumerate(said):
         if head <= number < len(said) - tail:
-            told += [Text(f"... {len(said) - head - tail} more ...", style="dim")] * (number == head)
+            told += [Text(f"... {len(said) - head - tail} more ...", style="dim")] * (
+                number == head
+            )
             continue
         text = _cut(console, one["text"], each)
         told += [Text(speaker(one), style=_STYLES[one["kind"]]), *([text] if text else [])]
@@ -124,11 +142,18 @@ def _print_changes(console: Console, changes: Sequence[Mapping[str, Any]]) -> No
     for row in shown:
         said = f"{cell('reward', row['then'])} then, {cell('reward', row['now'])} now"
         console.print(Rule(Text(said), align="left", style="dim"))
-        texts = {"prompt": "prompt", "answer": "answer", "then": "then_response", "now": "now_response"}
+        texts = {
+            "prompt": "prompt",
+            "answer": "answer",
+            "then": "then_response",
+            "now": "now_response",
+        }
         told = {label: _cut(console, row[name], lines // 3) for label, name in texts.items()}
         console.print(_grid({"images": Text(pictures_in_words(row)), **told}))
     if len(changes) > len(shown):
-        console.print(Text(f"... {len(changes) - len(shown)} more prompts; --html shows them", style="dim"))
+        console.print(
+            Text(f"... {len(changes) - len(shown)} more prompts; --html shows them", style="dim")
+        )
 
 
 def _lines_each(console: Console, samples: int) -> int:
@@ -159,13 +184,21 @@ def _cut(console: Console, value: object, most: int) -> Text:
     first = list(head[: most - most // 3])
     last = list(tail[len(tail) - most // 3 :])
     left_out = max(0, len(text) - sum(len(line.plain) for line in (*first, *last)))
-    return Text("\n").join([*first, Text(f"... {left_out:,} characters left out ...", style="dim"), *last])
+    return Text("\n").join(
+        [*first, Text(f"... {left_out:,} characters left out ...", style="dim"), *last]
+    )
 
 
 def pictures_in_words(sample: Mapping[str, Any]) -> str:
-    """Return ``[2 images: 640x480 JPEG, 16x24 PNG]``, and in a line each what cannot be shown; empty without images."""
+    """Return ``[2 images: 640x480 JPEG, 16x24 PNG]``, and in a line each what cannot be shown;
+    empty without images.
+    """
     pictures = sample.get(PICTURES) or ()
     kinds = [one["kind"] for one in pictures if one["problem"] is None]
-    problems = [" ".join(printable(one["problem"]).split()) for one in pictures if one["problem"] is not None]
+    problems = [
+        " ".join(printable(one["problem"]).split())
+        for one in pictures
+        if one["problem"] is not None
+    ]
     shown = [f"{counted(len(kinds), 'image')}: {', '.join(kinds)}"] if kinds else []
     return "\n".join(f"[{line}]" for line in (*shown, *problems))

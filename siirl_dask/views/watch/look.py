@@ -1,7 +1,9 @@
-"""Looks at a run again and again: at its metrics, its summary and its signs of life, and at one part of its tables.
+"""Looks at a run again and again: at its metrics, its summary and its signs of life, and at one
+part of its tables.
 
-The run goes on while its newest start gives signs of life, whatever its files say: an earlier start may have left a
-summary. Clocks are not compared: what counts is whether the sign changes while this process watches.
+The run goes on while its newest start gives signs of life, whatever its files say: an earlier start
+may have left a summary. Clocks are not compared: what counts is whether the sign changes while this
+process watches.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Life(Enum):
     ENDED = auto()
     """It has ended, and says how."""
     GONE = auto()
-    """Its process is gone, or has given no sign of life for ``run.lease``, and has not said how it ended."""
+    """Its process is gone, or has given no sign of life for ``run.lease``, and has not said how
+    it ended."""
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +79,9 @@ class Look:
     @property
     def done(self) -> int:
         """Steps trained."""
-        return max((record["step"] for record in self.records if record["phase"] == Phase.TRAIN), default=0)
+        return max(
+            (record["step"] for record in self.records if record["phase"] == Phase.TRAIN), default=0
+        )
 
 
 class Watcher:
@@ -95,7 +100,8 @@ class Watcher:
         self._beat_at = self._tables_at = float("-inf")
 
     def look(self, now: float) -> Look:
-        """Return the run as it is ``now``, by a monotonic clock; where that fails, as it was, with the reason.
+        """Return the run as it is ``now``, by a monotonic clock; where that fails, as it was, with
+        the reason.
 
         DataError for a line of the metrics that is no record.
         """
@@ -110,7 +116,9 @@ class Watcher:
                 start=start,
                 trouble="",
             )
-            look = replace(look, life=self._life(look, now), seconds_left=self._seconds_left(look, now))
+            look = replace(
+                look, life=self._life(look, now), seconds_left=self._seconds_left(look, now)
+            )
             if now - self._tables_at >= _PAUSE or look.life.is_over:
                 look = _with_tables(look)
                 self._tables_at = now
@@ -146,7 +154,9 @@ class Watcher:
         return self._look.life if known else Life.UNKNOWN
 
     def _seconds_left(self, look: Look, now: float) -> float | None:
-        """Return the seconds until the last step, without validations: as fast as steps came, or as they were told."""
+        """Return the seconds until the last step, without validations: as fast as steps came, or
+        as they were told.
+        """
         if look.total is None or look.done >= look.total:
             return None
         if self._pace is None:
@@ -155,7 +165,9 @@ class Watcher:
             self._pace.mark(look.done, now)
         if (seen := self._pace.seconds_left(look.total, now)) is not None:
             return seen
-        recent = [seconds for _, seconds in series_of(look.records, Phase.TRAIN, SECONDS)][-_RECENT:]
+        recent = [seconds for _, seconds in series_of(look.records, Phase.TRAIN, SECONDS)][
+            -_RECENT:
+        ]
         return sum(recent) / len(recent) * (look.total - look.done) if recent else None
 
 

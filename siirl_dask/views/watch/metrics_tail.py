@@ -1,4 +1,6 @@
-"""Follows ``metrics.jsonl`` of a run that may be on another machine: each look asks for the bytes that came since."""
+"""Follows ``metrics.jsonl`` of a run that may be on another machine: each look asks for the
+bytes that came since.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ _HEAD = 2**17  # bytes of its beginning, if there are more
 class MetricsTail:
     """Holds the records of a run that were seen so far.
 
-    A start of the run may replace the file, which drops lines: the last line that was read is asked for again each
-    time, and where it is another one the file is read anew.
+    A start of the run may replace the file, which drops lines: the last line that was read is asked
+    for again each time, and where it is another one the file is read anew.
     """
 
     def __init__(self, url: str, most: int = _MOST) -> None:
@@ -29,9 +31,11 @@ class MetricsTail:
         return [record for record, _ in last_records(self._seen)]
 
     def look(self) -> bool:
-        """Read what came since the last look, and return whether anything did. DataError for a line that is no record.
+        """Read what came since the last look, and return whether anything did. DataError for a line
+        that is no record.
 
-        At first, the beginning and the end of a file that is too long are read; ``has_gap`` then says so.
+        At first, the beginning and the end of a file that is too long are read; ``has_gap`` then
+        says so.
         """
         try:
             return self._read_on() if self._last else self._read_anew()
@@ -53,7 +57,9 @@ class MetricsTail:
             came: bytes = self._fs.cat_file(self._path, start=begin)
         except FileNotFoundError:
             raise
-        except OSError:  # object stores refuse a range behind the end of a file that has become shorter
+        except (
+            OSError
+        ):  # object stores refuse a range behind the end of a file that has become shorter
             came = b""
         if not came.startswith(self._last):
             return self._read_anew()

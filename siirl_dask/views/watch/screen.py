@@ -38,7 +38,8 @@ def screen(look: Look, width: int) -> RenderableType:
         slow = look.slowest
         parts.append(
             Text(
-                f"slowest  node {printable(slow.node)!r} on worker {printable(slow.worker)!r}, {slow.share:.0%} of "
+                f"slowest  node {printable(slow.node)!r} on worker {printable(slow.worker)!r}, "
+                f"{slow.share:.0%} of "
                 f"step {look.slowest_step}",
                 style="bold",
             )
@@ -51,14 +52,20 @@ def screen(look: Look, width: int) -> RenderableType:
 def _head(look: Look) -> Text:
     life, colour = _status(look)
     of = "" if look.total is None else f" of {look.total:,}"
-    text = Text.assemble((printable(look.name), "bold"), "  ", (life, colour), f"  step {look.done:,}{of}")
+    text = Text.assemble(
+        (printable(look.name), "bold"), "  ", (life, colour), f"  step {look.done:,}{of}"
+    )
     if not look.life.is_over and look.seconds_left is not None:
         text.append(f"  {time_left(look.seconds_left)}, without validations", style="cyan")
     if look.summary and look.life is Life.ENDED:
-        text.append(f"  in {duration(look.summary.seconds)} on {counted(look.summary.workers, 'worker')}")
+        text.append(
+            f"  in {duration(look.summary.seconds)} on {counted(look.summary.workers, 'worker')}"
+        )
     text.append(f"\n{printable(redacted(look.url))}", style="dim")
     if look.start:
-        text.append(f"   start {look.start.number}, {printable(str(look.start.holder))}", style="dim")
+        text.append(
+            f"   start {look.start.number}, {printable(str(look.start.holder))}", style="dim"
+        )
     return text
 
 
@@ -76,11 +83,15 @@ def _status(look: Look) -> tuple[str, str]:
 def _remarks(look: Look) -> Iterator[Text]:
     if look.summary and look.life is Life.ENDED:
         if look.summary.error:
-            yield Text(printable(redacted(look.summary.error))[:_ERROR], style=_COLOURS[look.summary.status])
+            yield Text(
+                printable(redacted(look.summary.error))[:_ERROR],
+                style=_COLOURS[look.summary.status],
+            )
         if look.summary.restarts:
             last = look.summary.restarts[-1]
             yield Text(
-                f"went on by itself {counted(len(look.summary.restarts), 'time')}, last after step {last.steps}",
+                f"went on by itself {counted(len(look.summary.restarts), 'time')}, last after step "
+                f"{last.steps}",
                 style="yellow",
             )
     if look.life is Life.GONE:

@@ -1,1 +1,3 @@
-"""Process groups of a worker's roles: joined at the start, and ended where a collective is stuck."""
+"""Process groups of a worker's roles: joined at the start, and ended where a collective is
+stuck.
+"""

@@ -43,9 +43,11 @@ def join_groups(
     stop: StopFlag,
     binding: CpuBinding,
 ) -> JoinedGroups:
-    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers call it together.
+    """Find the devices of all workers, and join ``worker`` to the groups of its roles; all workers
+    call it together.
 
-    ``binding`` binds the worker's process to CPUs near its device, where ``cluster.affinity`` allows that.
+    ``binding`` binds the worker's process to CPUs near its device, where ``cluster.affinity``
+    allows that.
     """
     workers = list(spec.members)
     timeout = groups.longest_wait(spec.data.stall_timeout)

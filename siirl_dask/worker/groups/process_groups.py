@@ -1,7 +1,7 @@
 """Joins the workers of a run in torch.distributed: one world, and one process group per role.
 
-The first worker hosts the store and sends its peers the port over the data plane. All sockets bind to the worker's own
-address, which is loopback for a cluster on one machine.
+The first worker hosts the store and sends its peers the port over the data plane. All sockets bind
+to the worker's own address, which is loopback for a cluster on one machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _MIN_WAIT = 3600.0  # seconds; a thread in gloo waits for a peer that stands sti
 
 
 def longest_wait(stall_timeout: float) -> float:
-    """Return the seconds that a rank may be late in a collective. Stalls are noticed sooner by other means."""
+    """Return the seconds that a rank may be late in a collective. Stalls are noticed sooner by
+    other means.
+    """
     return max(6 * stall_timeout, _MIN_WAIT)
 
 
@@ -64,11 +66,14 @@ def join(
 ) -> dict[str, Rank]:
     """Make the process groups of all roles and return this worker's rank in each of its own roles.
 
-    ``devices`` are all workers' devices, in the order of ranks. Every worker makes every group, in the same order, as
-    torch demands. ConfigError where a role's workers have no common backend.
+    ``devices`` are all workers' devices, in the order of ranks. Every worker makes every group, in
+    the same order, as torch demands. ConfigError where a role's workers have no common backend.
     """
     workers = list(devices)
-    backends = {role: role_backend(role, [devices[member] for member in members]) for role, members in roles.items()}
+    backends = {
+        role: role_backend(role, [devices[member] for member in members])
+        for role, members in roles.items()
+    }
     backend = backend_of(devices.values())
     collectives.listen_at(host)
     dist.init_process_group(
@@ -100,7 +105,9 @@ def join(
     return ranks
 
 
-def broadcast_group(worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float) -> object:
+def broadcast_group(
+    worker: str, devices: Mapping[str, Device], members: Sequence[str], timeout: float
+) -> object:
     """Make a process group of ``members``, of which the first has rank 0, and return it.
 
     It is None on other workers. All workers of the run call this after ``join``.
@@ -110,7 +117,8 @@ def broadcast_group(worker: str, devices: Mapping[str, Device], members: Sequenc
     group = collectives.new_group(global_ranks, backend, timeout)
     if worker not in members:
         return None
-    # nccl connects at the first use and blocks until all ranks are there: here no rank is late, and no step waits
+    # nccl connects at the first use and blocks until all ranks are there: here no rank is late, and
+    # no step waits
     group.broadcast(torch.zeros(1, device=devices[worker].torch_name), 0).wait()
     return group
 
@@ -118,8 +126,8 @@ def broadcast_group(worker: str, devices: Mapping[str, Device], members: Sequenc
 def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
     """Return whether weights travel by broadcast between workers on these devices.
 
-    No worker among them is both source and sink. ConfigError where ``rollout.weight_sync`` demands a broadcast that the
-    devices cannot do.
+    No worker among them is both source and sink. ConfigError where ``rollout.weight_sync`` demands
+    a broadcast that the devices cannot do.
     """
     backend = backend_of(devices)
     if weight_sync is WeightSync.auto:
@@ -127,9 +135,12 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
     if weight_sync is not WeightSync.broadcast:
         return False
     if backend == "gloo" and not _gloo_takes(devices):
-        where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
+        where = ", ".join(
+            f"{device.worker!r} on {device.card or device.kind}" for device in devices
+        )
         raise ConfigError(
-            f"rollout.weight_sync=broadcast between workers {where}: expected a device of its own for each, since gloo "
+            f"rollout.weight_sync=broadcast between workers {where}: expected a device of its own "
+            "for each, since gloo "
             "takes none; take rollout.weight_sync=auto"
         )
     return True
@@ -138,8 +149,9 @@ def uses_broadcast(weight_sync: WeightSync, devices: Sequence[Device]) -> bool:
 def backend_of(devices: Iterable[Device]) -> str:
     """Return the torch.distributed backend for workers on these devices.
 
-    nccl and hccl refuse two ranks on one device, and nccl two slices of one GPU (MIG) as well, which it knows by its
-    PCI address ("Duplicate GPU detected"); gloo works on any, through the host's memory.
+    nccl and hccl refuse two ranks on one device, and nccl two slices of one GPU (MIG) as well,
+    which it knows by its PCI address ("Duplicate GPU detected"); gloo works on any, through the
+    host's memory.
     """
     devices = list(devices)
     one_kind = len({device.kind for device in devices}) == 1
@@ -150,15 +162,18 @@ def backend_of(devices: Iterable[Device]) -> str:
 def role_backend(role: str, devices: Sequence[Device]) -> str:
     """Return the backend of a role's process group.
 
-    ConfigError on NPUs that share a card: hccl refuses them, and gloo takes tensors of CPUs and CUDA devices only.
+    ConfigError on NPUs that share a card: hccl refuses them, and gloo takes tensors of CPUs and
+    CUDA devices only.
     """
     backend = backend_of(devices)
     if len(devices) == 1 or backend != "gloo" or _gloo_takes(devices):
         return backend
     where = ", ".join(f"{device.worker!r} on {device.card or device.kind}" for device in devices)
     raise ConfigError(
-        f"role {role!r} has workers {where}: expected a device of its own for each, since neither gloo nor what "
-        "joins such devices takes two workers of a role on one; have fewer workers (cluster.workers), or give the role "
+        f"role {role!r} has workers {where}: expected a device of its own for each, since neither "
+        "gloo nor what "
+        "joins such devices takes two workers of a role on one; have fewer workers "
+        "(cluster.workers), or give the role "
         "others (cluster.placement)"
     )
 
@@ -198,8 +213,9 @@ class RolePeers:
 def leave(*, abort: bool) -> None:
     """Destroy all process groups of this process, if there are any.
 
-    With ``abort`` collectives that run on devices are aborted first: nccl would wait for their peers. A peer that waits
-    in a collective of gloo goes on when the last reference to a group is gone here, which closes its sockets.
+    With ``abort`` collectives that run on devices are aborted first: nccl would wait for their
+    peers. A peer that waits in a collective of gloo goes on when the last reference to a group is
+    gone here, which closes its sockets.
     """
     if not dist.is_initialized():
         return

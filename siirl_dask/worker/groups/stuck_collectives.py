@@ -1,8 +1,9 @@
 """Ends collectives of a stopped run in which a peer stands still.
 
-Groups of devices are aborted: a kernel of nccl then returns, and with it the thread that waits for its device. gloo
-frees a thread from such a peer by nothing but its timeout, which is an hour at least: ``abort()`` and ``shutdown()`` of
-its groups do nothing (torch 2.13). Their connections are shut down, which wakes the thread at once, with an error.
+Groups of devices are aborted: a kernel of nccl then returns, and with it the thread that waits for
+its device. gloo frees a thread from such a peer by nothing but its timeout, which is an hour at
+least: ``abort()`` and ``shutdown()`` of its groups do nothing (torch 2.13). Their connections are
+shut down, which wakes the thread at once, with an error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _DETAILS = Path("/proc/self/fdinfo")
 
 
 def epoll_descriptors() -> set[int]:
-    """Return the file descriptors of this process that are epoll instances; none where there is no Linux.
+    """Return the file descriptors of this process that are epoll instances; none where there is no
+    Linux.
 
     Each gloo group has one of its own: those that are new after the groups were made are theirs.
     """
@@ -30,7 +32,9 @@ def epoll_descriptors() -> set[int]:
 
 
 def end_collectives(epolls: Collection[int]) -> None:
-    """End every collective of this process: on devices, and of gloo over the connections that ``epolls`` watch."""
+    """End every collective of this process: on devices, and of gloo over the connections that
+    ``epolls`` watch.
+    """
     try:
         collectives.abort_device_groups()
     finally:
@@ -38,7 +42,9 @@ def end_collectives(epolls: Collection[int]) -> None:
 
 
 def shut_down_connections(epolls: Collection[int]) -> int:
-    """Shut down each TCP connection that one of the epoll instances watches, and return their number."""
+    """Shut down each TCP connection that one of the epoll instances watches, and return their
+    number.
+    """
     return sum(_shut_down(number) for epoll in epolls for number in _watched(epoll))
 
 
@@ -70,7 +76,10 @@ def _shut_down(number: int) -> bool:
     if not _target(number).startswith("socket:"):
         return False
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or not connection.getpeername():
+        if (
+            connection.family not in (socket.AF_INET, socket.AF_INET6)
+            or not connection.getpeername()
+        ):
             return False
         connection.shutdown(socket.SHUT_RDWR)
         return True

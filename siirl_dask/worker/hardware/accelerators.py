@@ -11,7 +11,8 @@ Accelerators = dict[str, bool]
 async def accelerators_here() -> Accelerators:
     """Return the accelerators that this process sees.
 
-    A thread looks for them: torch takes seconds to load, and a worker's event loop must not stand still.
+    A thread looks for them: torch takes seconds to load, and a worker's event loop must not stand
+    still.
     """
     return await asyncio.to_thread(_find_accelerators)
 

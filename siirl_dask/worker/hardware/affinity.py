@@ -1,7 +1,8 @@
-"""Finds the order of a worker's devices by their links, and the CPUs near its own device that it may use.
+"""Finds the order of a worker's devices by their links, and the CPUs near its own device that it
+may use.
 
-Every worker announces its CPUs to the others, and computes its own share: workers on one host whose devices have the
-same CPUs near them divide these.
+Every worker announces its CPUs to the others, and computes its own share: workers on one host whose
+devices have the same CPUs near them divide these.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def topology_of(kind: DeviceKind, root: Path = SYSFS) -> Topology:
 
 
 def with_topology(visible: VisibleDevices, topology: Topology) -> VisibleDevices:
-    """Return the devices in the topology's order by links, with the CPUs of this process that are near them."""
+    """Return the devices in the topology's order by links, with the CPUs of this process that
+    are near them.
+    """
     usable = given_cpus()
     near = tuple(cpus & usable for cpus in topology.near)
     return replace(visible, order=topology.order, near=near, host=kernel())
@@ -49,9 +52,11 @@ def share_of_worker(
     threads: int = 1,
     root: Path = SYSFS,
 ) -> frozenset[int]:
-    """Return the CPUs of a worker: its share of those near its device; none where these are not known.
+    """Return the CPUs of a worker: its share of those near its device; none where these are not
+    known.
 
-    Where a launcher has already divided the CPUs among the workers, each takes all of its own that are near.
+    Where a launcher has already divided the CPUs among the workers, each takes all of its own that
+    are near.
     """
     near = _near(visible_to[worker], devices[worker])
     if not near:
@@ -69,9 +74,9 @@ def cores_of_worker(
 ) -> int:
     """Return how many cores a worker may use while all others use as many; at least 1.
 
-    It is an equal part of those near its device; where these are not known, of all that its process may use, by
-    ``neighbours``, the number of workers at its address. A container's quota is divided by that as well. To be called
-    before the process is bound.
+    It is an equal part of those near its device; where these are not known, of all that its process
+    may use, by ``neighbours``, the number of workers at its address. A container's quota is divided
+    by that as well. To be called before the process is bound.
     """
     from dask.system import CPU_COUNT  # topologies are read without Dask, too
 
@@ -86,12 +91,18 @@ def cores_of_worker(
     return max(1, cores)
 
 
-def _sharers(worker: str, visible_to: Mapping[str, VisibleDevices], devices: Mapping[str, Device]) -> list[str]:
-    """Return the workers of one host that have the same CPUs near their devices, in the order of the run."""
+def _sharers(
+    worker: str, visible_to: Mapping[str, VisibleDevices], devices: Mapping[str, Device]
+) -> list[str]:
+    """Return the workers of one host that have the same CPUs near their devices, in the order of
+    the run.
+    """
     host = visible_to[worker].host
     near = _near(visible_to[worker], devices[worker])
     return [
-        name for name in devices if visible_to[name].host == host and _near(visible_to[name], devices[name]) == near
+        name
+        for name in devices
+        if visible_to[name].host == host and _near(visible_to[name], devices[name]) == near
     ]
 
 

@@ -1,7 +1,8 @@
-"""Computes how much of its accelerator's memory a worker's engine may take: all that the other roles there leave.
+"""Computes how much of its accelerator's memory a worker's engine may take: all that the other
+roles there leave.
 
-All workers compute the same from their devices and from the roles' footprints, so all refuse a run that does not fit,
-before a role is built.
+All workers compute the same from their devices and from the roles' footprints, so all refuse a run
+that does not fit, before a role is built.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def share_devices(
     footprints: Mapping[str, Footprint],
     memory: int | None,
 ) -> dict[str, Device]:
-    """Return the devices with ``room`` and ``fill``; those of unknown memory, and CPUs, as they are.
+    """Return the devices with ``room`` and ``fill``; those of unknown memory, and CPUs, as they
+    are.
 
-    ``memory`` is the bytes of every accelerator; None: those that the devices report. PlanError, with proposals, where
-    the roles of the workers on an accelerator do not fit.
+    ``memory`` is the bytes of every accelerator; None: those that the devices report. PlanError,
+    with proposals, where the roles of the workers on an accelerator do not fit.
     """
     shared = dict(devices)
     for workers in _workers_by_card(devices):
@@ -61,14 +63,25 @@ def _workers_by_card(devices: Mapping[str, Device]) -> list[list[str]]:
     return list(cards.values())
 
 
-def _roles(worker: str, placement: Mapping[str, Sequence[str]], footprints: Mapping[str, Footprint]) -> Roles:
-    return {role: footprint for role, footprint in footprints.items() if worker in placement.get(role, ())}
+def _roles(
+    worker: str, placement: Mapping[str, Sequence[str]], footprints: Mapping[str, Footprint]
+) -> Roles:
+    return {
+        role: footprint
+        for role, footprint in footprints.items()
+        if worker in placement.get(role, ())
+    }
 
 
 def _way_out(roles_of_workers: Mapping[str, Roles]) -> str:
     """Return what lets a run begin whose roles do not fit, by the arithmetic that may be wrong."""
     text = "A larger cluster.device_memory lets it begin in any case"
-    keys = {own.share_key for roles in roles_of_workers.values() for own in roles.values() if own.share_key}
+    keys = {
+        own.share_key
+        for roles in roles_of_workers.values()
+        for own in roles.values()
+        if own.share_key
+    }
     if keys:
         text += f"; {' or '.join(sorted(keys))} then says what an engine takes"
     return text

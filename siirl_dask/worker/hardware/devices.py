@@ -1,8 +1,9 @@
 """Assigns each worker of a run the device that it computes on.
 
-A worker's rank does not determine the devices visible to it: hosts differ, and a launcher may show each worker all
-devices of its host in another order, or only one. So each worker announces its visible devices through the run's
-store, and all of them compute the same assignment from the announcements.
+A worker's rank does not determine the devices visible to it: hosts differ, and a launcher may show
+each worker all devices of its host in another order, or only one. So each worker announces its
+visible devices through the run's store, and all of them compute the same assignment from the
+announcements.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ def find_devices(
     threads: int = 1,
     neighbours: int = 1,
 ) -> dict[str, Device]:
-    """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the current one of torch.
+    """Return every worker's device, in the order of ``workers``, and make ``worker``'s own the
+    current one of torch.
 
-    ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``binding`` binds the process
-    to CPUs near its device; None: neither that, nor are devices ordered by their links. ``threads`` are those of torch,
-    ``neighbours`` the number of workers at this one's address. ``store`` may be None for a single worker. PeerError
-    when another worker has not announced its devices within ``timeout`` seconds.
+    ``worker`` is the caller. With ``cpu`` all compute on their CPUs, whatever they see. ``binding``
+    binds the process to CPUs near its device; None: neither that, nor are devices ordered by their
+    links. ``threads`` are those of torch, ``neighbours`` the number of workers at this one's
+    address. ``store`` may be None for a single worker. PeerError when another worker has not
+    announced its devices within ``timeout`` seconds.
     """
     visible = VisibleDevices() if cpu else visible_devices()
     if binding is not None:
@@ -69,7 +72,11 @@ def find_devices(
     bind(devices[worker])
     cores = cores_of_worker(worker, visible_to, devices, neighbours)
     own = replace(devices[worker], cores=cores)
-    cpus = share_of_worker(worker, visible_to, devices, threads) if binding is not None else frozenset()
+    cpus = (
+        share_of_worker(worker, visible_to, devices, threads)
+        if binding is not None
+        else frozenset()
+    )
     if binding is not None and cpus:
         binding.bind(cpus)
         own = replace(own, cpus=cpus)
@@ -77,7 +84,9 @@ def find_devices(
     devices[worker] = own
     if own.shared_by > 1:
         others = own.shared_by - 1
-        logger.warning("worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others)
+        logger.warning(
+            "worker %r shares %s (%s) with %d others", worker, own.torch_name, own.card, others
+        )
     return devices
 
 
@@ -89,10 +98,11 @@ def bind(device: Device) -> None:
 def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
     """Return each worker's device: the first visible one that the fewest workers use so far.
 
-    Workers with the fewest visible devices are assigned first, others in the order of the run. Where every worker sees
-    all devices of its host, in any order, or one of them, no device is shared while another one visible to a sharer is
-    free. Workers that see the same devices in the same order are assigned by the devices' links; a launcher that shows
-    each worker the devices in another order has decided which one it is to use.
+    Workers with the fewest visible devices are assigned first, others in the order of the run.
+    Where every worker sees all devices of its host, in any order, or one of them, no device is
+    shared while another one visible to a sharer is free. Workers that see the same devices in the
+    same order are assigned by the devices' links; a launcher that shows each worker the devices in
+    another order has decided which one it is to use.
     """
     users: Counter[str] = Counter()
     index_of: dict[str, int] = {}
@@ -105,10 +115,15 @@ def assign(visible_to: Mapping[str, VisibleDevices]) -> dict[str, Device]:
             index = min(order, key=lambda index: users[cards[index]])
             index_of[worker] = index
             users[cards[index]] += 1
-    return {worker: _device(worker, visible, index_of.get(worker), users) for worker, visible in visible_to.items()}
+    return {
+        worker: _device(worker, visible, index_of.get(worker), users)
+        for worker, visible in visible_to.items()
+    }
 
 
-def _device(worker: str, visible: VisibleDevices, index: int | None, users: Mapping[str, int]) -> Device:
+def _device(
+    worker: str, visible: VisibleDevices, index: int | None, users: Mapping[str, int]
+) -> Device:
     if index is None:
         return Device(worker)
     card = visible.cards[index]
@@ -124,12 +139,17 @@ def _device(worker: str, visible: VisibleDevices, index: int | None, users: Mapp
 
 
 def exchange(
-    worker: str, workers: Sequence[str], visible: VisibleDevices, store: KeyValueStore, timeout: float, stop: StopFlag
+    worker: str,
+    workers: Sequence[str],
+    visible: VisibleDevices,
+    store: KeyValueStore,
+    timeout: float,
+    stop: StopFlag,
 ) -> dict[str, VisibleDevices]:
     """Announce ``visible`` and return the visible devices of all ``workers``, in their order.
 
-    All of them call this once with the same ``store``. PeerError after ``timeout`` seconds, Aborted when the flag is
-    set meanwhile.
+    All of them call this once with the same ``store``. PeerError after ``timeout`` seconds, Aborted
+    when the flag is set meanwhile.
     """
     keys = {name: f"visible/{rank}" for rank, name in enumerate(workers)}
     store.set(keys[worker], announcement_of(visible))
@@ -138,7 +158,9 @@ def exchange(
     while announced < len(workers):
         if time.monotonic() > deadline:
             missing = [name for name, key in keys.items() if not store.check([key])]
-            raise PeerError(f"workers {missing} did not announce their devices within {timeout:g} s")
+            raise PeerError(
+                f"workers {missing} did not announce their devices within {timeout:g} s"
+            )
         stop.wait(_POLL_EVERY)
         announced = store.add("announced", 0)
     raw = store.multi_get(list(keys.values()))
@@ -161,8 +183,12 @@ def announcement_of(visible: VisibleDevices) -> str:
 
 
 def read_visible(worker: str, raw: bytes) -> VisibleDevices:
-    """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized announcement."""
-    malformed = PeerError(f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices")
+    """Return the devices that ``worker`` announced. PeerError for a malformed or an oversized
+    announcement.
+    """
+    malformed = PeerError(
+        f"worker {worker!r} announced {raw[:200]!r}: expected a kind and names of devices"
+    )
     if len(raw) > _MAX_BYTES:
         raise malformed
     try:
@@ -194,4 +220,6 @@ def read_visible(worker: str, raw: bytes) -> VisibleDevices:
         or len(host) > _MAX_NAME
     ):
         raise malformed
-    return VisibleDevices(kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci)
+    return VisibleDevices(
+        kind, tuple(cards), tuple(memory), order=order, near=near, host=host, pci=pci
+    )

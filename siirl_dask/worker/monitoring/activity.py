@@ -1,7 +1,9 @@
-"""Notices the activity of a worker's process while it runs code of libraries that reports no progress.
+"""Notices the activity of a worker's process while it runs code of libraries that reports no
+progress.
 
-A model's folder is read, kernels are compiled, graphs are captured: libraries do that for minutes silently. The
-system's counts distinguish it from a process that waits for ever: seconds of its cores, and pages that it reads.
+A model's folder is read, kernels are compiled, graphs are captured: libraries do that for minutes
+silently. The system's counts distinguish it from a process that waits for ever: seconds of its
+cores, and pages that it reads.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import psutil  # type: ignore[import-untyped]  # Dask needs it
 from siirl_dask.worker.monitoring.task_progress import TaskProgress
 
 _EVERY = 1.0  # seconds between two samples
-_CORES = 0.1  # of one core: a worker that waits takes a twentieth, one on a crowded machine may get no more
+# of one core: a worker that waits takes a twentieth, one on a crowded machine may get no more
+_CORES = 0.1
 _BLOCKS = 256  # read from a disk or over a network: each has 512 bytes
 
 
@@ -53,7 +56,9 @@ class Counts:
 
 @contextmanager
 def counts_as_progress(progress: TaskProgress) -> Iterator[None]:
-    """Count a beat of ``progress`` every second in which this process computes or reads, while inside."""
+    """Count a beat of ``progress`` every second in which this process computes or reads, while
+    inside.
+    """
     stopped = threading.Event()
 
     def watch() -> None:

@@ -1,7 +1,9 @@
-"""A worker's monotonic clock against the scheduler's wall clock, by the round trips of Dask's heartbeats.
+"""A worker's monotonic clock against the scheduler's wall clock, by the round trips of Dask's
+heartbeats.
 
-Processes for which ``clock_id`` is the same read the same clock. Others are aligned by their offsets: Dask compares the
-clocks at each heartbeat, as if the answer were sent in the middle of the round trip.
+Processes for which ``clock_id`` is the same read the same clock. Others are aligned by their
+offsets: Dask compares the clocks at each heartbeat, as if the answer were sent in the middle of the
+round trip.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from collections import deque
 from functools import cache
 from pathlib import Path
 
-_SAMPLES = 31  # heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
+_SAMPLES = (
+    31  # heartbeats whose median counts: a heartbeat that was delayed in one direction is wrong
+)
 
 
 @cache
 def clock_id() -> str:
-    """Return a name of the clock that ``time.monotonic_ns`` reads: the ids of this boot and of its time namespace."""
+    """Return a name of the clock that ``time.monotonic_ns`` reads: the ids of this boot and of
+    its time namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/time")
     try:
@@ -28,7 +34,9 @@ def clock_id() -> str:
 
 
 class ClockOffset:
-    """Estimates nanoseconds to be added to this worker's monotonic clock for the scheduler's wall clock."""
+    """Estimates nanoseconds to be added to this worker's monotonic clock for the scheduler's
+    wall clock.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[int] = deque([_wall()], maxlen=_SAMPLES)

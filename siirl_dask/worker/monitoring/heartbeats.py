@@ -1,4 +1,6 @@
-"""Adds entries to a Dask worker's heartbeats: the progress of its run's task, where the task is, and its work."""
+"""Adds entries to a Dask worker's heartbeats: the progress of its run's task, where the task is,
+and its work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _PLACE = "siirl_place"  # in Dask's metrics of a worker
 
 
 class Heartbeats:
-    """Entries of one run in the metrics that a Dask worker sends with each heartbeat, until ``end``."""
+    """Entries of one run in the metrics that a Dask worker sends with each heartbeat, until
+    ``end``.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,9 @@ class Heartbeats:
         databuffer: Databuffer,
         device: Callable[[], Device | None],
     ) -> None:
-        """``plugin`` names the run's entries; ``device`` returns the worker's device once it is known."""
+        """``plugin`` names the run's entries; ``device`` returns the worker's device once it is
+        known.
+        """
         self._metrics = worker.metrics
         self._plugin = plugin
         self._progress = progress
@@ -52,7 +58,9 @@ class Heartbeats:
         return self._progress.place[:60]
 
     def _reading(self, worker: Worker) -> list[Any]:
-        """Return the progress. The heartbeat before has compared this host's clock with the scheduler's."""
+        """Return the progress. The heartbeat before has compared this host's clock with the
+        scheduler's.
+        """
         self._tracing.add_clock_sample(worker.scheduler_delay)
         return self._progress.read()
 

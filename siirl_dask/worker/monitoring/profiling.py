@@ -1,7 +1,9 @@
-"""Profiles nodes of some steps with torch's profiler: a Chrome trace for each node, step and worker.
+"""Profiles nodes of some steps with torch's profiler: a Chrome trace for each node, step and
+worker.
 
-The files lie in ``<run.url>/profile/step=000003/<node>.<worker>.json.gz``; https://ui.perfetto.dev opens them as they
-are. A profile that cannot be taken or written costs the profile and never the run.
+The files lie in ``<run.url>/profile/step=000003/<node>.<worker>.json.gz``; https://ui.perfetto.dev
+opens them as they are. A profile that cannot be taken or written costs the profile and never the
+run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Profiling:
         self._device = device
 
     def of(self, node: Node, iteration: Iteration, rank: Rank) -> AbstractContextManager[None]:
-        """Return a context manager that profiles the code inside, if the config names the step, role and rank."""
+        """Return a context manager that profiles the code inside, if the config names the step,
+        role and rank.
+        """
         config = self._config
         if iteration.step not in config.steps or iteration.phase.counts_as is not Phase.TRAIN:
             return nullcontext()

@@ -13,7 +13,9 @@ LEAST_OF_LINKS = 15.0
 """Seconds at least, for a scheduler on another host."""
 LEAST_ON_HOST = 8.0
 """Seconds at least, for a scheduler on this host: no link can fail."""
-_WORKER_FACTOR = 2.0  # of the driver's patience: the driver, which reports why a run ends, is to notice first
+_WORKER_FACTOR = (
+    2.0  # of the driver's patience: the driver, which reports why a run ends, is to notice first
+)
 _CHECKS = 30  # in that time
 
 
@@ -21,7 +23,9 @@ def least_patience(scheduler: str) -> float:
     """Return the least patience with a scheduler at this Dask address."""
     host = get_address_host(scheduler)
     interfaces = psutil.net_if_addrs().values()
-    own_addresses = {address.address.partition("%")[0] for addresses in interfaces for address in addresses}
+    own_addresses = {
+        address.address.partition("%")[0] for addresses in interfaces for address in addresses
+    }
     return LEAST_ON_HOST if host in own_addresses else LEAST_OF_LINKS
 
 
@@ -31,7 +35,8 @@ def scheduler_patience(peer_timeout: float, scheduler: str) -> float:
 
 
 async def no_heartbeats(progress: TaskProgress, peer_timeout: float, scheduler: str) -> str:
-    """Return a reason to stop once the scheduler has answered no heartbeat of this worker for too long.
+    """Return a reason to stop once the scheduler has answered no heartbeat of this worker for too
+    long.
 
     Checks count, not seconds: a worker that was frozen itself has checked nothing meanwhile.
     """

@@ -1,7 +1,9 @@
-"""A worker's progress goes with each heartbeat to the scheduler: how much was done, and where the worker's task is.
+"""A worker's progress goes with each heartbeat to the scheduler: how much was done, and where the
+worker's task is.
 
-A sample, a micro-batch, a rewarded row, a table of weights, a link of the chain: each is one beat. A step may take any
-time as long as some worker makes progress; a stall is silence of all. The scheduler imports this module: no torch.
+A sample, a micro-batch, a rewarded row, a table of weights, a link of the chain: each is one beat.
+A step may take any time as long as some worker makes progress; a stall is silence of all. The
+scheduler imports this module: no torch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Reading:
 
     @staticmethod
     def of(metrics: Mapping[str, Any], name: str) -> Reading:
-        """Return the reading ``name`` of a worker's metrics in Dask; an empty one if it is missing or malformed."""
+        """Return the reading ``name`` of a worker's metrics in Dask; an empty one if it is
+        missing or malformed.
+        """
         match metrics.get(name):
             case [int(beats), str(place), bool(waits)]:
                 return Reading(beats, place[:200], waits)
@@ -61,11 +65,14 @@ class TaskProgress:
         self.cache_used = 0.0
         """Share of the engine's KV cache that is in use."""
         self.read_at = time.monotonic()
-        """Time of the last ``read``: Dask reads for each heartbeat, and sends none before the last one was answered."""
+        """Time of the last ``read``: Dask reads for each heartbeat, and sends none before the
+        last one was answered."""
 
     def beat(self) -> None:
         """Count one thing that got done."""
-        self._beats = next(self._numbers)  # one step of the interpreter: several threads may call it
+        self._beats = next(
+            self._numbers
+        )  # one step of the interpreter: several threads may call it
         self.trace.count(Lane.COMPUTE, "progress", self._beats)
         if self._next is not None:
             self._next.beat()
@@ -76,12 +83,16 @@ class TaskProgress:
         return self._beats
 
     def forward_to(self, next_progress: TaskProgress) -> None:
-        """Forward beats and waits to the next run's progress, since objects that report here are reused there."""
+        """Forward beats and waits to the next run's progress, since objects that report here are
+        reused there.
+        """
         self._next = next_progress
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Name the place where the worker's task is while inside; entering and leaving are beats."""
+        """Name the place where the worker's task is while inside; entering and leaving are
+        beats.
+        """
         self._places.append(place)
         self.thread = threading.get_ident()
         self.beat()
@@ -94,13 +105,16 @@ class TaskProgress:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Name a part of the place where the task is, while inside."""
-        with self.at(f"{self.place}: {name}" if self.place else name), self.trace.span(Lane.COMPUTE, "stage", name):
+        with (
+            self.at(f"{self.place}: {name}" if self.place else name),
+            self.trace.span(Lane.COMPUTE, "stage", name),
+        ):
             yield
 
     @contextmanager
     def waiting(self, what: str = "peers") -> Iterator[None]:
-        """Mark the task, while inside, as waiting for other workers. ``what`` names the wait in the trace; an empty
-        text where the caller records it.
+        """Mark the task, while inside, as waiting for other workers. ``what`` names the wait in the
+        trace; an empty text where the caller records it.
         """
         if self._next is not None:
             with self._next.waiting(what):
@@ -123,7 +137,9 @@ class TaskProgress:
         self.trace.count(Lane.ENGINE, "requests", requests)
 
     def engine_cache(self, used: float, waiting: int) -> None:
-        """Set the used share of the engine's KV cache, and the number of requests that wait for room in it."""
+        """Set the used share of the engine's KV cache, and the number of requests that wait for
+        room in it.
+        """
         self.cache_used = used
         self.waiting_requests = waiting
 

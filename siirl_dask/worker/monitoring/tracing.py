@@ -1,7 +1,8 @@
-"""Records what a worker does, and writes it into the run's table ``trace`` step by step, while the run goes on.
+"""Records what a worker does, and writes it into the run's table ``trace`` step by step, while the
+run goes on.
 
-The part of a step is written when an iteration of it ends, and again, whole, when another one of the same step does. A
-store that fails, or is slow, costs parts of the trace and never the run.
+The part of a step is written when an iteration of it ends, and again, whole, when another one of
+the same step does. A store that fails, or is slow, costs parts of the trace and never the run.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
 from siirl_dask.worker.run_spec import RunSpec
 
 logger = logging.getLogger("siirl_dask.worker")
-_MAX_ENTRIES = 2**15  # entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte
+_MAX_ENTRIES = (
+    2**15
+)  # entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte
 _LAST_SECONDS = 5.0  # for the last part, when the run is over
 
 
 class Tracing:
-    """Holds one worker's recorder, and writes its parts. Only the chain's thread calls it, except ``add_clock_sample``.
+    """Holds one worker's recorder, and writes its parts. Only the chain's thread calls it, except
+    ``add_clock_sample``.
 
     Without ``observe.trace`` nothing is recorded and nothing written.
     """
@@ -47,7 +51,9 @@ class Tracing:
         self._warned = False
 
     def add_clock_sample(self, delay: float) -> None:
-        """Add a measurement: a heartbeat has found the scheduler's clock ``delay`` seconds ahead of this host's."""
+        """Add a measurement: a heartbeat has found the scheduler's clock ``delay`` seconds ahead
+        of this host's.
+        """
         self._offset.add_sample(delay)
 
     @contextmanager
@@ -82,7 +88,9 @@ class Tracing:
             wait([self._writing], _LAST_SECONDS)
 
     def _write(self) -> None:
-        """Begin to write the step's entries. Where the previous part is still being written, they go with the next."""
+        """Begin to write the step's entries. Where the previous part is still being written,
+        they go with the next.
+        """
         if self._step is None or self._closed or not self.recorder.enabled:
             return
         if self._writing is not None and not self._writing.done():
@@ -101,7 +109,11 @@ class Tracing:
             folder = step_folder(spec.url, TRACE, step)
             index = list(spec.members).index(self._worker)
             stage_part(folder, spec.attempt, index, table, rows_per_group=_MAX_ENTRIES)
-        except Exception as error:  # each store has errors of its own; no part of a run reads the trace
+        except (
+            Exception
+        ) as error:  # each store has errors of its own; no part of a run reads the trace
             if not self._warned:
-                logger.warning("the trace of step %d is not written: %s: %s", step, type(error).__name__, error)
+                logger.warning(
+                    "the trace of step %d is not written: %s: %s", step, type(error).__name__, error
+                )
             self._warned = True

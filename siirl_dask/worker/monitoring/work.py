@@ -1,4 +1,5 @@
-"""A worker's work at a moment: requests of its engine, bytes of its arena and device; for heartbeats and Prometheus.
+"""A worker's work at a moment: requests of its engine, bytes of its arena and device; for
+heartbeats and Prometheus.
 
 The scheduler imports this module: no torch but on a worker.
 """
@@ -16,12 +17,15 @@ if TYPE_CHECKING:
     from siirl_dask.worker.monitoring.task_progress import TaskProgress
 
 SUFFIX = "-load"
-"""End of the name of a run's entry in a worker's metrics in Dask; the entry without it is the worker's progress."""
+"""End of the name of a run's entry in a worker's metrics in Dask; the entry without it is the
+worker's progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A worker's requests and memory at one moment. Zeros stand for an engine or a device that it does not have."""
+    """A worker's requests and memory at one moment. Zeros stand for an engine or a device that
+    it does not have.
+    """
 
     requests: int = 0
     """Requests that its engine is processing."""
@@ -50,8 +54,8 @@ class Work:
 
     @staticmethod
     def of(metrics: Mapping[str, Any], plugin: str) -> Work:
-        """Return the work that a worker reports in its metrics for the run with this plugin; an empty one where it
-        reports none, or a malformed one.
+        """Return the work that a worker reports in its metrics for the run with this plugin; an
+        empty one where it reports none, or a malformed one.
         """
         reported = metrics.get(plugin + SUFFIX)
         empty = Work()
@@ -66,6 +70,8 @@ class Work:
 def _allocated(device: Device | None) -> int:
     if device is None or device.kind is DeviceKind.CPU:
         return 0
-    from siirl_dask.devices import accelerator  # and with it torch, which a scheduler has no need of
+    from siirl_dask.devices import (
+        accelerator,
+    )  # and with it torch, which a scheduler has no need of
 
     return accelerator.allocated_bytes(device.kind, device.index)

@@ -1,4 +1,6 @@
-"""A worker meter counts what one worker does for one run, for Prometheus: see ``prometheus.py`` in this folder."""
+"""A worker meter counts what one worker does for one run, for Prometheus: see ``prometheus.py``
+in this folder.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _GAUGES = {
 
 
 class WorkerMeter:
-    """Counts over all starts of a run in this process. Read on the event loop, updated by the chain's thread."""
+    """Counts over all starts of a run in this process. Read on the event loop, updated by the
+    chain's thread.
+    """
 
     def __init__(self, run: str, worker: str) -> None:
         self._labels = (run, worker)
@@ -38,7 +42,8 @@ class WorkerMeter:
         self._received: Counter[str] = Counter()
         """Bytes that this start of the run has received so far, by transport."""
         self._ended: list[tuple[int, int]] = []
-        """Start and duration of spans that have ended, of which a later entry may be the span around them."""
+        """Start and duration of spans that have ended, of which a later entry may be the span
+        around them."""
 
     @staticmethod
     def of(run: str, worker: str) -> WorkerMeter | None:
@@ -48,8 +53,12 @@ class WorkerMeter:
             return None
         return exports.meter((run, worker), lambda: WorkerMeter(run, worker))
 
-    def begin(self, progress: TaskProgress, databuffer: Databuffer, device: Callable[[], Device | None]) -> None:
-        """Read gauges and bytes from a new start of the run; ``device`` returns None until its device is known."""
+    def begin(
+        self, progress: TaskProgress, databuffer: Databuffer, device: Callable[[], Device | None]
+    ) -> None:
+        """Read gauges and bytes from a new start of the run; ``device`` returns None until its
+        device is known.
+        """
         self._source = (progress, databuffer, device)
         self._received = Counter()
 
@@ -70,7 +79,9 @@ class WorkerMeter:
             self._add_received(self._source[1].traffic)
 
     def spans(self, entries: Iterable[Entry]) -> None:
-        """Count the chain's time by lane, each moment once; entries come in the order in which they ended."""
+        """Count the chain's time by lane, each moment once; entries come in the order in which
+        they ended.
+        """
         for entry in entries:
             if entry.beside or entry.what == "count":
                 continue
@@ -79,7 +90,9 @@ class WorkerMeter:
                 _, duration = self._ended.pop()
                 inside += duration
             self._ended.append((entry.start, entry.duration))
-            self._add("siirl_worker_lane_seconds", max(0, entry.duration - inside) / 1e9, str(entry.lane))
+            self._add(
+                "siirl_worker_lane_seconds", max(0, entry.duration - inside) / 1e9, str(entry.lane)
+            )
             if entry.what == "task":
                 self._ended.clear()
 
@@ -91,7 +104,9 @@ class WorkerMeter:
             yield name, self._labels, value
 
     def _gauges(self) -> dict[str, float]:
-        """Return the present values; zeros where no start of the run is active. Runs on the event loop."""
+        """Return the present values; zeros where no start of the run is active. Runs on the
+        event loop.
+        """
         work = Work()
         if self._source is not None:
             progress, databuffer, device = self._source
@@ -101,7 +116,9 @@ class WorkerMeter:
     def _add_received(self, traffic: Traffic) -> None:
         """Count the bytes that were received since the last call, by transport."""
         links = traffic.between_hosts
-        now = Counter(shared_memory=traffic.shared_memory, socket=max(0, traffic.messages - links), link=links)
+        now = Counter(
+            shared_memory=traffic.shared_memory, socket=max(0, traffic.messages - links), link=links
+        )
         for transport, nbytes in now.items():
             self._add("siirl_worker_received_bytes", nbytes - self._received[transport], transport)
         self._received = now

@@ -1,7 +1,8 @@
-"""Prepares the process that workers are forked from; it imports this before anything else, transformers above all.
+"""Prepares the process that workers are forked from; it imports this before anything else,
+transformers above all.
 
-It hides broken packages, and ends that process at once when nobody needs it any more: freeing all imported modules
-would take two seconds, in which a reader of the run's output waits for its end.
+It hides broken packages, and ends that process at once when nobody needs it any more: freeing all
+imported modules would take two seconds, in which a reader of the run's output waits for its end.
 """
 
 import atexit

@@ -1,4 +1,5 @@
-"""Starts the fork server: worker processes are forked from one that has imported everything a worker needs.
+"""Starts the fork server: worker processes are forked from one that has imported everything a
+worker needs.
 
 The imports would take each worker seconds by itself.
 """
@@ -10,7 +11,9 @@ import sys
 from collections.abc import Mapping
 from multiprocessing import forkserver
 
-START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # elsewhere libraries do not survive a fork
+START_METHOD = (
+    "forkserver" if sys.platform == "linux" else "spawn"
+)  # elsewhere libraries do not survive a fork
 _IMPORTED = [
     "siirl_dask.worker.process._hide",
     "siirl_dask.nodes",
@@ -26,13 +29,15 @@ _IMPORTED = [
 def prepare_processes(environment: Mapping[str, object] | None = None) -> None:
     """Start the fork server, unless it runs.
 
-    Its processes get ``environment`` besides this process's own, from the start, since C libraries read it once. They
-    block the signals that the calling thread blocks.
+    Its processes get ``environment`` besides this process's own, from the start, since C libraries
+    read it once. They block the signals that the calling thread blocks.
     """
     if START_METHOD != "forkserver":
         return
     before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in (environment or {}).items() if value is not None})
+    os.environ.update(
+        {name: str(value) for name, value in (environment or {}).items() if value is not None}
+    )
     try:
         forkserver.set_forkserver_preload(_IMPORTED)
         forkserver.ensure_running()

@@ -17,17 +17,21 @@ from siirl_dask.models.cache import fetch, forget, is_here
 from siirl_dask.models.remote import RemoteModel
 
 
-async def find_unreachable(reads: Mapping[str, str], run_url: str, probe_file: str) -> tuple[str, list[str]]:
+async def find_unreachable(
+    reads: Mapping[str, str], run_url: str, probe_file: str
+) -> tuple[str, list[str]]:
     """Return this host's name, and a sentence for each URL that a worker here cannot read or write.
 
-    ``reads`` has the URLs that it must be able to read, by how a message names them. ``probe_file`` is the name of a
-    file that the driver has written in the folder ``run_url``.
+    ``reads`` has the URLs that it must be able to read, by how a message names them. ``probe_file``
+    is the name of a file that the driver has written in the folder ``run_url``.
     """
     return socket.gethostname(), await asyncio.to_thread(_problems, reads, run_url, probe_file)
 
 
 async def bring_models(models: Sequence[RemoteModel]) -> tuple[str, int, str]:
-    """Fetch models to this host; return its name, the bytes fetched, and why one failed, or an empty text."""
+    """Fetch models to this host; return its name, the bytes fetched, and why one failed, or an
+    empty text.
+    """
     fetched: list[int] = []
 
     def fetch_all() -> str:
@@ -44,7 +48,9 @@ async def bring_models(models: Sequence[RemoteModel]) -> tuple[str, int, str]:
 
 
 async def forget_models(models: Sequence[RemoteModel]) -> tuple[str, str]:
-    """Delete the copies of models that ``bring_models`` fetched to this host; return its name, and why one stays."""
+    """Delete the copies of models that ``bring_models`` fetched to this host; return its name,
+    and why one stays.
+    """
 
     def delete() -> str:
         try:
@@ -74,7 +80,9 @@ def _why_unreadable(url: str) -> str | None:
             return "is not there"
         if isinstance(fs, LocalFileSystem) and not _may_read(Path(path)):
             return f"may not be read by user {os.getuid()}"
-    except Exception as error:  # each store has errors of its own: no package, no credentials, no connection
+    except (
+        Exception
+    ) as error:  # each store has errors of its own: no package, no credentials, no connection
         return f"cannot be opened: {type(error).__name__}: {error}"
     return None
 
@@ -85,7 +93,9 @@ def _may_read(path: Path) -> bool:
 
 
 def _why_unwritable(url: str, probe_file: str) -> str | None:
-    """Return why the folder is not the one where the driver has written ``probe_file``, or cannot be written."""
+    """Return why the folder is not the one where the driver has written ``probe_file``, or
+    cannot be written.
+    """
     try:
         fs, path = open_fs(url)
         if not fs.exists(f"{path}/{probe_file}"):

@@ -1,6 +1,8 @@
-"""Reports versions and settings of a process, for comparison before a run starts. Imports the standard library alone.
+"""Reports versions and settings of a process, for comparison before a run starts. Imports the
+standard library alone.
 
-The driver calls ``report`` on the scheduler and on every worker: one that lacks a package must be able to say so.
+The driver calls ``report`` on the scheduler and on every worker: one that lacks a package must be
+able to say so.
 """
 
 from __future__ import annotations
@@ -16,11 +18,26 @@ from pathlib import Path
 from typing import TypedDict
 
 from siirl_dask import __version__
-from siirl_dask.devices.kinds import ALLOCATOR_VARIABLES, BACKEND_PREFIXES, ENGINE_PACKAGES, ENGINE_VARIABLES, VISIBLE
+from siirl_dask.devices.kinds import (
+    ALLOCATOR_VARIABLES,
+    BACKEND_PREFIXES,
+    ENGINE_PACKAGES,
+    ENGINE_VARIABLES,
+    VISIBLE,
+)
 
 ALIKE = ("dask", "distributed", "cloudpickle", "pyarrow", "torch")
-"""Packages whose messages or numbers go from process to process: all must have the same version of them."""
-SIMILAR = ("transformers", *ENGINE_PACKAGES, "numpy", "msgpack", "fsspec", "safetensors", "tokenizers")
+"""Packages whose messages or numbers go from process to process: all must have the same version
+of them."""
+SIMILAR = (
+    "transformers",
+    *ENGINE_PACKAGES,
+    "numpy",
+    "msgpack",
+    "fsspec",
+    "safetensors",
+    "tokenizers",
+)
 """Packages of which another version is worth a warning."""
 _VARIABLES = (
     "OMP_NUM_THREADS",  # also the order in which sums are taken
@@ -33,7 +50,13 @@ _VARIABLES = (
     *ENGINE_VARIABLES,
 )
 _PREFIXES = BACKEND_PREFIXES  # with other settings than its peers a worker may never answer
-_HOST_SUFFIXES = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")  # of names whose values may differ from host to host
+_HOST_SUFFIXES = (
+    "_IFNAME",
+    "_FAMILY",
+    "_HCA",
+    "_FILE",
+    "_DIR",
+)  # of names whose values may differ from host to host
 
 
 class Report(TypedDict):
@@ -48,7 +71,8 @@ class Report(TypedDict):
     variables: dict[str, str]
     """Environment variables that change results or how processes reach each other."""
     devices: str
-    """The accelerators that a launcher left visible, as it named them; empty where it named none."""
+    """The accelerators that a launcher left visible, as it named them; empty where it named
+    none."""
 
 
 def report() -> Report:
@@ -68,22 +92,30 @@ def report() -> Report:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the files of siirl_dask and siirl_storage, by their places in the package."""
+    """Return a digest of the files of siirl_dask and siirl_storage, by their places in the
+    package.
+    """
     digest = sha256()
     for package in ("siirl_dask", "siirl_storage"):
         spec = find_spec(package)
         if spec is None or spec.submodule_search_locations is None:
             continue
         for folder in spec.submodule_search_locations:
-            files = {file.relative_to(folder).as_posix(): file for file in Path(folder).rglob("*.py")}
+            files = {
+                file.relative_to(folder).as_posix(): file for file in Path(folder).rglob("*.py")
+            }
             for name in sorted(files):
-                digest.update(f"{package}/{name}".encode() + b"\0" + files[name].read_bytes() + b"\0")
+                digest.update(
+                    f"{package}/{name}".encode() + b"\0" + files[name].read_bytes() + b"\0"
+                )
     return digest.hexdigest()[:12]
 
 
 def _version(name: str) -> str | None:
     try:
-        return metadata.version(name).partition("+")[0]  # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
+        return metadata.version(name).partition("+")[
+            0
+        ]  # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
     except metadata.PackageNotFoundError:
         return None
 

@@ -1,4 +1,6 @@
-"""Roles whose object is built at its first use: nodes that are run again on stored rows may never use a model."""
+"""Roles whose object is built at its first use: nodes that are run again on stored rows may
+never use a model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from typing import Any
 from siirl_dask.context import Device, Rank, Sleeps, StandIn, memory_of
 from siirl_dask.planner import Role, RoleCost, builds
 from siirl_dask.planner.role_contract import provides_of
-from siirl_dask.worker.roles.role_state import ResumeFrom, RoleStates, StateStore, close_roles, has_state
+from siirl_dask.worker.roles.role_state import (
+    ResumeFrom,
+    RoleStates,
+    StateStore,
+    close_roles,
+    has_state,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +31,9 @@ class StoredStates:
     """Compares the files of some roles with their digests; raises CheckpointError."""
 
     def restore(self, name: str, resource: Any, rank: Rank) -> None:
-        """Load the state of the role ``name`` into its object, if that has one; all its workers call this alike."""
+        """Load the state of the role ``name`` into its object, if that has one; all its workers
+        call this alike.
+        """
         if not has_state(resource):
             return
         if rank.rank == 0 and name in self.checkpoint.roles:
@@ -32,8 +42,14 @@ class StoredStates:
 
 
 def built_when_used(role: Role, stored: StoredStates | None = None) -> Role:
-    """Return the role with an object that is built, and loads its state, when a node first uses it."""
-    return Role(role.name, partial(build_when_used, name=role.name, build=role.build, stored=stored), role.at)
+    """Return the role with an object that is built, and loads its state, when a node first uses
+    it.
+    """
+    return Role(
+        role.name,
+        partial(build_when_used, name=role.name, build=role.build, stored=stored),
+        role.at,
+    )
 
 
 def _preflight(options: Mapping[str, Any], workers: Sequence[str], config: object) -> RoleCost:
@@ -43,7 +59,12 @@ def _preflight(options: Mapping[str, Any], workers: Sequence[str], config: objec
 
 @builds(preflight=_preflight)
 def build_when_used(
-    device: Device, rank: Rank, *, name: str, build: Callable[..., Any], stored: StoredStates | None = None
+    device: Device,
+    rank: Rank,
+    *,
+    name: str,
+    build: Callable[..., Any],
+    stored: StoredStates | None = None,
 ) -> Any:
     """Return an object that becomes what ``build(device, rank)`` returns, with its stored state."""
 
@@ -61,8 +82,12 @@ def build_when_used(
 
 
 def models_used(resources: Mapping[str, Any]) -> list[str]:
-    """Return the roles, among those that are built when they are used, whose objects are built and have a state."""
-    built = {name: lazy._built for name, lazy in resources.items() if isinstance(lazy, _LazyResource)}
+    """Return the roles, among those that are built when they are used, whose objects are built
+    and have a state.
+    """
+    built = {
+        name: lazy._built for name, lazy in resources.items() if isinstance(lazy, _LazyResource)
+    }
     return sorted(name for name, objects in built.items() if any(map(has_state, objects)))
 
 

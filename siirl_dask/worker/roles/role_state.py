@@ -1,8 +1,9 @@
 """Builds a worker's roles, and saves and restores their states for checkpoints.
 
-A role has a state if the object that it built has ``state()`` and ``load_state(state)``: nested mappings of tensors and
-plain values. The workers of a role save a state with tensors together; a state without tensors is reported to the
-driver instead. A state whose ``progress`` is empty never changes, and is not saved.
+A role has a state if the object that it built has ``state()`` and ``load_state(state)``: nested
+mappings of tensors and plain values. The workers of a role save a state with tensors together; a
+state without tensors is reported to the driver instead. A state whose ``progress`` is empty never
+changes, and is not saved.
 """
 
 from __future__ import annotations
@@ -31,17 +32,22 @@ States = dict[str, dict[str, Any]]
 
 
 class StateStore(Protocol):
-    """Saves states at a URL and loads them; all ranks of ``group`` call it alike. Raises CheckpointError."""
+    """Saves states at a URL and loads them; all ranks of ``group`` call it alike. Raises
+    CheckpointError.
+    """
 
     def save(
         self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
     ) -> Future[dict[str, FileDigest]]:
-        """Begin to write ``state``, which may change once this returns. The future is done when all ranks have written
-        it; it holds the digests of this rank's files by name. ``progress`` is called as parts are written.
+        """Begin to write ``state``, which may change once this returns. The future is done when all
+        ranks have written it; it holds the digests of this rank's files by name. ``progress`` is
+        called as parts are written.
         """
         ...
 
-    def load(self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]) -> None:
+    def load(
+        self, url: str, state: dict[str, Any], group: Any, progress: Callable[[], None]
+    ) -> None:
         """Load into ``state``, in place."""
         ...
 
@@ -68,18 +74,24 @@ class SavedStates:
     states: States = field(default_factory=dict)
     """States of roles without a tensor, by role."""
     writes: dict[str, Future[dict[str, FileDigest]]] = field(default_factory=dict)
-    """Futures by role: each is done when the role's folder is written, with digests of this worker's files by name."""
+    """Futures by role: each is done when the role's folder is written, with digests of this
+    worker's files by name."""
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report for the driver. States are JSON texts: Dask's messages would change tuples and keys."""
-        return {"roles": self.roles, "states": {role: json.dumps(state) for role, state in self.states.items()}}
+        """Return the report for the driver. States are JSON texts: Dask's messages would change
+        tuples and keys.
+        """
+        return {
+            "roles": self.roles,
+            "states": {role: json.dumps(state) for role, state in self.states.items()},
+        }
 
 
 class RoleStates:
     """Saves and restores the states of one worker's roles.
 
-    ``groups`` has a process group of each role's workers that nothing else uses. ``progress`` is called whenever
-    something of a state is written or read.
+    ``groups`` has a process group of each role's workers that nothing else uses. ``progress`` is
+    called whenever something of a state is written or read.
     """
 
     def __init__(
@@ -91,30 +103,42 @@ class RoleStates:
     ) -> None:
         self._store = store
         self._progress = progress
-        self._resources = {name: resource for name, resource in resources.items() if has_state(resource)}
-        with_tensors = [name for name, resource in self._resources.items() if _has_tensors(resource.state())]
+        self._resources = {
+            name: resource for name, resource in resources.items() if has_state(resource)
+        }
+        with_tensors = [
+            name for name, resource in self._resources.items() if _has_tensors(resource.state())
+        ]
         self._groups = {name: groups[name] for name in with_tensors}
 
     def restore(self, checkpoint: ResumeFrom) -> None:
-        """Load every role's state. CheckpointError when the checkpoint lacks a role, or its state does not fit."""
+        """Load every role's state. CheckpointError when the checkpoint lacks a role, or its
+        state does not fit.
+        """
         for name, resource in self._resources.items():
             if name not in self._groups:
                 self._load_plain_state(name, checkpoint.states.get(name))
                 continue
             state = resource.state()
             if name not in checkpoint.roles:
-                raise CheckpointError(f"{checkpoint.url} has no role {name!r} (roles: {checkpoint.roles})")
+                raise CheckpointError(
+                    f"{checkpoint.url} has no role {name!r} (roles: {checkpoint.roles})"
+                )
             self._store.load(join(checkpoint.url, name), state, self._groups[name], self._progress)
             resource.load_state(state)
 
     def save(self, url: str) -> SavedStates:
-        """Begin to write every role's state below ``url``. CheckpointError for a state that cannot be saved."""
+        """Begin to write every role's state below ``url``. CheckpointError for a state that
+        cannot be saved.
+        """
         saved = SavedStates()
         for name, resource in self._resources.items():
             state = resource.state()
             if name in self._groups:
                 saved.roles.append(name)
-                saved.writes[name] = self._store.save(join(url, name), state, self._groups[name], self._progress)
+                saved.writes[name] = self._store.save(
+                    join(url, name), state, self._groups[name], self._progress
+                )
             else:
                 saved.states[name] = _checked_plain_state(name, state)
         return saved
@@ -125,7 +149,9 @@ class RoleStates:
         try:
             self._resources[name].load_state(dict(state))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"role {name!r} cannot take {state!r}: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"role {name!r} cannot take {state!r}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def has_state(resource: Any) -> bool:
@@ -153,7 +179,8 @@ def _checked_plain_state(name: str, state: dict[str, Any]) -> dict[str, Any]:
         same = False
     if not same:
         raise CheckpointError(
-            f"role {name!r}: state() gave {str(state)[:200]}: expected tensors somewhere in it, or finite numbers, "
+            f"role {name!r}: state() gave {str(state)[:200]}: expected tensors somewhere in it, or "
+            "finite numbers, "
             "texts, lists and mappings by text alone"
         )
     return state
@@ -168,14 +195,15 @@ def build_roles(
 ) -> dict[str, Any]:
     """Build each role that this worker has a rank in, and return the objects by role.
 
-    ``reused`` are objects of an earlier run, by role, which are not built again: see reused_roles.py.
+    ``reused`` are objects of an earlier run, by role, which are not built again: see
+    reused_roles.py.
 
-    Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator an object with a
-    ``sleep()`` sleeps while the next roles are built: an engine that is awake would hold the memory they load into. It
-    wakes by itself when it is used.
+    Roles are built in the order of ``ranks``, which is the same on all workers. On an accelerator
+    an object with a ``sleep()`` sleeps while the next roles are built: an engine that is awake
+    would hold the memory they load into. It wakes by itself when it is used.
 
-    A SiirlError from a role's build names the role and the worker in a note; any other exception becomes a RunError.
-    All objects are closed when one cannot be built.
+    A SiirlError from a role's build names the role and the worker in a note; any other exception
+    becomes a RunError. All objects are closed when one cannot be built.
     """
     if progress is None:
         progress = TaskProgress()
@@ -210,7 +238,8 @@ def _sleep(resource: Any, device: Device) -> None:
 
 
 def close_roles(resources: Mapping[str, Any]) -> None:
-    """Call ``close`` of each object that has it, even where another one's fails: no engine must stay in memory.
+    """Call ``close`` of each object that has it, even where another one's fails: no engine must
+    stay in memory.
 
     Raises a failure when all have been called.
     """

@@ -13,11 +13,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, CannotMap, Handle, unpack_handle
+from siirl_dask.coordinator.databuffer.arena import (
+    Arena,
+    Attachments,
+    CannotMap,
+    Handle,
+    unpack_handle,
+)
 from siirl_dask.errors import PeerError
 
 MIB = 2**20
-needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+needs_memfd = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory needs Linux"
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=60))
@@ -105,7 +113,9 @@ def test_discarded_memory_is_free_even_while_a_peer_has_it_mapped():
 
 @needs_memfd
 def test_a_handle_of_a_process_that_was_restarted_is_refused():
-    """The new process has the same pid and opens its segment under the same number, as a container's often does."""
+    """The new process has the same pid and opens its segment under the same number, as a
+    container's often does.
+    """
     arena = Arena(keep=0)
     block = arena.allocate(10)
     old = block.segment.handle
@@ -134,7 +144,13 @@ def test_handles_that_name_something_else_are_refused(tmp_path):
 @example([1, 0, 8192, b""])
 @example([1, 0, 8192, b"0" * 17])
 @example([1, 0, 0, b"0" * 16])
-@given(st.recursive(st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=15), st.lists, max_leaves=6))
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3) | st.binary(max_size=15),
+        st.lists,
+        max_leaves=6,
+    )
+)
 def test_values_that_are_no_handle_are_refused(value):
     with pytest.raises(PeerError):
         unpack_handle(value)
@@ -152,7 +168,10 @@ def test_a_process_that_is_killed_leaves_no_shared_memory_behind():
         input()
     """
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     pid, fd, size, nonce = child.stdout.readline().split()
     attachments = Attachments(writable=True)

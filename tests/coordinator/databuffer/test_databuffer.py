@@ -54,7 +54,9 @@ def test_each_row_arrives_once_and_nothing_is_left_behind(s, t, shift, rows, cou
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_share_a_blob_are_published_without_copies_of_it(way):
-    """As the samples of a prompt with an image are: each is a slice of the one that the prompt has."""
+    """As the samples of a prompt with an image are: each is a slice of the one that the prompt
+    has.
+    """
     blobs = pa.array([bytes([number]) * 2**14 for number in range(16)], pa.large_binary())
     shared = pa.chunked_array([blobs.slice(row // 8, 1) for row in range(128)])
     table = make_rows(128)
@@ -70,7 +72,12 @@ def test_rows_that_share_a_blob_are_published_without_copies_of_it(way):
     assert pa.concat_tables(got.values()).sort_by("row_id").equals(whole)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 20), st.sampled_from([*WAYS, "shared tables"]))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 20),
+    st.sampled_from([*WAYS, "shared tables"]),
+)
 @settings(deadline=None, max_examples=30)
 def test_replicated_rows_reach_every_target(s, t, count, way):
     e = edge(names(s), names(t), Rows.REPLICATED)
@@ -113,9 +120,14 @@ def test_edges_of_a_join_give_each_worker_the_same_rows():
         buffers, _ = buffers_of([guide, other])
         for e, seed in ((guide, 1), (other, 2)):
             for source, part in scatter(table, e.sources, seed).items():
-                await buffers[source].publish(e, ITERATION, part.drop(["minibatch"]) if e is other else part)
+                await buffers[source].publish(
+                    e, ITERATION, part.drop(["minibatch"]) if e is other else part
+                )
         return [
-            [await buffers[t].pull(guide, guide, ITERATION), await buffers[t].pull(other, guide, ITERATION)]
+            [
+                await buffers[t].pull(guide, guide, ITERATION),
+                await buffers[t].pull(other, guide, ITERATION),
+            ]
             for t in guide.targets
         ]
 
@@ -173,7 +185,9 @@ def test_asking_again_gives_the_same_answer():
     async def ask_twice():
         buffers, transport = buffers_of([e])
         await buffers["0"].publish(e, ITERATION, make_rows(5))
-        request = Request(Op.ROW_LENGTHS, buffers["0"].key(e, ITERATION), {"rows": pack_ints(np.array([1, 3]))})
+        request = Request(
+            Op.ROW_LENGTHS, buffers["0"].key(e, ITERATION), {"rows": pack_ints(np.array([1, 3]))}
+        )
         return [await transport.request("0", request) for _ in "ab"]
 
     first, second = asyncio.run(ask_twice())
@@ -181,20 +195,26 @@ def test_asking_again_gives_the_same_answer():
 
 
 @pytest.mark.parametrize("op", [Op.ROW_LENGTHS, Op.FETCH])
-@pytest.mark.parametrize("rows", [pack_ints(np.array([99])), pack_ints(np.array([-1])), b"", b"123", [0], None])
+@pytest.mark.parametrize(
+    "rows", [pack_ints(np.array([99])), pack_ints(np.array([-1])), b"", b"123", [0], None]
+)
 def test_requests_for_rows_that_were_not_published_are_refused(rows, op):
     e = edge(("0",), ("1",), Rows.BALANCED)
 
     async def ask():
         buffers, transport = buffers_of([e])
         await buffers["0"].publish(e, ITERATION, make_rows(5))
-        await transport.request("0", Request(op, buffers["0"].key(e, ITERATION), {"rows": rows, "columns": ["ids"]}))
+        await transport.request(
+            "0", Request(op, buffers["0"].key(e, ITERATION), {"rows": rows, "columns": ["ids"]})
+        )
 
     with pytest.raises(PeerError):
         asyncio.run(ask())
 
 
-@pytest.mark.parametrize("key", [TransitionKey("other", 0, "train/a->b"), TransitionKey("run", 0, "train/x->y")])
+@pytest.mark.parametrize(
+    "key", [TransitionKey("other", 0, "train/a->b"), TransitionKey("run", 0, "train/x->y")]
+)
 def test_a_request_of_another_run_or_edge_is_refused(key):
     async def ask():
         buffers, _ = buffers_of([edge(("0",), ("1",), Rows.BALANCED)])
@@ -254,7 +274,10 @@ def alive(kind):
 
 
 def test_a_join_of_different_rows_says_which_are_missing():
-    guide, other = edge(("0",), ("1",), Rows.BALANCED), edge(("0",), ("1",), Rows.BALANCED, source="c")
+    guide, other = (
+        edge(("0",), ("1",), Rows.BALANCED),
+        edge(("0",), ("1",), Rows.BALANCED, source="c"),
+    )
 
     async def join():
         buffers, _ = buffers_of([guide, other])
@@ -270,7 +293,10 @@ def test_a_join_of_different_rows_says_which_are_missing():
 def test_a_table_in_many_chunks_arrives_equal(way):
     e, table = edge(("0", "2"), ("1",), Rows.BALANCED), make_rows(40)
     parts = scatter(table, e.sources)
-    chunked = {s: pa.concat_tables([part.slice(i, 3) for i in range(0, len(part), 3)]) for s, part in parts.items()}
+    chunked = {
+        s: pa.concat_tables([part.slice(i, 3) for i in range(0, len(part), 3)])
+        for s, part in parts.items()
+    }
     got, _, _ = asyncio.run(move(e, chunked, way))
     assert got["1"].equals(table)
 
@@ -279,7 +305,9 @@ def test_a_table_in_many_chunks_arrives_equal(way):
 def test_fixed_size_lists_with_nulls_on_one_source_arrive_equal(way):
     e, table = edge(("0", "2"), ("1",), Rows.BALANCED), make_rows(8)
     pairs = [[i, i] if i % 3 or i < 4 else None for i in range(8)]
-    table = table.set_column(table.column_names.index("pair"), "pair", pa.array(pairs, SCHEMA.field("pair").type))
+    table = table.set_column(
+        table.column_names.index("pair"), "pair", pa.array(pairs, SCHEMA.field("pair").type)
+    )
     got, _, _ = asyncio.run(move(e, {"0": table.slice(0, 4), "2": table.slice(4)}, way))
     assert got["1"].equals(table)
 
@@ -314,12 +342,19 @@ def test_parts_of_a_table_are_published_pulled_and_freed_one_by_one():
     async def work():
         buffers, _ = buffers_of([e], way="shared memory")
         for number, part in enumerate(parts):
-            pulls = [asyncio.create_task(buffers[w].pull(e, e, ITERATION, number)) for w in e.targets]
+            pulls = [
+                asyncio.create_task(buffers[w].pull(e, e, ITERATION, number)) for w in e.targets
+            ]
             shares = scatter(part, e.sources, seed=number)
             for worker in e.sources:
                 await buffers[worker].publish(e, ITERATION, shares[worker], number)
-            assert [table.sort_by("row_id") for table in await asyncio.gather(*pulls)] == [part, part]
-            await asyncio.gather(*(buffers[worker].wait_until_acked(e, ITERATION, number) for worker in e.sources))
+            assert [table.sort_by("row_id") for table in await asyncio.gather(*pulls)] == [
+                part,
+                part,
+            ]
+            await asyncio.gather(
+                *(buffers[worker].wait_until_acked(e, ITERATION, number) for worker in e.sources)
+            )
             assert [buffers[worker].unacked_bytes for worker in e.sources] == [0, 0]
 
     asyncio.run(work())

@@ -1,4 +1,6 @@
-"""Rows that travel before their table is whole change what is still to be fetched, and nothing else."""
+"""Rows that travel before their table is whole change what is still to be fetched, and nothing
+else.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -13,7 +15,15 @@ from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, pack_ints
 from siirl_dask.errors import Aborted, NodeError, PeerError
 from siirl_dask.planner import EarlyColumns, Iteration, Rows
-from tests.coordinator.rows import ITERATION, buffers_of, edge, make_rows, names, scatter, wait_for_acks
+from tests.coordinator.rows import (
+    ITERATION,
+    buffers_of,
+    edge,
+    make_rows,
+    names,
+    scatter,
+    wait_for_acks,
+)
 
 COLUMNS = ("ids", "logprobs", "text", "maybe")
 TINY = BufferLimits(early_message=10)
@@ -46,8 +56,12 @@ def watch_memory(buffers):
         allowance.take, allowance.give = checked_take, checked_give
 
 
-async def generated(e, parts, *, prefetch=True, limits=TINY, way="messages", seed=0, before=None, hosts=None):
-    """Have each source hand over rows in random order and at random times, and publish them; return what came."""
+async def generated(
+    e, parts, *, prefetch=True, limits=TINY, way="messages", seed=0, before=None, hosts=None
+):
+    """Have each source hand over rows in random order and at random times, and publish them;
+    return what came.
+    """
     rng = np.random.default_rng(seed)
     buffers, transport = buffers_of([e], way, limits=limits, prefetch=prefetch, hosts=hosts)
     watch_memory(buffers)
@@ -59,7 +73,9 @@ async def generated(e, parts, *, prefetch=True, limits=TINY, way="messages", see
     for at in rng.permutation(len(e.sources)):
         source = e.sources[at]
         table = parts[source]
-        for row in rng.permutation(table.num_rows)[: int(rng.integers(0, table.num_rows + 1))].tolist():
+        for row in rng.permutation(table.num_rows)[
+            : int(rng.integers(0, table.num_rows + 1))
+        ].tolist():
             if buffers[source].leaves_early(e):
                 columns = ["row_id", "group_id", *COLUMNS]
                 buffers[source].hand_over(e, ITERATION, table.slice(row, 1).select(columns))
@@ -78,8 +94,12 @@ async def generated(e, parts, *, prefetch=True, limits=TINY, way="messages", see
     st.integers(0, 40), st.integers(0, 9), st.sampled_from(["messages", "shared memory"]),
     st.sampled_from([1, 60, 500]), st.sampled_from([2**9, 2**12, 2**20]),
 )  # fmt: skip
-def test_tables_are_the_same_with_and_without_prefetch(s, t, rows, by_minibatch, count, seed, way, message, memory):
-    e = early_edge(edge(names(s), names(t, 10), rows, by_minibatch=by_minibatch and rows is Rows.BALANCED))
+def test_tables_are_the_same_with_and_without_prefetch(
+    s, t, rows, by_minibatch, count, seed, way, message, memory
+):
+    e = early_edge(
+        edge(names(s), names(t, 10), rows, by_minibatch=by_minibatch and rows is Rows.BALANCED)
+    )
     parts = scatter(make_rows(count, seed), e.sources, seed)
     limits = BufferLimits(early_message=message, memory=memory, message=200)
 
@@ -107,7 +127,9 @@ def hand_over_all(buffer, e, table):
 
 
 async def all_early(e, parts, limits=TINY, **options):
-    """Hand everything over and let it travel, then publish; return what came and the databuffers."""
+    """Hand everything over and let it travel, then publish; return what came and the
+    databuffers.
+    """
     buffers, _ = buffers_of([e], "large messages", limits=limits, prefetch=True, **options)
     for target in e.targets:
         buffers[target].prefetch([e], ITERATION)
@@ -118,7 +140,9 @@ async def all_early(e, parts, limits=TINY, **options):
                 await asyncio.sleep(0)
     for source in e.sources:
         await buffers[source].publish(e, ITERATION, parts[source])
-    return await asyncio.gather(*(buffers[target].pull(e, e, ITERATION) for target in e.targets)), buffers
+    return await asyncio.gather(
+        *(buffers[target].pull(e, e, ITERATION) for target in e.targets)
+    ), buffers
 
 
 def test_rows_that_came_early_are_not_fetched_again():
@@ -140,7 +164,9 @@ def test_few_bytes_that_came_early_are_fetched_again_where_lengths_vary():
     e = edge(names(2), names(3, 10), Rows.BALANCED, schema=table.schema)
     got, buffers = asyncio.run(
         all_early(
-            replace(e, early=EarlyColumns("node", ("ids",))), scatter(table, e.sources), BufferLimits(early_message=200)
+            replace(e, early=EarlyColumns("node", ("ids",))),
+            scatter(table, e.sources),
+            BufferLimits(early_message=200),
         )
     )
     assert pa.concat_tables(got).num_rows == table.num_rows
@@ -162,7 +188,9 @@ def test_rows_within_a_host_travel_early_only_if_asked_for():
 def test_a_row_that_changes_after_it_was_handed_over_ends_the_run(wrong):
     e, table = early_edge(ALONE), make_rows(12)
     at = table.column_names.index(wrong)
-    other = table.set_column(at, table.field(wrong), table[wrong].combine_chunks().take(np.arange(12)[::-1]))
+    other = table.set_column(
+        at, table.field(wrong), table[wrong].combine_chunks().take(np.arange(12)[::-1])
+    )
 
     async def go():
         buffers, _ = buffers_of([e], limits=TINY, prefetch=True)
@@ -207,13 +235,19 @@ MALFORMED = {
     "no lengths": Reply({"rows": ROW}, [b""] * 4),
     "too few columns": Reply({"rows": ROW, "lengths": [ROW]}, [b"123"]),
     "other sizes": Reply({"rows": ROW, "lengths": [ROW] * 4}, [b"1"] * 4),
-    "a row twice": Reply({"rows": ROW * 2, "lengths": [pack_ints(np.array([0, 0]))] * 4}, [b""] * 4),
-    "too much": Reply({"rows": ROW, "lengths": [pack_ints(np.array([2**21]))] * 4}, [bytes(2**23)] * 4),
+    "a row twice": Reply(
+        {"rows": ROW * 2, "lengths": [pack_ints(np.array([0, 0]))] * 4}, [b""] * 4
+    ),
+    "too much": Reply(
+        {"rows": ROW, "lengths": [pack_ints(np.array([2**21]))] * 4}, [bytes(2**23)] * 4
+    ),
     "negative": Reply({"rows": ROW, "lengths": [pack_ints(np.array([-1]))] * 4}, [b""] * 4),
 }
 
 
-@pytest.mark.parametrize("before", [refusing(Op.EARLY), *map(answering, MALFORMED.values())], ids=["no", *MALFORMED])
+@pytest.mark.parametrize(
+    "before", [refusing(Op.EARLY), *map(answering, MALFORMED.values())], ids=["no", *MALFORMED]
+)
 def test_a_prefetch_that_fails_changes_nothing(before):
     e, table = early_edge(ALONE), make_rows(20)
     (got,), buffers, _ = asyncio.run(generated(e, {"0": table}, before=before))
@@ -224,22 +258,34 @@ def test_a_prefetch_that_fails_changes_nothing(before):
 def test_early_rows_of_other_lengths_than_told_later_name_the_worker():
     e, table = early_edge(ALONE), make_rows(20)
     lengths = pack_ints(np.array([10**4]))
-    reply = Reply({"rows": ROW, "lengths": [lengths] * 4}, [bytes(10**4 * width) for width in (4, 8, 1, 2)])
+    reply = Reply(
+        {"rows": ROW, "lengths": [lengths] * 4}, [bytes(10**4 * width) for width in (4, 8, 1, 2)]
+    )
     given_once = iter([reply])
 
     def before(_, transport):
         handle = transport.handlers["0"]
 
         async def handler(request):
-            return next(given_once, Reply({"rows": b""})) if request.op == Op.EARLY else await handle(request)
+            return (
+                next(given_once, Reply({"rows": b""}))
+                if request.op == Op.EARLY
+                else await handle(request)
+            )
 
         transport.handlers["0"] = handler
 
     values = table["ids"].combine_chunks()
     short = pa.ListArray.from_arrays(values.offsets, values.values.cast(pa.int16()))
     without_nulls = table.set_column(table.column_names.index("maybe"), table.field("maybe"), short)
-    with pytest.raises(PeerError, match="worker '0' sent rows of column 'ids' early with other lengths"):
-        asyncio.run(generated(e, {"0": without_nulls}, before=before, limits=BufferLimits(early_message=2**20)))
+    with pytest.raises(
+        PeerError, match="worker '0' sent rows of column 'ids' early with other lengths"
+    ):
+        asyncio.run(
+            generated(
+                e, {"0": without_nulls}, before=before, limits=BufferLimits(early_message=2**20)
+            )
+        )
 
 
 def test_a_question_that_is_asked_twice_is_answered_twice():
@@ -252,10 +298,14 @@ def test_a_question_that_is_asked_twice_is_answered_twice():
         long = np.flatnonzero(table["tokens"].to_numpy() > 3).tolist()
 
         def hand_over(at):
-            buffers["0"].hand_over(e, ITERATION, table.slice(at, 1).select(["row_id", "group_id", "ids"]))
+            buffers["0"].hand_over(
+                e, ITERATION, table.slice(at, 1).select(["row_id", "group_id", "ids"])
+            )
 
         def ask(number):
-            return buffers["0"].handle(Request(Op.EARLY, key, {"target": 0, "number": number, "limit": 2**20}))
+            return buffers["0"].handle(
+                Request(Op.EARLY, key, {"target": 0, "number": number, "limit": 2**20})
+            )
 
         hand_over(long[0])
         first = await ask(0)
@@ -269,7 +319,9 @@ def test_a_question_that_is_asked_twice_is_answered_twice():
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("body", [{}, {"target": 1}, {"target": 0, "number": 0, "limit": 0}, {"target": "0"}])
+@pytest.mark.parametrize(
+    "body", [{}, {"target": 1}, {"target": 0, "number": 0, "limit": 0}, {"target": "0"}]
+)
 def test_questions_that_no_target_asks_are_refused(body):
     e = early_edge(ALONE)
 
@@ -293,9 +345,11 @@ def test_whatever_ends_an_iteration_frees_its_early_rows(end):
             await asyncio.sleep(0)
         assert sum(used(buffers)) > 0
         for buffer in buffers.values():
-            {"abort": lambda b=buffer: b.abort("over"), "forget": lambda b=buffer: b.forget(1), "close": buffer.close}[
-                end
-            ]()
+            {
+                "abort": lambda b=buffer: b.abort("over"),
+                "forget": lambda b=buffer: b.forget(1),
+                "close": buffer.close,
+            }[end]()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert used(buffers) == [0, 0]

@@ -12,14 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl_dask.coordinator.databuffer.arena import Arena, Attachments, Handle
-from siirl_dask.coordinator.databuffer.lend import pack_others, share, unpack_others, unpack_shared_table
+from siirl_dask.coordinator.databuffer.lend import (
+    pack_others,
+    share,
+    unpack_others,
+    unpack_shared_table,
+)
 from siirl_dask.coordinator.databuffer.limits import BufferLimits
 from siirl_dask.coordinator.databuffer.published import Published
 from siirl_dask.coordinator.databuffer.row_lengths import unpack_row_lengths
 from siirl_dask.coordinator.layout.assignment import row_statistics
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Iteration, Rows
-from tests.coordinator.rows import ITERATION, SCHEMA, SHARED_TABLES, buffers_of, edge, make_rows, scatter
+from tests.coordinator.rows import (
+    ITERATION,
+    SCHEMA,
+    SHARED_TABLES,
+    buffers_of,
+    edge,
+    make_rows,
+    scatter,
+)
 
 EDGE = edge(("0",), ("0", "1", "2"), Rows.REPLICATED)
 NEXT = Iteration("train", 2, 1)
@@ -79,14 +92,19 @@ def test_memory_is_reused_only_when_every_target_has_dropped_it():
 
 
 def test_shared_rows_that_no_target_asked_for_are_freed_with_their_iteration():
-    """As weights are that no engine takes: those of the steps before a checkpoint, with rollout.max_staleness."""
+    """As weights are that no engine takes: those of the steps before a checkpoint, with
+    rollout.max_staleness.
+    """
 
     async def work():
         buffers, _ = buffers_of([EDGE], "shared tables")
         await buffers["0"].publish(EDGE, ITERATION, make_rows(30, seed=1))
         assert buffers["0"].arena.in_use > 0
         buffers["0"].forget(ITERATION.sequence)
-        assert await publish_and_pull(buffers, NEXT, make_rows(30, seed=2)) == [make_rows(30, seed=2)] * 3
+        assert (
+            await publish_and_pull(buffers, NEXT, make_rows(30, seed=2))
+            == [make_rows(30, seed=2)] * 3
+        )
         buffers["0"].forget(NEXT.sequence + 1)
         gc.collect()
         await until(lambda: buffers["0"].unacked_bytes == 0)
@@ -145,7 +163,9 @@ def test_other_columns_of_a_peer_that_are_compressed_are_refused_and_not_unpacke
     """An Arrow stream of 200 kB may unpack to gigabytes."""
     schema = pa.schema({"minibatch": pa.int64()})
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    with pa.ipc.new_stream(
+        sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+    ) as writer:
         writer.write_table(pa.table({"minibatch": np.zeros(2**24, np.int64)}))
     before = pa.total_allocated_bytes()
     with pytest.raises(PeerError, match="no table of"):
@@ -159,7 +179,9 @@ def test_other_columns_that_are_damaged_are_refused_or_valid(noise, place, rows)
     packed = pack_others(table)
     assert unpack_others(packed, table.schema).equals(table)
     with contextlib.suppress(PeerError):
-        unpack_others(packed[:place] + noise + packed[place + len(noise) :], table.schema).validate(full=True)
+        unpack_others(packed[:place] + noise + packed[place + len(noise) :], table.schema).validate(
+            full=True
+        )
 
 
 def test_a_table_in_many_chunks_is_shared_as_one():
@@ -179,7 +201,10 @@ def test_shared_and_fetched_rows_meet_in_one_table():
         buffers, _ = buffers_of([e], "shared tables", of_worker={"1": long_rows_only})
         for source in e.sources:
             await buffers[source].publish(e, ITERATION, parts[source])
-        assert [await buffers[target].pull(e, e, ITERATION) for target in e.targets] == [table, table]
+        assert [await buffers[target].pull(e, e, ITERATION) for target in e.targets] == [
+            table,
+            table,
+        ]
         assert buffers["0"].arena.in_use > 0
 
     asyncio.run(work())
@@ -189,7 +214,11 @@ places = st.integers(-(2**40), 2**63) | st.integers(0, 2**16) | st.none() | st.t
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.fixed_dictionaries(dict.fromkeys(("ids", "logprobs", "text", "image"), places)), places, places)
+@given(
+    st.fixed_dictionaries(dict.fromkeys(("ids", "logprobs", "text", "image"), places)),
+    places,
+    places,
+)
 def test_a_false_shared_table_is_refused_or_gives_a_valid_table(starts, others_start, others_size):
     table = make_rows(10)
 
@@ -207,7 +236,9 @@ def test_a_false_shared_table_is_refused_or_gives_a_valid_table(starts, others_s
 
         transport.handlers["0"] = lie
         await buffers["0"].publish(EDGE, ITERATION, table)
-        (got,) = await asyncio.gather(buffers["1"].pull(EDGE, EDGE, ITERATION), return_exceptions=True)
+        (got,) = await asyncio.gather(
+            buffers["1"].pull(EDGE, EDGE, ITERATION), return_exceptions=True
+        )
         if not isinstance(got, PeerError):
             got.validate(full=True)
             assert got.schema.equals(SCHEMA)
@@ -216,7 +247,14 @@ def test_a_false_shared_table_is_refused_or_gives_a_valid_table(starts, others_s
 
 
 @pytest.mark.parametrize(
-    "value", [0, [], [[1, 2, 8192, b"0" * 16], {}, 0], [[1, 2, 8192, b"0" * 16], {"ids": -1}, 0, 0], [[1], {}, 0, 0]]
+    "value",
+    [
+        0,
+        [],
+        [[1, 2, 8192, b"0" * 16], {}, 0],
+        [[1, 2, 8192, b"0" * 16], {"ids": -1}, 0, 0],
+        [[1], {}, 0, 0],
+    ],
 )
 def test_values_that_are_no_shared_table_are_refused(value):
     with pytest.raises(PeerError, match="received"):

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.databuffer.ragged import CopyPlan, as_ragged, build_column, element_width, starts_of
+from siirl_dask.coordinator.databuffer.ragged import (
+    CopyPlan,
+    as_ragged,
+    build_column,
+    element_width,
+    starts_of,
+)
 
 KINDS = {
     pa.list_(pa.int32()): st.lists(st.integers(-5, 5), max_size=6),
@@ -20,18 +26,25 @@ KINDS = {
 def test_rows_copied_from_a_slice_equal_what_arrow_takes(data, kind):
     array = pa.array(data.draw(st.lists(KINDS[kind], max_size=12)), kind)
     array = array.slice(data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12)))
-    picked = np.array(data.draw(st.lists(st.integers(0, len(array) - 1), max_size=20)) if len(array) else [], np.int64)
+    picked = np.array(
+        data.draw(st.lists(st.integers(0, len(array) - 1), max_size=20)) if len(array) else [],
+        np.int64,
+    )
     ragged = as_ragged(array)
     lengths = ragged.lengths[picked]
     out = np.zeros(int(lengths.sum()) * ragged.width, np.uint8)
-    CopyPlan(starts_of(ragged.lengths)[picked], starts_of(lengths), lengths).copy(ragged.values, out, ragged.width)
+    CopyPlan(starts_of(ragged.lengths)[picked], starts_of(lengths), lengths).copy(
+        ragged.values, out, ragged.width
+    )
     back = build_column(kind, ragged.lengths[picked], pa.py_buffer(out))
     back.validate(full=True)
     assert back.combine_chunks().equals(array.take(pa.array(picked)))
 
 
 @given(
-    st.lists(st.integers(0, 9), max_size=20), st.integers(1, 30), st.sampled_from([pa.list_(pa.int32()), pa.binary()])
+    st.lists(st.integers(0, 9), max_size=20),
+    st.integers(1, 30),
+    st.sampled_from([pa.list_(pa.int32()), pa.binary()]),
 )
 def test_a_column_beyond_32_bit_offsets_comes_in_chunks(sizes, most, kind):
     lengths = np.array(sizes, np.int64)
@@ -45,7 +58,9 @@ def test_a_column_beyond_32_bit_offsets_comes_in_chunks(sizes, most, kind):
     rows = np.split(values, np.cumsum(lengths)[:-1]) if sizes else []
     assert [list(row) for row in column.to_pylist()] == [row.tolist() for row in rows]
     assert all(sum(map(len, chunk.to_pylist())) <= most for chunk in column.chunks)
-    large = build_column(pa.large_list(pa.int32()), lengths, pa.py_buffer(values.astype(np.int32)), most)
+    large = build_column(
+        pa.large_list(pa.int32()), lengths, pa.py_buffer(values.astype(np.int32)), most
+    )
     assert large.num_chunks == 1
 
 
@@ -66,7 +81,10 @@ def test_long_and_short_rows_are_copied_to_their_places(longest, width, shift):
     assert target.tobytes() == b"".join(rows[i].tobytes() for i in order)
 
 
-@given(st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5), st.sampled_from([1, 3]))
+@given(
+    st.lists(st.tuples(*[st.integers(-10, 60)] * 3), min_size=1, max_size=5),
+    st.sampled_from([1, 3]),
+)
 def test_rows_outside_of_memory_are_refused_before_any_is_copied(rows, width):
     starts, places, sizes = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     source, target = np.ones(50 * width, np.uint8), np.zeros(41 * width - 1, np.uint8)

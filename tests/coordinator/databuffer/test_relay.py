@@ -14,7 +14,16 @@ from siirl_dask.coordinator.transport.messages import Op, Request, TransitionKey
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Rows
 from siirl_dask.planner.hosts import by_host
-from tests.coordinator.rows import ITERATION, SCHEMA, buffers_of, edge, make_rows, names, scatter, wait_for_acks
+from tests.coordinator.rows import (
+    ITERATION,
+    SCHEMA,
+    buffers_of,
+    edge,
+    make_rows,
+    names,
+    scatter,
+    wait_for_acks,
+)
 
 HOSTS = {**dict.fromkeys("0123", "a"), **dict.fromkeys("4567", "b"), "8": "c"}
 
@@ -32,7 +41,9 @@ def crossed(buffers, hosts):
 async def moved(e, parts, hosts, way, *, part=None, **options):
     """Publish ``parts`` while all targets pull; return what each got, and the databuffers."""
     buffers, _ = buffers_of([e], way, hosts=hosts, **options)
-    pulls = [asyncio.create_task(buffers[target].pull(e, e, ITERATION, part)) for target in e.targets]
+    pulls = [
+        asyncio.create_task(buffers[target].pull(e, e, ITERATION, part)) for target in e.targets
+    ]
     await asyncio.sleep(0)
     for source in e.sources:
         await buffers[source].publish(e, ITERATION, parts[source], part)
@@ -57,7 +68,9 @@ def test_replicated_rows_reach_every_target_on_any_hosts(s, t, shift, hosts, cou
             got.validate(full=True)
             assert got.equals(table)
         del got, pulled
-        for _ in range(10):  # what is dropped is acked on the loop, by the relays after those that they wait for
+        for _ in range(
+            10
+        ):  # what is dropped is acked on the loop, by the relays after those that they wait for
             await asyncio.sleep(0)
             await wait_for_acks(buffers)
         assert not any(buffer.unacked_bytes for buffer in buffers.values())
@@ -75,9 +88,13 @@ def test_a_sources_rows_cross_each_link_once_per_host(s, t, shift, hosts):
         takers = Counter()
         for host, targets in by_host(e.targets, hosts).items():
             routes = routes_to(targets[0], e, hosts)
-            assert all(routes_to(target, e, hosts) == routes for target in targets), "all compute the same"
+            assert all(routes_to(target, e, hosts) == routes for target in targets), (
+                "all compute the same"
+            )
             takers[host] = 1 if number in routes.relays else len(targets)
-            assert takers[host] == 1 or host == hosts.get(source, ""), "only on its own host several ask the source"
+            assert takers[host] == 1 or host == hosts.get(source, ""), (
+                "only on its own host several ask the source"
+            )
         assert takers.total() == count_takers(source, e, hosts)
 
 
@@ -89,7 +106,9 @@ def test_no_byte_crosses_a_link_twice(way):
     bytes_between = crossed(buffers, HOSTS)
     assert set(bytes_between) == {("a", "b"), ("a", "c")}
     assert bytes_between["a", "b"] == pytest.approx(bytes_between["a", "c"], rel=0.01)
-    takers = [w for w in "4567" if any(HOSTS[source] == "a" for source in buffers[w].traffic.by_worker)]
+    takers = [
+        w for w in "4567" if any(HOSTS[source] == "a" for source in buffers[w].traffic.by_worker)
+    ]
     assert takers == ["4", "5", "6"], "each of the three sources' rows are taken by another worker"
 
 

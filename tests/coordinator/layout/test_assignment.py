@@ -5,14 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from siirl_dask.coordinator.layout.assignment import STATISTICS, EdgeStatistics, assign_owners, pull_share
+from siirl_dask.coordinator.layout.assignment import (
+    STATISTICS,
+    EdgeStatistics,
+    assign_owners,
+    pull_share,
+)
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Edge, Rows
 from siirl_dask.schema import make_schema
 
 SCHEMA = make_schema(dict.fromkeys(("row_id", "group_id", "tokens"), "int64"))
 WORKERS = tuple("abcdef")
-POLICIES = [(Rows.GROUPED, False), (Rows.BALANCED, False), (Rows.BALANCED, True), (Rows.ANYWHERE, False)]
+POLICIES = [
+    (Rows.GROUPED, False),
+    (Rows.BALANCED, False),
+    (Rows.BALANCED, True),
+    (Rows.ANYWHERE, False),
+]
 
 
 def edge(sources, targets, rows, by_minibatch=False, source="x"):
@@ -23,9 +33,14 @@ def statistics(tokens, sources, groups=None, minibatches=None):
     """Statistics in which row ``i`` lies with source ``sources[i]``, in the order of ids."""
     count, sources = len(tokens), np.asarray(sources, np.int64)
     positions = np.array([(sources[:row] == sources[row]).sum() for row in range(count)], np.int64)
-    rest = (np.zeros(count, np.int64) if column is None else np.asarray(column) for column in (groups, minibatches))
+    rest = (
+        np.zeros(count, np.int64) if column is None else np.asarray(column)
+        for column in (groups, minibatches)
+    )
     groups, minibatches = rest
-    return EdgeStatistics(np.arange(count), groups, np.asarray(tokens, np.int64), minibatches, sources, positions)
+    return EdgeStatistics(
+        np.arange(count), groups, np.asarray(tokens, np.int64), minibatches, sources, positions
+    )
 
 
 @st.composite
@@ -53,14 +68,18 @@ def test_rows_that_are_balanced_already_stay(transition, quadratic_from):
 def test_the_layout_does_not_depend_on_the_order_of_the_sources(transition):
     first, rows = transition
     backwards = edge(first.sources[::-1], first.targets, first.rows, first.by_minibatch)
-    turned = statistics(rows.tokens, len(first.sources) - 1 - rows.sources, rows.groups, rows.minibatches)
+    turned = statistics(
+        rows.tokens, len(first.sources) - 1 - rows.sources, rows.groups, rows.minibatches
+    )
     assert assign_owners(backwards, turned).tolist() == assign_owners(first, rows).tolist()
 
 
 @given(transitions())
 def test_sources_that_are_no_targets_do_not_affect_the_layout(transition):
     first, rows = transition
-    apart = edge([f"source {name}" for name in first.sources], first.targets, first.rows, first.by_minibatch)
+    apart = edge(
+        [f"source {name}" for name in first.sources], first.targets, first.rows, first.by_minibatch
+    )
     elsewhere = statistics(rows.tokens, np.zeros(len(rows.tokens)), rows.groups, rows.minibatches)
     assert assign_owners(apart, rows).tolist() == assign_owners(apart, elsewhere).tolist()
 
@@ -75,8 +94,14 @@ def test_every_row_of_a_join_has_one_owner_and_is_pulled_once(transition):
         of_guide = pull_share(guide, worker, guide, rows, rows)
         of_other = pull_share(other, worker, guide, rows, here)
         assert of_guide.row_ids.tolist() == of_other.row_ids.tolist()
-        pulled += [(source, row) for source, positions in of_other.positions.items() for row in positions.tolist()]
-    assert sorted(pulled) == sorted(zip(here.sources.tolist(), here.positions.tolist(), strict=True))
+        pulled += [
+            (source, row)
+            for source, positions in of_other.positions.items()
+            for row in positions.tolist()
+        ]
+    assert sorted(pulled) == sorted(
+        zip(here.sources.tolist(), here.positions.tolist(), strict=True)
+    )
 
 
 def test_rows_stay_with_targets_that_have_them_and_only_the_excess_moves():
@@ -93,7 +118,9 @@ def test_rows_that_may_be_anywhere_stay_and_the_others_go_to_the_least_loaded():
 def test_each_minibatch_is_balanced_by_itself_where_the_node_reads_it():
     rows = statistics([40, 30, 10, 40, 10, 10], [0] * 6, minibatches=[0, 0, 0, 1, 1, 1])
     assert assign_owners(edge("a", "bc", Rows.BALANCED, True), rows).tolist() == [0, 1, 1, 0, 1, 1]
-    assert np.bincount(assign_owners(edge("a", "bc", Rows.BALANCED), rows), weights=rows.tokens).tolist() == [70, 70]
+    assert np.bincount(
+        assign_owners(edge("a", "bc", Rows.BALANCED), rows), weights=rows.tokens
+    ).tolist() == [70, 70]
 
 
 def test_rows_without_tokens_are_spread_by_their_number():
@@ -114,18 +141,28 @@ def test_replicated_rows_are_pulled_by_everyone():
     e, rows = edge("ab", "cd", Rows.REPLICATED), statistics([1, 1, 1], [0, 1, 0])
     for worker in e.targets:
         share = pull_share(e, worker, e, rows, rows)
-        assert {source: positions.tolist() for source, positions in share.positions.items()} == {0: [0, 1], 1: [0]}
+        assert {source: positions.tolist() for source, positions in share.positions.items()} == {
+            0: [0, 1],
+            1: [0],
+        }
 
 
 def test_a_row_of_several_sources_is_listed_once_at_the_first():
     gathered = [(4, 0, 1, 0, 1, 0), (2, 0, 1, 0, 1, 1), (2, 0, 1, 0, 0, 5), (4, 0, 1, 0, 2, 6)]
     rows = EdgeStatistics.from_rows(np.array(gathered, STATISTICS))
-    assert (rows.row_ids.tolist(), rows.sources.tolist(), rows.positions.tolist()) == ([2, 4], [0, 1], [5, 0])
+    assert (rows.row_ids.tolist(), rows.sources.tolist(), rows.positions.tolist()) == (
+        [2, 4],
+        [0, 1],
+        [5, 0],
+    )
 
 
 def test_a_guide_with_more_rows_than_the_edge_is_refused():
     guide, other = edge("a", "b", Rows.BALANCED), edge("c", "b", Rows.BALANCED, source="z")
     all_rows, fewer = statistics([1, 1, 1], [0, 0, 0]), statistics([1, 1], [0, 0])
-    with pytest.raises(PeerError, match="edge z->y: 1 rows that 'x' has are not among those of 'z' \\(first row_id 2"):
+    with pytest.raises(
+        PeerError,
+        match="edge z->y: 1 rows that 'x' has are not among those of 'z' \\(first row_id 2",
+    ):
         pull_share(other, "b", guide, all_rows, fewer)
     assert pull_share(other, "b", guide, fewer, all_rows).row_ids.tolist() == [0, 1]

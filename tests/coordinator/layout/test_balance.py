@@ -21,8 +21,12 @@ owners = st.integers(1, 12)
 def placed(draw):
     """Costs, number of owners, and where each item lies: anywhere, or nowhere."""
     count = draw(owners)
-    items = draw(st.lists(st.tuples(st.integers(0, 1000), st.integers(NOWHERE, count - 1)), max_size=150))
-    costs, homes = (np.array(column, np.int64) for column in zip(*items, strict=True)) if items else ([], [])
+    items = draw(
+        st.lists(st.tuples(st.integers(0, 1000), st.integers(NOWHERE, count - 1)), max_size=150)
+    )
+    costs, homes = (
+        (np.array(column, np.int64) for column in zip(*items, strict=True)) if items else ([], [])
+    )
     return np.asarray(costs, np.int64), count, np.asarray(homes, np.int64)
 
 
@@ -71,14 +75,28 @@ def test_swaps_find_the_perfect_halves_that_longest_first_misses():
 
 
 def test_the_longest_row_is_alone_when_even_the_shortest_is_too_much_on_top():
-    costs = [102, 50, 38, 31, 27, 17, 17, 12, 8, 7, 6]  # longest first: 102 has least in the end, and 6 goes there
+    costs = [
+        102,
+        50,
+        38,
+        31,
+        27,
+        17,
+        17,
+        12,
+        8,
+        7,
+        6,
+    ]  # longest first: 102 has least in the end, and 6 goes there
     owner = balance(costs, 3)
     assert (owner == owner[0]).sum() == 1
     assert loads_of(costs, owner, 3).max() <= 1.02 * sum(costs) / 3
 
 
 def test_group_totals_beyond_the_range_of_doubles_are_exact():
-    """In doubles both totals would be 2**53, and the short one would go to the first owner instead of the second."""
+    """In doubles both totals would be 2**53, and the short one would go to the first owner
+    instead of the second.
+    """
     costs, groups = np.array([2**53, 1, 2**53, 1]), np.array([0, 0, 1, 2])
     assert balance_groups(costs, groups, 2, np.full(4, NOWHERE)).tolist() == [0, 0, 1, 1]
 
@@ -100,20 +118,27 @@ def test_balanced_rows_do_not_move_again(case):
 
 @given(placed(), st.randoms(use_true_random=False))
 def test_a_layout_that_is_balanced_enough_stays_as_it_is(case, random):
-    """Also one that came about otherwise: here as longest first gives it, with owners named at random."""
+    """Also one that came about otherwise: here as longest first gives it, with owners named at
+    random.
+    """
     costs, count, _ = case
     names = np.array(random.sample(range(count), count))
     homes = names[balance(costs, count)]
     assert balance_in_place(costs, count, homes).tolist() == homes.tolist()
 
 
-@given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 15), st.integers(-1, 11)), max_size=100), owners)
+@given(
+    st.lists(st.tuples(st.integers(1, 99), st.integers(0, 15), st.integers(-1, 11)), max_size=100),
+    owners,
+)
 def test_a_group_is_never_split_and_stays_once_it_is_balanced(rows, owners):
     costs, groups, homes = (np.array([row[i] for row in rows], np.int64) for i in range(3))
     homes = np.where(homes < owners, homes, NOWHERE)
     owner = balance_groups(costs, groups, owners, homes)
     assert all(len(set(owner[groups == group])) == 1 for group in set(groups.tolist()))
-    totals = np.array([costs[groups == group].sum() for group in sorted(set(groups.tolist()))], np.int64)
+    totals = np.array(
+        [costs[groups == group].sum() for group in sorted(set(groups.tolist()))], np.int64
+    )
     assert loads_of(costs, owner, owners).max() <= bound(totals, owners)
     assert balance_groups(costs, groups, owners, owner).tolist() == owner.tolist()
 
@@ -124,14 +149,19 @@ def test_a_group_gathers_where_most_of_its_tokens_lie():
     assert balance_groups(costs, groups, 3, homes).tolist() == [1, 1, 1, 0, 0, 2]
 
 
-@given(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 3), st.integers(-1, 11)), max_size=100), owners)
+@given(
+    st.lists(st.tuples(st.integers(1, 99), st.integers(0, 3), st.integers(-1, 11)), max_size=100),
+    owners,
+)
 def test_each_minibatch_is_balanced_on_its_own_and_stays_once_it_is(rows, owners):
     costs, minibatches, homes = (np.array([row[i] for row in rows], np.int64) for i in range(3))
     homes = np.where(homes < owners, homes, NOWHERE)
     owner = balance_minibatches(costs, minibatches, owners, homes)
     for minibatch in set(minibatches.tolist()):
         rows_of = minibatches == minibatch
-        assert loads_of(costs[rows_of], owner[rows_of], owners).max() <= bound(costs[rows_of], owners)
+        assert loads_of(costs[rows_of], owner[rows_of], owners).max() <= bound(
+            costs[rows_of], owners
+        )
     assert balance_minibatches(costs, minibatches, owners, owner).tolist() == owner.tolist()
 
 
@@ -146,7 +176,9 @@ def test_a_row_longer_than_the_mean_stays_and_short_ones_leave():
 
 
 def test_most_rows_stay_even_with_a_handful_of_rows_an_owner():
-    """Swaps with rows that could stay rescue the others; to cut all parts anew would keep a quarter at home."""
+    """Swaps with rows that could stay rescue the others; to cut all parts anew would keep a
+    quarter at home.
+    """
     rng = np.random.default_rng(0)
     costs, homes = rng.lognormal(8, 0.3, 512).astype(np.int64), rng.integers(0, 128, 512)
     assert costs[balance_in_place(costs, 128, homes) == homes].sum() > 0.5 * costs.sum()
@@ -159,7 +191,9 @@ def test_a_load_of_two_percent_above_the_mean_moves_nothing():
 
 
 def test_rows_balanced_anew_go_to_owners_that_have_most_of_them():
-    """Leaving rows where they are cannot reach the balance of longest first, so its parts are given out instead."""
+    """Leaving rows where they are cannot reach the balance of longest first, so its parts are
+    given out instead.
+    """
     costs, homes = np.array([31, 78, 78, 16, 17, 6]), np.array([1, 2, NOWHERE, NOWHERE, 0, 1])
     assert balance(costs, 3).tolist() == [2, 0, 1, 2, 2, 2]
     assert balance_in_place(costs, 3, homes).tolist() == [1, 2, 0, 1, 1, 1]

@@ -1,4 +1,6 @@
-"""Rows prefer a target that can be told before their lengths: most of them stay there, in as good a balance."""
+"""Rows prefer a target that can be told before their lengths: most of them stay there, in as
+good a balance.
+"""
 
 from dataclasses import replace
 
@@ -16,12 +18,16 @@ from tests.coordinator.rows import names
 
 def early_edge(sources, targets, rows=Rows.BALANCED):
     ends = names(sources), names(targets, sources)
-    return Edge("a", "b", *ends, rows, False, make_schema({}), "a", EarlyColumns("a", ("response_ids",)))
+    return Edge(
+        "a", "b", *ends, rows, False, make_schema({}), "a", EarlyColumns("a", ("response_ids",))
+    )
 
 
 def statistics(tokens, sources, group=8):
     ids = np.arange(len(tokens))
-    return EdgeStatistics(ids, ids // group, np.asarray(tokens, np.int64), ids * 0, ids * sources // len(ids), ids)
+    return EdgeStatistics(
+        ids, ids // group, np.asarray(tokens, np.int64), ids * 0, ids * sources // len(ids), ids
+    )
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 5000))
@@ -47,19 +53,24 @@ def test_preferences_never_cost_balance(sources, targets, rows, tokens):
         return np.bincount(assign_owners(e, given_rows), weights=costs, minlength=targets).max()
 
     items = np.bincount(given_rows.groups, weights=costs) if rows is Rows.GROUPED else costs
-    assert fullest(edge) <= max(fullest(replace(edge, early=None)), 1.02 * costs.sum() / targets, items.max())
+    assert fullest(edge) <= max(
+        fullest(replace(edge, early=None)), 1.02 * costs.sum() / targets, items.max()
+    )
 
 
 @pytest.mark.parametrize("rows", [Rows.BALANCED, Rows.GROUPED])
 @pytest.mark.parametrize(
-    ("sources", "targets", "count", "least"), [(1, 2, 256, 0.9), (8, 8, 512, 0.85), (8, 64, 4096, 0.8)]
+    ("sources", "targets", "count", "least"),
+    [(1, 2, 256, 0.9), (8, 8, 512, 0.85), (8, 64, 4096, 0.8)],
 )
 def test_most_tokens_of_long_tailed_rows_go_where_they_prefer(rows, sources, targets, count, least):
     shares = []
     for seed in range(5):
         tokens = np.minimum(np.random.default_rng(seed).lognormal(9, 1, count), 65_536)
         given_rows, edge = statistics(tokens, sources), early_edge(sources, targets, rows)
-        stays = assign_owners(edge, given_rows) == preferred_targets(given_rows.groups, given_rows.sources, edge)
+        stays = assign_owners(edge, given_rows) == preferred_targets(
+            given_rows.groups, given_rows.sources, edge
+        )
         shares.append(given_rows.tokens[stays].sum() / given_rows.tokens.sum())
     assert np.mean(shares) > least
 
@@ -81,6 +92,9 @@ def test_groups_that_are_balanced_by_preference_are_nearly_whole():
         owner = assign_owners(e, given_rows)
         balanced = replace(given_rows, sources=owner)
         joined = Edge("b", "c", policy, policy, Rows.GROUPED, False, make_schema({}), "b")
-        return given_rows.tokens[assign_owners(joined, balanced) != owner].sum() / given_rows.tokens.sum()
+        return (
+            given_rows.tokens[assign_owners(joined, balanced) != owner].sum()
+            / given_rows.tokens.sum()
+        )
 
     assert moved(edge) < 0.2 < 0.5 < moved(replace(edge, early=None))

@@ -26,8 +26,14 @@ NAME_OF_B = socket_name(RUN, "b", MEMBERS["b"])
 
 
 heads = st.binary(max_size=32) | st.recursive(
-    st.integers(-(2**63), 2**63) | st.text(max_size=3) | st.binary(max_size=3) | st.floats() | st.none(),
-    lambda item: st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3),
+    st.integers(-(2**63), 2**63)
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.floats()
+    | st.none(),
+    lambda item: (
+        st.lists(item, max_size=3) | st.dictionaries(st.text(max_size=3), item, max_size=3)
+    ),
     max_leaves=6,
 ).map(msgpack.packb)
 MALFORMED = st.binary(max_size=64) | st.builds(
@@ -70,12 +76,16 @@ class TestUnixSockets(CarrierTests):
 async def streaming(handler, **security):
     """Workers "a" and "b" of a cluster, and the streams of both; "b" answers with ``handler``."""
     async with (
-        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", **security) as scheduler,
+        Scheduler(
+            host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", **security
+        ) as scheduler,
         Worker(scheduler.address, name="a", host="127.0.0.1", **security) as here,
         Worker(scheduler.address, name="b", host="127.0.0.1", **security) as there,
     ):
         members = {"a": here.address, "b": there.address}
-        streams = [DaskStreams(worker, RUN, members, handler, timeout=5) for worker in (here, there)]
+        streams = [
+            DaskStreams(worker, RUN, members, handler, timeout=5) for worker in (here, there)
+        ]
         ports = dict(zip(members, [await each.start() for each in streams], strict=True))
         try:
             for each in streams:
@@ -115,7 +125,9 @@ def test_a_worker_that_came_back_at_another_address_is_not_reached():
 
     async def work():
         async with connected(handler):
-            return await UnixSockets(RUN, "a", {**MEMBERS, "b": "tcp://elsewhere"}, None).reaches("b")
+            return await UnixSockets(RUN, "a", {**MEMBERS, "b": "tcp://elsewhere"}, None).reaches(
+                "b"
+            )
 
     assert not asyncio.run(work())
 
@@ -159,7 +171,13 @@ def test_a_process_of_another_user_is_not_answered():
     async def work():
         async with connected(handler):
             command = [sys.executable, "-c", textwrap.dedent(script), NAME_OF_B.encode().hex()]
-            return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+            return await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, timeout=60
+            )
 
     done = asyncio.run(work())
-    assert done.stdout.strip() == "b''" or "reset" in done.stderr.lower() or "broken pipe" in done.stderr.lower()
+    assert (
+        done.stdout.strip() == "b''"
+        or "reset" in done.stderr.lower()
+        or "broken pipe" in done.stderr.lower()
+    )

@@ -31,10 +31,14 @@ rows = st.fixed_dictionaries(
         "nested": st.lists(maybe(st.lists(floats, max_size=2)), max_size=2),
         "text": maybe(text),
         "flag": maybe(st.booleans()),
-        "messages": maybe(st.lists(st.fixed_dictionaries({"role": maybe(text), "content": text}), max_size=2)),
+        "messages": maybe(
+            st.lists(st.fixed_dictionaries({"role": maybe(text), "content": text}), max_size=2)
+        ),
         "blob": maybe(st.binary(max_size=5)),
         "pair": maybe(st.lists(floats, min_size=2, max_size=2)),
-        "parts": maybe(st.dictionaries(text, maybe(floats), max_size=2).map(lambda parts: [*parts.items()])),
+        "parts": maybe(
+            st.dictionaries(text, maybe(floats), max_size=2).map(lambda parts: [*parts.items()])
+        ),
         "nothing": st.none(),
     }
 )
@@ -84,7 +88,9 @@ def test_damaged_frames_are_refused_or_give_a_valid_table(table, data):
             frames[victim] = bytes(damaged)
         case "node":
             node = data.draw(st.sampled_from(nodes))
-            node[data.draw(st.integers(0, len(node) - 1))] = data.draw(st.integers(-(2**63), 2**63 - 1) | st.none())
+            node[data.draw(st.integers(0, len(node) - 1))] = data.draw(
+                st.integers(-(2**63), 2**63 - 1) | st.none()
+            )
         case "rows":
             header = {**header, "rows": data.draw(st.integers(-5, 10))}
         case "drop":
@@ -99,7 +105,9 @@ def test_damaged_frames_are_refused_or_give_a_valid_table(table, data):
     back.to_pylist()
 
 
-@pytest.mark.parametrize("header", [{}, {"rows": 1}, {"nodes": 7, "rows": 1}, {"rows": 0, "nodes": [[0]]}, None, "x"])
+@pytest.mark.parametrize(
+    "header", [{}, {"rows": 1}, {"nodes": 7, "rows": 1}, {"rows": 0, "nodes": [[0]]}, None, "x"]
+)
 def test_a_malformed_header_is_refused(header):
     with pytest.raises(PeerError):
         from_frames(header, [], SCHEMA)

@@ -1,4 +1,6 @@
-"""Whoever reaches a worker's listener, or answers in a peer's place, runs no code there and takes no memory."""
+"""Whoever reaches a worker's listener, or answers in a peer's place, runs no code there and
+takes no memory.
+"""
 
 import asyncio
 import os
@@ -79,7 +81,9 @@ def test_a_request_that_dask_would_unpickle_runs_nothing_in_the_listener(pickle,
         async with streaming(fine) as (here, _, port):
             with suppress(OSError, asyncio.TimeoutError):
                 overrides = {"python": pickle}
-                await asyncio.wait_for(connect(f"tcp://127.0.0.1:{port}", handshake_overrides=overrides), 5)
+                await asyncio.wait_for(
+                    connect(f"tcp://127.0.0.1:{port}", handshake_overrides=overrides), 5
+                )
             return (await here.ask("b", ASKED)).header
 
     assert asyncio.run(work()) == {"fine": 1}
@@ -89,7 +93,9 @@ def test_a_request_that_dask_would_unpickle_runs_nothing_in_the_listener(pickle,
 def test_a_connection_of_another_run_is_closed():
     async def work():
         async with streaming(fine) as (_, there, port):
-            other = DaskStreams(there._worker, "another", {"b": there._worker.address}, fine, timeout=5)
+            other = DaskStreams(
+                there._worker, "another", {"b": there._worker.address}, fine, timeout=5
+            )
             other.meet({"b": port})
             with pytest.raises(OSError):  # noqa: PT011  # reset, closed
                 await other.ask("b", ASKED)
@@ -99,7 +105,9 @@ def test_a_connection_of_another_run_is_closed():
 
 
 async def read_what_comes(port, sent):
-    """Send bytes to a listener after the right greeting, and return what it answers until it closes."""
+    """Send bytes to a listener after the right greeting, and return what it answers until it
+    closes.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with suppress(OSError):
         writer.write(_hello(RUN) + sent)
@@ -118,7 +126,9 @@ def test_any_bytes_are_refused_and_the_next_request_is_served():
             def attack(sent, greets):
                 whole = sent if greets else sent + b"\0" * 64
                 asyncio.run_coroutine_threadsafe(read_what_comes(port, whole), loop).result(30)
-                assert asyncio.run_coroutine_threadsafe(here.ask("b", ASKED), loop).result(30).header == {"fine": 1}
+                assert asyncio.run_coroutine_threadsafe(here.ask("b", ASKED), loop).result(
+                    30
+                ).header == {"fine": 1}
 
             await asyncio.to_thread(attack)
 
@@ -175,12 +185,24 @@ BOMBS = {
     "frames beyond the bound": (struct.pack("<IIQ", 0, 2**32 - 1, 0), "4294967295 frames"),
     "bytes beyond the bound": (message(b"", [2**62, 2**62]), "bytes together: expected at most"),
     "lists within lists": (message(nested(2**15)), "no message"),
-    "lists as deep as msgpack goes": (message(b"\x92\x00" + nested(500)), "within values more than 32 times"),
-    "an extension type": (message(msgpack.packb([0, msgpack.ExtType(7, b"x")])), "extension type 7"),
+    "lists as deep as msgpack goes": (
+        message(b"\x92\x00" + nested(500)),
+        "within values more than 32 times",
+    ),
+    "an extension type": (
+        message(msgpack.packb([0, msgpack.ExtType(7, b"x")])),
+        "extension type 7",
+    ),
     "a time": (message(msgpack.packb([0, msgpack.Timestamp(1)])), "type Timestamp"),
-    "a frame that is not there": (message(msgpack.packb([0, msgpack.ExtType(1, b"\1\0\0\0")])), "no message"),
+    "a frame that is not there": (
+        message(msgpack.packb([0, msgpack.ExtType(1, b"\1\0\0\0")])),
+        "no message",
+    ),
     "keys of lists": (message(b"\x92\x00\x81\x90\x01"), "no message"),
-    "a pickle by Dask's name": (message(msgpack.packb([0, {"__Pickled__": 1}]), [1], b"x"), "no request"),
+    "a pickle by Dask's name": (
+        message(msgpack.packb([0, {"__Pickled__": 1}]), [1], b"x"),
+        "no request",
+    ),
 }
 
 
@@ -225,7 +247,9 @@ def test_frames_that_are_announced_and_never_come_take_no_memory():
                 writer.close()
 
     asyncio.run(work())
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB; all would be 1.3 GiB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    )  # KiB; all would be 1.3 GiB
 
 
 def test_more_rows_than_were_asked_for_are_refused_before_they_come():

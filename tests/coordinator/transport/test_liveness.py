@@ -25,7 +25,9 @@ def test_one_that_never_answers_is_given_the_whole_time_and_no_more():
 
 
 def test_one_that_answers_at_the_last_moment_is_alive_by_an_old_ping_or_a_new_one():
-    """Behind a link that is down for nine tenths of the time, either what was sent then arrives or what is sent now."""
+    """Behind a link that is down for nine tenths of the time, either what was sent then arrives
+    or what is sent now.
+    """
     for arrives_late in (True, False):
         began = time.monotonic()
 

@@ -1,10 +1,18 @@
-"""A read whose connection between hosts breaks is asked again; nothing else is, nor a read from this host."""
+"""A read whose connection between hosts breaks is asked again; nothing else is, nor a read from
+this host.
+"""
 
 import asyncio
 
 import pytest
 
-from siirl_dask.coordinator.transport.messages import NOT_REPEATABLE, Op, Reply, Request, TransitionKey
+from siirl_dask.coordinator.transport.messages import (
+    NOT_REPEATABLE,
+    Op,
+    Reply,
+    Request,
+    TransitionKey,
+)
 from siirl_dask.coordinator.transport.peers import PeerTransport
 from siirl_dask.errors import PeerError
 
@@ -44,7 +52,9 @@ def test_a_read_is_asked_again_when_its_connection_breaks(op):
 @pytest.mark.parametrize("op", sorted(NOT_REPEATABLE))
 def test_what_the_peer_may_have_done_is_asked_once(op):
     carrier = Breaking(1)
-    with pytest.raises(PeerError, match=f"{op} from worker 'b' at tcp://10.0.0.2:1: the peer is gone"):
+    with pytest.raises(
+        PeerError, match=f"{op} from worker 'b' at tcp://10.0.0.2:1: the peer is gone"
+    ):
         ask(op, carrier)
     assert carrier.asked == 1
 

@@ -1,4 +1,6 @@
-"""Peers may send anything: what is malformed is refused, and nothing is used before it is checked."""
+"""Peers may send anything: what is malformed is refused, and nothing is used before it is
+checked.
+"""
 
 import asyncio
 from functools import partial
@@ -14,15 +16,35 @@ from siirl_dask.coordinator.layout.assignment import STATISTICS
 from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, pack_ints
 from siirl_dask.errors import PeerError
 from siirl_dask.planner import Iteration, Rows
-from tests.coordinator.rows import ITERATION, SCHEMA, buffers_of, edge, make_rows, scatter, wait_for_acks
+from tests.coordinator.rows import (
+    ITERATION,
+    SCHEMA,
+    buffers_of,
+    edge,
+    make_rows,
+    scatter,
+    wait_for_acks,
+)
 
 EDGE = edge(("0",), ("1",), Rows.BALANCED)
 TWO = edge(("0", "2"), ("1",), Rows.BALANCED)
 SAME = edge(("0", "2"), ("1", "3"), Rows.REPLICATED)
-leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=4) | st.binary(max_size=16)
-anything = st.recursive(leaves, lambda item: st.lists(item) | st.dictionaries(st.text(max_size=4), item), max_leaves=8)
-rows = st.lists(st.integers(-3, 12), max_size=4).map(lambda values: pack_ints(np.array(values, np.int64)))
-targets = st.fixed_dictionaries({"handles": anything, "columns": anything, "starts": st.lists(rows, max_size=3)})
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.text(max_size=4)
+    | st.binary(max_size=16)
+)
+anything = st.recursive(
+    leaves, lambda item: st.lists(item) | st.dictionaries(st.text(max_size=4), item), max_leaves=8
+)
+rows = st.lists(st.integers(-3, 12), max_size=4).map(
+    lambda values: pack_ints(np.array(values, np.int64))
+)
+targets = st.fixed_dictionaries(
+    {"handles": anything, "columns": anything, "starts": st.lists(rows, max_size=3)}
+)
 bodies = st.fixed_dictionaries(
     {},
     optional={
@@ -30,7 +52,8 @@ bodies = st.fixed_dictionaries(
         "columns": st.lists(st.sampled_from([*SCHEMA.names, "other"]), max_size=3) | anything,
         "others": st.booleans() | anything,
         "target": st.none() | targets | anything,
-        "acks": st.lists(st.tuples(st.integers(), st.text(max_size=3), st.integers()).map(list)) | anything,
+        "acks": st.lists(st.tuples(st.integers(), st.text(max_size=3), st.integers()).map(list))
+        | anything,
     },
 )
 
@@ -103,7 +126,9 @@ def test_a_damaged_answer_is_refused_or_gives_a_valid_table(seed, op, case):
         for source, part in scatter(table, e.sources).items():
             transport.handlers[source] = partial(lie, transport.handlers[source])
             await buffers[source].publish(e, ITERATION, part)
-        (got,) = await asyncio.gather(asyncio.wait_for(buffers["1"].pull(e, e, ITERATION), 20), return_exceptions=True)
+        (got,) = await asyncio.gather(
+            asyncio.wait_for(buffers["1"].pull(e, e, ITERATION), 20), return_exceptions=True
+        )
         return got, buffers["1"]
 
     got, buffer = asyncio.run(pull())
@@ -118,7 +143,9 @@ def test_a_damaged_answer_is_refused_or_gives_a_valid_table(seed, op, case):
 
 
 def pull_from_liar(change, way, limits=None, count=10):
-    """Pull from a source whose every reply has the frames that ``change(request, frames)`` returns."""
+    """Pull from a source whose every reply has the frames that ``change(request, frames)``
+    returns.
+    """
 
     async def pull():
         buffers, transport = buffers_of([EDGE], way, **({"limits": limits} if limits else {}))
@@ -138,7 +165,11 @@ def pull_from_liar(change, way, limits=None, count=10):
 @pytest.mark.parametrize("length", [2**40, 2**47, 2**48 - 1])
 def test_rows_larger_than_memory_are_refused_before_allocation(length):
     def boast(request, frames):
-        return [pack_ints(np.full(10, length))] * len(frames) if request.op == Op.ROW_LENGTHS else frames
+        return (
+            [pack_ints(np.full(10, length))] * len(frames)
+            if request.op == Op.ROW_LENGTHS
+            else frames
+        )
 
     with pytest.raises(PeerError, match="machine's memory"):
         pull_from_liar(boast, "messages")
@@ -167,7 +198,9 @@ def test_asking_for_more_than_a_message_holds_is_refused():
 
 @pytest.mark.parametrize("way", ["messages", "shared memory"])
 def test_a_late_write_after_a_cancelled_pull_spoils_nothing(way):
-    """A pull is cancelled, the next iteration is pulled, and only then does a slow source answer the first request."""
+    """A pull is cancelled, the next iteration is pulled, and only then does a slow source answer
+    the first request.
+    """
     stale, table = make_rows(50, seed=1), make_rows(50, seed=2)
     before, later = Iteration("train", 0, 0), Iteration("train", 2, 2)
     now = Iteration("train", 1, 1)
@@ -214,7 +247,9 @@ def test_a_key_of_another_run_is_refused():
         buffers, _ = buffers_of([EDGE], "messages")
         await buffers["0"].publish(EDGE, ITERATION, make_rows(5))
         key = TransitionKey("run-before", ITERATION.sequence, f"train/{EDGE.name}")
-        await buffers["0"].handle(Request(Op.FETCH, key, {"rows": pack_ints(np.arange(5)), "columns": ["ids"]}))
+        await buffers["0"].handle(
+            Request(Op.FETCH, key, {"rows": pack_ints(np.arange(5)), "columns": ["ids"]})
+        )
 
     with pytest.raises(PeerError, match="refused"):
         asyncio.run(ask())
@@ -240,7 +275,9 @@ def test_text_that_is_not_utf8_is_refused():
         pull_from_liar(spoil, "large messages", count=30)
 
 
-@pytest.mark.parametrize("op", [Op.FETCH, Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS, Op.PASSED_ON, Op.EARLY])
+@pytest.mark.parametrize(
+    "op", [Op.FETCH, Op.SUBTREE_STATISTICS, Op.ALL_STATISTICS, Op.PASSED_ON, Op.EARLY]
+)
 @pytest.mark.parametrize(
     ("sequence", "name"),
     [
@@ -253,7 +290,9 @@ def test_a_key_that_no_plan_has_is_refused_at_once_and_nothing_waits_for_it(op, 
     async def ask():
         buffers, _ = buffers_of([EDGE], "messages")
         key = TransitionKey("run", sequence, name.format(f"train/{EDGE.name}"))
-        await asyncio.wait_for(buffers["0"].handle(Request(op, key, {"rows": pack_ints(np.arange(1))})), 5)
+        await asyncio.wait_for(
+            buffers["0"].handle(Request(op, key, {"rows": pack_ints(np.arange(1))})), 5
+        )
 
     with pytest.raises(PeerError, match=r"refused|asked for early") as refused:
         asyncio.run(ask())

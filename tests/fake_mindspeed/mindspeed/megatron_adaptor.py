@@ -11,8 +11,14 @@ from mindspeed.args_utils import get_full_args  # noqa: E402
 
 repatched = []
 """Arguments of each call of ``repatch``."""
-_NORM, _ATTENTION = "megatron.core.transformer.torch_norm", "megatron.core.transformer.dot_product_attention"
-_ROPE, _SWIGLU = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.fusions.fused_bias_swiglu"
+_NORM, _ATTENTION = (
+    "megatron.core.transformer.torch_norm",
+    "megatron.core.transformer.dot_product_attention",
+)
+_ROPE, _SWIGLU = (
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.fusions.fused_bias_swiglu",
+)
 
 
 class PTNorm:
@@ -32,7 +38,9 @@ class RMSNorm(torch.nn.Module):
         return torch_npu.npu_rms_norm(hidden, self.weight, epsilon=self.epsilon)[0]
 
 
-def apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, **others):
+def apply_rotary_pos_emb_bshd(
+    t, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0, **others
+):
     cos, sin = ((each * mscale).to(t.dtype) for each in (freqs.cos(), freqs.sin()))
     return torch_npu.npu_rotary_mul(t.contiguous(), cos, sin)
 
@@ -43,7 +51,16 @@ class SwiGLUFunction:
         return torch_npu.npu_swiglu(x, dim=-1)
 
 
-def attend(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+def attend(
+    self,
+    query,
+    key,
+    value,
+    attention_mask,
+    attn_mask_type=None,
+    attention_bias=None,
+    packed_seq_params=None,
+):
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd" or query.dim() != 3:
         raise ValueError("the stand-in takes rows of several lengths")
     return torch_npu.npu_fusion_attention(
@@ -80,7 +97,9 @@ def _patch(arguments):
     _everywhere(_SWIGLU, "SwiGLUFunction", SwiGLUFunction)
     if arguments.use_fused_rotary_pos_emb:
         if arguments.position_embedding_type != "rope":
-            raise AssertionError("--use-fused-rotary-pos-emb must enable with --position-embedding-type=rope")
+            raise AssertionError(
+                "--use-fused-rotary-pos-emb must enable with --position-embedding-type=rope"
+            )
         _everywhere(_ROPE, "_apply_rotary_pos_emb_bshd", apply_rotary_pos_emb_bshd)
     if getattr(arguments, "use_flash_attn", False):
         if arguments.sparse_mode not in (0, 2):

@@ -15,7 +15,11 @@ def _lowered(operator, *args, **kwargs):
     dtype = torch.get_autocast_dtype("npu")
 
     def lower(each):
-        fits = isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != torch.float64
+        fits = (
+            isinstance(each, torch.Tensor)
+            and each.is_floating_point()
+            and each.dtype != torch.float64
+        )
         return each.to(dtype) if fits else each
 
     with torch._C._ExcludeDispatchKeyGuard(_excluded):

@@ -1,4 +1,6 @@
-"""The backend ``hccl`` of torch.distributed, over gloo: collectives of tensors on NPUs alone, of HCCL's types alone."""
+"""The backend ``hccl`` of torch.distributed, over gloo: collectives of tensors on NPUs alone, of
+HCCL's types alone.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,15 +10,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_npu.calls import count
 
-REDUCED = {torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
+REDUCED = {
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+}
 """torch_npu's list of types that it reduces."""
 _twins = {}
 
 
 def _make(store, rank, size, timeout):
-    """A backend for NPUs, and beside it a group that has it for CPUs, to which collectives are handed on."""
+    """A backend for NPUs, and beside it a group that has it for CPUs, to which collectives are
+    handed on.
+    """
     options = ProcessGroupGloo._Options()
-    options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname="127.0.0.1")], timeout
+    options._devices, options._timeout = (
+        [ProcessGroupGloo.create_device(hostname="127.0.0.1")],
+        timeout,
+    )
     backend = ProcessGroupGloo(store, rank, size, options)
     twin = ProcessGroup(store, rank, size)
     twin._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
@@ -49,7 +64,9 @@ def collective(function, args, kwargs):
 
 
 def _is_group(leaf):
-    return isinstance(leaf, torch.ScriptObject) and leaf._type().qualified_name().endswith("ProcessGroup")
+    return isinstance(leaf, torch.ScriptObject) and leaf._type().qualified_name().endswith(
+        "ProcessGroup"
+    )
 
 
 def _twin_of(boxed):

@@ -23,7 +23,9 @@ def _seen():
 
 
 def _take_one():
-    """As a launcher does that shows each process one device: the next of those that ``FAKE_NPU_TAKEN`` counts."""
+    """As a launcher does that shows each process one device: the next of those that
+    ``FAKE_NPU_TAKEN`` counts.
+    """
     folder, own = os.environ.get("FAKE_NPU_TAKEN"), os.getpid()
     if folder is None or _taken.get("by") == own:
         return
@@ -75,8 +77,16 @@ def get_device_capability(device=None):
 def memory_allocated(device=None):
     """Bytes of the storages of all tensors on the device."""
     index = current_device() if device is None else torch.device("npu", device).index
-    alive = [found for kept in list(_live.values()) if (found := kept()) is not None and found.device.index == index]
-    return sum({raw.untyped_storage().data_ptr(): raw.untyped_storage().nbytes() for raw in _raws(alive)}.values())
+    alive = [
+        found
+        for kept in list(_live.values())
+        if (found := kept()) is not None and found.device.index == index
+    ]
+    return sum(
+        {
+            raw.untyped_storage().data_ptr(): raw.untyped_storage().nbytes() for raw in _raws(alive)
+        }.values()
+    )
 
 
 def _raws(tensors):

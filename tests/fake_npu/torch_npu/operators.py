@@ -1,4 +1,6 @@
-"""Fused operators, by what torch_npu's documentation says that they compute, and with what it says that they refuse."""
+"""Fused operators, by what torch_npu's documentation says that they compute, and with what it
+says that they refuse.
+"""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
@@ -21,8 +23,14 @@ def _check(name, *tensors, types=_WIDE):
 def npu_rotary_mul(input, r1, r2, rotary_mode="half"):
     """Rotate halves: ``r1 * x + r2 * (-x2, x1)``. [B, N, S, D], and [1, 1, S, D] twice."""
     _check("npu_rotary_mul", input, r1, r2)
-    if not all(each.dim() == 4 for each in (input, r1, r2)) or input.shape[-1] % 2 or input.shape[-1] >= 896:
-        raise RuntimeError(f"npu_rotary_mul: expected 4 dimensions, the last even and below 896, got {input.shape}")
+    if (
+        not all(each.dim() == 4 for each in (input, r1, r2))
+        or input.shape[-1] % 2
+        or input.shape[-1] >= 896
+    ):
+        raise RuntimeError(
+            f"npu_rotary_mul: expected 4 dimensions, the last even and below 896, got {input.shape}"
+        )
     if len({each.dtype for each in (input, r1, r2)}) > 1:
         raise RuntimeError("npu_rotary_mul: expected one type")
     first, second = input.chunk(2, -1)
@@ -69,19 +77,34 @@ def npu_fusion_attention(
     gen_mask_parallel=True,
     sync=False,
 ):
-    """Attention of rows in one tensor, layout TND, causal (mode 2 or 3, which differ where a row has more keys than
-    queries) or in a band (mode 4). [T, N, D] three times.
+    """Attention of rows in one tensor, layout TND, causal (mode 2 or 3, which differ where a row
+    has more keys than queries) or in a band (mode 4). [T, N, D] three times.
     """
     _check("npu_fusion_attention", query, key, value)
     lengths = [actual_seq_qlen, actual_seq_kvlen]
-    if input_layout != "TND" or not all(isinstance(each, list | tuple) for each in lengths) or keep_prob != 1.0:
-        raise RuntimeError("npu_fusion_attention: the stand-in takes TND with lengths on the host, and no dropout")
+    if (
+        input_layout != "TND"
+        or not all(isinstance(each, list | tuple) for each in lengths)
+        or keep_prob != 1.0
+    ):
+        raise RuntimeError(
+            "npu_fusion_attention: the stand-in takes TND with lengths on the host, and no dropout"
+        )
     if sparse_mode not in (2, 3, 4) or atten_mask is None or atten_mask.shape != (2048, 2048):
-        raise RuntimeError("npu_fusion_attention: modes 2 to 4 take the compressed mask [2048, 2048]")
-    if atten_mask.dtype not in (torch.bool, torch.uint8) or not bool(atten_mask[0, 1]) or bool(atten_mask[1, 0]):
+        raise RuntimeError(
+            "npu_fusion_attention: modes 2 to 4 take the compressed mask [2048, 2048]"
+        )
+    if (
+        atten_mask.dtype not in (torch.bool, torch.uint8)
+        or not bool(atten_mask[0, 1])
+        or bool(atten_mask[1, 0])
+    ):
         raise RuntimeError("npu_fusion_attention: expected a mask that is true above the diagonal")
     if head_num != query.shape[1] or query.shape[1] % key.shape[1]:
-        raise RuntimeError(f"npu_fusion_attention: head_num={head_num} for {query.shape[1]} and {key.shape[1]} heads")
+        raise RuntimeError(
+            f"npu_fusion_attention: head_num={head_num} for {query.shape[1]} and {key.shape[1]} "
+            "heads"
+        )
     if len({each.dtype for each in (query, key, value)}) > 1 or query.shape[-1] > 768:
         raise RuntimeError("npu_fusion_attention: expected one type, and heads up to 768")
     if actual_seq_qlen[-1] != query.shape[0] or actual_seq_kvlen[-1] != key.shape[0]:
@@ -102,9 +125,23 @@ def npu_fusion_attention(
 
 @torch.no_grad()
 def npu_apply_adam_w(
-    beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, maximize, *, out
+    beta1_power,
+    beta2_power,
+    lr,
+    weight_decay,
+    beta1,
+    beta2,
+    epsilon,
+    grad,
+    max_grad_norm,
+    amsgrad,
+    maximize,
+    *,
+    out,
 ):
-    """AdamW in place on ``out``, the parameter and its two moments. The powers are those of the step before."""
+    """AdamW in place on ``out``, the parameter and its two moments. The powers are those of the
+    step before.
+    """
     parameter, first, second = out
     _check("npu_apply_adam_w", parameter, first, second, grad)
     parameter.mul_(1 - lr * weight_decay)

@@ -1,4 +1,6 @@
-"""Pinned memory of the host: torch asks the plug-in's allocator for it, in C++, and the real one has one."""
+"""Pinned memory of the host: torch asks the plug-in's allocator for it, in C++, and the real one
+has one.
+"""
 
 import torch
 

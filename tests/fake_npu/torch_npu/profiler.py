@@ -19,6 +19,8 @@ class _KinetoProfile:
     def __init__(self, *, activities, experimental_config, **details):
         assert ProfilerActivity.NPU in activities
         count(f"profile.{experimental_config}")
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **details)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], **details
+        )
         self.start, self.stop = self._profile.start, self._profile.stop
         self.export_chrome_trace = self._profile.export_chrome_trace

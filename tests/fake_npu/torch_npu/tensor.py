@@ -1,4 +1,6 @@
-"""Tensors on the device. Each holds one on the CPU; operators run on these, and refuse a mixture of devices."""
+"""Tensors on the device. Each holds one on the CPU; operators run on these, and refuse a mixture
+of devices.
+"""
 
 import weakref
 from functools import partial
@@ -10,8 +12,24 @@ from torch_npu import npu
 from torch_npu.calls import calls
 
 _aten = torch.ops.aten
-_MOVES = ("copy_", "_copy_from", "_to_copy", "_foreach_copy_", "index_put_", "_index_put_impl_")  # take both devices
-_NO_DOUBLE = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "softmax", "scaled_dot_product")
+_MOVES = (
+    "copy_",
+    "_copy_from",
+    "_to_copy",
+    "_foreach_copy_",
+    "index_put_",
+    "_index_put_impl_",
+)  # take both devices
+_NO_DOUBLE = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "softmax",
+    "scaled_dot_product",
+)
 """Parts of names of operators for which CANN has no kernel in float64."""
 
 
@@ -47,12 +65,17 @@ class NpuTensor(torch.Tensor):
 
     def numpy(self, *, force=False):
         if not force:
-            raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it")
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to "
+                "copy it"
+            )
         return self.cpu().numpy()
 
 
 def call(function, *args, **kwargs):
-    """Run an operator on the CPU's tensors, and give back tensors of the device where it would compute."""
+    """Run an operator on the CPU's tensors, and give back tensors of the device where it would
+    compute.
+    """
     if function.namespace == "c10d":
         from torch_npu.hccl import collective
 
@@ -69,7 +92,9 @@ def call(function, *args, **kwargs):
     out = function(*bare_args, **bare_kwargs)
     if target is None:
         return out
-    return tree_map(lambda each: _wrapped(each, ours, target) if isinstance(each, torch.Tensor) else each, out)
+    return tree_map(
+        lambda each: _wrapped(each, ours, target) if isinstance(each, torch.Tensor) else each, out
+    )
 
 
 def _plain(leaf):
@@ -106,7 +131,9 @@ def _target(function, name, leaves, ours, asked):
 
 def _refuse_double(function, name, leaves):
     tensors = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
-    if any(part in name for part in _NO_DOUBLE) and any(each.dtype == torch.float64 for each in tensors):
+    if any(part in name for part in _NO_DOUBLE) and any(
+        each.dtype == torch.float64 for each in tensors
+    ):
         raise RuntimeError(f"call aclnn of {function} failed: DT_DOUBLE is not supported")
 
 
@@ -114,14 +141,17 @@ _anything = torch.library.Library("_", "IMPL")
 _anything.fallback(call, "PrivateUse1")
 _made = torch.library.Library("aten", "IMPL")
 for _name in ("empty.memory_format", "empty_strided", "copy_", "_to_copy"):
-    _operator = getattr(getattr(_aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
+    _operator = getattr(
+        getattr(_aten, _name.partition(".")[0]), _name.partition(".")[2] or "default"
+    )
     _made.impl(_name, partial(call, _operator), "PrivateUse1")
 
 
 def _keeping_ties(self, fn, recurse=True):
     """``Module._apply``, by which modules move, with parameters tied as before.
 
-    It gives new parameters to a module that goes to a device of Python's: to one of C++, it gives them other memory.
+    It gives new parameters to a module that goes to a device of Python's: to one of C++, it gives
+    them other memory.
     """
     places = {}
     for module in self.modules():

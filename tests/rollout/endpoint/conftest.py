@@ -1,4 +1,6 @@
-"""An endpoint in front of an engine that says what a test wants, with a real tokenizer and chat template."""
+"""An endpoint in front of an engine that says what a test wants, with a real tokenizer and chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from siirl_dask.tasks.tiny_model import tiny_tokenizer
 CHAT_ML = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content "
+    "}}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% "
+    "endfor %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -37,7 +41,9 @@ def tokenizer():
 
 @dataclass
 class Saying:
-    """An engine that answers with ``says(request)``, a text or a Generation, and remembers what it was asked."""
+    """An engine that answers with ``says(request)``, a text or a Generation, and remembers what
+    it was asked.
+    """
 
     tokenizer: HuggingFaceTokenizer
     says: object = "hello"
@@ -61,8 +67,14 @@ class Saying:
         answer = self.says(request) if callable(self.says) else self.says
         if isinstance(answer, Generation):
             return answer
-        ids = [*self.tokenizer.encode(answer), *self.tokenizer.encode("<|im_end|>")][: request.sampling.max_tokens]
-        reason = FinishReason.STOP if ids[-1] == self.tokenizer.encode("<|im_end|>")[0] else FinishReason.LENGTH
+        ids = [*self.tokenizer.encode(answer), *self.tokenizer.encode("<|im_end|>")][
+            : request.sampling.max_tokens
+        ]
+        reason = (
+            FinishReason.STOP
+            if ids[-1] == self.tokenizer.encode("<|im_end|>")[0]
+            else FinishReason.LENGTH
+        )
         return Generation(ids, [-0.5 - at / 100 for at in range(len(ids))], reason)
 
 

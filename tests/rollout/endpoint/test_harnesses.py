@@ -31,12 +31,16 @@ def test_smolagents_runs_and_each_step_is_a_row_since_it_rewrites_its_history(se
     answers = [CALL, FINAL]
     served = serve(lambda request: answers[len(served.engine.asked) - 1], ignore=["tool_choice"],
                    within={"prompt": 40_000}, max_body="4MiB")  # fmt: skip
-    model = smolagents.OpenAIModel(model_id="policy", api_base=served.endpoint.base_url, api_key=served.key)
+    model = smolagents.OpenAIModel(
+        model_id="policy", api_base=served.endpoint.base_url, api_key=served.key
+    )
     agent = smolagents.ToolCallingAgent(tools=[add], model=model, max_steps=3, verbosity_level=0)
     assert agent.run("What is 2 + 3?") == "5"
     rows = served.conversation.close()
     encode = served.engine.tokenizer.encode
-    assert [sampled(row) for row in rows] == [[*encode(text), *encode("<|im_end|>")] for text in answers]
+    assert [sampled(row) for row in rows] == [
+        [*encode(text), *encode("<|im_end|>")] for text in answers
+    ]
     assert "Observation:\n5" in served.engine.tokenizer.decode(rows[1].prompt, skip_special=True)
 
 
@@ -63,6 +67,10 @@ def test_openai_agents_runs_and_its_episode_is_one_row(serve):
     assert asyncio.run(run()) == "It is 5."
     (row,) = served.conversation.close()
     encode = served.engine.tokenizer.encode
-    assert sampled(row) == [token for text in answers for token in [*encode(text), *encode("<|im_end|>")]]
+    assert sampled(row) == [
+        token for text in answers for token in [*encode(text), *encode("<|im_end|>")]
+    ]
     assert len(row.turns) == 2
-    assert "<|im_start|>tool\n5<|im_end|>" in served.engine.tokenizer.decode(row.response, skip_special=False)
+    assert "<|im_start|>tool\n5<|im_end|>" in served.engine.tokenizer.decode(
+        row.response, skip_special=False
+    )

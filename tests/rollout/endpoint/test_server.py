@@ -1,4 +1,6 @@
-"""The endpoint as clients see it: OpenAI's answers, a clear refusal of all else, and nothing left when it closes."""
+"""The endpoint as clients see it: OpenAI's answers, a clear refusal of all else, and nothing
+left when it closes.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from siirl_dask.rollout.endpoint import AgentQueue, Endpoint
 from tests.rollout.endpoint.conftest import conversation
 from tests.rollout.endpoint.test_conversations import WEATHER, user
 
-CALL = '<think>rain?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"day": "today"}}</tool_call>'
+CALL = (
+    '<think>rain?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"day": '
+    '"today"}}</tool_call>'
+)
 FORECAST = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"day": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"day": {"type": "string"}}},
+    },
 }
 
 
@@ -51,10 +59,19 @@ def test_tool_calls_are_found_and_their_results_go_on_with_the_conversation(serv
     assert first.message.content == "Let me see."
     assert first.message.reasoning_content == "rain?"
     (call,) = first.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"day": "today"})
-    sent = {"role": "assistant", "content": "Let me see.", "tool_calls": [call.model_dump()]}  # thoughts are not sent
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather",
+        {"day": "today"},
+    )
+    sent = {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [call.model_dump()],
+    }  # thoughts are not sent
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    last = ask(model="policy", messages=[user("weather?"), sent, result], tools=[FORECAST]).choices[0]
+    last = ask(model="policy", messages=[user("weather?"), sent, result], tools=[FORECAST]).choices[
+        0
+    ]
     assert last.message.content == "It rains."
     (row,) = served.conversation.close()
     said = served.engine.tokenizer.decode(row.ids, skip_special=False)
@@ -63,14 +80,21 @@ def test_tool_calls_are_found_and_their_results_go_on_with_the_conversation(serv
     assert "<|im_start|>tool\nrain<|im_end|>" in said
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "<tool_call>[1]</tool_call>", " plain \n"])
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{broken</tool_call>", "<tool_call>[1]</tool_call>", " plain \n"]
+)
 def test_what_is_no_tool_call_is_text(serve, text):
     served = serve(text)
     (choice,) = served.ask([user("a")], tools=[WEATHER])["choices"]
     assert choice["message"] == {"role": "assistant", "content": text}
     assert choice["finish_reason"] == "stop"
     served = serve(CALL)
-    assert served.ask([user("a")], tools=[FORECAST], tool_choice="none")["choices"][0]["message"]["content"] == CALL
+    assert (
+        served.ask([user("a")], tools=[FORECAST], tool_choice="none")["choices"][0]["message"][
+            "content"
+        ]
+        == CALL
+    )
 
 
 @pytest.mark.parametrize("depth", [65, 500, 900, 1000, 1500])
@@ -104,15 +128,21 @@ def test_a_stop_string_cuts_the_tokens_where_it_is_complete(serve):
     served = serve("thought\nObservation: made up")
     done = served.ask([user("a")], stop=["Observation:", "never"], logprobs=True)["choices"][0]
     assert (done["message"]["content"], done["finish_reason"]) == ("thought\n", "stop")
-    assert "".join(token["token"] for token in done["logprobs"]["content"]) == "thought\nObservation:"
+    assert (
+        "".join(token["token"] for token in done["logprobs"]["content"]) == "thought\nObservation:"
+    )
     (row,) = served.conversation.close()
-    assert served.engine.tokenizer.decode(row.response, skip_special=False) == "thought\nObservation:"
+    assert (
+        served.engine.tokenizer.decode(row.response, skip_special=False) == "thought\nObservation:"
+    )
     assert [token["logprob"] for token in done["logprobs"]["content"]] == row.logprobs
 
 
 def test_a_completion_has_its_text_and_log_probs(serve):
     served = serve("yes")
-    done = served.client.completions.create(model="policy", prompt="a?", max_tokens=2, logprobs=0).choices[0]
+    done = served.client.completions.create(
+        model="policy", prompt="a?", max_tokens=2, logprobs=0
+    ).choices[0]
     assert (done.text, done.finish_reason) == ("ye", "length")
     assert (done.logprobs.tokens, done.logprobs.token_logprobs) == (["y", "e"], [-0.5, -0.51])
 
@@ -133,24 +163,56 @@ def body(**changes):
 BAD = {
     "no JSON": (b"{", 400, "not JSON"),
     "not UTF-8": (b'{"model": "\xff"}', 400, "not UTF-8"),
-    "half a character": (b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "UTF-8"),
+    "half a character": (
+        b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        400,
+        "UTF-8",
+    ),
     "deep": (b"[" * 3000, 400, "not JSON"),
-    "deep in a tool": (body(tools=[{**WEATHER, "x": json.loads("[" * 99 + "]" * 99)}]), 400, "nested too deep"),
-    "another kind of role": (body(messages=[{"role": {}, "content": "a"}]), 400, r"messages\[0\].*a role, one of"),
+    "deep in a tool": (
+        body(tools=[{**WEATHER, "x": json.loads("[" * 99 + "]" * 99)}]),
+        400,
+        "nested too deep",
+    ),
+    "another kind of role": (
+        body(messages=[{"role": {}, "content": "a"}]),
+        400,
+        r"messages\[0\].*a role, one of",
+    ),
     "a list": (b"[]", 400, "expected an object"),
     "too large": (body(messages=[user("x" * 5000)]), 413, r"more than 4KiB \(endpoint.max_body\)"),
-    "another model": (body(model="gpt-5"), 404, "'gpt-5' does not exist: this endpoint serves 'policy'"),
+    "another model": (
+        body(model="gpt-5"),
+        404,
+        "'gpt-5' does not exist: this endpoint serves 'policy'",
+    ),
     "no model": (body(model=...), 404, "does not exist"),
     "no messages": (body(messages=...), 400, "expected a list of at least one message"),
     "empty": (body(messages=[]), 400, "at least one message"),
-    "too many": (body(messages=[user("a")] * 9), 403, r"messages: 9, more than 8 \(endpoint.max_messages\)"),
+    "too many": (
+        body(messages=[user("a")] * 9),
+        403,
+        r"messages: 9, more than 8 \(endpoint.max_messages\)",
+    ),
     "no role": (body(messages=[{"content": "a"}]), 400, r"messages\[0\].*a role, one of"),
-    "a picture": (body(messages=[user([{"type": "image_url", "image_url": {}}])]), 400, "parts of type text"),
+    "a picture": (
+        body(messages=[user([{"type": "image_url", "image_url": {}}])]),
+        400,
+        "parts of type text",
+    ),
     "a number": (body(messages=[user(7)]), 400, r"messages\[0\].content=7"),
-    "calls": (body(messages=[{"role": "assistant", "tool_calls": [{}]}]), 400, "a function's name and arguments"),
+    "calls": (
+        body(messages=[{"role": "assistant", "tool_calls": [{}]}]),
+        400,
+        "a function's name and arguments",
+    ),
     "several": (body(n=2), 400, "n=2: the endpoint answers as with 1"),
     "true for one": (body(n=True), 400, "n=True"),
-    "JSON alone": (body(response_format={"type": "json_object"}), 400, r"endpoint.ignore=\[response_format\]"),
+    "JSON alone": (
+        body(response_format={"type": "json_object"}),
+        400,
+        r"endpoint.ignore=\[response_format\]",
+    ),
     "forced": (body(tools=[WEATHER], tool_choice="required"), 400, 'tool_choice.*as with "auto"'),
     "penalty": (body(frequency_penalty=0.5), 400, "frequency_penalty=0.5"),
     "alternatives": (body(logprobs=True, top_logprobs=5), 400, "top_logprobs=5"),
@@ -180,7 +242,9 @@ def test_bad_requests_get_a_clear_refusal_and_break_nothing(serve):
 def test_another_token_is_refused(serve, key):
     served = serve()
     for path in ("/chat/completions", "/completions"):
-        answer = served.post(path, key=key, json={"model": "policy", "messages": [user("a")], "prompt": "a"})
+        answer = served.post(
+            path, key=key, json={"model": "policy", "messages": [user("a")], "prompt": "a"}
+        )
         assert answer.status_code == 401
         assert "pass on the api_key" in answer.json()["error"]["message"]
     assert not served.engine.asked
@@ -209,7 +273,9 @@ def test_episodes_do_not_share_anything(serve, tokenizer):
 
 def test_what_cannot_be_done_may_be_left_unread(serve):
     served = serve(ignore=["response_format", "tool_choice", "beam_width"])
-    served.ask([user("a")], response_format={"type": "json_object"}, tool_choice="required", beam_width=4)
+    served.ask(
+        [user("a")], response_format={"type": "json_object"}, tool_choice="required", beam_width=4
+    )
     with pytest.raises(ConfigError, match="'messages' cannot be left unread"):
         EndpointConfig(ignore=["messages"])
 
@@ -258,13 +324,20 @@ def test_closing_ends_requests_that_are_open_and_the_listener(tokenizer):
     with ThreadPoolExecutor(4) as pool:
         with Endpoint(_Silent(tokenizer), queue, EndpointConfig(), Rank()) as endpoint:
             endpoint.open("key", conversation(tokenizer))
-            how = {"headers": {"Authorization": "Bearer key"}, "json": {"model": "policy", "prompt": "p"}}
+            how = {
+                "headers": {"Authorization": "Bearer key"},
+                "json": {"model": "policy", "prompt": "p"},
+            }
             url = endpoint.base_url
-            open_ = [pool.submit(httpx2.post, url + "/completions", timeout=30, **how) for _ in range(4)]
+            open_ = [
+                pool.submit(httpx2.post, url + "/completions", timeout=30, **how) for _ in range(4)
+            ]
             taken = [request for _ in range(4) for request in queue.next(1, wait=True)]
             assert len(taken) == 4
         outcomes = [request.exception() or request.result() for request in open_]
-    assert all(isinstance(one, httpx2.TransportError) or one.status_code == 503 for one in outcomes), outcomes
+    assert all(
+        isinstance(one, httpx2.TransportError) or one.status_code == 503 for one in outcomes
+    ), outcomes
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
     assert threading.active_count() == threads
@@ -283,7 +356,9 @@ def test_ports_are_the_configured_ones_and_those_after_them(tokenizer):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with (
-            pytest.raises(ConfigError, match=rf"endpoint.port={port - 1}: cannot listen on port {port}"),
+            pytest.raises(
+                ConfigError, match=rf"endpoint.port={port - 1}: cannot listen on port {port}"
+            ),
             Endpoint(_Silent(tokenizer), queue, EndpointConfig(port=port - 1), Rank(1, 2)),
         ):
             pass

@@ -18,7 +18,8 @@ def test_a_number_has_three_or_four_digits_that_count(value, text):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(None, "-"), (0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (2_714_500, "2.71 MB")]
+    ("nbytes", "text"),
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (2_714_500, "2.71 MB")],
 )
 def test_bytes_have_a_unit(nbytes, text):
     assert size(nbytes) == text

@@ -17,7 +17,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def records() -> list[Record]:
-    found = [Record(step=0, phase="validation", seconds=0.1, metrics={"reward/mean": 0.5, "samples": 256.0})]
+    found = [
+        Record(
+            step=0, phase="validation", seconds=0.1, metrics={"reward/mean": 0.5, "samples": 256.0}
+        )
+    ]
     for step in range(1, 21):
         metrics: dict[str, float | None] = {
             "reward/mean": 0.5 + step / 60,
@@ -67,21 +71,35 @@ def test_a_band_of_shares_ends_at_one_and_the_steps_of_all_panels_are_the_same()
     assert len(heights) > 10, "the lower side rises with the mean, and the upper one stays at 1"
     assert len(heights) < 40
     groups = root.findall(f"{SVG}g")
-    steps = [[text for text in texts(group) if re.fullmatch(r"\d+", text) and int(text) >= 5] for group in groups]
+    steps = [
+        [text for text in texts(group) if re.fullmatch(r"\d+", text) and int(text) >= 5]
+        for group in groups
+    ]
     assert steps == [["5", "10", "15", "20"]] * 3
 
 
 def test_a_name_in_the_title_is_no_markup(tmp_path):
     MetricsLog(str(tmp_path)).write(records()[0])
     plot_run(str(tmp_path), f"{tmp_path}/run.svg", "a<script>&\x1b")
-    assert texts(parsed((tmp_path / "run.svg").read_bytes()))[0] == "a<script>&\N{REPLACEMENT CHARACTER}"
+    assert (
+        texts(parsed((tmp_path / "run.svg").read_bytes()))[0]
+        == "a<script>&\N{REPLACEMENT CHARACTER}"
+    )
 
 
 @pytest.mark.parametrize(
     ("record", "missing"),
     [
         (Record(step=1, phase="train", seconds=0.1, metrics={}), 3),
-        (Record(step=1, phase="train", seconds=0.1, metrics={"reward/mean": None, "policy/entropy": None}), 3),
+        (
+            Record(
+                step=1,
+                phase="train",
+                seconds=0.1,
+                metrics={"reward/mean": None, "policy/entropy": None},
+            ),
+            3,
+        ),
         (Record(step=1, phase="train", seconds=0.1, metrics={"reward/mean": 0.5}), 2),
         (Record(step=1, phase="test", seconds=0.1, metrics={"reward/mean": 0.5}), 2),
     ],

@@ -1,4 +1,6 @@
-"""Thinned curves: fewer points, none of whose values is hidden, in a chart and in a line of text."""
+"""Thinned curves: fewer points, none of whose values is hidden, in a chart and in a line of
+text.
+"""
 
 import pytest
 from hypothesis import given
@@ -31,7 +33,9 @@ def test_no_value_of_any_step_lies_outside_of_its_point(pairs, most):
 
 
 @given(series, st.integers(1, 40))
-def test_a_sparkline_is_as_wide_as_asked_and_goes_from_the_lowest_to_the_highest_block(pairs, width):
+def test_a_sparkline_is_as_wide_as_asked_and_goes_from_the_lowest_to_the_highest_block(
+    pairs, width
+):
     line = sparkline(pairs, width)
     assert len(line) == min(width, len(pairs))
     means = [point.mean for point in thin(pairs, width)]

@@ -1,11 +1,15 @@
-"""The last two minutes of workers' pulses: stays are joined, old ones go, and rates are those of the newest seconds."""
+"""The last two minutes of workers' pulses: stays are joined, old ones go, and rates are those of
+the newest seconds.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from siirl_dask.views.dashboard.live import IDLE, Live, node_of
 
-PLACES = st.sampled_from(["", "node 'rollout', train step 3", "node 'update', train step 3: the loading", "a task"])
+PLACES = st.sampled_from(
+    ["", "node 'rollout', train step 3", "node 'update', train step 3: the loading", "a task"]
+)
 
 
 def test_a_place_is_known_by_its_node():
@@ -22,7 +26,9 @@ def test_stays_follow_one_another_are_bounded_and_end_now(looks):
         own = live.stays["0"]
         assert own[-1].end == now
         assert own[-1].place == (node_of(place) or IDLE)
-        assert all(before.end == after.start for before, after in zip(own, list(own)[1:], strict=False))
+        assert all(
+            before.end == after.start for before, after in zip(own, list(own)[1:], strict=False)
+        )
         assert all(stay.end >= now - 120 for stay in own)
         assert live.rate("0") >= 0
     live.note(now + 1, {"1": (0, "", False)})
@@ -32,6 +38,9 @@ def test_stays_follow_one_another_are_bounded_and_end_now(looks):
 def test_a_rate_counts_what_got_done_lately():
     live = Live()
     for second in range(40):
-        live.note(float(second), {"0": (second * (2 if second < 20 else 5), f"node '{'ab'[second % 2]}', x", False)})
+        live.note(
+            float(second),
+            {"0": (second * (2 if second < 20 else 5), f"node '{'ab'[second % 2]}', x", False)},
+        )
     assert 4 < live.rate("0") <= 6
     assert live.rate("nobody") == 0

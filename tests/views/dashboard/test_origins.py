@@ -31,29 +31,46 @@ class Connection:
 def request(host, **headers):
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     line = RequestStartLine("GET", "/siirl", "HTTP/1.1")
-    return HTTPServerRequest(start_line=line, headers=HTTPHeaders({"Host": host, **given}), connection=Connection())
+    return HTTPServerRequest(
+        start_line=line, headers=HTTPHeaders({"Host": host, **given}), connection=Connection()
+    )
 
 
-@given(HOSTS, HOSTS, st.sampled_from(["http", "https", "ws"]), st.sampled_from(["Origin", "Sec_Websocket_Origin"]))
-def test_an_origin_counts_as_own_only_where_host_and_port_are_those_asked_for(host, other, scheme, header):
+@given(
+    HOSTS,
+    HOSTS,
+    st.sampled_from(["http", "https", "ws"]),
+    st.sampled_from(["Origin", "Sec_Websocket_Origin"]),
+)
+def test_an_origin_counts_as_own_only_where_host_and_port_are_those_asked_for(
+    host, other, scheme, header
+):
     asked = request(host, **{header: f"{scheme}://{other}"})
     assert is_of_another_site(asked, []) == (host != other)
     assert not is_of_another_site(asked, [other])
 
 
-@pytest.mark.parametrize("origin", ["null", "", "file://", "http://", "http://[::1", "evil.example", "//"])
+@pytest.mark.parametrize(
+    "origin", ["null", "", "file://", "http://", "http://[::1", "evil.example", "//"]
+)
 def test_an_origin_without_a_host_is_another_site(origin):
     assert is_of_another_site(request("localhost:8787", Origin=origin), [])
 
 
 def test_a_script_or_a_frame_of_another_site_is_refused_and_a_link_to_the_page_is_not():
     cross = {"Sec_Fetch_Site": "cross-site"}
-    assert is_of_another_site(request("localhost", **cross, Sec_Fetch_Mode="no-cors", Sec_Fetch_Dest="script"), [])
-    assert is_of_another_site(request("localhost", **cross, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="iframe"), [])
+    assert is_of_another_site(
+        request("localhost", **cross, Sec_Fetch_Mode="no-cors", Sec_Fetch_Dest="script"), []
+    )
+    assert is_of_another_site(
+        request("localhost", **cross, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="iframe"), []
+    )
     assert not is_of_another_site(
         request("localhost", **cross, Sec_Fetch_Mode="navigate", Sec_Fetch_Dest="document"), []
     )
-    assert not is_of_another_site(request("localhost", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors"), [])
+    assert not is_of_another_site(
+        request("localhost", Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors"), []
+    )
     assert not is_of_another_site(request("localhost"), [])
 
 
@@ -73,13 +90,17 @@ def status(url, **headers):
             return error.code
 
 
-@pytest.mark.parametrize("page", ["siirl", "siirl/autoload.js?bokeh-autoload-element=1", "siirl/metadata"])
+@pytest.mark.parametrize(
+    "page", ["siirl", "siirl/autoload.js?bokeh-autoload-element=1", "siirl/metadata"]
+)
 def test_pages_of_other_sites_get_403_and_its_own_get_the_page(address, page):
     url = f"http://{address}/{page}"
     assert status(url, Origin=ELSEWHERE) == 403
     assert status(url, Origin=f"http://{address}") == 200
     assert status(url) == 200
-    assert status(f"http://{address}/status", Origin=ELSEWHERE) == 200, "Dask's own pages are as they were"
+    assert status(f"http://{address}/status", Origin=ELSEWHERE) == 200, (
+        "Dask's own pages are as they were"
+    )
 
 
 def test_the_websocket_opens_for_its_own_site_and_for_no_other(address):

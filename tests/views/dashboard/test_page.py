@@ -1,4 +1,6 @@
-"""The page as a scheduler serves it: it is found, it fills, it says what it cannot read, and costs no torch."""
+"""The page as a scheduler serves it: it is found, it fills, it says what it cannot read, and
+costs no torch.
+"""
 
 import asyncio
 import logging
@@ -49,7 +51,11 @@ class Viewer:
 @pytest.fixture(scope="module")
 def client():
     """A scheduler that has been up for a while when the page comes, and no workers."""
-    options = {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "silence_logs": logging.CRITICAL}
+    options = {
+        "dashboard_address": "127.0.0.1:0",
+        "host": "127.0.0.1",
+        "silence_logs": logging.CRITICAL,
+    }
     with LocalCluster(n_workers=0, **options) as cluster, Client(cluster) as client:
         client.register_plugin(PagePlugin())
         client.register_plugin(PagePlugin())  # each run does
@@ -64,7 +70,10 @@ def scheduler(client):
 @pytest.fixture
 def url(tmp_path):
     """The folder of a run of two steps on two workers."""
-    url = save(tmp_path / "it", {at: [row(at, one, one % 2, 3, text=NASTY) for one in range(6)] for at in (1, 2)})
+    url = save(
+        tmp_path / "it",
+        {at: [row(at, one, one % 2, 3, text=NASTY) for one in range(6)] for at in (1, 2)},
+    )
     for at in (1, 2):
         for worker in (0, 1):
             put(url, at, worker, seconds=3.0 if worker else 1.0)
@@ -81,7 +90,9 @@ def store(url):
     return store
 
 
-def test_curves_timeline_samples_and_the_slowest_come_from_records_and_the_run_s_tables(store, scheduler):
+def test_curves_timeline_samples_and_the_slowest_come_from_records_and_the_run_s_tables(
+    store, scheduler
+):
     viewer = Viewer(store, scheduler)
     sources = [viewer.named(name) for name in ("curve reward", "timeline bars", "sample rows")]
     viewer.wait_until(lambda: all(len(next(iter(source.data.values()))) for source in sources))
@@ -121,7 +132,9 @@ def test_a_click_shows_the_images_of_that_prompt_alone_and_not_too_many(schedule
     assert "2 more images are left out (12 are shown)" in text.text
 
 
-def test_a_step_is_on_the_page_at_the_next_look_and_its_tables_when_they_are_there(store, scheduler, url):
+def test_a_step_is_on_the_page_at_the_next_look_and_its_tables_when_they_are_there(
+    store, scheduler, url
+):
     viewer = Viewer(store, scheduler)
     viewer.wait_until(lambda: len(viewer.named("sample rows").data["step"]))
     store.record(url, step(3))
@@ -131,7 +144,11 @@ def test_a_step_is_on_the_page_at_the_next_look_and_its_tables_when_they_are_the
     stage_part(f"{url}/trace/step=000003", 1, 0, trace_table([wait], "0", "boot", 0))
     data = viewer.named("timeline bars")
     viewer.wait_until(lambda: "waits:" in data.data["kind"])
-    hatches = {hatch for hatch, kind in zip(data.data["hatch"], data.data["kind"], strict=True) if kind == "waits:"}
+    hatches = {
+        hatch
+        for hatch, kind in zip(data.data["hatch"], data.data["kind"], strict=True)
+        if kind == "waits:"
+    }
     assert hatches == {"right_diagonal_line"}
 
 
@@ -142,7 +159,9 @@ def test_what_cannot_be_read_is_said_on_the_page_and_nowhere_else(store, schedul
     store.begin(about("s3nosuch://nowhere/run"))
     store.record("s3nosuch://nowhere/run", step(1))
     viewer.wait_until(lambda: "s3nosuch" in viewer.named("samples remark").text)
-    assert len(viewer.named("curve reward").data["x"]) == 1, "what the driver tells is there in any case"
+    assert len(viewer.named("curve reward").data["x"]) == 1, (
+        "what the driver tells is there in any case"
+    )
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
@@ -197,6 +216,8 @@ asyncio.run(main())
 
 @pytest.mark.slow
 def test_a_scheduler_that_preloads_it_serves_the_page_without_torch():
-    done = subprocess.run([sys.executable, "-c", PRELOADED], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", PRELOADED], capture_output=True, text=True, timeout=100
+    )
     assert done.stdout.strip() == "[]", done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""A scheduler keeps of runs what is small: bounded however many steps and runs there are, and nothing malformed."""
+"""A scheduler keeps of runs what is small: bounded however many steps and runs there are, and
+nothing malformed.
+"""
 
 import math
 import threading
@@ -10,11 +12,23 @@ from siirl_dask.views.dashboard.store import MOST_RECORDS, MOST_RUNS, RunStore
 
 
 def about(url, **more):
-    return {"url": url, "name": "it", "plugin": f"siirl-{url}", "members": {"0": "tcp://a:1"}, "done": 0, **more}
+    return {
+        "url": url,
+        "name": "it",
+        "plugin": f"siirl-{url}",
+        "members": {"0": "tcp://a:1"},
+        "done": 0,
+        **more,
+    }
 
 
 def step(number, phase="train", **metrics):
-    return {"step": number, "phase": phase, "seconds": 0.5, "metrics": {"reward/mean": 0.5, **metrics}}
+    return {
+        "step": number,
+        "phase": phase,
+        "seconds": 0.5,
+        "metrics": {"reward/mean": 0.5, **metrics},
+    }
 
 
 def test_memory_is_flat_over_thousands_of_steps_and_the_curve_still_spans_the_run():
@@ -25,7 +39,10 @@ def test_memory_is_flat_over_thousands_of_steps_and_the_curve_still_spans_the_ru
     def feed(first, last):
         for number in range(first, last):
             store.record("a", step(number, **names))
-            store.event("siirl-a", {"kind": "done", "member": "0", "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]}})
+            store.event(
+                "siirl-a",
+                {"kind": "done", "member": "0", "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]}},
+            )
 
     feed(1, 2500)
     tracemalloc.start()
@@ -35,7 +52,9 @@ def test_memory_is_flat_over_thousands_of_steps_and_the_curve_still_spans_the_ru
     tracemalloc.stop()
     records = store.runs["a"].records
     assert len(records) <= 1.1 * MOST_RECORDS
-    assert after - before < 1.2 * MOST_RECORDS * 8192, "as much as the records that are kept, however many there were"
+    assert after - before < 1.2 * MOST_RECORDS * 8192, (
+        "as much as the records that are kept, however many there were"
+    )
     assert (records[0]["step"], records[-1]["step"]) == (1, 7499)
     assert store.runs["a"].tokens == {"0": 7.0}
 
@@ -58,14 +77,24 @@ def test_what_is_malformed_or_of_no_run_is_left_out():
         store.begin(wrong)
     assert not store.runs
     store.begin(about("a", steps="many", tokenizer=3))
-    for wrong in (None, 3, {"step": "1"}, {**step(1), "phase": "nonsense"}, {**step(1), "metrics": [1]}):
+    for wrong in (
+        None,
+        3,
+        {"step": "1"},
+        {**step(1), "phase": "nonsense"},
+        {**step(1), "metrics": [1]},
+    ):
         store.record("a", wrong)
     store.record("b", step(1))
-    store.event("siirl-a", {"kind": "done", "member": "9", "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]}})
+    store.event(
+        "siirl-a", {"kind": "done", "member": "9", "metrics": {"tokens": ["sum", 1, 7.0, 0, 0, 0]}}
+    )
     store.event("siirl-a", {"kind": "done", "member": "0", "metrics": {"tokens": "many"}})
     assert store.runs["a"].records == []
     assert store.runs["a"].tokens == {}
-    store.record("a", step(1, text="no", nan=math.nan, **{f"m{number}": 0.0 for number in range(1000)}))
+    store.record(
+        "a", step(1, text="no", nan=math.nan, **{f"m{number}": 0.0 for number in range(1000)})
+    )
     (kept,) = store.runs["a"].records
     assert len(kept["metrics"]) <= 400
     assert "text" not in kept["metrics"]
@@ -114,7 +143,9 @@ def test_a_reader_that_is_closed_has_no_thread_left_and_begins_none():
 def test_a_reader_reads_again_for_a_new_step_keeps_a_bounded_number_and_bounds_its_threads():
     reader, count = Reader(), iter(range(1000))
     for tag in (1, 1, 2):
-        held = wait_until_read(reader.get("trace", lambda: next(count), tag, soon=0.0, seldom=1000.0))
+        held = wait_until_read(
+            reader.get("trace", lambda: next(count), tag, soon=0.0, seldom=1000.0)
+        )
     assert held.value >= 1
     for number in range(100):
         wait_until_read(reader.get(number, lambda: None))

@@ -1,4 +1,6 @@
-"""Timelines of a trace: nothing is shown twice or lost, and the critical path is what the end waited for."""
+"""Timelines of a trace: nothing is shown twice or lost, and the critical path is what the end
+waited for.
+"""
 
 from itertools import pairwise
 
@@ -22,7 +24,9 @@ def test_leaves_of_a_chain_follow_one_another_and_cover_it_exactly(spans):
     assert {at for one in leaves for at in range(one.start, one.end)} == covered
     for leaf in leaves:  # of the spans that hold it, the shortest one
         around = [one for one in spans if one.start <= leaf.start and one.end >= leaf.end]
-        assert leaf.lane in {one.lane for one in around if one.duration == min(o.duration for o in around)}
+        assert leaf.lane in {
+            one.lane for one in around if one.duration == min(o.duration for o in around)
+        }
 
 
 @given(chains("0"), chains("1"))
@@ -36,7 +40,9 @@ def test_a_critical_path_goes_forward_in_time_and_ends_where_work_ends(first, se
         for own in map(leaves.__getitem__, "01")
         if own
     ]
-    assert leaves.last_working() == max(working, key=lambda one: one.end, default=None), "of two the first worker's"
+    assert leaves.last_working() == max(working, key=lambda one: one.end, default=None), (
+        "of two the first worker's"
+    )
     if working and path:
         assert path[-1].end <= max(one.end for one in working)
 
@@ -52,7 +58,9 @@ def of_two_workers():
         span("1", Lane.WAIT, edge, 0, 61 * second // 10, what="rows"),
         span("1", Lane.TRANSFER, edge, 61 * second // 10, second // 10, what="receive", amount=80),
         span("1", Lane.COMPUTE, "update", 7 * second, 3 * second),
-        span("1", Lane.STORAGE, "rollouts", 7 * second, second, what="write", beside=True, amount=8),
+        span(
+            "1", Lane.STORAGE, "rollouts", 7 * second, second, what="write", beside=True, amount=8
+        ),
     ]
 
 

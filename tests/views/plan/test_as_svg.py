@@ -78,9 +78,15 @@ def plan(grpo, source):
 
 def test_bold_is_what_moves_and_labels_say_what(plan):
     root = parsed(draw({"train": (plan, SIZES)}))
-    lines = {line.find(f"{SVG}title").text: line.get("class") for line in root.iter(f"{SVG}polyline")}
+    lines = {
+        line.find(f"{SVG}title").text: line.get("class") for line in root.iter(f"{SVG}polyline")
+    }
     moving = {(edge.source, edge.target) for edge in plan.edges if edge.moves}
-    bold = {tuple(text.split(",")[0].split(" to ")) for text, style in lines.items() if style == "edge moved"}
+    bold = {
+        tuple(text.split(",")[0].split(" to "))
+        for text, style in lines.items()
+        if style == "edge moved"
+    }
     assert bold == moving
     assert len(lines) == len(estimate(plan, SIZES))
     assert any(text.startswith("rollout to reward, rows stay: ") for text in lines)
@@ -108,7 +114,11 @@ def test_phases_are_one_below_the_other(plan):
 def test_the_diamond_is_drawn_as_one():
     edges = [("a", "b"), ("a", "c"), ("a", "d"), ("b", "e"), ("c", "e"), ("d", "e"), ("a", "e")]
     layout = lay_out(["a", "b", "c", "d", "e"], edges)
-    assert [set(layer) - {Bend(("a", "e"), 1)} for layer in layout.layers] == [{"a"}, {"b", "c", "d"}, {"e"}]
+    assert [set(layer) - {Bend(("a", "e"), 1)} for layer in layout.layers] == [
+        {"a"},
+        {"b", "c", "d"},
+        {"e"},
+    ]
     assert layout.paths["a", "e"] == ("a", Bend(("a", "e"), 1), "e")
 
 

@@ -47,7 +47,9 @@ def test_bytes_are_counted_from_types_lengths_and_given_widths(grpo, source):
     known = replace(SIZES, token_bytes=8, widths={"prompt": 300, "answer": 20})
     bounded = estimate(plan, known)["reward", "advantage"]
     assert bounded.unknown == ()
-    per_row = IDS + 300 + 20 + 4 + (8 + 50 * 4) + (8 + 50 * 8) + 4  # prompt answer level logprobs response reward
+    per_row = (
+        IDS + 300 + 20 + 4 + (8 + 50 * 4) + (8 + 50 * 8) + 4
+    )  # prompt answer level logprobs response reward
     assert bounded.bytes == rows * per_row
 
 
@@ -61,7 +63,10 @@ def test_bytes_are_counted_from_types_lengths_and_given_widths(grpo, source):
     ],
 )
 def test_expansion_is_found_in_options(fn, rows):
-    dag = DAG([Role("a", build), Role("b", build)], [Node("g", fn, role="a"), Node("x", plain, role="b", after="g")])
+    dag = DAG(
+        [Role("a", build), Role("b", build)],
+        [Node("g", fn, role="a"), Node("x", plain, role="b", after="g")],
+    )
     plan = compile_chains(dag, ["w0", "w1"], pa.schema({}), {"a": [0], "b": [1]})
     found = estimate(plan, SIZES)["g", "x"]
     assert found.rows == rows
@@ -74,10 +79,26 @@ def test_text_in_full():
     nodes = [
         Node("make", partial(generate, sampling=Sampling(n=2)), role="gen"),
         Node("near", plain, role="gen", after="make"),
-        Node("far", plain, role="learn", after="make", rows=Rows.GROUPED, reads=("prompt_ids", "prompt")),
-        Node("join", plain, role="gen", after=("near", "far"), save_as="rollouts", reads=("prompt_ids",)),
+        Node(
+            "far",
+            plain,
+            role="learn",
+            after="make",
+            rows=Rows.GROUPED,
+            reads=("prompt_ids", "prompt"),
+        ),
+        Node(
+            "join",
+            plain,
+            role="gen",
+            after=("near", "far"),
+            save_as="rollouts",
+            reads=("prompt_ids",),
+        ),
     ]
-    plan = compile_chains(DAG(roles, nodes), ["w0", "w1", "w2"], pa.schema({"prompt": pa.string()}), {"gen": [0, 1]})
+    plan = compile_chains(
+        DAG(roles, nodes), ["w0", "w1", "w2"], pa.schema({"prompt": pa.string()}), {"gen": [0, 1]}
+    )
     here = __name__
     text = describe(plan, SIZES)
     assert text.splitlines()[0] == "2 roles on 3 workers, 32 prompts a step"
@@ -88,7 +109,8 @@ def test_text_in_full():
         f"make {here}:generate gen - - -> prompt_ids",
         f"far {here}:plain learn make prompt_ids, prompt -> -",
         f"join {here}:plain gen near, far prompt_ids -> -, saved as 'rollouts'",
-        "w0, w1 make (from data; to far) > near (statistics to join) > far (from make; to join) > join (from far;"
+        "w0, w1 make (from data; to far) > near (statistics to join) > far (from make; to join) > "
+        "join (from far;"
         " saves rollouts)",
         "w2 far (from make; to join)",
         "make -> near 64 anywhere local - -",
@@ -105,7 +127,11 @@ def test_text_in_full():
 def test_it_is_narrow_and_quick_at_any_size(grpo, source, workers):
     names = [f"tcp-worker-{i}" for i in range(workers)]
     half = workers // 2
-    placement = {"rollout": range(half), "policy": range(half, workers), "reference": range(half, workers, 2)}
+    placement = {
+        "rollout": range(half),
+        "policy": range(half, workers),
+        "reference": range(half, workers, 2),
+    }
     start = time.perf_counter()
     text = describe(compile_chains(grpo, names, source, placement), SIZES)
     assert time.perf_counter() - start < 2

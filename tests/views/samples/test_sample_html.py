@@ -1,4 +1,6 @@
-"""Samples as HTML: whatever a response holds is text and nothing else, and colours are those of the log-probs."""
+"""Samples as HTML: whatever a response holds is text and nothing else, and colours are those of
+the log-probs.
+"""
 
 import html
 import re
@@ -17,8 +19,14 @@ SPAN = re.compile(r'<span title="[^<>"]*" style="(?:background:rgba\([\d,.]+\))?
 @given(TEXTS, st.data())
 def test_a_response_is_text_and_never_markup(texts, data):
     pieces = [(text, 1) for text in texts]
-    before, after = (data.draw(st.lists(LOGPROBS, min_size=len(texts), max_size=len(texts))) for _ in range(2))
-    shown = [by_ratio(pieces, before, after), by_logprob(pieces, before), plain_text("".join(texts))]
+    before, after = (
+        data.draw(st.lists(LOGPROBS, min_size=len(texts), max_size=len(texts))) for _ in range(2)
+    )
+    shown = [
+        by_ratio(pieces, before, after),
+        by_logprob(pieces, before),
+        plain_text("".join(texts)),
+    ]
     for one in shown:
         inside = one.removeprefix('<pre class="siirl-text">').removesuffix("</pre>")
         bare = SPAN.sub("", inside)
@@ -27,7 +35,9 @@ def test_a_response_is_text_and_never_markup(texts, data):
 
 
 def test_a_token_is_coloured_by_what_the_trainer_finds_it():
-    shown = by_ratio([("same", 1), ("more", 1), ("less", 1)], [-1.0, -2.0, -1.0], [-1.0, -1.0, -3.0])
+    shown = by_ratio(
+        [("same", 1), ("more", 1), ("less", 1)], [-1.0, -2.0, -1.0], [-1.0, -1.0, -3.0]
+    )
     same, more, less = re.findall(r'style="([^"]*)"', shown)
     assert same == ""
     assert "214,69,65" in more
@@ -45,4 +55,6 @@ def test_bytes_of_one_character_stay_together_and_bytes_of_none_do_not_hang():
     assert token_pieces([], decode) == []
     pieces = token_pieces(range(4), decode)
     assert "log-prob -4" in by_logprob(pieces, [-1.0, -2.0, -4.0, -3.0])
-    assert by_logprob(pieces, [-1.0]).endswith("\u20ac</pre>"), "tokens without a log-prob are plain"
+    assert by_logprob(pieces, [-1.0]).endswith("\u20ac</pre>"), (
+        "tokens without a log-prob are plain"
+    )

@@ -1,4 +1,6 @@
-"""A log of metrics that is followed: each look reads what came, whatever a new start of the run does to the file."""
+"""A log of metrics that is followed: each look reads what came, whatever a new start of the run
+does to the file.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +42,9 @@ def test_records_come_as_they_are_written_on_any_store(store_url):
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_whatever_happens_to_the_file_between_two_looks_the_records_are_those_in_it(data, tmp_path_factory):
+def test_whatever_happens_to_the_file_between_two_looks_the_records_are_those_in_it(
+    data, tmp_path_factory
+):
     url = str(tmp_path_factory.mktemp("run"))
     tail, lines = MetricsTail(url), []
     for attempt in range(1, data.draw(st.integers(2, 6))):

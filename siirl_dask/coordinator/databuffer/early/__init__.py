@@ -1,1 +1,3 @@
-"""Rows that travel before their node has made the others: at their source, and where they arrive."""
+"""Rows that travel before their node has made the others: at their source, and where they
+arrive.
+"""

@@ -1,9 +1,11 @@
-"""Early traffic of one worker: rows that it sends, and rows that it receives, before their table is whole.
+"""Early traffic of one worker: rows that it sends, and rows that it receives, before their table is
+whole.
 
-While a node makes rows, a link would be idle until the last one is there, and then all rows would move at once. Where
-the node hands over what it has finished, each row moves meanwhile to the target that it prefers (see
-``layout.preference``). The owners are computed afterwards from all rows as ever, so early rows change nothing but what
-is still to be fetched; a row that went to another target than its owner is dropped there and fetched by the owner.
+While a node makes rows, a link would be idle until the last one is there, and then all rows would
+move at once. Where the node hands over what it has finished, each row moves meanwhile to the target
+that it prefers (see ``layout.preference``). The owners are computed afterwards from all rows as
+ever, so early rows change nothing but what is still to be fetched; a row that went to another
+target than its owner is dropped there and fetched by the owner.
 """
 
 from __future__ import annotations
@@ -75,22 +77,31 @@ class EarlyTraffic:
         self._rows(edge, key).add(rows)
 
     async def answer(self, edge: Edge, request: Request) -> Reply:
-        """Send a target the next rows. PeerError where the edge has no rows that leave this worker early."""
+        """Send a target the next rows. PeerError where the edge has no rows that leave this
+        worker early.
+        """
         if not self.leaves(edge):
             raise PeerError(
-                f"asked for early rows of edge {request.key.edge}, of which worker {self._worker!r} has none"
+                f"asked for early rows of edge {request.key.edge}, of which worker "
+                f"{self._worker!r} has none"
             )
         return await self._rows(edge, request.key).answer(request.body)
 
     async def published(self, edge: Edge, key: TransitionKey, published: Published) -> None:
-        """Stop sending early: all rows of a key can be pulled. NodeError when rows that left early are others there."""
+        """Stop sending early: all rows of a key can be pulled. NodeError when rows that left
+        early are others there.
+        """
         if not self.leaves(edge):
             return
-        rows = self._rows(edge, key)  # made here if nobody has asked yet: who asks later learns that there are no more
+        rows = self._rows(
+            edge, key
+        )  # made here if nobody has asked yet: who asks later learns that there are no more
         rows.close()
         if published.table is not None:
             ids = published.statistics[ROW_ID].tolist()
-            columns = {name: published.ragged_column(name)[0] for name in published.ragged_columns()}
+            columns = {
+                name: published.ragged_column(name)[0] for name in published.ragged_columns()
+            }
             await self._copy_threads.run(published.nbytes, rows.check, ids, columns)
 
     def prefetch(self, edge: Edge, key: TransitionKey) -> None:
@@ -111,8 +122,12 @@ class EarlyTraffic:
         )
 
     @asynccontextmanager
-    async def arrived(self, key: TransitionKey) -> AsyncIterator[Mapping[str, Sequence[EarlyBatch]]]:
-        """Yield what has arrived of a key, by source; it is freed afterwards. All sources have published."""
+    async def arrived(
+        self, key: TransitionKey
+    ) -> AsyncIterator[Mapping[str, Sequence[EarlyBatch]]]:
+        """Yield what has arrived of a key, by source; it is freed afterwards. All sources have
+        published.
+        """
         pull = self._incoming.get(key)
         if pull is None:
             yield {}
@@ -145,7 +160,8 @@ class EarlyTraffic:
         return [
             source
             for source in edge.sources
-            if self._worker in early_targets(edge, source, self._hosts, prefetch=self._prefetch).values()
+            if self._worker
+            in early_targets(edge, source, self._hosts, prefetch=self._prefetch).values()
         ]
 
     def _rows(self, edge: Edge, key: TransitionKey) -> EarlyRows:
@@ -166,6 +182,8 @@ class EarlyTraffic:
 
 
 def _early_columns(edge: Edge) -> list[str]:
-    """Return the edge's columns that travel early: variable-length ones, which are heavy and lie row by row."""
+    """Return the edge's columns that travel early: variable-length ones, which are heavy and lie
+    row by row.
+    """
     declared = edge.early.columns if edge.early else ()
     return [name for name in declared if element_width(edge.schema.field(name).type) is not None]

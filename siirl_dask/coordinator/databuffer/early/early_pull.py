@@ -1,7 +1,8 @@
-"""Early rows, at a target: it asks each source for finished rows while their table is not whole, one message at a time.
+"""Early rows, at a target: it asks each source for finished rows while their table is not whole,
+one message at a time.
 
-They are held as they arrived until the owners of all rows are known. Those that are this worker's are then copied to
-their places instead of being fetched; the others are dropped.
+They are held as they arrived until the owners of all rows are known. Those that are this worker's
+are then copied to their places instead of being fetched; the others are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from siirl_dask.coordinator.databuffer.limits import Allowance, Traffic
 from siirl_dask.coordinator.databuffer.ragged import element_width
 from siirl_dask.coordinator.databuffer.row_lengths import MAX_ROW_ELEMENTS
 from siirl_dask.coordinator.layout.balance import Ints
-from siirl_dask.coordinator.transport.messages import Op, Reply, Request, TransitionKey, Transport, unpack_ints
+from siirl_dask.coordinator.transport.messages import (
+    Op,
+    Reply,
+    Request,
+    TransitionKey,
+    Transport,
+    unpack_ints,
+)
 from siirl_dask.coordinator.transport.wire import Frame
 from siirl_dask.errors import PeerError, SiirlError
 from siirl_dask.planner import Edge
@@ -25,7 +33,9 @@ from siirl_dask.planner import Edge
 logger = logging.getLogger("siirl_dask.coordinator")
 _MAX_ROWS = 2**20  # rows in a message: a peer that sends more of them, all empty, is refused
 _MAX_ROW_ID = 2**62
-_MAX_MESSAGE = 64  # times the bytes that are worth a message: a message of long rows may have so many
+_MAX_MESSAGE = (
+    64  # times the bytes that are worth a message: a message of long rows may have so many
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,8 @@ class EarlyBatch:
 class EarlyPull:
     """Rows of one edge and iteration that arrive early at this worker. Belongs to the event loop.
 
-    ``sources`` are asked for ``columns``; what arrives counts against ``allowance`` until it is dropped.
+    ``sources`` are asked for ``columns``; what arrives counts against ``allowance`` until it is
+    dropped.
     """
 
     def __init__(
@@ -75,10 +86,14 @@ class EarlyPull:
         self._asking = [asyncio.create_task(self._ask(source)) for source in sources]
 
     async def finish(self) -> Mapping[str, Sequence[EarlyBatch]]:
-        """Return what has arrived, by source. All sources have published, so each soon answers that it is done."""
+        """Return what has arrived, by source. All sources have published, so each soon answers
+        that it is done.
+        """
         done, _ = await asyncio.wait(self._asking)
         for task in done:
-            if not task.cancelled():  # it is when the run is stopped; whoever waits learns of that elsewhere
+            if (
+                not task.cancelled()
+            ):  # it is when the run is stopped; whoever waits learns of that elsewhere
                 task.result()
         return self._batches
 
@@ -92,7 +107,9 @@ class EarlyPull:
         return nbytes
 
     async def _ask(self, source: str) -> None:
-        """Ask a source for message after message until it has no more, or no memory is left for another."""
+        """Ask a source for message after message until it has no more, or no memory is left for
+        another.
+        """
         number = 0
         try:
             while self._allowance.take(self._limit):
@@ -106,7 +123,9 @@ class EarlyPull:
                     return
                 self._batches[source].append(batch)
                 number += 1
-        except SiirlError as error:  # no failure: whatever has not arrived is pulled with the other rows
+        except (
+            SiirlError
+        ) as error:  # no failure: whatever has not arrived is pulled with the other rows
             logger.info("rows of worker %r come when their table is whole: %s", source, error)
 
     async def _next(self, source: str, number: int) -> EarlyBatch | None:
@@ -117,14 +136,22 @@ class EarlyPull:
         return self._read(source, reply) if reply.header.get("rows") else None
 
     def _read(self, source: str, reply: Reply) -> EarlyBatch:
-        """Return the rows in a reply. PeerError when it is malformed or larger than was asked for."""
+        """Return the rows in a reply. PeerError when it is malformed or larger than was asked
+        for.
+        """
         row_ids = unpack_ints(reply.header.get("rows"), _MAX_ROW_ID, _MAX_ROWS)
         announced = reply.header.get("lengths")
-        if not isinstance(announced, list | tuple) or not len(announced) == len(reply.frames) == len(self._widths):
-            raise PeerError(f"worker {source!r} sent {len(reply.frames)} early columns: expected {[*self._widths]}")
+        if not isinstance(announced, list | tuple) or not len(announced) == len(
+            reply.frames
+        ) == len(self._widths):
+            raise PeerError(
+                f"worker {source!r} sent {len(reply.frames)} early columns: expected "
+                f"{[*self._widths]}"
+            )
         if reply.nbytes > self._limit or len(np.unique(row_ids)) < len(row_ids):
             raise PeerError(
-                f"worker {source!r} sent {reply.nbytes} bytes of early rows: expected {self._limit} at most"
+                f"worker {source!r} sent {reply.nbytes} bytes of early rows: expected "
+                f"{self._limit} at most"
             )
         lengths = {
             name: unpack_ints(values, MAX_ROW_ELEMENTS, len(row_ids))
@@ -134,5 +161,8 @@ class EarlyPull:
         for name, width in self._widths.items():
             size = memoryview(frames[name]).nbytes
             if len(lengths[name]) != len(row_ids) or int(lengths[name].sum()) * width != size:
-                raise PeerError(f"worker {source!r} sent {size} bytes of early {name!r}: its lengths say otherwise")
+                raise PeerError(
+                    f"worker {source!r} sent {size} bytes of early {name!r}: its lengths say "
+                    "otherwise"
+                )
         return EarlyBatch(row_ids, lengths, frames)

@@ -1,7 +1,8 @@
-"""Early rows, at their source: rows that a node has finished while it still makes others, for targets to fetch.
+"""Early rows, at their source: rows that a node has finished while it still makes others, for
+targets to fetch.
 
-Each row waits for the target that it prefers. What nobody has fetched when the whole table is published is dropped, and
-travels with the rest.
+Each row waits for the target that it prefers. What nobody has fetched when the whole table is
+published is dropped, and travels with the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from siirl_dask.errors import NodeError, PeerError
 from siirl_dask.planner import Edge
 from siirl_dask.schema import GROUP_ID, ROW_ID
 
-_FULL_MESSAGE = 16  # times the bytes that are worth a message: its time on a link delays what is urgent
+_FULL_MESSAGE = (
+    16  # times the bytes that are worth a message: its time on a link delays what is urgent
+)
 _Fingerprint = tuple[int, int]  # elements of a row in a column, and the checksum of their bytes
 
 
@@ -75,8 +78,8 @@ class EarlyRows:
         self._closed = False
 
     def add(self, table: pa.Table) -> None:
-        """Take finished rows. Those that prefer a target which asks for none, and those beyond the allowance, are left
-        to travel with the whole table.
+        """Take finished rows. Those that prefer a target which asks for none, and those beyond the
+        allowance, are left to travel with the whole table.
         """
         if self._closed:
             return
@@ -84,34 +87,46 @@ class EarlyRows:
         sources = np.full(len(ids), self._source)
         preferred = preferred_targets(table[GROUP_ID].to_numpy(), sources, self._edge).tolist()
         for at, (row, target) in enumerate(zip(ids.tolist(), preferred, strict=True)):
-            values = {name: as_ragged(table[name].slice(at, 1).combine_chunks()) for name in self._columns}
+            values = {
+                name: as_ragged(table[name].slice(at, 1).combine_chunks()) for name in self._columns
+            }
             known = {name: value for name, value in values.items() if value is not None}
             nbytes = sum(int(value.lengths[0]) * value.width for value in known.values())
             queue = self._queues.get(target)
             if queue is None or len(known) < len(values) or not self._allowance.take(nbytes):
                 continue
-            self._fingerprints[row] = {name: _fingerprint(value.values, value) for name, value in known.items()}
+            self._fingerprints[row] = {
+                name: _fingerprint(value.values, value) for name, value in known.items()
+            }
             queue.rows.append((row, known, nbytes))
             queue.nbytes += nbytes
             if queue.nbytes >= self._message_bytes:
                 queue.ready.set()
 
     async def answer(self, body: Mapping[str, Any]) -> Reply:
-        """Return the next rows for a target as soon as they are worth a message; an empty reply when there are no more.
+        """Return the next rows for a target as soon as they are worth a message; an empty reply
+        when there are no more.
 
-        The body has the target, the number of the message, and the limit of its bytes. PeerError where it has not.
+        The body has the target, the number of the message, and the limit of its bytes. PeerError
+        where it has not.
         """
         target = body.get("target")
         number = body.get("number")
         limit = body.get("limit")
         queue = self._queues.get(target) if isinstance(target, int) else None
         if queue is None or not isinstance(number, int) or not isinstance(limit, int) or limit < 1:
-            raise PeerError(f"target {target!r} asked for message {number!r} of early rows, at most {limit!r} bytes")
+            raise PeerError(
+                f"target {target!r} asked for message {number!r} of early rows, at most {limit!r} "
+                "bytes"
+            )
         while not self._closed:
             if number == queue.sent - 1 and queue.last is not None:
                 return queue.last
             if number != queue.sent:
-                raise PeerError(f"asked for message {number} of early rows: expected {queue.sent - 1} or {queue.sent}")
+                raise PeerError(
+                    f"asked for message {number} of early rows: expected {queue.sent - 1} or "
+                    f"{queue.sent}"
+                )
             if queue.last is not None:
                 self._allowance.give(queue.last.nbytes)
                 queue.last = None
@@ -136,21 +151,27 @@ class EarlyRows:
             queue.ready.set()
 
     def check(self, ids: Sequence[int], columns: Mapping[str, RaggedColumn]) -> None:
-        """Compare the rows that were offered early with the published ones. NodeError when one differs or is missing.
+        """Compare the rows that were offered early with the published ones. NodeError when one
+        differs or is missing.
 
-        ``columns`` are the published ones, as far as they are variable-length; their rows have the ``ids``.
+        ``columns`` are the published ones, as far as they are variable-length; their rows have the
+        ``ids``.
         """
         node = self._edge.early.node if self._edge.early else self._edge.source
         place = {row: at for at, row in enumerate(ids)}
         for row, fingerprints in self._fingerprints.items():
             at = place.get(row)
             for name, fingerprint in fingerprints.items():
-                if name not in columns:  # it has nulls in other rows: then no target uses what arrived early
+                if (
+                    name not in columns
+                ):  # it has nulls in other rows: then no target uses what arrived early
                     continue
                 if at is None or _fingerprint_at(columns[name], at) != fingerprint:
                     raise NodeError(
-                        f"node {node!r} handed over row {row} early and gave another {name!r} for it in its table: "
-                        "a row that is handed over (Context.hand_over) must be in the table unchanged"
+                        f"node {node!r} handed over row {row} early and gave another {name!r} for "
+                        "it in its table: "
+                        "a row that is handed over (Context.hand_over) must be in the table "
+                        "unchanged"
                     )
 
     def _take(self, queue: _Queue, limit: int) -> list[tuple[int, Mapping[str, RaggedColumn]]]:
@@ -175,7 +196,10 @@ class EarlyRows:
 
 def _pack(rows: Sequence[tuple[int, Mapping[str, RaggedColumn]]], columns: Sequence[str]) -> Reply:
     """Return a reply of one frame a column, the rows one after the other."""
-    lengths = {name: np.array([values[name].lengths[0] for _, values in rows], np.int64) for name in columns}
+    lengths = {
+        name: np.array([values[name].lengths[0] for _, values in rows], np.int64)
+        for name in columns
+    }
     frames: list[Frame] = []
     for name in columns:
         parts = [_row_bytes(values[name]) for _, values in rows]

@@ -9,7 +9,9 @@ from typing import Any
 
 
 class Channel:
-    """Sends and receives messages over two files. The other side may send anything: EOFError for all but a message."""
+    """Sends and receives messages over two files. The other side may send anything: EOFError for
+    all but a message.
+    """
 
     def __init__(self, incoming: int, outgoing: int, most: int) -> None:
         self._incoming = incoming

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 
 class UnusableTestError(BaseException):
-    """A test cannot be run apart from the program. It is no Exception, so that a test does not catch it."""
+    """A test cannot be run apart from the program. It is no Exception, so that a test does not
+    catch it.
+    """

@@ -1,7 +1,9 @@
-"""A test, run in a process that the program cannot reach: it calls the program's functions and compares results.
+"""A test, run in a process that the program cannot reach: it calls the program's functions and
+compares results.
 
-The test's code is not changed. The names that it uses and does not define stand for the program's: a function is called
-where the program runs, its arguments go there and its result comes back as data.
+The test's code is not changed. The names that it uses and does not define stand for the program's:
+a function is called where the program runs, its arguments go there and its result comes back as
+data.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _ENDED = 98  # as any failure: a test must not be able to catch the end of the p
 
 
 def examine(task: dict[str, Any]) -> None:
-    """Run a test; raises what it raises. UnusableTestError when it needs to share memory with the program."""
+    """Run a test; raises what it raises. UnusableTestError when it needs to share memory with
+    the program.
+    """
     program = _Program(Channel(os.dup(0), os.dup(1), task["message_size"]))
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -36,20 +40,26 @@ def examine(task: dict[str, Any]) -> None:
     sys.modules["solution"] = _Solution(program)
     names = module("test")
     used, modules = _names_used(tree)
-    names |= program.names(sorted(used)) | {name: importlib.import_module(name) for name in sorted(modules)}
+    names |= program.names(sorted(used)) | {
+        name: importlib.import_module(name) for name in sorted(modules)
+    }
     exec(compile(tree, "test", "exec"), names)
 
 
 def _names_used(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """Return the names that may be the program's, and those of modules that the test uses and need not import.
+    """Return the names that may be the program's, and those of modules that the test uses and need
+    not import.
 
-    Python's own functions are never the program's: one that defines ``abs`` would else decide what ``abs`` means in
-    the test. Neither is a module of the standard library, where all that a test does with the name is ``name.other``.
+    Python's own functions are never the program's: one that defines ``abs`` would else decide what
+    ``abs`` means in the test. Neither is a module of the standard library, where all that a test
+    does with the name is ``name.other``.
     """
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(dir(builtins))
     owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     dotted = {id(node) for node in owners}
-    plain = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in dotted}
+    plain = {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in dotted
+    }
     modules = (used - plain) & sys.stdlib_module_names
     return used - modules, modules
 
@@ -67,7 +77,9 @@ class _Program:
         return {name: decode(found[name], self._find) for name in names if name in found}
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """Return the result of an operation on the program's objects, after the changes it made to its arguments."""
+        """Return the result of an operation on the program's objects, after the changes it made
+        to its arguments.
+        """
         reply = self._exchange(
             {
                 "ask": operation,
@@ -101,7 +113,9 @@ class _Program:
         raise ValueError(f"the program sent a value of the unknown kind {kind!r:.50}")
 
     def _error(self, name: str) -> type[Exception]:
-        """Return Python's exception of that name, or a new class that stands for one of the program's."""
+        """Return Python's exception of that name, or a new class that stands for one of the
+        program's.
+        """
         known = getattr(builtins, name, None)
         if isinstance(known, type) and issubclass(known, Exception):
             return known
@@ -143,8 +157,8 @@ class _Solution(ModuleType):
 
 
 class _Remote:
-    """A function or an object of the program. It cannot be compared with data, nor calculated with: that would be for
-    the program to decide. Two are equal when they are the same object.
+    """A function or an object of the program. It cannot be compared with data, nor calculated with:
+    that would be for the program to decide. Two are equal when they are the same object.
     """
 
     def __init__(self, program: _Program, number: int) -> None:

@@ -1,6 +1,8 @@
-"""The process that runs one program or one test: it confines itself, and a child of it does the rest.
+"""The process that runs one program or one test: it confines itself, and a child of it does the
+rest.
 
-The process reads its task from standard input: eight bytes of length, then JSON. What follows is the program's own.
+The process reads its task from standard input: eight bytes of length, then JSON. What follows is
+the program's own.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ PASSED = 0
 UNUSABLE = 96
 REFUSED = 97
 FAILED = 98
-"""Exit codes: the code came to its end; a test cannot be run apart from the program; the code could not be confined and
-was not run; it failed. For the second and third, standard error says why."""
+"""Exit codes: the code came to its end; a test cannot be run apart from the program; the code could
+not be confined and was not run; it failed. For the second and third, standard error says why."""
 
 _NO_NEW_PRIVS = 38  # linux/prctl.h
 _SET_DUMPABLE = 4
@@ -42,11 +44,14 @@ _KINDS = {
     "examination": ("examination", "examine"),
     "together": ("program", "run_together"),
 }
-"""Module and function of each kind of task. Only one is imported: a program ends in less time than that takes."""
+"""Module and function of each kind of task. Only one is imported: a program ends in less time
+than that takes."""
 
 
 def main() -> None:
-    """Confine this process as its task says, run the task in a child, and end with the child's exit code."""
+    """Confine this process as its task says, run the task in a child, and end with the child's
+    exit code.
+    """
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # as the first process of a namespace it is then out of a child's reach
@@ -118,8 +123,8 @@ def _or_refuse(step: Callable[[], None]) -> None:
 
 
 def _confine(task: Task) -> None:
-    """Set limits that cannot be raised again, drop root and capabilities, and forbid new processes and all that reaches
-    out of this one; threads are allowed.
+    """Set limits that cannot be raised again, drop root and capabilities, and forbid new processes
+    and all that reaches out of this one; threads are allowed.
     """
     limits = {
         resource.RLIMIT_CPU: ceil(task["seconds"]),

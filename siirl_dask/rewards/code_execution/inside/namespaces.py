@@ -1,4 +1,6 @@
-"""Namespaces of one's own: no network, no other process, and a root folder with what Python needs and nothing else."""
+"""Namespaces of one's own: no network, no other process, and a root folder with what Python
+needs and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ FOLDER = "/sandbox"
 """The folder that a program starts in and the only one that it can write to."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 MOST_FILES = 1024
-"""Files, folders and links that a program can make: the kernel's memory for each is not part of their size."""
+"""Files, folders and links that a program can make: the kernel's memory for each is not part of
+their size."""
 
 # Numbers of linux/sched.h and linux/mount.h, which ctypes lacks.
 _NEWNS = 0x20000
@@ -37,10 +40,12 @@ _NO_DEVICES = 4
 
 
 def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) -> None:
-    """Leave the machine's namespaces; the next child is the first process of its own, and starts in ``FOLDER``.
+    """Leave the machine's namespaces; the next child is the first process of its own, and starts in
+    ``FOLDER``.
 
-    ``user``: the number that the child will take, when this process is the machine's root and may mount without a
-    namespace of users; where a container took that right away, it takes the number at once, as ``None`` is for others.
+    ``user``: the number that the child will take, when this process is the machine's root and may
+    mount without a namespace of users; where a container took that right away, it takes the number
+    at once, as ``None`` is for others.
     """
     apart = _NEWNS | _NEWPID | _NEWNET | _NEWIPC
     owner = os.getuid() if user is None else user
@@ -54,12 +59,18 @@ def leave_namespaces(readable: Sequence[str], file_size: int, user: int | None) 
             call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # or the files of /proc/self stay root's
         group = os.getgid()
         call("unshare", apart | _NEWUSER)
-        maps = {"setgroups": "deny", "uid_map": f"{owner} {owner} 1", "gid_map": f"{group} {group} 1"}
+        maps = {
+            "setgroups": "deny",
+            "uid_map": f"{owner} {owner} 1",
+            "gid_map": f"{group} {group} 1",
+        }
         for name, text in maps.items():
             Path(f"/proc/self/{name}").write_text(text)
         call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
     call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    _build_root(Path.cwd(), readable, f"size={file_size},nr_inodes={MOST_FILES},mode=700,uid={owner}")
+    _build_root(
+        Path.cwd(), readable, f"size={file_size},nr_inodes={MOST_FILES},mode=700,uid={owner}"
+    )
 
 
 def become(user: int) -> None:
@@ -70,7 +81,9 @@ def become(user: int) -> None:
 
 
 def _build_root(root: Path, readable: Sequence[str], options: str) -> None:
-    """Make an empty folder in memory at ``root``, show in it the readable places and a few devices, and enter it."""
+    """Make an empty folder in memory at ``root``, show in it the readable places and a few
+    devices, and enter it.
+    """
     call("mount", b"tmpfs", bytes(root), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=1m,mode=755")
     for place in readable:
         shown = root / place.lstrip("/")

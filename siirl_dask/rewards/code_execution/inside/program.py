@@ -9,7 +9,9 @@ from typing import Any
 
 
 def run_program(task: dict[str, Any]) -> None:
-    """Run the program as the main module. It reads its input from standard input and prints to standard output."""
+    """Run the program as the main module. It reads its input from standard input and prints to
+    standard output.
+    """
     try:
         exec(compile(task["code"], "program", "exec"), module("__main__"))
     except SystemExit as end:
@@ -19,7 +21,8 @@ def run_program(task: dict[str, Any]) -> None:
 
 
 def run_together(task: dict[str, Any]) -> None:
-    """Run the program, not as the main module, then its test in the same module, and print the token.
+    """Run the program, not as the main module, then its test in the same module, and print the
+    token.
 
     The program shares its memory with the test and the token, so it can print that by itself.
     """

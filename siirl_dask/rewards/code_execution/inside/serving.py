@@ -31,7 +31,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def serve_solution(task: dict[str, Any]) -> None:
-    """Run the program, not as the main module, then do what the test asks over standard input and output."""
+    """Run the program, not as the main module, then do what the test asks over standard input
+    and output.
+    """
     channel = Channel(*silence(), task["message_size"])
     names = module("solution")
     objects = _ServedObjects()
@@ -59,7 +61,9 @@ class _ServedObjects:
         arguments = [decode(item, self._find) for item in request["arguments"]]
         named = {name: decode(item, self._find) for name, item in request["named"].items()}
         held = {str(place): item for place, item in enumerate(arguments)} | named
-        before = {place: self._as_text(item) for place, item in held.items() if isinstance(item, _MUTABLE)}
+        before = {
+            place: self._as_text(item) for place, item in held.items() if isinstance(item, _MUTABLE)
+        }
         value = _OPERATIONS[request["ask"]](*arguments, **named)
         changed = {
             place: encode(held[place], self._refer)

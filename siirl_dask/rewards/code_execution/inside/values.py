@@ -1,7 +1,8 @@
-"""Values as JSON: what goes between a test and the program that it calls, neither of which runs the other's code.
+"""Values as JSON: what goes between a test and the program that it calls, neither of which runs the
+other's code.
 
-A value arrives as what it equals: numbers, texts, containers of Python. Everything else stays where it is, and is
-referred to by a number.
+A value arrives as what it equals: numbers, texts, containers of Python. Everything else stays where
+it is, and is referred to by a number.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 
 
 def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """Return ``value`` as JSON has it; ``refer`` gives what stands for a value that is none of Python's plain ones."""
+    """Return ``value`` as JSON has it; ``refer`` gives what stands for a value that is none of
+    Python's plain ones.
+    """
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
@@ -57,7 +60,9 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, find: Callable[[str, Any], Any]) -> Any:
-    """Return the value that ``data`` stands for; ``find`` gives what is referred to. ValueError for anything else."""
+    """Return the value that ``data`` stands for; ``find`` gives what is referred to. ValueError
+    for anything else.
+    """
     if isinstance(data, list):
         return [decode(item, find) for item in data]
     if not isinstance(data, dict):
@@ -83,6 +88,8 @@ def decode(data: Any, find: Callable[[str, Any], Any]) -> Any:
 
 
 def builtin_name(value: Any) -> str | None:
-    """Return the name of a function or a class of Python's own, such as ``len`` or ``int``; None for others."""
+    """Return the name of a function or a class of Python's own, such as ``len`` or ``int``; None
+    for others.
+    """
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) and getattr(builtins, name, None) is value else None

@@ -1,4 +1,6 @@
-"""Features and their arguments; some are arguments of Megatron-LM's, and have no other sign here than their names."""
+"""Features and their arguments; some are arguments of Megatron-LM's, and have no other sign here
+than their names.
+"""
 
 import os
 from types import SimpleNamespace
@@ -8,7 +10,9 @@ _FLAGS = ("use_fused_rotary_pos_emb", "use_fused_rmsnorm", "use_fused_swiglu")
 
 
 class MindSpeedFeaturesManager:
-    FEATURES_LIST = tuple(SimpleNamespace(feature_name=name) for name in ("use_flash_attn", "megatron_basic"))
+    FEATURES_LIST = tuple(
+        SimpleNamespace(feature_name=name) for name in ("use_flash_attn", "megatron_basic")
+    )
 
     @classmethod
     def register_features_args(cls, parser):

@@ -1,5 +1,5 @@
-"""SGLang's sampling with ``enable_deterministic_inference``: ``sampling_params.py``, ``layers/sampler.py`` and
-``murmur_hash.py`` of the wheel, for one row at a time.
+"""SGLang's sampling with ``enable_deterministic_inference``: ``sampling_params.py``,
+``layers/sampler.py`` and ``murmur_hash.py`` of the wheel, for one row at a time.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,9 @@ class SamplingParams:
         if not 0 < self.top_p <= 1 or self.top_k < 1 or self.temperature < 0:
             raise ValueError(f"{self}")
         if self.sampling_seed is not None and not -(2**63) <= self.sampling_seed <= 2**63 - 1:
-            raise ValueError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}.")
+            raise ValueError(
+                f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}."
+            )
 
     @property
     def greedy(self):
@@ -37,7 +39,9 @@ class SamplingParams:
 
 
 def sample(logits, params, position, *, all_greedy):
-    """Return a token and its log-probability. [V]; ``all_greedy`` is whether all rows of the batch are."""
+    """Return a token and its log-probability. [V]; ``all_greedy`` is whether all rows of the
+    batch are.
+    """
     if all_greedy:
         logprobs = torch.log_softmax(logits, -1)
         return int(logits.argmax()), float(logprobs[int(logits.argmax())])
@@ -52,7 +56,9 @@ def sample(logits, params, position, *, all_greedy):
     probs_sort[torch.arange(len(probs)) >= params.top_k] = 0.0
     probs_sort[(probs_sum - probs_sort) > params.top_p] = 0.0
     assert params.min_p == 0, "With sampling seed, multinomial_with_seed will provide wrong results"
-    token = int(probs_idx[multinomial_with_seed(probs_sort.to(torch.float64).log_(), seed, position)])
+    token = int(
+        probs_idx[multinomial_with_seed(probs_sort.to(torch.float64).log_(), seed, position)]
+    )
     return token, float(logprobs[token])
 
 

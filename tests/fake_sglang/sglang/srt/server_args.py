@@ -1,8 +1,17 @@
-"""SGLang's server arguments: some of the 500, by name, type and default. Others are a TypeError, as they are there."""
+"""SGLang's server arguments: some of the 500, by name, type and default. Others are a TypeError,
+as they are there.
+"""
 
 from dataclasses import dataclass
 
-DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["ascend", "fa3", "fa4", "flashinfer", "intel_xpu", "triton"]
+DETERMINISTIC_ATTENTION_BACKEND_CHOICES = [
+    "ascend",
+    "fa3",
+    "fa4",
+    "flashinfer",
+    "intel_xpu",
+    "triton",
+]
 
 
 @dataclass(kw_only=True)
@@ -29,7 +38,12 @@ class ServerArgs:
 
     def check_server_args(self):
         backend = self.attention_backend
-        if self.enable_deterministic_inference and backend and backend not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        if (
+            self.enable_deterministic_inference
+            and backend
+            and backend not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+        ):
             raise ValueError(
-                f"Currently only {DETERMINISTIC_ATTENTION_BACKEND_CHOICES} attention backends are supported"
+                f"Currently only {DETERMINISTIC_ATTENTION_BACKEND_CHOICES} attention backends are "
+                "supported"
             )

@@ -1,4 +1,6 @@
-"""SGLang's ``Engine``, as an offline program calls it. It computes here, and has a process of its own beside it."""
+"""SGLang's ``Engine``, as an offline program calls it. It computes here, and has a process of
+its own beside it.
+"""
 
 import asyncio
 import atexit
@@ -43,11 +45,15 @@ class Request:
 
 
 class Scheduler:
-    """Does what SGLang's scheduler process does: continuous batches, a cache of prompts, weights and their memory."""
+    """Does what SGLang's scheduler process does: continuous batches, a cache of prompts, weights
+    and their memory.
+    """
 
     def __init__(self, args):
         self.args = args
-        self.model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=getattr(torch, args.dtype)).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            args.model_path, dtype=getattr(torch, args.dtype)
+        ).eval()
         context, capacity = self.model.config.max_position_embeddings, args.max_total_tokens or 8192
         self.max_req_len = min(context - 1, capacity - 1)
         ends = self.model.generation_config.eos_token_id
@@ -57,7 +63,10 @@ class Scheduler:
         self.most, self.loads, self.flushes = 0, [], 0
 
     def add(self, request):
-        assert self.args.max_running_requests is None or len(self.requests) < self.args.max_running_requests
+        assert (
+            self.args.max_running_requests is None
+            or len(self.requests) < self.args.max_running_requests
+        )
         room = self.max_req_len - request.prompt - 1
         request.params.max_new_tokens = max(0, min(request.params.max_new_tokens, room))
         self.requests.append(request)
@@ -76,7 +85,9 @@ class Scheduler:
     def step(self, request, all_greedy):
         if request.finished is None:
             logits = self.logits(tuple(request.ids), prompt=not request.output)
-            token, logprob = sample(logits.float(), request.params, len(request.ids) - 1, all_greedy=all_greedy)
+            token, logprob = sample(
+                logits.float(), request.params, len(request.ids) - 1, all_greedy=all_greedy
+            )
             request.ids.append(token)
             request.logprobs.append((logprob, token, None))
             stops = self.ends | set(request.params.stop_token_ids or ())
@@ -100,7 +111,12 @@ class Scheduler:
 
     def abort(self):
         for request in self.requests:
-            request.finished = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            request.finished = {
+                "type": "abort",
+                "message": "Aborted",
+                "status_code": None,
+                "err_type": None,
+            }
 
     def flush_cache(self):
         if self.requests:
@@ -110,7 +126,9 @@ class Scheduler:
         return True
 
     def release(self, tags):
-        assert not self.requests, "release_memory_occupation should be called only when server is idle."
+        assert not self.requests, (
+            "release_memory_occupation should be called only when server is idle."
+        )
         if not self.args.enable_memory_saver:
             return
         self.offload_tags |= set(tags)
@@ -159,7 +177,13 @@ class Engine:
         return {"max_req_input_len": self.scheduler.max_req_len - 5, "version": __version__}
 
     async def async_generate(
-        self, prompt=None, sampling_params=None, input_ids=None, return_logprob=False, stream=False, rid=None
+        self,
+        prompt=None,
+        sampling_params=None,
+        input_ids=None,
+        return_logprob=False,
+        stream=False,
+        rid=None,
     ):
         assert asyncio.get_running_loop() is self.loop
         request = Request(input_ids, SamplingParams(**sampling_params), rid)
@@ -172,7 +196,11 @@ class Engine:
         while True:
             await request.told.wait()
             request.told.clear()
-            told = {"id": request.rid, "finish_reason": request.finished, "prompt_tokens": request.prompt}
+            told = {
+                "id": request.rid,
+                "finish_reason": request.finished,
+                "prompt_tokens": request.prompt,
+            }
             if return_logprob:
                 told["output_token_logprobs"] = request.logprobs
             yield {"output_ids": request.output, "meta_info": told}
@@ -197,7 +225,11 @@ class Engine:
 
     def update_weights_from_tensor(self, named_tensors, load_format=None, flush_cache=True):
         if not self.scheduler.session:
-            return False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            return (
+                False,
+                "update_weights_from_tensor must run between begin_weight_update() and "
+                "end_weight_update()",
+            )
         self.scheduler.load(named_tensors)
         return True, "Success"
 
