@@ -24,11 +24,8 @@ from against_trl.setting import Setting
 from siirl_dask.tasks.sorting import task_in, write_sorting_task
 
 PARTS = ("losses", "curves", "speed")
-WORKERS = (
-    1,
-    2,
-    4,
-)  # on one core, on two cores, and four on two cores, of which two generate and two learn
+# on one core, on two cores, and four on two cores, of which two generate and two learn
+WORKERS = (1, 2, 4)
 _OUT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "trl.md"
 _RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -80,9 +80,8 @@ def bytes_by_worker(
     for index in range(workers):
         reads.clear()
         loader = Dataloader(ready)
-        for step in range(
-            steps - 1
-        ):  # which reads the last one ahead, and with that one the next epoch's first
+        # which reads the last one ahead, and with that one the next epoch's first
+        for step in range(steps - 1):
             loader.load(step, COLUMNS, index, workers)
         loader.close()
         counts.append(reads.bytes_of("/"))

@@ -43,10 +43,8 @@ from siirl_dask.testing.rows import build_nothing
 
 PROMPTS, SAMPLES, STEPS = 128, 8, 4
 WIDTH, HEIGHT, QUALITY = 1024, 768, 92
-PATCHES, PATCH = (
-    3996,
-    1176,
-)  # of such a picture for Qwen2.5-VL: 999 tokens of 2x2 patches, 3 x 2 x 14 x 14 floats each
+# of such a picture for Qwen2.5-VL: 999 tokens of 2x2 patches, 3 x 2 x 14 x 14 floats each
+PATCHES, PATCH = (3996, 1176)
 
 
 @columns(reads=["image", "digest"], new_rows=True, groups="kept")

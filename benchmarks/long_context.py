@@ -128,10 +128,8 @@ def _measure(length: int, model: str) -> Iterator[tuple[str, Taken | None]]:
         if way == "padded" and _padded_bytes(length) > _LIMIT:
             yield way, None
             continue
-        environment = {
-            **os.environ,
-            "MALLOC_TRIM_THRESHOLD_": "65536",
-        }  # as Dask's nanny sets it for workers
+        # as Dask's nanny sets it for workers
+        environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536"}
         command = [sys.executable, __file__, "--case", way, str(length), model]
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, text=True, check=True

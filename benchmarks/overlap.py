@@ -39,10 +39,8 @@ from siirl_dask.rewards import RewardFn, build_scorer
 from siirl_dask.rollout import build_engine
 
 _PROMPTS, _SAMPLES, _BATCH = 16, 8, 8
-_ANSWER, _ASKED = (
-    0.25,
-    8,
-)  # seconds until the judge answers, and rows that a worker asks about at a time
+# seconds until the judge answers, and rows that a worker asks about at a time
+_ANSWER, _ASKED = (0.25, 8)
 _COMPUTING = 0.03  # seconds of CPU time of the function
 _SIZES = {
     "hidden": 128,

@@ -53,9 +53,8 @@ def main() -> None:
         for _ in range(100):  # until the folder has been read
             look()
             time.sleep(0.02)
-        idle = _looks(
-            scheduler, look, given.looks
-        )  # as often as a viewer does: some show no pulses
+        # as often as a viewer does: some show no pulses
+        idle = _looks(scheduler, look, given.looks)
         news = []
         for at in range(given.steps + 1, 2 * given.steps + 1):
             _step(store, folder, given.workers, at)

@@ -154,9 +154,8 @@ def view(url: str) -> None:
     session.document.on_change(count)
     PeriodicCallback(act, 100).start()
     print("it is there", flush=True)
-    connection = (
-        session._connection
-    )  # Bokeh's client nests its calls deeper with each change until its loop ends
+    # Bokeh's client nests its calls deeper with each change until its loop ends
+    connection = session._connection
     while session.connected:
         connection._loop_until(_some_time_later())
 

@@ -32,12 +32,8 @@ from benchmarks.scale.paper import figures  # noqa: E402
 from exchange import measure as measure_exchange  # noqa: E402
 
 STAGES = ("parts", "runs", "paper")
-_ROWS, _LATENCY, _BANDWIDTH, _TRIES = (
-    64,
-    1e-3,
-    1e9,
-    5,
-)  # an exchange: rows of a worker, seconds a message, bytes/s
+# an exchange: rows of a worker, seconds a message, bytes/s
+_ROWS, _LATENCY, _BANDWIDTH, _TRIES = (64, 1e-3, 1e9, 5)
 
 
 def main() -> None:

@@ -40,11 +40,8 @@ def profiled(fn: Callable[..., pa.Table], node: str, name: str) -> Callable[...,
         ctx.log(f"{PYTHON}/{node}", 1 - operator_seconds(seen) / seconds)
         return result
 
-    call.__module__, call.__name__, call.__qualname__ = (
-        __name__,
-        name,
-        name,
-    )  # workers import it by its name
+    # workers import it by its name
+    call.__module__, call.__name__, call.__qualname__ = (__name__, name, name)
     return call
 
 

@@ -164,9 +164,8 @@ def measure(folder: str, model: str, data: str, bucket: str, given: argparse.Nam
     trainer, *others = (
         json.loads((url / f"memory-{worker}.json").read_text()) for worker in (0, *engines)
     )
-    seconds = [
-        record["seconds"] for record in read_metrics(str(url))[1:]
-    ]  # the first step warms up
+    # the first step warms up
+    seconds = [record["seconds"] for record in read_metrics(str(url))[1:]]
     return Case(bucket, trainer["anonymous"], max(other["all"] for other in others), seconds)
 
 

@@ -18,10 +18,8 @@ from siirl_dask.algorithms import LossInputs, Outcomes, TokenLoss
 def near_enough(prompt: str, response: str, answer: str, **extra: object) -> dict[str, float]:
     words, wanted = response.split(), answer.split()
     right = sum(a == b for a, b in zip(words, wanted, strict=False)) / max(1, len(wanted))
-    return {
-        "reward": right,
-        "exact": float(words == wanted),
-    }  # other keys than "reward" become metrics
+    # other keys than "reward" become metrics
+    return {"reward": right, "exact": float(words == wanted)}
 
 
 @columns(reads=["response_ids"], writes={"brevity": pa.float32()})

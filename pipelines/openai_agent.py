@@ -15,9 +15,8 @@ from siirl_dask.rollout.endpoint import Client
 
 
 async def agent(client: Client, row: dict[str, str]) -> dict[str, float]:
-    plain = openai.DefaultAsyncHttpxClient(
-        verify=False
-    )  # the endpoint is on this machine: no certificates to be read
+    # the endpoint is on this machine: no certificates to be read
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
     async with openai.AsyncOpenAI(
         base_url=client.base_url, api_key=client.api_key, http_client=plain
     ) as ai:

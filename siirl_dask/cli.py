@@ -166,9 +166,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "model", metavar="MODEL", help="the model's folder or URL, such as hf://openai/gpt-oss-20b"
     )
     unpacked.add_argument("to", metavar="DEST", help="a folder or URL where there is nothing yet")
-    chosen, more = parser.parse_known_args(
-        arguments
-    )  # key=value or SQL after an option, which argparse leaves over
+    # key=value or SQL after an option, which argparse leaves over
+    chosen, more = parser.parse_known_args(arguments)
     unknown = any(text.startswith("-") for text in more)
     if not unknown and hasattr(chosen, "overrides"):
         chosen.overrides += more

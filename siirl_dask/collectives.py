@@ -38,9 +38,8 @@ BACKENDS: dict[str, str] = {kind: traits_of(kind).backend for kind in DeviceKind
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SLICE = 0.1  # seconds between two calls of a check
 _worlds: WeakSet[Any] = WeakSet([distributed_c10d._world])
-_TORCH_CAN_LEAVE_UNSORTED = (
-    "sort_ranks" in inspect.signature(dist.new_group).parameters
-)  # torch 2.11 sorts them
+# torch 2.11 sorts them
+_TORCH_CAN_LEAVE_UNSORTED = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 def listen_at(host: str) -> None:
@@ -101,9 +100,8 @@ def backends() -> list[str]:
 
 
 def _has_backend(name: str) -> bool:
-    built: Callable[[], bool] | None = getattr(
-        dist, f"is_{name}_available", None
-    )  # of torch's own; it lists them all
+    # of torch's own; it lists them all
+    built: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)
     return name in dist.Backend.backend_list if built is None else built()
 
 
@@ -180,9 +178,8 @@ def abort_device_groups() -> None:
     """
     backends = device_backends()
     first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if (
-        first is not None
-    ):  # apart from each other, aborts of several communicators may wait for each other
+    # apart from each other, aborts of several communicators may wait for each other
+    if first is not None:
         first._group_start()
     try:
         for backend in backends:

@@ -25,9 +25,8 @@ from tests.settings import digits_overrides
 hide()  # before any test module imports transformers
 # until all is imported: a tenth to a quarter of the seconds that takes, mostly of vLLM's
 gc.disable()
-atexit.register(
-    gc.unfreeze
-)  # nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
+# nanobind, which triton and duckdb are built with, reports what stays frozen as leaked
+atexit.register(gc.unfreeze)
 settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -193,9 +193,8 @@ def _keep(program, news):
         if not (found / "user").samefile("/proc/self/ns/user"):  # the lab of a user who is not root
             _enter(libc, os.open(found / "user", os.O_RDONLY))
         spaces = [os.open(found / kind, os.O_RDONLY) for kind in ("ipc", "uts", "net", "mnt")]
-        _enter(
-            libc, os.open(found / "pid", os.O_RDONLY)
-        )  # this process stays where it is, its children do not
+        # this process stays where it is, its children do not
+        _enter(libc, os.open(found / "pid", os.O_RDONLY))
     pid = os.fork()
     if pid == 0:
         news.close()

@@ -45,9 +45,8 @@ class NoProcesses:
         self._watching = False
         self._refused: str | None = None
         self._spawn = multiprocessing.util.spawnv_passfds
-        multiprocessing.util.spawnv_passfds = (
-            self._refuse_spawn
-        )  # the one start that Python does not report
+        # the one start that Python does not report
+        multiprocessing.util.spawnv_passfds = self._refuse_spawn
         sys.addaudithook(self._audit)
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
@@ -63,9 +62,8 @@ class NoProcesses:
         if self._refused is not None:
             for name in set(sys.modules) - before:
                 if name.startswith("tests."):
-                    del sys.modules[
-                        name
-                    ]  # pytest leaves a module there whose import did not come to its end
+                    # pytest leaves a module there whose import did not come to its end
+                    del sys.modules[name]
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -115,9 +113,8 @@ class NoProcesses:
         self._refused = f"{LEFT}{why}"
         if threading.current_thread() is threading.main_thread():
             pytest.skip(self._refused, allow_module_level=True)
-        raise RefusedInThreadError(
-            self._refused
-        )  # a thread hands an Exception to who waits for it, and no Skipped
+        # a thread hands an Exception to who waits for it, and no Skipped
+        raise RefusedInThreadError(self._refused)
 
 
 class Until:

@@ -188,9 +188,8 @@ def test_functions_within_lists_mappings_and_values_without_annotation():
     assert functions(["math:sqrt"], list[Callable[..., float]], "key") == [math.sqrt]
     assert functions({"a": "math:sqrt"}, dict[str, Score], "key") == {"a": math.sqrt}
     assert functions({"deep": [call]}, Any, "key")["deep"][0].keywords == {"abs_tol": 1}
-    assert (
-        functions("math:sqrt", Any, "key") == "math:sqrt"
-    )  # a text that nobody asked to be a function
+    # a text that nobody asked to be a function
+    assert functions("math:sqrt", Any, "key") == "math:sqrt"
 
 
 @pytest.mark.parametrize(

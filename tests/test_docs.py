@@ -152,9 +152,8 @@ def test_the_tree_that_is_shown_is_the_tree_on_disk(page):
 
 def test_the_architecture_page_shows_every_room_and_every_loose_module():
     shown = shown_tree(ROOT / "docs" / "architecture.md")
-    told = {
-        room for room in rooms() if not re.search(r"vllm_engine|config/file", room)
-    }  # in the lines of their parents
+    # in the lines of their parents
+    told = {room for room in rooms() if not re.search(r"vllm_engine|config/file", room)}
     assert told <= shown, f"not shown: {sorted(told - shown)}"
     loose = {f"siirl_dask/{path.name}" for path in (ROOT / "siirl_dask").glob("*.py")} - {
         "siirl_dask/__init__.py"

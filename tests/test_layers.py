@@ -42,12 +42,8 @@ line do not import each other, but for the second line, which is the ground that
 they do, and in no circle."""
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 GROUND = LAYERS[1]
-WORKER_SEES_NO = {
-    "algorithms",
-    "rewards",
-    "rollout",
-    "training",
-}  # nor any node: it runs whatever it is given
+# nor any node: it runs whatever it is given
+WORKER_SEES_NO = {"algorithms", "rewards", "rollout", "training"}
 DASK = (
     "coordinator/transport/dask_streams.py",
     "worker/",

@@ -100,9 +100,8 @@ def lacking(name: str) -> str | None:
     except ModuleNotFoundError as error:
         return f"{name}: {error}" if of_libraries(str(error.name)) else None
     except (AttributeError, ImportError) as error:
-        return (
-            None if "requires the" in str(error) else f"{name}: {error}"
-        )  # transformers' word for other packages
+        # transformers' word for other packages
+        return None if "requires the" in str(error) else f"{name}: {error}"
     return None
 
 
@@ -110,12 +109,8 @@ def refused_arguments(name: str, call: ast.Call) -> Iterator[str]:
     """Arguments by name that the function would not take."""
     try:
         parameters = inspect.signature(find(name)).parameters
-    except (
-        AttributeError,
-        ImportError,
-        TypeError,
-        ValueError,
-    ):  # it is not there; it is one of C's; it is no function
+    except (AttributeError, ImportError, TypeError, ValueError):
+        # it is not there; it is one of C's; it is no function
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

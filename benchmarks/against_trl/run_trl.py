@@ -79,9 +79,8 @@ def train(trainer: GRPOTrainer, setting: Setting) -> None:
     """Train with our schedule of learning rates."""
     optimizer = trainer.create_optimizer()
     warmup = max(1, setting.warmup)
-    trainer.lr_scheduler = LambdaLR(
-        optimizer, lambda done: min(1.0, (done + 1) / warmup)
-    )  # its own begins at 0
+    # its own begins at 0
+    trainer.lr_scheduler = LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / warmup))
     trainer.train()
 
 

@@ -21,10 +21,8 @@ from .cases import MAX_RESPONSE
 from .rows import Rows
 
 PROMPTS, SAMPLES = 16, 8
-_BEST, _WORST = (
-    60,
-    4,
-)  # a loss that is a difference of nearly equal numbers has few digits in float32: fewer bad rows
+# a loss that is a difference of nearly equal numbers has few digits in float32: fewer bad rows
+_BEST, _WORST = (60, 4)
 
 
 @dataclass(frozen=True, slots=True)

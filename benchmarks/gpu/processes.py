@@ -41,9 +41,8 @@ class Running:
         cls, part: Part, out: Path, log: Path, environment: Mapping[str, str], seconds: float
     ) -> Running:
         """Start the part with at most ``seconds`` to run. To be called in the main thread."""
-        if (
-            signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        ):  # of a job in the background, whose children inherit it
+        # of a job in the background, whose children inherit it
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("wb") as file:
             process = subprocess.Popen(

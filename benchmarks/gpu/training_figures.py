@@ -52,9 +52,8 @@ def train(
         scoring = median_seconds(lambda: trainer.logprobs(rows))
         updating = median_seconds(lambda: trainer.update([batch], loss))
         tokens = len(rows.tokens)
-        flops = (
-            6 * parameters * tokens / updating
-        )  # without those of attention, which are 5 % at 512 tokens
+        # without those of attention, which are 5 % at 512 tokens
+        flops = 6 * parameters * tokens / updating
         results.append(
             out,
             part=part,

@@ -98,9 +98,8 @@ class LabMachine:
         )
         if learners == 1:
             return own
-        wire = (
-            2 * (learners - 1) / learners * self.weights
-        )  # of a ring: each byte leaves a worker once and comes once
+        # of a ring: each byte leaves a worker once and comes once
+        wire = 2 * (learners - 1) / learners * self.weights
         sums = Demand(self.sums.byte * wire, wire, self.sums.trips * (learners - 1))
         return own + sums
 
@@ -112,9 +111,8 @@ class LabMachine:
         # an engine gets an equal part from every learner, at once: a window for each, so that round
         # trips are shared
         trips = cost.trips / layout.learners
-        wire = self.weights * max(
-            1.0, layout.engines / layout.learners
-        )  # a learner sends its part to every engine
+        # a learner sends its part to every engine
+        wire = self.weights * max(1.0, layout.engines / layout.learners)
         return loaded + Demand(cost.byte * self.weights, wire, trips)
 
     def fixed(self, layout: Layout, rows: StepRows) -> Demand:

@@ -151,9 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--json", action="store_true", help="print one JSON object per number of workers"
     )
     options = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped")
-    )  # or it would leave its processes behind
+    # or it would leave its processes behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     costs = [measure(workers, options.steps) for workers in options.workers]
     if options.json:
         for cost in costs:

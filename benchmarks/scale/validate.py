@@ -52,9 +52,8 @@ def measure(folder: Path, links: Iterable[str], say: Callable[[str], None]) -> l
     found = []
     for name in links:
         with LabCluster(4, (FITTED | HELD_OUT)[name], folder) as cluster:
-            for layout in (
-                LAYOUTS if name == next(iter(HELD_OUT)) else LAYOUTS[1:]
-            ):  # one worker alone has no link
+            # one worker alone has no link
+            for layout in LAYOUTS if name == next(iter(HELD_OUT)) else LAYOUTS[1:]:
                 run = cluster.run("training", WORK, layout, _STEPS)
                 found.append({"link": name, "layout": layout.name, "run": asdict(run)})
                 say(

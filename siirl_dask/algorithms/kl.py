@@ -55,9 +55,8 @@ def k3_clipped(logprobs: Tensor, reference: Tensor, *, limit: float = 10.0) -> T
 
     verl's ``low_var_kl`` has 10.
     """
-    difference = (logprobs - reference).clamp(
-        -_FAR, _FAR
-    )  # exp() of more is infinite, and its gradient not a number
+    # exp() of more is infinite, and its gradient not a number
+    difference = (logprobs - reference).clamp(-_FAR, _FAR)
     return k3(difference, difference.new_zeros(())).clamp(max=limit)
 
 

@@ -76,6 +76,5 @@ def _divergence(kl: KLFn, logprobs: Tensor, reference: Tensor) -> Tensor:
     -> [K].
     """
     difference = clamp_log_ratio(logprobs - reference)
-    return kl(
-        difference, torch.zeros_like(difference)
-    )  # an estimate depends on the difference alone
+    # an estimate depends on the difference alone
+    return kl(difference, torch.zeros_like(difference))

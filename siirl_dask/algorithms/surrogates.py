@@ -246,9 +246,8 @@ def _row_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
     """Give each token the ratio of its row, with the gradient of that token's own logp. [R]
     log-ratios -> [K].
     """
-    own_gradient = (
-        inputs.logprobs - inputs.logprobs.detach()
-    )  # exactly 0: gspo's bounds are as narrow as 3e-4
+    # exactly 0: gspo's bounds are as narrow as 3e-4
+    own_gradient = inputs.logprobs - inputs.logprobs.detach()
     return clamp_log_ratio(spread(log_ratio, inputs.offsets).detach() + own_gradient).exp()
 
 

@@ -217,9 +217,8 @@ def whitened(values: Tensor, mask: Tensor, total_moments: Sequence[float]) -> Te
     """
     count, total, squares = total_moments
     mean = total / max(count, 1.0)
-    variance = max(
-        (squares - total * mean) / max(count - 1.0, 1.0), 0.0
-    )  # rounding may take it below 0
+    # rounding may take it below 0
+    variance = max((squares - total * mean) / max(count - 1.0, 1.0), 0.0)
     standardised = ((values.double() - mean) / (variance + _EPSILON) ** 0.5).to(values.dtype)
     return torch.where(mask, standardised, torch.zeros_like(standardised))
 

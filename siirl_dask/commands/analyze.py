@@ -33,9 +33,8 @@ _GAIN = 0.98  # of the measured step: a smaller gain is no news
 _SHOWN = 3  # splits
 _MARK = "!"
 _LINE = 120
-_FUNCTION = re.compile(
-    r":\s*\w+\s*\Z"
-)  # any option that is a function may be spelled by its name alone
+# any option that is a function may be spelled by its name alone
+_FUNCTION = re.compile(r":\s*\w+\s*\Z")
 _OWN = re.compile(r"siirl_dask(\.\w+)*:\w+", re.ASCII)
 _MARKED = (
     "seconds and bytes that differ from their estimates by half as much again (bytes: above them "
@@ -138,9 +137,8 @@ def _foreign(spec: object) -> set[str]:
 
 def _measured(url: str) -> Measured:
     trace = read_trace(url, most_bytes=_BYTES, most_parts=_PARTS)
-    later = [
-        span for span in trace.spans if span.step > 1
-    ]  # the first one compiles, and fills caches
+    # the first one compiles, and fills caches
+    later = [span for span in trace.spans if span.step > 1]
     if (measured := measure(later) or measure(trace.spans)) is None:
         raise DataError(f"{url!r}: its trace has no training step (it has: {trace.steps})")
     return measured

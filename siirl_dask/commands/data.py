@@ -293,9 +293,8 @@ def row_progress(
 
 
 def _tokenizer(path: str, option: str = "--tokenizer") -> HuggingFaceTokenizer:
-    from siirl_dask.rollout.tokenizer import (
-        load_tokenizer,
-    )  # transformers: seconds that others need not wait for
+    # transformers: seconds that others need not wait for
+    from siirl_dask.rollout.tokenizer import load_tokenizer
 
     return load_tokenizer(folder_here(path, weights=False), f"{option} {path!r}")
 

@@ -188,9 +188,8 @@ def _planned(config: Config, answering: Answering) -> tuple[DAG, Source]:
     """
     source = Source.of(config.data)
     schema = open_source(source).schema
-    if (
-        config.validation.source_column is not None
-    ):  # a field of a struct, which the plan does not check
+    # a field of a struct, which the plan does not check
+    if config.validation.source_column is not None:
         source_schema(schema, replace(source, answer=config.validation.source_column))
     columns = source_schema(schema, source)
     dag = evaluation_dag(config, answering, columns)

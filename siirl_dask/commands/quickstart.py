@@ -53,9 +53,8 @@ def quickstart(config_file: Path, overrides: Sequence[str]) -> None:
         after = _validation_rows(url, steps)
     if config.observe.plot:
         files["plot"] = join(url, "plot.svg")
-    command = (
-        "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])
-    )  # typed as it was here
+    # typed as it was here
+    command = "siirl-dask" if shutil.which("siirl-dask") else os.path.relpath(sys.argv[0])
     next_lines = (
         f"{command} rollouts {url}",
         f"{command} plan {os.path.relpath(config_file.resolve())}",

@@ -93,9 +93,8 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 def train(config: Config, dag: DAG, validation: DAG | None, options: argparse.Namespace) -> None:
     """Run the training as ``--fresh`` and ``--force`` say."""
     check_plugins()
-    from siirl_dask.driver.run import (
-        run,
-    )  # dask and torch: seconds that `plan` and `--help` need not wait for
+    # dask and torch: seconds that `plan` and `--help` need not wait for
+    from siirl_dask.driver.run import run
 
     run(
         config, dag, validation, fresh=options.fresh, force=options.force, command=resuming(options)
@@ -120,9 +119,8 @@ def exit_with_message(work: Callable[[], _T]) -> _T:
     atexit.register(_end_soon)
     hide()
     _take_any_text(sys.stdout)
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # where functions named module:function in a config are looked for, too
+    # where functions named module:function in a config are looked for, too
+    sys.path.insert(0, str(Path.cwd()))
     try:
         return _with_output_flushed(work)
     except KeyboardInterrupt:

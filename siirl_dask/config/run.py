@@ -74,9 +74,8 @@ class RunConfig:
             )
         if not self.url:
             raise ConfigError("run.url='': expected a folder or an fsspec URL")
-        self.url = self.url.replace(
-            "${run.name}", self.name
-        )  # a Config made in Python has no OmegaConf to do it
+        # a Config made in Python has no OmegaConf to do it
+        self.url = self.url.replace("${run.name}", self.name)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -70,9 +70,8 @@ class GlobalOrder:
         self._streams = split(self._rows, batch_size)
         self.steps_per_epoch = -(-self._rows // batch_size)
         self._epoch = lru_cache(maxsize=2)(self._shuffled_groups)
-        self._within = lru_cache(maxsize=1)(
-            self._shuffled_rows
-        )  # of neighbouring streams, which share a row group
+        # of neighbouring streams, which share a row group
+        self._within = lru_cache(maxsize=1)(self._shuffled_rows)
         self._window_rows = max(_LEAST_KNOWN, known_rows // batch_size)
         self._windows: dict[int, _Window] = {}  # by stream
 
@@ -157,9 +156,8 @@ class GlobalOrder:
         return groups, ends - self._sizes[groups]
 
     def _shuffled_rows(self, epoch: int, group: int) -> NDArray[np.int32]:
-        rows = np.arange(
-            self._sizes[group], dtype=np.int32
-        )  # the shuffle does not depend on the type
+        # the shuffle does not depend on the type
+        rows = np.arange(self._sizes[group], dtype=np.int32)
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch, group]).shuffle(rows)
         return rows

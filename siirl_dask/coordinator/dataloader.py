@@ -177,9 +177,8 @@ class RowReader:
         self._read_bytes += held.nbytes
         if held.nbytes <= budget:
             return held
-        fewer = _with_following(
-            wanted, following, len(chosen) * budget // held.nbytes
-        )  # longer ones than before
+        # longer ones than before
+        fewer = _with_following(wanted, following, len(chosen) * budget // held.nbytes)
         return _HeldRows.of(held.table.take(pa.array(np.searchsorted(chosen, fewer))), fewer)
 
     def _decode(self, group: RowGroup, columns: tuple[str, ...], rows: Ints) -> pa.Table:

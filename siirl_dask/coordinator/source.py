@@ -27,9 +27,8 @@ from siirl_dask.schema import (
 )
 
 _OWN = (*IDENTITY, *ORIGIN)  # columns that no dataset has
-_TEXT = re.compile(
-    r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE
-)  # what names of JSON and CSV end in
+# what names of JSON and CSV end in
+_TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.(gz|zst))?$", re.IGNORECASE)
 _ROW = 8  # bytes that a row takes at least: its place in the order of its row group
 
 
@@ -139,9 +138,8 @@ def training_dataset(data: DataConfig, seed: int) -> Dataset:
         source = replace(
             source, prompt=settings.prompt or data.prompt, answer=settings.answer or data.answer
         )
-        shares.append(
-            Share(name, Fraction(str(settings.weight)), source)
-        )  # 0.7 is seven tenths, as it was written
+        # 0.7 is seven tenths, as it was written
+        shares.append(Share(name, Fraction(str(settings.weight)), source))
     return Mixture(shares=tuple(shares), batch_size=data.batch_size, seed=seed)
 
 

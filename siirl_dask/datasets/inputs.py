@@ -353,9 +353,8 @@ def _open_table(source: str, url: str) -> InputRows:
 def _stream_batches(fs: AbstractFileSystem, path: str) -> Iterator[pa.RecordBatch]:
     with open_input(fs, path) as file:
         for batch in pa.ipc.open_stream(file):
-            batch.validate(
-                full=True
-            )  # a damaged offset must end here, not in the code that follows it
+            # a damaged offset must end here, not in the code that follows it
+            batch.validate(full=True)
             if batch.nbytes > MAX_BATCH_BYTES:
                 where = full_name(fs, path)
                 raise DataError(

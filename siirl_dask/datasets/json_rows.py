@@ -31,9 +31,8 @@ LARGEST_ROW = 2**24
 """Characters that a row's text may have."""
 _ROWS = 2**13  # of a block
 _BLOCK = 2**22  # characters of a block's text, about
-_CHUNK = (
-    2**18
-)  # bytes that are read at once: texts of more are memory that the system has to clear each time
+# bytes that are read at once: texts of more are memory that the system has to clear each time
+_CHUNK = 2**18
 _MINUS_ZERO = re.compile(r"-0(?![.0-9eE])")  # which a whole number would not keep; also in texts
 _NULL_ROW = re.compile(r"\}[ \t\n\r]*+null")  # on which pyarrow crashes; also in texts
 _SPACE = re.compile(r"[ \t\n\r]*+")

@@ -27,15 +27,15 @@ from siirl_dask.errors import DataError
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _GSM8K = 'Let\'s think step by step and output the final answer after "####".'
 _BOXED = r"Let's think step by step and output the final answer within \boxed{}."
+# as verl's preparation of Geometry3K asks
 _THINK = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the "
     "final answer. The "
     r"reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE "
     r"put in \boxed{}."
-)  # as verl's preparation of Geometry3K asks
-_IMAGE_GROUP_BYTES = (
-    2**22
-)  # a worker decodes a row group for some of its rows, and images are large
+)
+# a worker decodes a row group for some of its rows, and images are large
+_IMAGE_GROUP_BYTES = 2**22
 _Transform = Callable[[pa.Table], pa.Table]
 
 

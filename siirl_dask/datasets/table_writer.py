@@ -84,9 +84,8 @@ class TableWriter:
         ]
         fs, _ = open_fs(self._url)
         for part in [*self._parts, *staged]:
-            with suppress(
-                Exception
-            ):  # what stays is in no manifest; the error that led here is the one to tell
+            # what stays is in no manifest; the error that led here is the one to tell
+            with suppress(Exception):
                 remove_file(fs, open_fs(join(self._url, part.path))[1])
 
     def _stage(self) -> None:

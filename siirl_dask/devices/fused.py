@@ -96,9 +96,8 @@ def adamw(
     weight_decay: float,
 ) -> None:
     """Take step 1, 2, ... of AdamW, in place. All tensors have one shape, in float32."""
-    first, second = (
-        beta ** (step - 1) for beta in betas
-    )  # the operator multiplies them by the betas itself
+    # the operator multiplies them by the betas itself
+    first, second = (beta ** (step - 1) for beta in betas)
     _library().npu_apply_adam_w(
         first,
         second,

@@ -120,9 +120,8 @@ def _cause(errors: Sequence[Exception]) -> Exception:
     cause = min(errors, key=_distance)
     if isinstance(cause, SiirlError):
         return cause
-    failure = RunError(
-        f"a worker failed: {type(cause).__name__}: {cause}"
-    )  # an error of Dask itself
+    # an error of Dask itself
+    failure = RunError(f"a worker failed: {type(cause).__name__}: {cause}")
     failure.add_note("".join(format_exception(cause)))
     return failure
 

@@ -53,9 +53,8 @@ def fetch_here(models: Models, cluster: ClusterConfig, progress: Progress) -> No
         if is_here(model):
             continue
         if model.url.startswith(HUB):
-            progress.note(
-                f"fetching {model.url}: {decimal(model.nbytes)}"
-            )  # huggingface_hub shows bars of its own
+            # huggingface_hub shows bars of its own
+            progress.note(f"fetching {model.url}: {decimal(model.nbytes)}")
             fetch(model)
         else:
             with progress.transfer(f"fetching {model.url}", model.nbytes) as add:

@@ -104,9 +104,8 @@ def run(
         checked = check(config, planned)  # again: now the dataset and the model exist
     progress = Progress(config.run.steps, enabled=config.observe.progress)
     try:
-        attempt = take(
-            absolute(config.run.url), config.run.lease, progress.note
-        )  # workers run in other folders
+        # workers run in other folders
+        attempt = take(absolute(config.run.url), config.run.lease, progress.note)
     except KeyboardInterrupt:
         raise Interrupted(
             "stopped by the user, while it waited for a sign of life of an earlier start"

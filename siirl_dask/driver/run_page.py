@@ -71,9 +71,8 @@ class RunPage:
             return address
         self._client = client
         self._url = url
-        if not address.endswith(
-            _STATUS
-        ):  # Dask's configuration may set another: distributed.dashboard.link
+        # Dask's configuration may set another: distributed.dashboard.link
+        if not address.endswith(_STATUS):
             return address
         return address.removesuffix(_STATUS) + f"/{PATH}"
 

@@ -34,9 +34,8 @@ _MAX_PEERS = 4  # workers that a line names, of those that a worker waits for
 _MAX_POSITIONS = 8  # workers whose positions an error names
 _MAX_LINES = 60  # lines of a worker's stacks
 _MAX_CHARACTERS = 200  # characters of a line
-_IN_NODE = re.compile(
-    r"node '([\w-]+)', ([^:]+)"
-)  # the place of a task, as worker/node_call.py names it
+# the place of a task, as worker/node_call.py names it
+_IN_NODE = re.compile(r"node '([\w-]+)', ([^:]+)")
 STOPPED = "stopped"
 """State, as a nanny reports it, of the process of a worker that was stopped by SIGSTOP."""
 
@@ -230,9 +229,8 @@ async def _result_of(call: Awaitable[Any], address: str) -> Any:
     """
     try:
         return (await asyncio.wait_for(call, _ANSWER_TIMEOUT))[address]
-    except (
-        Exception
-    ):  # a process that stands still, or is just leaving, may break the connection in any way
+    except Exception:
+        # a process that stands still, or is just leaving, may break the connection in any way
         return None
 
 

@@ -72,9 +72,8 @@ def opening_of(answer: object, prompt: object = None, *, most: int) -> Opening:
     Refused for a Failure, WrongAnswer for something else.
     """
     _check_failure(answer)
-    if (
-        isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
-    ):  # gymnasium's and skyrl-gym's
+    # gymnasium's and skyrl-gym's
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
         first = answer[0]
         is_chat = (
             isinstance(first, list)

@@ -104,9 +104,8 @@ class McpServers:
             for server, task in zip(self._servers, holding, strict=True):
                 connected = asyncio.create_task(server.connected.wait())
                 await asyncio.wait([connected, task], return_when=asyncio.FIRST_COMPLETED)
-                if (
-                    task.done()
-                ):  # of the network, of a process, of the protocol: whatever the package raises
+                # of the network, of a process, of the protocol: whatever the package raises
+                if task.done():
                     connected.cancel()
                     error = task.exception()
                     self._connecting.set_exception(

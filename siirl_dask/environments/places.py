@@ -206,9 +206,8 @@ def _perform(
     except (
         BaseException
     ) as error:  # SystemExit too: it is the episode's failure, not the thread's end
-        fits = isinstance(error, Exception) and not isinstance(
-            error, StopIteration
-        )  # a future takes no other
+        # a future takes no other
+        fits = isinstance(error, Exception) and not isinstance(error, StopIteration)
         tell = partial(_settle, future, None, error if fits else CallFailed(reason_of(error)))
     with suppress(RuntimeError):  # the loop has ended: nobody waits any more
         loop.call_soon_threadsafe(tell)

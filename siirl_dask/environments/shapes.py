@@ -158,9 +158,8 @@ def _documented(thing: object) -> dict[str, Callable[..., Any]]:
 
     A ``step`` is one of them, as it would be for TRL, if its argument has a type.
     """
-    kind = (
-        thing if isinstance(thing, type) else type(thing)
-    )  # members of an instance would evaluate its properties
+    # members of an instance would evaluate its properties
+    kind = thing if isinstance(thing, type) else type(thing)
     methods = dict(inspect.getmembers(kind, inspect.isfunction))
     public = [
         name for name, method in methods.items() if not name.startswith("_") and method.__doc__

@@ -59,9 +59,8 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 
     ConfigError, naming the function, for one without types or descriptions.
     """
-    from transformers.utils.chat_template_utils import (
-        get_json_schema,
-    )  # takes seconds to import: only where there are tools
+    # takes seconds to import: only where there are tools
+    from transformers.utils.chat_template_utils import get_json_schema
 
     bound = function.keywords if isinstance(function, partial) else {}
     bare = function.func if isinstance(function, partial) else function
@@ -150,9 +149,8 @@ class CallParser:
 
     def _from_hermes(self, action: Action) -> list[Call | Malformed]:
         text = action.text
-        if (
-            self._tokenizer is not None
-        ):  # for some the marks are special tokens, which the text is without
+        # for some the marks are special tokens, which the text is without
+        if self._tokenizer is not None:
             text = str(self._tokenizer.decode(list(action.token_ids), skip_special_tokens=False))
         return [_hermes(body, closed=bool(end)) for body, end in _HERMES.findall(text)]
 

@@ -83,9 +83,8 @@ class ImageProcessor:
         )
         self._digest = sha256(described.encode()).hexdigest()
         cache = parse_bytes("images.cache", settings.cache)
-        self._files = BoundedCache(
-            cache // 2
-        )  # apart: pixels, of many times their bytes, would have them fetched again
+        # apart: pixels, of many times their bytes, would have them fetched again
+        self._files = BoundedCache(cache // 2)
         self._cache = BoundedCache(cache, beside=self._files)
 
     @classmethod

@@ -11,13 +11,8 @@ from siirl_dask.errors import ImageError
 
 MARK = "<image>"
 """Stands for an image in the text of a prompt, as in the datasets of verl, siiRL and EasyR1."""
-_OWN = (
-    "image",
-    "image_url",
-    "url",
-    "base64",
-    "path",
-)  # keys under which an entry of a message's content has its image
+# keys under which an entry of a message's content has its image
+_OWN = ("image", "image_url", "url", "base64", "path")
 
 
 def marked(

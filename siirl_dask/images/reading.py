@@ -55,9 +55,8 @@ def size_of(data: bytes, max_pixels: int) -> tuple[int, int]:
 def format_of(data: bytes, max_pixels: int) -> str:
     """Return the file's format, one of ``FORMATS``. ImageError as of ``size_of``."""
     with _opened(data, max_pixels) as picture:
-        return (
-            "JPEG" if picture.format == "MPO" else str(picture.format)
-        )  # one that a camera wrote with a preview
+        # one that a camera wrote with a preview
+        return "JPEG" if picture.format == "MPO" else str(picture.format)
 
 
 def decode(data: bytes, max_pixels: int) -> pil.Image:
@@ -205,9 +204,8 @@ def _orientation(picture: pil.Image) -> int:
 def _as_rgb(picture: pil.Image) -> pil.Image:
     if picture.mode == "RGB":
         return picture.copy() if picture.readonly else picture
-    if picture.mode.startswith(
-        ("I", "F")
-    ):  # 16 bits a pixel, which Pillow's own conversion would cut at 255
+    # 16 bits a pixel, which Pillow's own conversion would cut at 255
+    if picture.mode.startswith(("I", "F")):
         return pil.fromarray(
             (np.asarray(picture).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8)
         ).convert("RGB")

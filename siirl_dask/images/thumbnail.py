@@ -11,12 +11,8 @@ from siirl_dask.images.reading import decode
 
 _SIDE = 256  # most pixels of a side
 _BYTES = 20_000  # of a thumbnail, before it becomes text
-_TRIES = (
-    (_SIDE, 85),
-    (_SIDE, 60),
-    (_SIDE, 30),
-    (_SIDE // 2, 60),
-)  # side and quality of JPEG, the best first
+# side and quality of JPEG, the best first
+_TRIES = ((_SIDE, 85), (_SIDE, 60), (_SIDE, 30), (_SIDE // 2, 60))
 _LAST = (_SIDE // 4, 30)  # at most 64 x 64 pixels, of which no content makes as many bytes
 
 

@@ -193,9 +193,8 @@ def _architecture(config: Mapping[str, Any]) -> Architecture | None:
 
 def _tower(config: Mapping[str, Any]) -> Tower | None:
     vision = config.get("vision_config")
-    if isinstance(vision, Mapping) and vision.get(
-        "embed_dim"
-    ):  # Qwen2-VL: hidden_size is the width of its output
+    # Qwen2-VL: hidden_size is the width of its output
+    if isinstance(vision, Mapping) and vision.get("embed_dim"):
         width = _size(vision, "embed_dim")
         vision = {
             **vision,
@@ -244,9 +243,8 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         for key in (*_SIZES.values(), "head_dim", "tie_word_embeddings")
     }
     values["num_key_value_heads"] = values["num_key_value_heads"] or values["num_attention_heads"]
-    values["intermediate_size"] = values["intermediate_size"] or 4 * (
-        values["hidden_size"] or 0
-    )  # GPT-2's habit
+    # GPT-2's habit
+    values["intermediate_size"] = values["intermediate_size"] or 4 * (values["hidden_size"] or 0)
     return {**values, "model_type": text.model_type}
 
 

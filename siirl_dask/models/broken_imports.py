@@ -24,10 +24,8 @@ from typing import Any
 OPTIONAL = ("torchvision", "torchaudio", "torchcodec")
 _USERS = ("transformers", "vllm")
 _MISSING = re.compile(r"operator torchvision::\w+ does not exist")
-_OPERATORS = {
-    "nms",
-    "qnms",
-}  # that torchvision describes to torch's compiler even where their code cannot be loaded
+# that torchvision describes to torch's compiler even where their code cannot be loaded
+_OPERATORS = {"nms", "qnms"}
 
 
 class _HideOnFirstUse(MetaPathFinder):

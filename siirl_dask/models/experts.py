@@ -38,9 +38,8 @@ def joined(opened: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(match["experts"], {})[int(match["expert"]), match["part"]] = name
             del rest[name]
     for experts, names in found.items():
-        if not any(
-            part == "gate_proj" for _, part in names
-        ):  # experts without gates are no parameters of these names
+        # experts without gates are no parameters of these names
+        if not any(part == "gate_proj" for _, part in names):
             rest |= {name: opened[name] for name in names.values()}
             continue
         count = 1 + max(expert for expert, _ in names)

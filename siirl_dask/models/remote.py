@@ -283,7 +283,6 @@ def _nearest(url: str) -> str:
         return did_you_mean(
             name, [_base(str(found).rstrip("/")) for found in fs.ls(folder, detail=False)]
         )
-    except (
-        Exception
-    ):  # the folder or bucket is not there either; the error that led here is the one to tell
+    except Exception:
+        # the folder or bucket is not there either; the error that led here is the one to tell
         return ""

@@ -27,11 +27,8 @@ _OF_EXPERTS = ".experts."
 _STREAMS = 8  # headers read at once
 _LARGEST_HEADER = 10**8  # bytes, a limit of the safetensors specification
 _WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)  # as Qwen, Mixtral and DeepSeek name them
+# as Qwen, Mixtral and DeepSeek name them
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)

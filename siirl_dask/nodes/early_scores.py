@@ -38,9 +38,8 @@ class EarlyScores:
 
     def take(self, rows: pa.Table) -> None:
         """Begin to score rows. Any thread may call it."""
-        if not {*self._names} <= {
-            *rows.column_names
-        }:  # the node's own ``reads`` leave out an argument
+        # the node's own ``reads`` leave out an argument
+        if not {*self._names} <= {*rows.column_names}:
             return
         for at, row_id in enumerate(rows[ROW_ID].to_pylist()):
             row = rows.select(self._names).slice(at, 1)

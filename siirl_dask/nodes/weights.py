@@ -324,7 +324,6 @@ def _tensors(table: pa.Table) -> Iterator[tuple[str, Tensor]]:
             raise PeerError(
                 f"parameter {name!r}: {buffer.size} bytes are no {dtype} tensor of shape {shape}"
             )
-        flat = from_dlpack(
-            pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])
-        )  # read-only memory, too
+        # read-only memory, too
+        flat = from_dlpack(pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer]))
         yield name, flat.view(_DTYPES[dtype]).reshape(shape)

@@ -144,9 +144,8 @@ class MetricsLog:
                 for line in whole.splitlines(keepends=True)
             ]
             whole = b"".join(line for line, (record, _) in records if record["step"] <= until)
-        if (
-            whole != written or not written
-        ):  # the last start was killed while writing; or this run is new
+        # the last start was killed while writing; or this run is new
+        if whole != written or not written:
             write_atomic(self._fs, self._path, whole)
         self._written = b"" if self._appends else whole
 
@@ -157,9 +156,8 @@ class MetricsLog:
             with full_disk_named(self._path, len(line)), self._fs.open(self._path, "ab") as file:
                 file.write(line)
                 file.flush()
-                os.fsync(
-                    file.fileno()
-                )  # a checkpoint of this step survives a power cut, and so must its metrics
+                # a checkpoint of this step survives a power cut, and so must its metrics
+                os.fsync(file.fileno())
         else:
             self._written += line
             write_atomic(self._fs, self._path, self._written)

@@ -202,9 +202,8 @@ def _receives(node: Node, move: Move, worker: str) -> list[Link]:
     receives: list[Link] = []
     for edge in move.edges:
         if edge.moves:
-            tables = (
-                () if node.lag else move.tables_with_groups(edge, worker)
-            )  # a lagged node's are of another step
+            # a lagged node's are of another step
+            tables = () if node.lag else move.tables_with_groups(edge, worker)
             receives.append(Recv(edge, guides[edge.guide], tables))
     return receives
 

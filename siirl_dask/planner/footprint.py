@@ -267,9 +267,8 @@ def _ladder(memory: int, workers: Mapping[str, Roles]) -> list[list[str]]:
             if card.fits or card.needed < needed:
                 workers = changed
                 needed = card.needed
-                if (
-                    remedy.instead_of in settings
-                ):  # what came after it made room for a role that is elsewhere now
+                # what came after it made room for a role that is elsewhere now
+                if remedy.instead_of in settings:
                     del settings[settings.index(remedy.instead_of) :]
                 settings.append(remedy.setting)
             if card.fits:

@@ -336,9 +336,8 @@ def _edge(
 ) -> Edge:
     schema = make_schema({name: source.produced[name].type for name in columns})
     target = stage.node
-    rows = (
-        Rows.REPLICATED if layout.replicated else Rows(target.rows)
-    )  # where the guide is in place and replicated
+    # where the guide is in place and replicated
+    rows = Rows.REPLICATED if layout.replicated else Rows(target.rows)
     return Edge(
         source.node.name,
         target.name,

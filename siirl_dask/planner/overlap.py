@@ -52,9 +52,8 @@ def _finished_rows_have(columns: Sequence[str], maker: NodeColumns, reader: Node
     reads them.
     """
     contract = maker.node.contract
-    if (
-        not contract.early or contract.carries is not None
-    ):  # what it stores for later steps is decided at its end
+    # what it stores for later steps is decided at its end
+    if not contract.early or contract.carries is not None:
         return False
     for name in columns:
         made = maker.produced.get(name)

@@ -38,9 +38,8 @@ def place_roles(
             )
     everywhere = [role for role in dag.roles if role.name not in placement]
     sizes = [size for role in everywhere for size in groups_of(role.build, len(workers)).values()]
-    order = arrange(
-        workers, hosts, sizes
-    )  # one for all of them: rows stay where roles have the same workers
+    # one for all of them: rows stay where roles have the same workers
+    order = arrange(workers, hosts, sizes)
     return {
         role: tuple(workers[i] for i in placement[role]) if role in placement else order
         for role in roles

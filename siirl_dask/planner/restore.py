@@ -142,9 +142,8 @@ def run_again(dag: DAG, source: Schema, first: str, save_as: str) -> Cut:
         _check_stored(stages, stages[node.name].node, saved, before - again)
     stored_columns = []
     for column in stages[saved.name].produced.values():
-        if (
-            column.writer not in again and column.name in source.names
-        ):  # an earlier version may have stored fewer
+        # an earlier version may have stored fewer
+        if column.writer not in again and column.name in source.names:
             stored_columns.append(column)
     entry = _entry(STORED, dag.node(first).role, str(saved.save_as), stored_columns)
     nodes = []

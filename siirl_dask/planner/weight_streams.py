@@ -29,9 +29,8 @@ def find_streams(stages: Mapping[str, NodeColumns], placed: Placed) -> dict[str,
             readers[source].append(name)
     streams = {}
     for source, names in readers.items():
-        if (
-            len(names) != 1 or readers[names[0]]
-        ):  # of several readers, or of one that others read in turn
+        # of several readers, or of one that others read in turn
+        if len(names) != 1 or readers[names[0]]:
             continue
         target = names[0]
         if not _fit(stages[source].node, stages[target].node):

@@ -87,9 +87,8 @@ class Child:
         """
         with self._lock:
             self.alive = False
-            if (
-                self._process.returncode is None
-            ):  # not reaped yet: its number cannot be another process's
+            # not reaped yet: its number cannot be another process's
+            if self._process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()

@@ -14,9 +14,8 @@ _MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
 _ANY_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}")
 _STATED_ANSWER = re.compile(r"\banswer[ \t*_]*:(.*)$", re.IGNORECASE | re.MULTILINE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-_NO_MEANING = re.compile(
-    r"\\[,;!() \[\]]|\\left|\\right|\$|\s|\*\*|__"
-)  # spaces, delimiters, bold type
+# spaces, delimiters, bold type
+_NO_MEANING = re.compile(r"\\[,;!() \[\]]|\\left|\\right|\$|\s|\*\*|__")
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 

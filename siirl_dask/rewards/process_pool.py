@@ -50,9 +50,8 @@ class Pool:
             raise ConfigError(
                 f"the reward {function!r} cannot be sent to other processes: {error}"
             ) from error
-        self._children: queue.SimpleQueue[Child | None] = (
-            queue.SimpleQueue()
-        )  # None: one that is not started yet
+        # None: one that is not started yet
+        self._children: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
         self._processes = processes
         self._threads = ThreadPoolExecutor(processes, "siirl-reward")
         # One starts now, so that a function that cannot be loaded is known before the run; in a

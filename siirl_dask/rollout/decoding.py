@@ -128,9 +128,8 @@ class KeyValueCache:
         seen = (keys <= queries) & (keys >= (self._width - self._lengths)[:, None, None, None])
         if window is not None:
             seen &= keys > queries - window
-        seen |= (
-            keys == queries
-        )  # a place without a token sees itself: nothing at all would give nan
+        # a place without a token sees itself: nothing at all would give nan
+        seen |= keys == queries
         return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(
             ~seen, -torch.inf
         )
@@ -387,9 +386,8 @@ def use_decoding(model: PreTrainedModel) -> bool:
     """
     rows = trial_rows(model)
     before = attention_of_text(model, None)
-    model.set_attn_implementation(
-        attention_of_text(model, EAGER)
-    )  # transformers' sdpa leaves soft caps out
+    # transformers' sdpa leaves soft caps out
+    model.set_attn_implementation(attention_of_text(model, EAGER))
     plain = [
         model(torch.tensor([row], device=model.device), use_cache=False).logits[0, -2:].float()
         for row in rows

@@ -19,10 +19,8 @@ GRAPHS_BYTES = 10**9
 """Bytes of captured graphs: engines' logs tell of 0.5 to 1.5 GB for models of 7 billion
 parameters."""
 _LOGITS = 4  # bytes of a logit
-_CHUNK = {
-    True: 4 * 2**20,
-    False: 256 * 2**20,
-}  # bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
+# bytes of logits, on a CPU and elsewhere; 4 MiB stay in its cache
+_CHUNK = {True: 4 * 2**20, False: 256 * 2**20}
 _CHUNK_COPIES = 2  # of a chunk's logits: probabilities, and half as much for their sums, or a mask
 _FEW_ROWS = 64
 _LEAST_COLUMNS = 256  # of a cache of fixed shape

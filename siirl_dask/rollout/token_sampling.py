@@ -29,11 +29,8 @@ _UNITS = 2.0**40  # whole units of the largest mass; what is smaller than one is
 _LOW = 29
 _NUMBER = 32  # bits of a random number
 _CANDIDATES = 1024  # likeliest tokens among which top_p looks first, and then among all
-_DIGITS = (
-    11,
-    10,
-    10,
-)  # bits of a float32 but its sign, by which the nucleus is found without sorting
+# bits of a float32 but its sign, by which the nucleus is found without sorting
+_DIGITS = (11, 10, 10)
 _INFINITE = 0x7F800000  # bits of infinity
 _DIGIT_PARTS = 8  # of a chunk's rows: looking for digits takes six times the logits
 _SMALL = 4096  # a vocabulary that needs no groups: fewer operations take less than what they save
@@ -199,9 +196,8 @@ def _pick(cumulative: Tensor, number: Tensor) -> Tensor:
     low = total & (2**_LOW - 1)
     target = (high * number + (low * number >> _LOW)) >> (_NUMBER - _LOW)
     place = torch.searchsorted(cumulative, target, right=True)
-    return place.clamp(
-        max=cumulative.shape[1] - 1
-    )  # only nan gets there; the engine refuses its log-probability
+    # only nan gets there; the engine refuses its log-probability
+    return place.clamp(max=cumulative.shape[1] - 1)
 
 
 def _nucleus(logits: Tensor, likeliest: Tensor | None, mass: Tensor) -> Tensor:
@@ -214,9 +210,8 @@ def _nucleus(logits: Tensor, likeliest: Tensor | None, mass: Tensor) -> Tensor:
         return _lowest(likeliest, mass)
     if logits.shape[1] <= _CANDIDATES:
         return _lowest(logits.sort(dim=1, descending=True).values, mass)
-    if (
-        logits.device.type != "cpu"
-    ):  # to ask whether the candidates suffice would wait for the device
+    # to ask whether the candidates suffice would wait for the device
+    if logits.device.type != "cpu":
         rows = -(-len(logits) // _DIGIT_PARTS)
         parts = zip(logits.split(rows), mass.split(rows), strict=True)
         return torch.cat([_lowest_by_digits(some, masses) for some, masses in parts])

@@ -285,9 +285,8 @@ class HuggingFaceTokenizer:
         if self.pad_token_id is not None:
             ends.add(self.pad_token_id)
         if self._tokenizer.chat_template:
-            with suppress(
-                Exception
-            ):  # a template that fails here fails on prompts too, and is named there
+            # a template that fails here fails on prompts too, and is named there
+            with suppress(Exception):
                 ends |= set(self._tokenizer.all_special_ids) & set(self._ids_after_turn()[:1])
         return frozenset(ends)
 

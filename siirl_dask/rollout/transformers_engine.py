@@ -75,9 +75,8 @@ class TransformersEngine(MergesAdapters, HoldsNoGroups):
         self._progress = progress
         self._end_tokens = tokenizer.end_tokens
         self._pad_token = next(iter([*self._end_tokens, 0]))
-        self._model.generation_config = (
-            GenerationConfig()
-        )  # its penalties and sampling must not reach our samples
+        # its penalties and sampling must not reach our samples
+        self._model.generation_config = GenerationConfig()
         self._decodes = use_decoding(self._model)
         if not self._decodes:
             check_generate(self._model, model.path)

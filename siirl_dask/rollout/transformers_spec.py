@@ -38,9 +38,8 @@ def _check(role: EngineRole) -> Sequence[str]:
 
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
-    from siirl_dask.rollout.transformers_engine import (
-        TransformersEngine,
-    )  # imports torch and transformers
+    # imports torch and transformers
+    from siirl_dask.rollout.transformers_engine import TransformersEngine
 
     routing = needed_routing(inputs.model.path) if inputs.rollout.router_replay else None
     with inputs.device.stage("the loading of weights"):

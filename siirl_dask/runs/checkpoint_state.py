@@ -50,9 +50,8 @@ class CheckpointState:
                         f"{text}"
                     )
             for phase, position in part["positions"].items():
-                positions[phase] = max(
-                    position, positions.get(phase, 0)
-                )  # a worker that reads nothing stays behind
+                # a worker that reads nothing stays behind
+                positions[phase] = max(position, positions.get(phase, 0))
         roles = sorted({role for part in saved for role in part["roles"]})
         decoded = {role: json.loads(text) for role, text in states.items()}
         return CheckpointState(

@@ -237,9 +237,8 @@ def put_folder(folder: Path, url: str) -> None:
             left -= file.stat().st_size
     except BaseException as error:
         for file in files:
-            with suppress(
-                Exception
-            ):  # it may not be there; the error that led here is the one to tell
+            # it may not be there; the error that led here is the one to tell
+            with suppress(Exception):
                 remove_file(fs, f"{path}/{file.name}")
         with suppress(Exception):
             fs.rmdir(path)

@@ -262,9 +262,8 @@ def probe(url: str, option: str = "run.url") -> Iterator[str]:
         with _refused(f"{option}={url!r}"):
             remove_file(fs, f"{path}/{name}")
             if not existed and fs.exists(path):  # object stores have no folders
-                with suppress(
-                    OSError
-                ):  # it is not empty: a worker that died, or another start, wrote there
+                # it is not empty: a worker that died, or another start, wrote there
+                with suppress(OSError):
                     fs.rmdir(path)
 
 

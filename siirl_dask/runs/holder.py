@@ -129,6 +129,5 @@ def _birth(pid: int) -> str | None:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return (
-        None if state in ("Z", "X") else rest[18]
-    )  # field 22 of proc(5), the name and what is before it taken off
+    # field 22 of proc(5), the name and what is before it taken off
+    return None if state in ("Z", "X") else rest[18]

@@ -209,9 +209,8 @@ def _legal_share(
     from siirl_dask.tasks.warm_start import NO_LOSS
 
     inputs, labels = _encoded(tokenizer, games)
-    chances = model(inputs, use_cache=False).logits.softmax(dim=-1)[
-        labels != NO_LOSS
-    ]  # [moves, V], row by row
+    # [moves, V], row by row
+    chances = model(inputs, use_cache=False).logits.softmax(dim=-1)[labels != NO_LOSS]
     heaps = [heap for game in games for heap, _ in game]
     allowed = [tokenizer("".join(map(str, legal(heap))))["input_ids"] for heap in heaps]
     return sum(

@@ -60,9 +60,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         unfinished = Path(aside) / f".{folder.name}"
         yield unfinished
         for name in map(str, range(_SWAPS)):
-            with suppress(
-                FileNotFoundError
-            ):  # of the first time, and of another process's moving it away
+            # of the first time, and of another process's moving it away
+            with suppress(FileNotFoundError):
                 folder.rename(Path(aside) / name)
             try:
                 unfinished.rename(folder)

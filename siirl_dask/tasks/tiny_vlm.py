@@ -158,9 +158,8 @@ def _model(
     if family == "qwen2_vl":
         width = vision["hidden_size"]
         vision |= {"embed_dim": width, "mlp_ratio": vision.pop("intermediate_size") // width}
-        vision |= {
-            "hidden_size": vision.pop("out_hidden_size")
-        }  # in Qwen2-VL the width of what the tower gives
+        # in Qwen2-VL the width of what the tower gives
+        vision |= {"hidden_size": vision.pop("out_hidden_size")}
         return Qwen2VLForConditionalGeneration(
             Qwen2VLConfig(text_config=text, vision_config=vision, **common)
         )

@@ -190,9 +190,8 @@ class ImageTrainerTests:
         self, folder: Path, tmp_path: Path
     ) -> None:
         module = sys.modules[type(self).__module__]
-        cloudpickle.register_pickle_by_value(
-            module
-        )  # a rank may be unable to import the subclass's module
+        # a rank may be unable to import the subclass's module
+        cloudpickle.register_pickle_by_value(module)
         try:
             both = run_ranks(2, partial(_learn, self.make_trainer, folder), tmp_path)
         finally:

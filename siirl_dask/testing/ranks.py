@@ -18,9 +18,8 @@ from siirl_dask.devices.accelerator import bind, visible_devices
 from siirl_dask.worker.groups.process_groups import backend_of
 from siirl_dask.worker.process.fork_server import START_METHOD, prepare_processes
 
-_TIMEOUT = timedelta(
-    seconds=180
-)  # some ranks wait while others compute alone, on a machine that may be busy
+# some ranks wait while others compute alone, on a machine that may be busy
+_TIMEOUT = timedelta(seconds=180)
 
 
 def run_ranks(

@@ -94,9 +94,8 @@ class TrainerTests:
         seconds to start.
         """
         module = sys.modules[cls.__module__]
-        cloudpickle.register_pickle_by_value(
-            module
-        )  # a rank may be unable to import the subclass's module
+        # a rank may be unable to import the subclass's module
+        cloudpickle.register_pickle_by_value(module)
         try:
             learn = partial(_learn, cls.make_trainer, folder)
             return run_ranks(2, learn, tmp_path_factory.mktemp("ranks"), cls.device_kind())
@@ -240,9 +239,8 @@ class TrainerTests:
     @pytest.mark.parametrize("budget", [20, 100_000])
     def test_an_episode_of_several_rows_counts_as_one(self, folder: Path, budget: int) -> None:
         trainer = self.build(folder, max_tokens_per_micro_batch=budget)
-        batch = _batch(
-            trainer, random_rows(LENGTHS)
-        )  # the first three rows are one episode, with 7 tokens elsewhere
+        # the first three rows are one episode, with 7 tokens elsewhere
+        batch = _batch(trainer, random_rows(LENGTHS))
         spans = EpisodeSpans(
             torch.tensor([0, 4, 17, 0, 0, 0, 0]), torch.tensor([21, 21, 21, 1, 0, 11, 6])
         )
@@ -299,9 +297,8 @@ class TrainerTests:
         rows = random_rows(LENGTHS)
         found: list[NonFinite] = []
         advantages = signs(rows)
-        advantages[-7] = float(
-            "nan"
-        )  # row 5 has all but the last six of its response tokens before it
+        # row 5 has all but the last six of its response tokens before it
+        advantages[-7] = float("nan")
         before = copied_weights(trainer)
         metrics = trainer.update(
             [_batch(trainer, rows, advantages)], _PPO, on_nonfinite=found.append

@@ -214,9 +214,8 @@ class ImageInputs:
         check_places(ids, token, [place for place, _ in own])
         taken = {at for place, _ in own for at in place}
         others = [-1 if at in taken else one for at, one in enumerate(ids[:prompt])]
-        if (
-            own and token not in others
-        ):  # a prompt that the environment made, without the row's images
+        # a prompt that the environment made, without the row's images
+        if own and token not in others:
             images = ()
         places = image_places(others, token, [*map(tokens, images)])
         return sorted([*zip(places, images, strict=True), *own], key=lambda pair: pair[0].start)

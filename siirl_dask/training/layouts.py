@@ -26,9 +26,8 @@ def check_layout(trainer: TrainerConfig, model: ModelConfig, workers: int) -> No
     build the role.
     """
     spec = trainer_spec(trainer.backend)
-    if (
-        trainer.backend not in TRAINERS
-    ):  # options of these are checked where the configuration is made
+    # options of these are checked where the configuration is made
+    if trainer.backend not in TRAINERS:
         _check_read(trainer, spec)
     spec.check(trainer, model, workers)
 

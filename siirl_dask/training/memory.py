@@ -28,10 +28,8 @@ BFLOAT16 = 2
 GRADIENTS = "gradients"
 IN_FLOAT32 = " in float32"  # how parts end that weights are made of
 FROZEN = f"frozen weights{IN_FLOAT32}"
-_LOGITS = {
-    True: 64 * 2**20,
-    False: 256 * 2**20,
-}  # bytes of a block of float32 logits, on a CPU and elsewhere
+# bytes of a block of float32 logits, on a CPU and elsewhere
+_LOGITS = {True: 64 * 2**20, False: 256 * 2**20}
 # of a block, since each block of r rows reads and writes [K, D] sums for its K r D products
 _LEAST_ROWS = 1024
 _PIXELS = 3 * 2 * 16 * 16  # numbers of a patch: three colours, two frames

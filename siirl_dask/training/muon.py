@@ -49,9 +49,8 @@ class WholeMatrices:
         self._parts = parts
         self._rates = rates
         self._weight_decay = weight_decay
-        self._by_size = sorted(
-            parts, key=lambda name: -parts[name].numel()
-        )  # so that shares are about equal
+        # so that shares are about equal
+        self._by_size = sorted(parts, key=lambda name: -parts[name].numel())
 
     def step(self, lr: float, group: Any, waiting: Waiting) -> None:
         """Step along the gradients, which all ranks of ``group`` have alike; None is a group of
@@ -145,9 +144,8 @@ class ShardedMatrices:
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
-        by_size = sorted(
-            parameters, key=lambda name: -parameters[name].numel()
-        )  # ranks get equal ones at a time
+        # ranks get equal ones at a time
+        by_size = sorted(parameters, key=lambda name: -parameters[name].numel())
         self._stacks = [name for name in by_size if parameters[name].ndim > 2]
         single = [name for name in by_size if parameters[name].ndim == 2]
         self._rounds = [

@@ -61,9 +61,8 @@ class Optimizer:
         for name, part in self._parts.items():
             part.grad = gradients[name]
         by_adamw = {name: part for name, part in self._parts.items() if name not in matrices}
-        groups: dict[float, list[Tensor]] = {
-            1.0: []
-        }  # empty where all that this rank steps are matrices
+        # empty where all that this rank steps are matrices
+        groups: dict[float, list[Tensor]] = {1.0: []}
         for name, part in by_adamw.items():
             groups.setdefault(rates.get(name, 1.0), []).append(part)
         self._adam = torch.optim.AdamW(
@@ -254,9 +253,8 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 
 
 _ALL = slice(None)
-_BUCKET = (
-    16 * 2**20
-)  # elements; messages of 64 MiB of float32 bound the copies that a collective backend makes
+# elements; messages of 64 MiB of float32 bound the copies that a collective backend makes
+_BUCKET = 16 * 2**20
 
 
 def all_reduce(tensor: Tensor, group: Any) -> Tensor:

@@ -242,19 +242,16 @@ def _pack(
     packed_lengths = lengths[order]
     packed_begins = packed_lengths.cumsum(0) - packed_lengths
     positions = torch.arange(int(lengths.sum())) - packed_begins.repeat_interleave(packed_lengths)
-    source = positions + begins[order].repeat_interleave(
-        packed_lengths
-    )  # [T], index of each packed token in the batch
+    # [T], index of each packed token in the batch
+    source = positions + begins[order].repeat_interleave(packed_lengths)
 
     offsets = response[start : stop + 1] - response[start]
     counts = offsets.diff()
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
-    in_row = (
-        prompts[start:stop].repeat_interleave(counts) + within
-    )  # [K], position of the token in its row
-    place = torch.empty_like(begins).scatter_(
-        0, order, packed_begins
-    )  # [R], where each row begins in the pack
+    # [K], position of the token in its row
+    in_row = prompts[start:stop].repeat_interleave(counts) + within
+    # [R], where each row begins in the pack
+    place = torch.empty_like(begins).scatter_(0, order, packed_begins)
     predicting = place.repeat_interleave(counts) + in_row - 1
     shown = None if rows.images is None else rows.images.of_row[start:stop]
     group = same_prompts(rows.tokens, begins, prompts[start:stop], shown, rows.routes)

@@ -210,9 +210,8 @@ def _check_learner(
     if trainer.lora.path is not None:
         _check_first_adapters(model.path, trainer)
     reads: tuple[str, ...] = (model.path,)
-    if trainer.lora.path is not None and not is_remote(
-        trainer.lora.path
-    ):  # at a URL each worker reads them itself
+    # at a URL each worker reads them itself
+    if trainer.lora.path is not None and not is_remote(trainer.lora.path):
         reads = (model.path, trainer.lora.path)
     cost = RoleCost(provides=_abilities(spec, trainer), reads=reads, process=spec.process(trainer))
     size = count_parameters(model.path)
@@ -334,9 +333,8 @@ def _adapted_layers(path: str, trainer: TrainerConfig) -> dict[str, tuple[int, .
     """Return the shapes of the weights that get adapters, by name; None and ConfigError as of
     ``count_adapters``.
     """
-    from siirl_dask.training.model.lora import (
-        chosen_targets,
-    )  # imports torch, which only adapters need here
+    # imports torch, which only adapters need here
+    from siirl_dask.training.model.lora import chosen_targets
 
     shapes = parameter_shapes(path)
     if not shapes:

@@ -20,9 +20,8 @@ _BUSY_TOKENS = 4096  # of a micro-batch that keeps a device busy
 _PARTS = 8  # of the tokens of a micro-batch; the largest number of them that fits is proposed
 _LEAST_TOKENS = 1024  # of a micro-batch: smaller ones save little, and take longer
 _RANK = 16  # of adapters that are proposed
-_TURNED = frozenset(
-    {"gradient_checkpointing", "max_tokens_per_micro_batch"}
-)  # keys that are turned first
+# keys that are turned first
+_TURNED = frozenset({"gradient_checkpointing", "max_tokens_per_micro_batch"})
 Tokens = Callable[[TrainerConfig], int]
 """Function that returns the tokens of the largest micro-batch."""
 Adapters = Callable[[TrainerConfig], int]

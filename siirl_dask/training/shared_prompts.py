@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_LEAST = (
-    1 / 16
-)  # share of the tokens that must be saved: handing prompts out and adding up is not for nothing
+# share of the tokens that must be saved: handing prompts out and adding up is not for nothing
+_LEAST = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,8 @@ def find_shared(
     Row r of R has ``lengths[r]`` tokens, of which its prompt's come first, and ``group[r]`` as
     ``same_prompts`` says. In the pack of whole rows it begins at ``places[r]``. [R] each.
     """
-    leaders = (
-        torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)
-    )  # [G], first row of each group
+    # [G], first row of each group
+    leaders = torch.cat([group.new_ones(1), group.diff()]).nonzero().squeeze(1)
     prompts = prompt_lengths[leaders]
     responses = lengths - prompt_lengths
     total = int(lengths.sum())

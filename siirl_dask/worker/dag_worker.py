@@ -79,10 +79,8 @@ class DAGWorker(WorkerPlugin):
         self.spec = spec
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "spec": zlib.compress(pickle.dumps(self.spec)),
-        }  # a fifth of the size
+        # a fifth of the size
+        return {"name": self.name, "spec": zlib.compress(pickle.dumps(self.spec))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.name = state["name"]
@@ -197,9 +195,8 @@ class DAGWorker(WorkerPlugin):
         self._built = self._reusable_roles(plan)
         torch.set_num_threads(self.spec.threads)
         self._started = True
-        groups.leave(
-            abort=True
-        )  # an earlier run that failed in this process may not have left its groups
+        # an earlier run that failed in this process may not have left its groups
+        groups.leave(abort=True)
         with self.progress.at("the joining of the process groups"), self.progress.waiting():
             joined = join_groups(
                 spec=self.spec,

@@ -22,10 +22,8 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "siirl_dask.collectives")
 _OWN = "siirl_dask.worker."  # modules that only call what failed
 _CUT = "\n[... {} characters ...]\n"
 _UNKNOWN = Origin()
-_NO_MEMORY = (
-    "OutOfMemoryError",
-    "ArrowMemoryError",
-)  # torch's and Arrow's, which this module does not import
+# torch's and Arrow's, which this module does not import
+_NO_MEMORY = ("OutOfMemoryError", "ArrowMemoryError")
 _MEMORY = (
     "memory ran out: `siirl-dask plan CONFIG` shows what each role takes and proposes what to "
     "change, such as "

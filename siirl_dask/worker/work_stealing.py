@@ -339,7 +339,6 @@ class StealableQueues:
         )
         workers = list(self.placement[node.role])
         own_index = workers.index(self.worker)
-        peers = (
-            workers[own_index + 1 :] + workers[:own_index]
-        )  # so that not all ask the same peer first
+        # so that not all ask the same peer first
+        peers = workers[own_index + 1 :] + workers[:own_index]
         return StealableQueue(WorkQueue(items, codec, on_result), key, peers, self.service, bridge)

@@ -21,9 +21,8 @@ class CorruptPart(StorageError):
     """A part is missing, damaged, or differs from its manifest; no row of it was returned."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(
-            path, reason
-        )  # both in args, so that the exception survives a trip between processes
+        # both in args, so that the exception survives a trip between processes
+        super().__init__(path, reason)
         self.path = path
         self.reason = reason
 
@@ -40,9 +39,8 @@ class TooLarge(StorageError):
     """
 
     def __init__(self, where: str, nbytes: int, bound: int) -> None:
-        super().__init__(
-            where, nbytes, bound
-        )  # all in args, so that the exception survives a trip between processes
+        # all in args, so that the exception survives a trip between processes
+        super().__init__(where, nbytes, bound)
         self.where = where
         self.nbytes = nbytes
         self.bound = bound

@@ -50,9 +50,8 @@ def open_fs(url: str) -> tuple[AbstractFileSystem, str]:
     """
     try:
         fs, path = url_to_fs(url)
-        if (
-            fs.async_impl
-        ):  # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
+        # s3fs, gcsfs, adlfs: a listing they remember hides what other processes wrote since
+        if fs.async_impl:
             fs, path = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise StorageError(
@@ -162,9 +161,8 @@ def open_input(fs: AbstractFileSystem, path: str, read_ahead: int | None = None)
     if isinstance(fs, LocalFileSystem):
         return pa.OSFile(path, mode="rb")
     if isinstance(fs, MemoryFileSystem):
-        return pa.BufferReader(
-            fs.cat_file(path)
-        )  # its open() gives every reader the same object, position included
+        # its open() gives every reader the same object, position included
+        return pa.BufferReader(fs.cat_file(path))
     return pa.PythonFile(fs.open(path, "rb", block_size=read_ahead), mode="r")
 
 
@@ -176,9 +174,8 @@ def write_atomic(fs: AbstractFileSystem, path: str, data: bytes | memoryview) ->
     """
     if isinstance(fs, LocalFileSystem):
         with written_aside(path, data) as aside:
-            aside.replace(
-                path
-            )  # fsspec's own commit goes through /tmp and shutil.move, which may copy
+            # fsspec's own commit goes through /tmp and shutil.move, which may copy
+            aside.replace(path)
     else:
         fs.pipe_file(path, bytes(data))  # bytes: botocore refuses a memoryview
 
@@ -244,10 +241,8 @@ def _remove_listed(fs: AbstractFileSystem, path: str) -> None:
     for folder in sorted({*folders, path}, key=len, reverse=True):
         try:
             fs.rmdir(folder)
-        except (
-            FileNotFoundError,
-            FileExistsError,
-        ):  # the second one: s3fs, where others have written meanwhile
+        except (FileNotFoundError, FileExistsError):
+            # the second one: s3fs, where others have written meanwhile
             continue
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:

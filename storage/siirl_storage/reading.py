@@ -25,23 +25,14 @@ _BATCH_BYTES = 2**23  # decoded at once, about: in the processor's reach, and ma
 _BATCH_ROWS = 2**16
 _SMALL = 2**20  # bytes of a row group that one thread decodes sooner than several find their parts
 _FEW_ROWS = 64  # at a time take long: 0.2 ms a batch
-_REPEATED_BYTES = (
-    2**27
-)  # of a batch whose texts are stored once, at most, unless that leaves few rows
-_BUFFER = (
-    2**23
-)  # bytes that are read ahead of a column, on local disk and for each request to an object store
-_READ_AHEAD = (
-    2**12
-)  # bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
-_WIDTHS = {
-    "BOOLEAN": 1,
-    "INT32": 4,
-    "INT64": 8,
-    "INT96": 8,
-    "FLOAT": 4,
-    "DOUBLE": 8,
-}  # BYTE_ARRAY: what is stored
+# of a batch whose texts are stored once, at most, unless that leaves few rows
+_REPEATED_BYTES = 2**27
+# bytes that are read ahead of a column, on local disk and for each request to an object store
+_BUFFER = 2**23
+# bytes after a column of a row group, which is read whole; s3fs fetches 50 MiB more by itself
+_READ_AHEAD = 2**12
+# BYTE_ARRAY: what is stored
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 # bytes of a row in a column that stores nothing of it: an offset, an index into what is selected
 _ROW = 8
 

@@ -189,9 +189,8 @@ def _answer(error: BaseException) -> tuple[object, object]:
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get(
             "Error", {}
         ).get("Code")
-    places = (
-        getattr(error, name, None) for name in ("status", "status_code", "code")
-    )  # aiohttp, azure, gcsfs
+    # aiohttp, azure, gcsfs
+    places = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     return next((value for value in places if isinstance(value, int)), None), None
 
 

@@ -226,9 +226,8 @@ def _publish(
         except Conflict:
             if version is not None:
                 raise
-            time.sleep(
-                random.uniform(0, min(0.5, 0.005 * 2**attempt))
-            )  # so that many writers do not stay in step
+            # so that many writers do not stay in step
+            time.sleep(random.uniform(0, min(0.5, 0.005 * 2**attempt)))
             continue
         return _snapshot(absolute(url), manifest)
     raise Conflict(

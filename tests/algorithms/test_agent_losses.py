@@ -62,13 +62,8 @@ def test_the_gradient_is_that_of_the_turns_ratio():
 def test_a_turn_that_is_clipped_has_no_gradient():
     inputs = of_turns(LOGPROBS, OLD, ADVANTAGES, TURNS, OFFSETS)
     result = turn_clip(inputs, clip_low=0.15, clip_high=0.15)
-    assert result.metrics["clip_fraction"].tolist() == [
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]  # exp(.2) above 1.15, with A > 0
+    # exp(.2) above 1.15, with A > 0
+    assert result.metrics["clip_fraction"].tolist() == [1, 1, 0, 0, 0]
     (gradient,) = torch.autograd.grad(result.loss.sum(), inputs.logprobs)
     assert gradient[:2].tolist() == [0, 0]
     assert gradient[2:].ne(0).all()

@@ -21,9 +21,10 @@ def test_drift_is_added_in_proportion_to_its_factor():
 
 
 def test_a_negative_advantage_bounds_logp_from_below():
+    # ln .8 - 1
     assert_close(
         cpgd(inputs([-2.0], [-1.0], [-1.0]), **CLIP, drift=0.0).loss, torch.tensor([-1.223144])
-    )  # ln .8 - 1
+    )
 
 
 def test_drifts_pull_to_the_old_policy_grows_up_to_a_ratio_of_3():

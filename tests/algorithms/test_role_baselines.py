@@ -29,9 +29,8 @@ def test_baselines_resume_from_their_state():
 
 
 def test_a_state_before_the_first_reward_is_a_state():
-    assert (
-        RoleBaselines().state()
-    )  # an empty one would be taken for an object without any, and never be saved
+    # an empty one would be taken for an object without any, and never be saved
+    assert RoleBaselines().state()
 
 
 def test_a_reward_that_is_not_finite_spoils_no_baseline():

@@ -79,9 +79,8 @@ def test_reinforce_plus_plus_hand_checked():
 
 def test_reinforce_plus_plus_baseline_hand_checked():
     rows = [[(True, 0.25, 0), (True, 0.75, 0)], [(True, 0.0, 0)], [(True, 3.0, 0)]]
-    result = reinforce_plus_plus_baseline(
-        pack(rows, groups=[0, 0, 1])
-    )  # sums 1, 0; a group of one keeps mean 0
+    # sums 1, 0; a group of one keeps mean 0
+    result = reinforce_plus_plus_baseline(pack(rows, groups=[0, 0, 1]))
     assert_close(result.advantages, torch.tensor([0.5, 0.5, -0.5, 3.0]))
     assert_close(result.returns, torch.tensor([1.0, 1.0, 0.0, 3.0]))
 
@@ -219,9 +218,8 @@ def test_whitening_is_over_the_unmasked_tokens_of_all_workers(values, split, see
 def test_whitening_hand_checked():
     values, mask = torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])
     assert moments(values, mask) == (2.0, 4.0, 10.0)
-    assert_close(
-        whitened(values, mask, [2.0, 4.0, 10.0]), torch.tensor([-0.707107, 0.707107, 0.0])
-    )  # variance 2
+    # variance 2
+    assert_close(whitened(values, mask, [2.0, 4.0, 10.0]), torch.tensor([-0.707107, 0.707107, 0.0]))
 
 
 @pytest.mark.parametrize("values", [[], [5.0], [0.1] * 7], ids=["none", "one", "equal"])

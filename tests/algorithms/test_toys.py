@@ -180,9 +180,8 @@ MARFT = {
 @pytest.mark.parametrize(("advantage", "tokens"), MARFT.values(), ids=MARFT)
 def test_a_team_with_one_critic_finds_the_best_word_and_its_answer(advantage, tokens, seed):
     normalised = partial(_whitened, advantage)
-    assert (
-        play_pair(normalised, seed=seed, tokens=tokens) > 0.85
-    )  # the second best word is worth .6
+    # the second best word is worth .6
+    assert play_pair(normalised, seed=seed, tokens=tokens) > 0.85
 
 
 @pytest.mark.parametrize(("advantage", "tokens"), MARFT.values(), ids=MARFT)
@@ -336,9 +335,8 @@ def test_proposers_and_solvers_learn_each_from_its_own_comparison():
     assert solver.probability(1, 2) > 0.9
 
 
-GAME = torch.tensor(
-    [[0.9, 0.5, 0.8], [0.3, -0.9, 0.9], [0.1, -0.2, -0.5]]
-)  # the saddle: row 0, column 1, value .5
+# the saddle: row 0, column 1, value .5
+GAME = torch.tensor([[0.9, 0.5, 0.8], [0.3, -0.9, 0.9], [0.1, -0.2, -0.5]])
 
 
 def play_zero_sum(role_of, *, seed=0, sign=1, steps=100):

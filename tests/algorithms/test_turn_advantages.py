@@ -132,10 +132,8 @@ def test_mt_grpo_by_hand():
 
 
 def test_an_outcome_is_no_turn_reward():
-    rows = [
-        Row(0, 0, (turn(0.2), turn(1))),
-        Row(0, 1, (turn(5),)),
-    ]  # the second ends with its first turn
+    # the second ends with its first turn
+    rows = [Row(0, 0, (turn(0.2), turn(1))), Row(0, 1, (turn(5),))]
     close(advantages(partial(mt_grpo, **CENTRED), rows), [0 - 2, -2, 2])
 
 

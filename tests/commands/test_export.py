@@ -142,10 +142,8 @@ def test_step_average_and_dtype_are_what_is_asked_for(run, tmp_path):
         torch.equal(first.get_parameter(name), weight) for name, weight in trainer.weights()
     )
     export(url, str(tmp_path / "ema"), ema=True)
-    average, began = (
-        load_model(tmp_path / "ema"),
-        load_model(base),
-    )  # no optimiser step has moved it
+    # no optimiser step has moved it
+    average, began = (load_model(tmp_path / "ema"), load_model(base))
     assert all(
         torch.equal(average.get_parameter(name), weight)
         for name, weight in began.named_parameters()
@@ -167,9 +165,8 @@ def test_verify_loads_what_was_written_and_leaves_nothing_where_it_is_another_mo
     url, base, _ = run
     out = tmp_path / "out"
     config = json.loads((base / "config.json").read_text())
-    (base / "generation_config.json").write_text(
-        '{"do_sample": false, "temperature": 0.6}'
-    )  # refused by transformers
+    # refused by transformers
+    (base / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     main(["export", url, str(out), "--verify", "--dtype", "bfloat16"])
     assert (
         capsys.readouterr().out

@@ -28,10 +28,8 @@ from tests.conftest import digits_overrides
 from tests.training.dividing import advance, config_of, copied, own_rows
 from tests.training.roles import policy
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]  # four processes, maybe beside four others, on two cores
+# four processes, maybe beside four others, on two cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip(
     "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
 )

@@ -344,9 +344,8 @@ def test_a_larger_batch_takes_more_and_moving_rows_are_capped(digits):
     halved = memories([*digits, "model.dtype=bfloat16"])
     for group, role in ((("rollout", "reward"), "rollout"), (("policy",), "policy")):
         wide, narrow = (found[group].roles[role] for found in (small, halved))
-        assert narrow == (
-            wide // 2 if role == "rollout" else wide
-        )  # what learns is float32 in any case
+        # what learns is float32 in any case
+        assert narrow == (wide // 2 if role == "rollout" else wide)
     cached = memories([*digits, "rollout.vllm.kv_cache_memory=1GiB"])["rollout", "reward"].roles[
         "rollout"
     ]
@@ -570,9 +569,8 @@ def test_no_shipped_configuration_needs_more_than_its_card_has(tmp_path, name, m
     """Models of texts have half a billion parameters, one that sees images as many as its
     configuration is for; an engine takes what is left.
     """
-    memory = {"grpo_deepscaler_npu.yaml": "64GB"}.get(
-        name, memory
-    )  # on the card that it is for, Ascend 910B
+    # on the card that it is for, Ascend 910B
+    memory = {"grpo_deepscaler_npu.yaml": "64GB"}.get(name, memory)
     if name == "quickstart_vlm.yaml":
         folder = tiny_vlm(tmp_path / "model")
     else:

@@ -443,9 +443,8 @@ def test_shipped(write):
 
 @pytest.mark.parametrize("path", sorted(shipped_files().values()), ids=lambda path: path.name)
 def test_every_config_in_the_repository_loads(path):
-    load_config_file(
-        path, ["data.url=rows", "model.path=model"]
-    )  # which the DAGs leave to whoever stands on them
+    # which the DAGs leave to whoever stands on them
+    load_config_file(path, ["data.url=rows", "model.path=model"])
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=12)

@@ -84,9 +84,8 @@ def test_each_of_n_workers_reads_about_one_nth_of_a_dataset_footers_included(tmp
     sent = pickle.loads(pickle.dumps(dataset))
     for workers in (1, 2, 4, 8):
         counts = read_by(sent, reads, workers)
-        footers = (
-            2**16 * GROUPS if write is folder_of_files else 2**16 * 4
-        )  # what a client reads to find them
+        # what a client reads to find them
+        footers = 2**16 * GROUPS if write is folder_of_files else 2**16 * 4
         assert max(counts) <= (1.1 * size + footers) / workers + 2 * (size / GROUPS) + 2**16
         assert sum(counts) >= 0.9 * size
 
@@ -140,12 +139,8 @@ def test_footers_beyond_the_limit_are_dropped_the_oldest_first(tmp_path):
     snapshot = open_table(f"counting://{tmp_path}/rows")
     first, second, *_ = snapshot.row_groups()
     footers = FooterCache(max_bytes=1)
-    for group, expected in (
-        (first, 2),
-        (first, 1),
-        (second, 2),
-        (first, 2),
-    ):  # requests: a footer, a column
+    # requests: a footer, a column
+    for group, expected in ((first, 2), (first, 1), (second, 2), (first, 2)):
         reads.clear()
         snapshot.read_row_group(group, ["prompt"], footers=footers)
         assert sum(reads.requests.values()) == expected

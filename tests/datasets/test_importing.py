@@ -28,9 +28,8 @@ def imported(*sources, to, **how):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_of_source_gives_the_same_table(kind, tmp_path):
-    mapping = ColumnMapping(
-        types=dict(zip(TABLE.schema.names, TABLE.schema.types, strict=True))
-    )  # CSV is text
+    # CSV is text
+    mapping = ColumnMapping(types=dict(zip(TABLE.schema.names, TABLE.schema.types, strict=True)))
     table = imported(kind(tmp_path), to=tmp_path / "table", mapping=mapping)
     assert table.to_table().equals(TABLE)
     assert open_table(str(tmp_path / "table")).version == 1

@@ -34,9 +34,8 @@ def processes():
 @pytest.fixture
 def cluster(processes, tmp_path):
     """Starts a scheduler, and a worker for each name, and returns a client of them."""
-    from distributed import (
-        Client,
-    )  # not at the top: Dask would take pytest's log handlers for its own
+    # not at the top: Dask would take pytest's log handlers for its own
+    from distributed import Client
 
     with ExitStack() as closed:
 

@@ -53,9 +53,8 @@ def test_arithmetic_by_hand_gives_the_same(planned):
     found = seconds(planned, APART)
     layers, head = 28 * 233_057_792, 152064 * 3584
     tokens, responses = 128 * 8 * 1100 / 4, 128 * 8 * 800 / 4
-    computed = (
-        responses + 128 * 8 * 300 / 4 / 2
-    )  # of a prompt's eight samples two are on each of four workers
+    # of a prompt's eight samples two are on each of four workers
+    computed = responses + 128 * 8 * 300 / 4 / 2
     attention = 2 * 28 * 3584 * 1100  # two products over half of the pairs
     forward = 2 * layers * computed + attention * tokens + 2 * head * responses
     rate = 989e12 * 0.4
@@ -149,10 +148,8 @@ def test_adapters_leave_out_the_gradients_of_frozen_weights_and_travel_alone(pla
         seconds(planned, APART, "trainer.lora.rank=16").nodes,
     )
     assert lora["update"] == pytest.approx(2 / 3 * plain["update"], rel=0.05)
-    for node in (
-        "weights",
-        "load_weights",
-    ):  # 40.4 million numbers in float32 instead of 7.6 billion in bfloat16
+    # 40.4 million numbers in float32 instead of 7.6 billion in bfloat16
+    for node in ("weights", "load_weights"):
         assert lora[node] == pytest.approx(161.7e6 / 15.23e9 * plain[node], rel=0.01)
     merged = seconds(planned, APART, "trainer.lora.rank=16", "rollout.engine=transformers").nodes
     assert merged["weights"] == lora["weights"]

@@ -43,9 +43,8 @@ def test_other_versions_are_refused_and_other_variables_are_told_each_by_name(
     client = cluster(
         a={}, b={"environment": {"NCCL_ALGO": "Ring"}}, c={"before": OTHER, "environment": other}
     )
-    with caplog.at_level(
-        logging.WARNING
-    ):  # a cluster of another test may have silenced all handlers
+    # a cluster of another test may have silenced all handlers
+    with caplog.at_level(logging.WARNING):
         assert [*members(client, 2)] == ["a", "b"]
     assert "NCCL_ALGO is not set for worker 'a'" in caplog.text
     assert "and 'Ring' for worker 'b'" in caplog.text

@@ -396,9 +396,8 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
     resume = a_run_on(tmp_path / "data", url)
     assert check_same_data(url, resume, versions(tmp_path / "data"), force=False) == ()
     make(tmp_path / "other", CHANGES[change](ROWS))
-    if (
-        kind == "arrow" and change == "other values"
-    ):  # what an Arrow file says of itself has no statistics
+    # what an Arrow file says of itself has no statistics
+    if kind == "arrow" and change == "other values":
         changed = pa.concat_tables([ROWS, ROWS])
         make(tmp_path / "longer", changed)
         other = versions(tmp_path / "longer")
@@ -410,9 +409,8 @@ def test_a_resume_on_a_table_that_was_replaced_is_refused_by_name(kind, change, 
         check_same_data(url, resume, other, force=False)
     (said,) = check_same_data(url, resume, other, force=True)
     assert "data.url" in said
-    assert (
-        check_same_data(url, ResumePoint(exists=True), other, force=False) == ()
-    )  # all steps are done anew
+    # all steps are done anew
+    assert check_same_data(url, ResumePoint(exists=True), other, force=False) == ()
 
 
 def with_validation(folder, **more):

@@ -51,10 +51,8 @@ def play(train, digits_task):
 
     def start(name, *overrides, message=ask_to_sort, **how):
         recipe = how.pop("recipe", agents)
-        own = [
-            f"agents.b.model.path={digits_task.model}",
-            "trainer.schedule=constant",
-        ]  # whatever steps are to come
+        # whatever steps are to come
+        own = [f"agents.b.model.path={digits_task.model}", "trainer.schedule=constant"]
         return train(
             name, *own, *overrides, config_file=AGENTS, dag=partial(recipe, message=message), **how
         )

@@ -78,6 +78,5 @@ def test_an_error_that_dask_cannot_send_arrives_by_its_own_type_and_text(
     assert type(raised.value) is kind
     assert "Aborted" not in str(raised.value)
     assert f"on host {HOST!r}" in "\n".join(raised.value.__notes__)
-    assert (
-        train("next", *TWO, "run.steps=1").summary.steps == 1
-    )  # a group that the frames keep would hold its peer up
+    # a group that the frames keep would hold its peer up
+    assert train("next", *TWO, "run.steps=1").summary.steps == 1

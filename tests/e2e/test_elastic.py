@@ -311,10 +311,8 @@ def test_workers_move_where_the_shards_of_a_critic_and_a_policy_need_two_each(
     steps, gates = ["run.steps=7", "cluster.workers=3", *SHARDS], Gates(seen)
     placed = ["cluster.placement={rollout: [0], reward: [0], policy: [1, 2], critic: [1, 2]}"]
     placed += ["trainer.fsdp.shard_size=2", "critic.fsdp.shard_size=2"]
-    as_it_is = {
-        "config_file": PPO,
-        "change": lambda dag, seen: dag,
-    }  # builders say that shards divide their workers
+    # builders say that shards divide their workers
+    as_it_is = {"config_file": PPO, "change": lambda dag, seen: dag}
     cluster, straight = bare(*steps, *placed, workers=3, **as_it_is)
     gates.at(2, lambda: (cluster.join(), joined()))
     gates.at(6, kill)

@@ -30,9 +30,8 @@ def test_a_step_without_rows_is_counted_and_trains_nothing(train, overrides, tmp
     assert (first["samples"], second["samples"], third["samples"]) == (32, 0, 32)
     assert second["data/dropped_prompts"] == 8
     assert second["policy/empty_minibatches"] == 2
-    assert third["policy/lr"] == pytest.approx(
-        2 * first["policy/lr"]
-    )  # the schedule counts steps that were taken
+    # the schedule counts steps that were taken
+    assert third["policy/lr"] == pytest.approx(2 * first["policy/lr"])
     assert run.summary.status == "complete"
     assert run.summary.steps == 3
     assert open_table(f"{tmp_path}/run/rollouts/step=000002").num_rows == 0

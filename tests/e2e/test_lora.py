@@ -85,6 +85,5 @@ def test_adapters_equal_whole_weights_and_a_second_model_also_when_resumed(start
                 metric
             )
     moved = [run.records()[0]["metrics"]["bytes/peers"] for run in (whole, own)]
-    assert (
-        moved[1] < moved[0] - 200_000
-    )  # to two workers that generate: 91k parameters in float32, or 22k of adapters
+    # to two workers that generate: 91k parameters in float32, or 22k of adapters
+    assert moved[1] < moved[0] - 200_000

@@ -25,13 +25,14 @@ CASES = {  # family of the model, options
 }
 
 
+# chunks are stages as well, and routes those of experts
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(case, marks=[pytest.mark.sweep] * (case not in ("chunks", "routes")))
         for case in CASES
     ],
-)  # chunks are stages as well, and routes those of experts
+)
 def test_a_divided_policy_beside_engines_learns_as_a_whole_one_does(train, tmp_path, case):
     family, layout = CASES[case]
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 4}

@@ -26,9 +26,8 @@ def test_a_browser_sees_the_run_while_it_goes_on(start, tmp_path, monkeypatch):
     gate.touch()
     waits = "rewards.function=tests.e2e.rewards:waits_for_a_file"
     with browser_page() as (page, errors):
-        page.set_default_timeout(
-            90_000
-        )  # the run and the browser share the machine with other tests
+        # the run and the browser share the machine with other tests
+        page.set_default_timeout(90_000)
         run = start(
             waits,
             "run.steps=100000",

@@ -109,9 +109,8 @@ class Group:
             ALL: self.workers,
             EVERYTHING: [self.driver, self.scheduler, *self.workers],
         }[who]
-        self._told_by_workers = (
-            who == DRIVER and place != FINISH
-        )  # at the end roles are freed in any case
+        # at the end roles are freed in any case
+        self._told_by_workers = who == DRIVER and place != FINISH
         first = self.workers[0]  # which carries out the order
         step = {START: 0, FINISH: STEPS}.get(place, AT)
         pids = tuple(process.pid for process in whom if process is not first)

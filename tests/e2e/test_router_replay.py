@@ -57,11 +57,8 @@ def test_routes_are_stored_and_replayed_on_any_number_of_workers(train, folder):
 
     plain, rows = off.table("rollouts", 1), one.table("rollouts", 1)
     assert "routed_experts" not in plain.column_names
-    for column in (
-        *EXACT[:-1],
-        "rollout_logprobs",
-        "old_logprobs",
-    ):  # later mini-batches go by routes of older weights
+    # later mini-batches go by routes of older weights
+    for column in (*EXACT[:-1], "rollout_logprobs", "old_logprobs"):
         assert plain[column].equals(rows[column]), column
 
 

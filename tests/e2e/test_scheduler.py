@@ -26,9 +26,8 @@ def test_workers_run_the_steps_they_were_given_while_the_scheduler_does_nothing(
         run.wait_until(
             lambda: sum(ts.state == "processing" for ts in list(scheduler.tasks.values())) == 2 * 4
         )
-        cluster.loop.add_callback(
-            awake.wait
-        )  # nothing else happens on the scheduler's loop until then
+        # nothing else happens on the scheduler's loop until then
+        cluster.loop.add_callback(awake.wait)
         try:
             go.touch()
             last = run.url / "rollouts" / "step=000004"

@@ -38,9 +38,8 @@ def test_rewards_of_both_sides_sum_to_zero_and_rows_are_the_same_on_one_worker_a
             [("reward", "sum"), ("agent", "count_distinct")]
         )
         whole = pc.equal(both["agent_count_distinct"], 2)
-        assert (
-            pc.mean(pc.cast(whole, "float64")).as_py() > 0.9
-        )  # a first move against the rules ends the others
+        # a first move against the rules ends the others
+        assert pc.mean(pc.cast(whole, "float64")).as_py() > 0.9
         assert not both.filter(whole)["reward_sum"].to_numpy().any()
         side = {name: rows.filter(pc.equal(rows["agent"], name)) for name in baselines}
         together = pc.is_in(rows["episode_id"], value_set=both.filter(whole)["episode_id"])

@@ -83,9 +83,8 @@ def test_a_driver_that_is_stopped_and_wakes_up_is_fenced_and_deletes_nothing(sta
     _, said, complaints = second.end(90)
     assert second.process.returncode == 0, complaints
     assert f"waiting for up to 2 s for a sign of life of process {first.process.pid}" in said
-    gone = {
-        name for name in there - files(url) if "/stages/" not in name
-    }  # the successor's own go when they are spent
+    # the successor's own go when they are spent
+    gone = {name for name in there - files(url) if "/stages/" not in name}
     assert not {name for name in gone if half not in name and not name.endswith(".tmp")}
     last = before[-1] + 8
     straight = train("straight", *ONE, f"run.steps={last}")

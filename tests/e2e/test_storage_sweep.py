@@ -81,9 +81,8 @@ class Sweep:
             "cluster.placement={}",
         ]
         given.append("observe.plot=true")
-        given.append(
-            "observe.trace=false"
-        )  # a thread writes it, at no place of its own among the operations
+        # a thread writes it, at no place of its own among the operations
+        given.append("observe.trace=false")
         address = f"cluster.address={self.address}"
         return [
             "run",
@@ -150,9 +149,8 @@ def straight(sweep):
     url = sweep.place()
     sweep.run(url)
     operations = [(name, path.rpartition("/")[2]) for name, path, _ in sweep.plan.operations()]
-    chance = operations.count(
-        ("cat_file", "COMMITTED")
-    )  # another run may be spared to read so many records
+    # another run may be spared to read so many records
+    chance = operations.count(("cat_file", "COMMITTED"))
     return outcome(url), operations[: len(operations) - chance]
 
 
@@ -216,9 +214,8 @@ def problems_of(sweep, straight, how, attempt, every, leave=()):
 
 def test_a_run_killed_while_it_writes_is_the_same_when_it_is_started_again(sweep, straight):
     expected, operations = straight
-    at = max(
-        index for index, (name, _) in enumerate(operations, start=1) if name == "create"
-    )  # the last commit
+    # the last commit
+    at = max(index for index, (name, _) in enumerate(operations, start=1) if name == "create")
     check_equal(die_at(sweep, at, How.KILL_AFTER), expected)
 
 

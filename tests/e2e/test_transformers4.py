@@ -40,11 +40,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 LLAMA3_TIED = {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True}
-YARN = {
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # as Qwen2.5's page says
+# as Qwen2.5's page says
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 GEMMA3 = {
     "num_hidden_layers": 4, "head_dim": 8, "query_pre_attn_scalar": 8, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
@@ -240,9 +237,8 @@ def test_transformers_4_reads_the_trainers_log_probs_out_of_an_export(
     run = train("run", f"model.path={folder}", *RUN, *given.options)
     scored = run.table("rollouts", 2).to_pylist()  # with the weights of step 1
     rows = [[row["prompt_ids"], row["response_ids"]] for row in scored]
-    assert (
-        max(len(prompt) + len(response) for prompt, response in rows) > 40
-    )  # beyond windows and original contexts
+    # beyond windows and original contexts
+    assert max(len(prompt) + len(response) for prompt, response in rows) > 40
     expected = [row["old_logprobs"] for row in scored]
 
     def read(path):

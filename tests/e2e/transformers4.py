@@ -53,9 +53,8 @@ def write(folder, kind, settings, dtype, shard, later_layer):
     model.to(getattr(torch, dtype))
     for name, buffer in list(model.named_buffers()):
         module, _, last = name.rpartition(".")
-        if (
-            last == "e_score_correction_bias"
-        ):  # the hub has them in float32, in models of bfloat16 too
+        # the hub has them in float32, in models of bfloat16 too
+        if last == "e_score_correction_bias":
             bias = torch.randn(buffer.shape, generator=draw) * 0.1
             model.get_submodule(module).register_buffer(last, bias)
     model.save_pretrained(folder, max_shard_size=shard)

@@ -62,9 +62,8 @@ def test_no_more_are_open_than_may_be(moves, most):
                 waiting.discard(closed)
                 ready = [other for other in ready if other != closed]
             elif move == "wait" and waiting and len(ready) < most:  # else none need come
-                while (
-                    (said := answers.take(1)).keys().isdisjoint(waiting)
-                ):  # of one that was closed meanwhile
+                # of one that was closed meanwhile
+                while (said := answers.take(1)).keys().isdisjoint(waiting):
                     pass
                 ((answered, answer),) = said.items()
                 waiting.discard(answered)

@@ -54,9 +54,8 @@ def test_what_a_user_has_in_a_file_of_their_own_runs_in_the_worker_and_in_proces
     }
     build = bind(build_environments, options, "role 'environments'")
     module = sys.modules[build.keywords["environment"].__module__]
-    cloudpickle.register_pickle_by_value(
-        module
-    )  # as the driver sends what is the user's own to the workers
+    # as the driver sends what is the user's own to the workers
+    cloudpickle.register_pickle_by_value(module)
     sent = cloudpickle.dumps(build)
     cloudpickle.unregister_pickle_by_value(module)
     del sys.modules[module.__name__]  # which do not have the file

@@ -22,9 +22,8 @@ GIVEN = [
 ]
 PLACES = list(dict.fromkeys([str(ROOT), str(ROOT / "storage"), *GIVEN]))
 sys.path[:0] = [place for place in PLACES if place not in sys.path]
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    PLACES
-)  # of the processes that tests start, in any folder
+# of the processes that tests start, in any folder
+os.environ["PYTHONPATH"] = os.pathsep.join(PLACES)
 if os.environ.get("SIIRL_TEST_DEVICE") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ""
 

@@ -16,10 +16,8 @@ pytestmark = pytest.mark.gpu(packages=["dask", "distributed", "omegaconf", "boke
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.gpu(packages=["vllm"]))]
 APART = ["cluster.workers=2", "cluster.placement={rollout: [0], reward: [0], policy: [1]}"]
 ALONE = ["cluster.workers=1", "cluster.placement={}"]
-START = [
-    "rollout.vllm.kv_cache_memory=256MiB",
-    "cluster.start_timeout=600",
-]  # a first start compiles kernels
+# a first start compiles kernels
+START = ["rollout.vllm.kv_cache_memory=256MiB", "cluster.start_timeout=600"]
 ON_CPU = devices.ON_CPU
 LARGEST_KL = 1e-3
 """Between engine and trainer, which have the same weights: log-probs in float32 differ by 1e-5."""

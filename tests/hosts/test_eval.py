@@ -37,11 +37,8 @@ def test_a_checkpoint_is_evaluated_on_three_hosts_and_its_weights_do_not_stay(
         f"cluster.address={cluster.address}",
         "--workers=3",
     )
-    python = (
-        "env",
-        f"TMPDIR={own}",
-        sys.executable,
-    )  # no other host sees the driver's temporary files
+    # no other host sees the driver's temporary files
+    python = ("env", f"TMPDIR={own}", sys.executable)
     lab.hosts[0].run(*python, *several, env=cluster.environment)
     evaluations = run.url / "evaluations"
     assert [folder.name for folder in evaluations.iterdir()] == ["test-step000001"]

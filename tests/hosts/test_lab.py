@@ -111,9 +111,8 @@ def test_a_file_can_be_linked_from_its_full_path_to_a_relative_one(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("file").touch()
     with Lab(1) as lab:
-        lab.hosts[0].run(
-            "ln", tmp_path / "file", "link"
-        )  # refused where the working directory is of another namespace
+        # refused where the working directory is of another namespace
+        lab.hosts[0].run("ln", tmp_path / "file", "link")
     assert tmp_path.joinpath("link").exists()
 
 

@@ -14,10 +14,8 @@ from tests.forked_programs import run_forked
 from tests.hosts.conftest import APART
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-OVERRIDES = (
-    "checkpoint.every=3",
-    "rollout.work_stealing=false",
-)  # a stolen row names the worker that computed it
+# a stolen row names the worker that computed it
+OVERRIDES = ("checkpoint.every=3", "rollout.work_stealing=false")
 
 
 def numbers(url):

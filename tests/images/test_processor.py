@@ -128,9 +128,8 @@ def test_files_are_not_fetched_again_for_pixels_that_take_their_room(tiny_folder
     images = [Image(None, str(tmp_path / f"{number}.png")) for number in range(8)]
     for number in range(8):
         (tmp_path / f"{number}.png").write_bytes(png(40, 40, seed=number))
-    here = fresh(
-        tiny_folders["qwen2_5_vl"], cache="100kB"
-    )  # the files are 40 kB, what is made of them is 350 kB
+    # the files are 40 kB, what is made of them is 350 kB
+    here = fresh(tiny_folders["qwen2_5_vl"], cache="100kB")
     here.bring(images)
     for number in range(8):
         (tmp_path / f"{number}.png").unlink()

@@ -18,9 +18,8 @@ RELEASED = threading.Event()
 
 def talking_to(client):
     """Return an openai client that reads no certificates, which take a tenth of a second."""
-    plain = openai.DefaultAsyncHttpxClient(
-        verify=False
-    )  # by its module: it cannot be pickled by name
+    # by its module: it cannot be pickled by name
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, http_client=plain)
 
 

@@ -361,10 +361,8 @@ def test_the_ratio_of_a_sequence_is_a_segments_and_its_episode_counts_as_one(fol
         seen["ratio"] = result.metrics["ratio"]
         return result
 
-    shifts, lengths = (
-        [0.3, -0.2, 0.0],
-        [2, 4, 3],
-    )  # log-ratios to the old policy: two segments, and an episode
+    # log-ratios to the old policy: two segments, and an episode
+    shifts, lengths = ([0.3, -0.2, 0.0], [2, 4, 3])
     table = table_of(
         [episode(0, [(2, 0), (4, 0)], reward=1.0), episode(1, [(3, 0)])],
         [(1,), ()],

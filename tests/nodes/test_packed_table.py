@@ -43,9 +43,8 @@ def test_a_null_is_refused(read):
         read(column)
 
 
-BEYOND = (
-    2**31 + 5
-)  # elements of a column: more than offsets of 32 bits can tell, as 16,384 rows of 128k tokens are
+# elements of a column: more than offsets of 32 bits can tell, as 16,384 rows of 128k tokens are
+BEYOND = 2**31 + 5
 
 
 def test_a_column_beyond_two_billion_elements_is_packed_and_made_again():
@@ -63,9 +62,8 @@ def test_a_column_beyond_two_billion_elements_is_packed_and_made_again():
 
 
 def test_chunks_that_are_beyond_two_billion_elements_together_are_joined():
-    bits = pa.Array.from_buffers(
-        pa.bool_(), 2**28 + 1, [None, pa.py_buffer(bytes(2**25 + 1))]
-    )  # eight to the byte
+    # eight to the byte
+    bits = pa.Array.from_buffers(pa.bool_(), 2**28 + 1, [None, pa.py_buffer(bytes(2**25 + 1))])
     small = pa.ListArray.from_arrays(pa.array([0, len(bits)], pa.int32()), bits)
     column = pa.chunked_array([small] * 8)
     with pytest.raises(pa.ArrowInvalid, match="overflow"):

@@ -86,9 +86,8 @@ def test_every_episode_equals_one_that_was_played_at_once(steps, budget, turn_to
     assert by_seed[0].keys() == by_seed[1].keys()
     for seed, row in by_seed[0].items():
         assert {name: row[name] for name in SAME} == {name: by_seed[1][seed][name] for name in SAME}
-    assert (
-        parts.world.opened == parts.world.closed == len(by_seed[0])
-    )  # each environment lived once
+    # each environment lived once
+    assert parts.world.opened == parts.world.closed == len(by_seed[0])
     assert not parts.state
 
 

@@ -130,9 +130,8 @@ def engines(workers):
 
 def assert_nothing_is_held(workers):
     gc.collect()
-    for _ in range(
-        100 if workers.plan.hosts else 0
-    ):  # a relay acks when those that it passed rows on to have acked
+    # a relay acks when those that it passed rows on to have acked
+    for _ in range(100 if workers.plan.hosts else 0):
         workers.wait_for_acks()
     assert {buffer.unacked_bytes for buffer in workers.databuffers.values()} == {0}
     assert {buffer.arena.in_use for buffer in workers.databuffers.values()} == {0}

@@ -100,9 +100,8 @@ def test_the_bar_moves_within_a_step_and_counts_only_whole_ones(monkeypatch):
         progress.under_way(step * 100, f"node 'update', train step {step}")
         progress.step(Record(step=step, phase="train", seconds=0.1, metrics={"reward/mean": 0.5}))
         done.append(progress._bar.tasks[0].completed)
-    assert done == pytest.approx(
-        [0, 0, 0, 1, 1.1, 1.5, 1.9, 2]
-    )  # the first step tells how much is in one
+    # the first step tells how much is in one
+    assert done == pytest.approx([0, 0, 0, 1, 1.1, 1.5, 1.9, 2])
     progress.under_way(290, "node 'rollout', train step 3")
     progress._bar.refresh()
     last = text_of(progress).replace("\r", "\n").splitlines()[-1]

@@ -147,9 +147,8 @@ def owners(edge: Edge, parts: Sequence[Table]) -> dict[int, str | None]:
         for row, values in part.items()
     )
     rows = [line[0] for line in lines]
-    if len(parts) > 1 and len(set(rows)) * len(parts) == len(
-        rows
-    ):  # replicas: the first source's count
+    # replicas: the first source's count
+    if len(parts) > 1 and len(set(rows)) * len(parts) == len(rows):
         lines, rows = lines[:: len(parts)], rows[:: len(parts)]
     assert len(set(rows)) == len(rows), "a row is there twice"
     if edge.rows is Rows.REPLICATED:

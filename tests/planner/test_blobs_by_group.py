@@ -152,9 +152,8 @@ def test_a_saved_table_has_no_blobs_that_rows_share_unless_it_is_told_to():
 
 def test_a_step_goes_on_from_a_stage_that_holds_each_blob_once():
     dag = blob_dag(stage=True)
-    (cut,) = cuts_at_stored(
-        dag, SCHEMA
-    )  # not from the saved table: learn reads images, which it has not
+    # not from the saved table: learn reads images, which it has not
+    (cut,) = cuts_at_stored(dag, SCHEMA)
     assert (cut.table, cut.spent) == ("stages/sample", ())
     again = compile_chains(cut.dag, FOUR, pa.schema([]), APART)
     assert carriers(again) == {"sample->look by group", "sample->learn by group"}
@@ -233,9 +232,8 @@ def test_every_row_sees_its_groups_image_and_none_is_copied_for_each_sample(
         assert moved <= groups * (SIZE + 200)
         assert moved > 0 or name == "one"
         for node in ("look", "learn"):
-            assert (
-                metrics[f"{node}/bytes"].high <= 1.5 * PAINTED * SIZE
-            )  # 8 samples would be 8 times as much
+            # 8 samples would be 8 times as much
+            assert metrics[f"{node}/bytes"].high <= 1.5 * PAINTED * SIZE
     assert all(table == tables[0] for table in tables)
     assert "images" not in tables[0].column_names
 

@@ -78,9 +78,8 @@ def test_split_placement(grpo, source):
         edges[name].guide for name in ("reward->advantage", "old->advantage", "ref->advantage")
     } == {"old"}
     assert edges["advantage->update"].by_minibatch
-    assert (
-        "level" in edges["reward->advantage"].schema.names
-    )  # unknown columns travel, since the table is kept
+    # unknown columns travel, since the table is kept
+    assert "level" in edges["reward->advantage"].schema.names
     assert "level" not in edges["advantage->update"].schema.names
 
 

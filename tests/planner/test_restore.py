@@ -151,9 +151,8 @@ def test_every_shipped_dag_can_be_cut_behind_its_generation(config):
 
 
 def test_every_stored_table_that_is_enough_is_a_frontier_and_the_one_that_leaves_least_comes_first():
-    aside = Node(
-        "aside", look, role="policy", after="sample", save_as="aside"
-    )  # the last node, and little behind it
+    # the last node, and little behind it
+    aside = Node("aside", look, role="policy", after="sample", save_as="aside")
     early = Node("judge", judge, role="engine", after="sample", save_as="judged")
     staged = replace(SAMPLE, stage=True)
     cuts = cuts_at_stored(dag(staged, early, SHAPE, UPDATE, aside), SOURCE)

@@ -123,13 +123,10 @@ def test_a_worker_needs_memory_for_a_few_parts_and_not_for_the_table(plan):
     }
     others = [tables[1200][0] - 4 * 1200, tables[1200][1] - 3 * 1200]
     assert all(0 < size < 200 for size in others)
-    assert (
-        tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]
-    )  # its largest row
-    assert tables[10**6] == [
-        5 * 1000 + others[0],
-        9000 + others[1],
-    ]  # half of the rows, all of them
+    # its largest row
+    assert tables[1] == tables[1000] == [4 * 1000 + others[0], 3 * 1000 + others[1]]
+    # half of the rows, all of them
+    assert tables[10**6] == [5 * 1000 + others[0], 9000 + others[1]]
     assert {used.moving for used in needs[1200].values()} == {0}
 
 

@@ -29,9 +29,8 @@ def test_every_option_has_the_default_that_is_shown():
     for name, text in shown:
         parameters = inspect.signature(getattr(rewards, name)).parameters.values()
         options = yaml.safe_load("{" + text + "}")
-        known = [
-            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "prompt_text"
-        ]  # scorers give it
+        # scorers give it
+        known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "prompt_text"]
         assert list(options) == known, name
         for option, value in options.items():
             default = inspect.signature(getattr(rewards, name)).parameters[option].default

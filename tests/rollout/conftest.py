@@ -1,5 +1,4 @@
 import torch
 
-torch.set_num_threads(
-    1
-)  # faster than more on models this small, and many times so on a machine that is busy
+# faster than more on models this small, and many times so on a machine that is busy
+torch.set_num_threads(1)

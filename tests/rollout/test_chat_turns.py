@@ -39,9 +39,8 @@ def test_appended_ids_are_those_of_the_whole_conversation(family, turns, first):
     ids = tokenizer.encode(chat)
     for said, heard in turns:
         before = len(ids)
-        white = (
-            " " if family == "llama2" else ""
-        )  # which that template writes around a turn, and so does its model
+        # which that template writes around a turn, and so does its model
+        white = " " if family == "llama2" else ""
         sampled = [*tokenizer.encode(white + said + white), end]
         ids += sampled
         ids += tokenizer.after_turn(chat[:1], [user(heard)], (), end)

@@ -93,9 +93,8 @@ def model_of(kind):
 @pytest.mark.parametrize("kind", ["plain", "windows", "soft caps", "states"])
 def test_samples_are_those_of_generate(kind):
     rows = prompts()
-    limits = [
-        1 + 5 * (row % 12) for row in range(len(rows))
-    ]  # to 56: the cache grows, and rows leave
+    # to 56: the cache grows, and rows leave
+    limits = [1 + 5 * (row % 12) for row in range(len(rows))]
     model, expected = model_of(kind), sampled(generate, model_of(kind), rows, limits)
     assert use_decoding(model)
     assert_same(sampled(decode, model, rows, limits), expected)

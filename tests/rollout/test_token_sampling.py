@@ -158,10 +158,8 @@ def assert_drawn_with(probabilities, tokens, bins=60):
     assert (probabilities[tokens] > 0).all()
     degrees = len(expected) - 1
     statistic = ((counts - expected) ** 2 / expected).sum().item()
-    assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5, (
-        statistic,
-        degrees,
-    )  # about one in 100,000 is more
+    # about one in 100,000 is more
+    assert statistic < degrees + 4.5 * (2 * degrees) ** 0.5, (statistic, degrees)
 
 
 @pytest.mark.parametrize("way", FILTERS)
@@ -191,9 +189,8 @@ def test_tokens_of_a_large_vocabulary_are_drawn_with_their_probabilities(way, dr
     )
     probabilities = allowed_probabilities(logits, **way)
     assert_drawn_with(probabilities, tokens, bins=draws // 50)
-    places = (
-        probabilities.cumsum(0)[tokens].sort().values
-    )  # Kolmogorov-Smirnov, over the ids of tokens
+    # Kolmogorov-Smirnov, over the ids of tokens
+    places = probabilities.cumsum(0)[tokens].sort().values
     distance = (places - torch.arange(1, draws + 1) / draws).abs().max().item()
     assert distance < 2.3 / draws**0.5 + probabilities.max().item()
 

@@ -63,9 +63,8 @@ def test_features_that_are_too_many_to_keep_are_dropped(tmp_path, monkeypatch):
         assert len(reader._known) == len({image.key for image in request.images})
     again = serve(engine, requests)
     assert [sample.token_ids for sample in again] == [sample.token_ids for sample in expected]
-    for sample, other in zip(
-        again, expected, strict=True
-    ):  # images beside each other may change the last digit
+    # images beside each other may change the last digit
+    for sample, other in zip(again, expected, strict=True):
         assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 

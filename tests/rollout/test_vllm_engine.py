@@ -119,9 +119,8 @@ def test_logprobs_equal_the_trainers_after_updates_where_files_have_other_names_
     """Experts apart in files and together in the trainer; sinks and biases; biases that are
     buffers; soft caps.
     """
-    monkeypatch.setitem(
-        families.SIZES, "hidden_size", 128
-    )  # vLLM has no kernels for smaller heads on a CPU
+    # vLLM has no kernels for smaller heads on a CPU
+    monkeypatch.setitem(families.SIZES, "hidden_size", 128)
     settings = {
         key: 64 if key == "moe_intermediate_size" else value
         for key, value in families.FAMILIES[name].settings.items()

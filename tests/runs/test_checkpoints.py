@@ -196,9 +196,8 @@ def test_a_commit_that_comes_late_loses_to_the_start_that_took_over(url):
     attempt.meanwhile = take_over
     with pytest.raises(Fenced):
         old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), half)
-    attempt.check = lambda: (
-        None
-    )  # not even the second look helps: the folder was voided before it was emptied
+    # not even the second look helps: the folder was voided before it was emptied
+    attempt.check = lambda: None
     with pytest.raises(Fenced, match="was voided by a later start of this run"):
         old.commit(late, CheckpointState(step=2, roles=["critic", "policy"]), {})
     assert committed(url) == [1, 2]

@@ -29,9 +29,8 @@ def rows(value):
         "answer": [f"{value}"] * 2,
         "worker": ["0", "1"],
     }
-    return pa.table(
-        {**columns, "step": [99, 99]}
-    )  # a column of the data may have this name; the folder's counts
+    # a column of the data may have this name; the folder's counts
+    return pa.table({**columns, "step": [99, 99]})
 
 
 def write_run(url, value):

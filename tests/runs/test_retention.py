@@ -170,8 +170,7 @@ def test_the_weights_of_an_evaluation_under_way_stay_and_go_when_it_was_killed(
         assert find_leftovers(store_url) == []
         left = fs.cat_file(record)
     write_atomic(*open_fs(f"{folder}/config.json"), b"{}")
-    write_atomic(
-        fs, record, left.replace(b'"birth": "', b'"birth": "1')
-    )  # a process of before that number came again
+    # a process of before that number came again
+    write_atomic(fs, record, left.replace(b'"birth": "', b'"birth": "1'))
     clean(store_url, dry_run=False, keep_stages=None, replays=False)
     assert [name for name in fs.find(root) if "/.model-" in name] == []

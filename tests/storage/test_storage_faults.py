@@ -67,9 +67,8 @@ def test_the_creator_of_a_file_knows_that_it_is_even_after_failures(
 def test_a_reply_that_is_lost_below_is_no_conflict(
     proxy: Proxy, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(
-        "AWS_MAX_ATTEMPTS"
-    )  # botocore repeats the PUT itself, and is told that the file exists
+    # botocore repeats the PUT itself, and is told that the file exists
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS")
     s3fs.S3FileSystem.clear_instance_cache()
     fs, path = open_fs(join(place, "file"))
     proxy.fail(LOST, "PUT", "file")

@@ -167,9 +167,8 @@ def test_other_tools_read_our_parts_without_us(tmp_path: Path) -> None:
     append(str(tmp_path), [sample(50, 10)])
     urls = open_table(str(tmp_path)).urls
     assert pa.concat_tables([pq.read_table(url) for url in urls]).equals(sample(0, 60))
-    assert (
-        ds.dataset(str(tmp_path), format="parquet").count_rows() == 60
-    )  # skips _snapshots by itself
+    # skips _snapshots by itself
+    assert ds.dataset(str(tmp_path), format="parquet").count_rows() == 60
     tokens = sum(len(ids or []) for ids in sample(0, 60)["ids"].to_pylist())
     assert duckdb.read_parquet(urls).aggregate(
         "sum(row), sum(len(ids)), count(text)"

@@ -15,9 +15,8 @@ from siirl_storage.conformance import CHECKS, sample, what_others_write_is_seen_
 from siirl_storage.faults import FaultPlan, How, inject
 
 FAILURES = (How.BEFORE, How.AFTER)
-SWEPT = [
-    check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing
-]  # it goes round open_fs
+# it goes round open_fs
+SWEPT = [check for check in CHECKS if check is not what_others_write_is_seen_after_a_listing]
 
 
 @pytest.fixture
@@ -40,9 +39,8 @@ def sweep(
         plan.set(at, how)
         check(f"faulty://{folder}/{how}-{at}")
         met += len(plan.operations()) >= at
-    assert met > len(attempts) / 2, (
-        "most failures were not met"
-    )  # threads that race do not always as many operations
+    # threads that race do not always as many operations
+    assert met > len(attempts) / 2, "most failures were not met"
 
 
 @pytest.mark.parametrize("check", SWEPT, ids=lambda check: check.__name__)

@@ -152,9 +152,8 @@ def test_second_creator_gets_a_conflict_and_leaves_nothing(
     before = list_files(fs, root)
     with pytest.raises(Conflict, match="already holds a table"):
         create_table(url, [sample(0, 3)])
-    monkeypatch.setattr(
-        "siirl_storage.table.list_versions", lambda fs, root: []
-    )  # it looks too early
+    # it looks too early
+    monkeypatch.setattr("siirl_storage.table.list_versions", lambda fs, root: [])
     with pytest.raises(Conflict, match=r"000001\.json already exists"):
         create_table(url, [sample(0, 3)])
     assert list_files(fs, root) == before

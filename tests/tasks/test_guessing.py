@@ -48,9 +48,8 @@ def test_demonstrations_end_with_the_letter_or_after_four_guesses_and_heed_three
             at = LETTERS.index(guess)
             low, high = (max(low, at + 1), high) if told == ">" else (low, min(high, at))
         assert len(text[::2]) <= 4
-    assert (
-        0.75 < sum(heeded) / len(heeded) < 0.87
-    )  # one chosen without the hints may obey them all the same
+    # one chosen without the hints may obey them all the same
+    assert 0.75 < sum(heeded) / len(heeded) < 0.87
 
 
 def test_the_warm_start_learns_guesses_alone_and_writes_every_letter(tmp_path, monkeypatch):

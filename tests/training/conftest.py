@@ -2,9 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-torch.set_num_threads(
-    1
-)  # faster than more threads on models this small, above all on a busy machine
+# faster than more threads on models this small, above all on a busy machine
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -210,9 +210,8 @@ def a_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         monkeypatch.setattr(attention_kernels, "why_not", lambda *tried: no_flex)
-        monkeypatch.setattr(
-            attention_kernels, "find_spec", lambda package: package
-        )  # triton is not on every CPU
+        # triton is not on every CPU
+        monkeypatch.setattr(attention_kernels, "find_spec", lambda package: package)
         kernel_of.cache_clear()
         return torch.device("cuda:3")
 
@@ -418,9 +417,8 @@ def test_flex_attention_computes_the_blocks_that_rows_need_and_masks_no_whole_on
     pad = -tokens % 128
     wide = torch.nn.functional.pad(seen, (0, pad, 0, pad))
     beyond = torch.nn.functional.pad(torch.zeros_like(seen), (0, pad, 0, 0), value=False)
-    beyond = torch.nn.functional.pad(
-        beyond, (0, 0, 0, pad), value=True
-    )  # queries after the last are never written
+    # queries after the last are never written
+    beyond = torch.nn.functional.pad(beyond, (0, 0, 0, pad), value=True)
     some = in_blocks(wide).any(-1)
     whole = in_blocks(wide | beyond).all(-1)
     partial, full = (

@@ -46,10 +46,8 @@ SCALED = {  # embeddings, by a buffer, so fsdp refuses them
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
-OTHERS = {
-    **SCALED,
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-}  # adds what norms give to the hidden states
+# adds what norms give to the hidden states
+OTHERS = {**SCALED, "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
 IMAGES = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", *OTHERS, *IMAGES)
 SHARDED = [family for family in FAMILIES if family not in SCALED]

@@ -90,9 +90,8 @@ def test_a_micro_batch_has_each_image_once_and_every_place_knows_which_of_its_to
     (batch,) = micro_batches(pack(rows), 10**6, inputs=inputs)
     images = batch.images.images
     assert len(images) == len({image for *_, shown in rows for image in shown}) == 4
-    whole = (
-        batch.shared.whole
-    )  # computed token of each token of whole rows, which are packed shortest first
+    # computed token of each token of whole rows, which are packed shortest first
+    whole = batch.shared.whole
     feature = torch.full((batch.input_ids.numel(),), -1)
     feature[batch.images.places] = batch.images.features
     begin = dict(

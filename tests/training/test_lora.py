@@ -162,9 +162,8 @@ def test_two_ranks_learn_like_one_process(name, pair, alone):
 
 def test_a_state_holds_adapters_only_and_loads_on_another_backend(folder, pair, alone):
     parameters = count_adapters(str(folder), trainer_config(**LORA))
-    assert (
-        alone["held"] == 3 * parameters.total + parameters.tensors + 2
-    )  # steps of each, and progress
+    # steps of each, and progress
+    assert alone["held"] == 3 * parameters.total + parameters.tensors + 2
     for seen in pair:
         assert seen["fsdp"]["held"] < 0.6 * alone["held"]
         assert_same_tensors(seen["resumed"], seen["fsdp, checkpointed and offloaded"]["weights"])
@@ -206,9 +205,8 @@ def test_base_weights_never_change_and_adapters_begin_without_effect(folder):
         for name, tensor in trainer.state()["model"].items()
         if not torch.equal(tensor, before[name])
     }
-    assert moved == {
-        name for name in trainer.state()["model"] if name.endswith("lora_B.weight")
-    }  # A is next: B was 0
+    # A is next: B was 0
+    assert moved == {name for name in trainer.state()["model"] if name.endswith("lora_B.weight")}
     merged = copied(trainer)
     assert {name for name in merged if not torch.equal(merged[name], began[name])} == {
         name for name in began if "_proj" in name

@@ -30,10 +30,8 @@ from tests.training.dividing import (
 )
 from tests.training.roles import critic, policy
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]  # four processes, maybe beside four others, on two cores
+# four processes, maybe beside four others, on two cores
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip(
     "megatron.core", reason="needs megatron-core: pip install 'siirl_dask[megatron]'"
 )

@@ -286,10 +286,8 @@ def test_replicas_of_a_trained_model_alone_divide_its_state():
 
 def test_split_tokens_keep_a_part_of_norms_and_layer_inputs(digits_config, tmp_path, there):
     digits_config.model.path = str(tiny_model(tmp_path / "model", heads=4, kv_heads=2, layers=4))
-    for checkpointing, each in (
-        (False, 2 * (4 + 4 + 4) * 64),
-        (True, 4 * 64),
-    ):  # two norms in float32, or an input
+    # two norms in float32, or an input
+    for checkpointing, each in ((False, 2 * (4 + 4 + 4) * 64), (True, 4 * 64)):
         working = []
         for split in (False, True):
             parallel = MegatronConfig(tensor_parallel=2, sequence_parallel=split)

@@ -262,9 +262,8 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
         ranks=1,
         tokens=sum(LENGTHS),
     )
-    if (
-        checkpointing
-    ):  # the input of each layer; the values of one are there in the backward pass only
+    # the input of each layer; the values of one are there in the backward pass only
+    if checkpointing:
         expected = on_worker.tokens * on_worker.narrow * architecture.hidden * architecture.layers
     else:
         expected = on_worker.tokens * architecture.layers * layer_bytes(on_worker)
@@ -273,9 +272,8 @@ def test_activations_are_what_autograd_keeps(wide, family, dtype, checkpointing)
         expected += on_worker.tokens * architecture.layers * on_worker.narrow * architecture.queries
     final_norm = 4 + on_worker.narrow  # its input in float32, and its normalised value
     expected += on_worker.tokens * final_norm * architecture.hidden
-    if (
-        dtype is Dtype.bfloat16 and not checkpointing
-    ):  # copies of the weights, which are counted by themselves
+    # copies of the weights, which are counted by themselves
+    if dtype is Dtype.bfloat16 and not checkpointing:
         expected += working_bytes(on_worker)["weights in bfloat16"]
     assert sum(kept.values()) == pytest.approx(expected, rel=0.05)
 
@@ -316,7 +314,6 @@ def test_log_probs_take_what_is_said(wide, monkeypatch, backend, dtype):
 
 
 def test_a_replica_is_built_in_the_hosts_memory_first(seven):
-    assert (
-        footprint(seven).loading == 4 * 7_615_616_512
-    )  # ReplicatedBackend.network: from_pretrained, then .to(device)
+    # ReplicatedBackend.network: from_pretrained, then .to(device)
+    assert footprint(seven).loading == 4 * 7_615_616_512
     assert footprint(changed(seven, backend=Backend.fsdp)).loading == 0

@@ -105,9 +105,8 @@ def test_two_steps_of_adamw_equal_a_computation_by_hand():
     )
     optimizer.gradients.flat.fill_(0.5)
     optimizer.step()
-    first = 1.0 * (1 - 0.1 * 0.2) - 0.1 * 0.5 / (
-        0.5 + 0.5
-    )  # bias-corrected: mean 0.5, root of the square 0.5
+    # bias-corrected: mean 0.5, root of the square 0.5
+    first = 1.0 * (1 - 0.1 * 0.2) - 0.1 * 0.5 / (0.5 + 0.5)
     assert weight.item() == pytest.approx(first)
     optimizer.gradients.flat.fill_(1.0)
     optimizer.step()

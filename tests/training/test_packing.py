@@ -69,9 +69,8 @@ def test_each_response_token_is_predicted_from_the_token_before_it(lengths, budg
     rows = pack(lengths)
     everything = torch.cat([torch.tensor(tokens) for tokens in [[], *responses(rows)]]).long()
     for batch in micro_batches(rows, budget):
-        assert torch.equal(
-            batch.input_ids[0, batch.predicting], batch.targets - 1
-        )  # tokens are numbered throughout
+        # tokens are numbered throughout
+        assert torch.equal(batch.input_ids[0, batch.predicting], batch.targets - 1)
         assert torch.equal(everything[batch.tokens], batch.targets)
 
 

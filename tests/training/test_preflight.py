@@ -127,10 +127,8 @@ def test_a_reference_in_shards_holds_no_gradients_of_gathered_layers(digits_conf
     config.trainer = trainer_config(backend=Backend.fsdp)
     options, workers = {"trainer": config.trainer}, ["w0", "w1"]
     size = count_parameters(config.model.path)
-    ends, layers = (
-        2 * 4 * size.largest,
-        4 * size.total,
-    )  # the layers are one group: they have less than gather_size
+    # the layers are one group: they have less than gather_size
+    ends, layers = (2 * 4 * size.largest, 4 * size.total)
     assert check_reference(options, workers, config).memory == 4 * size.total // 2 + ends + layers
     learner = check_trainer(options, workers, config)
     assert learner.memory == 16 * size.total // 2 + 2 * (ends + layers)

@@ -104,9 +104,8 @@ def test_a_model_without_one_label_or_padding_is_refused(tmp_path, settings, mes
 def test_a_folder_without_a_reward_model_is_refused(tmp_path):
     folder = write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "model_type": "qwen2"})
-    )  # its biases are not there
+    # its biases are not there
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     with pytest.raises(ConfigError, match="its weights lack"):
         build(folder)
     with pytest.raises(ConfigError, match="no such folder"):

@@ -86,9 +86,8 @@ CRITICS = {
 SETTINGS = {"lr": 1e-4, "eps": 1e-6, "max_grad_norm": 1e6, "max_tokens_per_micro_batch": 24}
 ENDS = ((0, 0.6, 1, 1, 1), (0, 0, 0.4, 0.4, 1), (0, 0, 0, 0, 1))
 """Fractions of an update's rows where each of four ranks' begin. Some ranks have none."""
-LOSS = partial(
-    policy_loss, surrogate=gmpo, entropy_coefficient=0.1
-)  # needs full rows and the entropy's gradient
+# needs full rows and the entropy's gradient
+LOSS = partial(policy_loss, surrogate=gmpo, entropy_coefficient=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -330,14 +330,12 @@ def test_four_times_the_budget_moves_within_the_budget(client):
             published = client.submit(
                 publish_all_and_measure, name, edges, 0, rows, tokens, **on["0"]
             ).result()
-            assert (
-                published < 2 * part + budget
-            )  # one being made: its numbers and their copy as float
+            # one being made: its numbers and their copy as float
+            assert published < 2 * part + budget
             served = client.submit(serve_and_measure, name, 3, **on["0"])
             pulled, counts = client.submit(pull_all_and_measure, name, edges, 0, **on["1"]).result()
             assert counts == [rows] * 4
             assert pulled < part + budget
-            mapped = (
-                part if way is TransportMode.shm else 0
-            )  # what it wrote into the target's memory counts for both
+            # what it wrote into the target's memory counts for both
+            mapped = part if way is TransportMode.shm else 0
             assert served.result() < budget + mapped

@@ -36,9 +36,8 @@ def cards(memory=80 * GB, *, shared=False):
 def test_an_engine_takes_what_its_workers_other_roles_leave():
     shared = share_devices(cards(), BOTH, FOOTPRINTS, None)
     for device in shared.values():
-        left = (
-            80 * GB * 0.97 - GB - 30 * GB - GB
-        )  # a process and the policy at rest, and the engine's own work
+        # a process and the policy at rest, and the engine's own work
+        left = 80 * GB * 0.97 - GB - 30 * GB - GB
         assert device.room == pytest.approx(left, rel=1e-6)
         assert device.fill == device.room - 15 * GB
     apart = share_devices(cards(), {"rollout": ["a"], "policy": ["b"]}, FOOTPRINTS, None)

@@ -179,9 +179,8 @@ def test_a_worker_computes_on_the_card_that_it_takes(monkeypatch):
         CUDA, tuple(uuids), tuple(8 * 10**9 + index for index in range(3))
     )
     store, _ = groups.host_store("127.0.0.1", 20)
-    exchange(
-        "w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag()
-    )  # the other worker's say, of rank 0
+    # the other worker's say, of rank 0
+    exchange("w1", ["w1"], VisibleDevices(CUDA, ("uuid-2",)), store, 1, StopFlag())
     devices = find_devices("w0", ["w1", "w0"], store, 20, StopFlag())
     assert devices["w0"] == Device("w0", CUDA, 1, "uuid-3")
     assert devices["w0"].torch_name == "cuda:1"

@@ -82,9 +82,8 @@ def test_nothing_is_forgotten_that_a_worker_still_looks_at(steps, with_drains, l
             looking.begin(past, max(0, past.sequence - lags[past.sequence]))
         earlier = looking.lagged(iteration, steps)
         holding = history(steps)
-        for other in (
-            iterations
-        ):  # as long as one worker is in `iteration`, no other is told that it is completed
+        # as long as one worker is in `iteration`, no other is told that it is completed
+        for other in iterations:
             kept_from = holding.begin(
                 other, min(iteration.sequence, max(0, other.sequence - lags[-1 - other.sequence]))
             )

@@ -168,9 +168,8 @@ def _set_dynamic_sampling(draft: Draft) -> None:
     ]
     rounds = int(draft.number(f"{prefix}.max_num_gen_batches", 10))
     draft.nodes["rollout"] = {"with": {"rounds": rounds or 10}}
-    draft.nodes.setdefault(
-        "reward", {"with": {"factor": 0.0}}
-    )  # the DAG's penalty of long responses, unless asked for
+    # the DAG's penalty of long responses, unless asked for
+    draft.nodes.setdefault("reward", {"with": {"factor": 0.0}})
     for name in (f"{prefix}.enable", f"{prefix}.max_num_gen_batches"):
         draft.became(name, "nodes.rollout")
     metric = draft.text(f"{prefix}.metric", "acc")

@@ -26,9 +26,8 @@ from siirl_dask.config import AgentConfig, Config
 from siirl_dask.errors import ConfigError, did_you_mean
 
 _HINTS: Mapping[str, type[Any]] = field_types(Config)
-_LOADER: type[Any] = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # libyaml's, ten times as fast, where it is built in
+# libyaml's, ten times as fast, where it is built in
+_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GROUPS = {key: kind for key, kind in _HINTS.items() if is_dataclass(cast("object", kind))}
 SHIPPED = "siirl_dask:"
 """Beginning of a base that comes with the package, as in ``siirl_dask:dags/grpo.yaml``."""

@@ -68,9 +68,8 @@ class SharedSegment:
             fd = os.memfd_create("siirl_dask", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             weakref.finalize(self, os.close, fd)
             os.ftruncate(fd, size)
-            fcntl.fcntl(
-                fd, fcntl.F_ADD_SEALS, _seals()
-            )  # a peer that could shrink it would crash this process
+            # a peer that could shrink it would crash this process
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
             self.map = mmap.mmap(fd, size)
             self.handle = Handle(os.getpid(), fd, size, secrets.token_bytes(_NONCE))
             self.map[:_NONCE] = self.handle.nonce

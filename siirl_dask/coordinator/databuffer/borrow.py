@@ -131,9 +131,8 @@ class SharedTableReader:
         for name, group in lengths.offset_groups.items():
             kind = edge.schema.field(name).type
             column_lengths = lengths.group_lengths[group]
-            elements = int(
-                column_lengths.sum(dtype=np.float64)
-            )  # the lengths are a peer's: integers could overflow
+            # the lengths are a peer's: integers could overflow
+            elements = int(column_lengths.sum(dtype=np.float64))
             size = elements * (element_width(kind) or 0)
             start = shared.starts.get(name)
             if start is None or start % ALIGNMENT or start + size > len(mapped):
@@ -191,9 +190,8 @@ def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> 
 def _read_others(stream: Bytes, schema: pa.Schema, rows: int) -> pa.Table:
     """Return the other columns, from a copy that the source cannot change while it is validated."""
     if not len(schema):
-        return pa.table({"": pa.nulls(rows)}).select(
-            []
-        )  # a table without columns that has rows nevertheless
+        # a table without columns that has rows nevertheless
+        return pa.table({"": pa.nulls(rows)}).select([])
     table = unpack_others(stream.tobytes(), schema)
     if table.num_rows != rows:
         raise pa.ArrowInvalid(f"{table.num_rows} rows of {schema.names} instead of {rows}")
@@ -209,9 +207,8 @@ def concat_slices(
     order = np.argsort(np.concatenate([destinations for destinations, _, _ in pieces]))
     rows = np.concatenate([positions for _, positions, _ in pieces])[order]
     piece = np.repeat(np.arange(len(pieces)), [len(positions) for _, positions, _ in pieces])[order]
-    breaks = (rows[1:] != rows[:-1] + 1) | (
-        piece[1:] != piece[:-1]
-    )  # a slice ends where its rows do not go on
+    # a slice ends where its rows do not go on
+    breaks = (rows[1:] != rows[:-1] + 1) | (piece[1:] != piece[:-1])
     starts = np.flatnonzero(np.concatenate(([True], breaks)))
     ends = np.append(starts[1:], len(rows))
     chunks: list[pa.Array] = []

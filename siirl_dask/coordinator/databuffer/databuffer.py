@@ -281,9 +281,8 @@ class Databuffer:
         were not published.
         """
         edge = self._expected.edge(request.key)
-        if (
-            request.op == Op.ACK
-        ):  # first: it may arrive when its iteration is forgotten and its rows are freed
+        # first: it may arrive when its iteration is forgotten and its rows are freed
+        if request.op == Op.ACK:
             return self._take_acks(request.body.get("acks"))
         self._expected.check_iteration(request.key)
         _, relay = relay_of(request.key.edge)

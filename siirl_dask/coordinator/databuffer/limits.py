@@ -100,9 +100,8 @@ class Budget:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():
-                self.release(
-                    size
-                )  # admitted and cancelled in the same pass of the loop: its bytes count already
+                # admitted and cancelled in the same pass of the loop: its bytes count already
+                self.release(size)
             else:
                 with suppress(ValueError):  # _admit may have dropped the cancelled entry first
                     self._waiting.remove((size, admitted))
@@ -127,9 +126,8 @@ class Budget:
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_INLINE_BYTES = (
-    2**23
-)  # copied in about a millisecond, of which waking a thread would take a good part
+# copied in about a millisecond, of which waking a thread would take a good part
+_INLINE_BYTES = 2**23
 _MAX_THREADS = 4  # a few saturate the memory's bandwidth
 
 

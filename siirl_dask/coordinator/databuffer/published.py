@@ -213,9 +213,8 @@ class Published:
             return {}, [], len(positions)
         count = min(len(positions), max(1, max_bytes // max(1, self.other_row_bytes)))
         others = self.other_columns(positions[:count])
-        while (
-            others.nbytes > max_bytes and count > 1
-        ):  # rows differ; half of what fits on average converges fast
+        # rows differ; half of what fits on average converges fast
+        while others.nbytes > max_bytes and count > 1:
             count = max(1, count * max_bytes // (2 * others.nbytes))
             others = self.other_columns(positions[:count])
         self.release_pages()
@@ -322,9 +321,8 @@ def _in_one_piece(column: pa.ChunkedArray) -> RaggedColumn | None:
         shared = as_shared_ragged(column.chunks)
         if shared is not None:
             return shared
-    large = with_large_offsets(
-        column.type
-    )  # together the chunks may have more elements than offsets of 32 bits span
+    # together the chunks may have more elements than offsets of 32 bits span
+    large = with_large_offsets(column.type)
     return as_ragged(pa.concat_arrays([pa.array([], large), *column.cast(large).chunks]))
 
 

@@ -57,9 +57,8 @@ _LEAST_IN_FLIGHT = (
 # afterwards
 _ROUNDS = 2
 _LEAST_MESSAGE = 2**20  # bytes: rows are cut into no smaller ones for that
-_MAX_WRITTEN_ROWS = (
-    2**16
-)  # rows that a source is asked to write at once: their places travel with the request
+# rows that a source is asked to write at once: their places travel with the request
+_MAX_WRITTEN_ROWS = 2**16
 
 
 class Puller:
@@ -88,9 +87,8 @@ class Puller:
         self._limits = limits
         self._transport_mode = transport_mode
         self._receiving = Budget(limits.memory // 8)
-        self._no_shared_memory: set[str] = (
-            set()
-        )  # sources of this host that turned out not to reach this memory
+        # sources of this host that turned out not to reach this memory
+        self._no_shared_memory: set[str] = set()
         self._copy_threads = copy_threads
         self.acks = Acks(transport)
         self._shared_tables = SharedTableReader(worker, own_published, self.acks, transport_mode)
@@ -133,9 +131,8 @@ class Puller:
             )
         except BaseException:  # a cancelled pull as well
             for segment in buffer.segments():
-                self._arena.retire(
-                    segment
-                )  # a source that is slow may still write there, whenever it gets to it
+                # a source that is slow may still write there, whenever it gets to it
+                self._arena.retire(segment)
             buffer.discard()
             raise
         if ack:
@@ -245,9 +242,8 @@ class Puller:
         )
         missing = rows.select(np.flatnonzero(~has_arrived))
         arrived = rows.select(np.flatnonzero(has_arrived))
-        remaining = replace(
-            arrived, arrived=batches[0].frames.keys()
-        )  # their columns that do not travel early
+        # their columns that do not travel early
+        remaining = replace(arrived, arrived=batches[0].frames.keys())
         to_fetch = [missing]
         if remaining.wanted or len(other_columns_schema(buffer.schema, rows.lengths)):
             to_fetch.append(remaining)

@@ -20,9 +20,8 @@ from siirl_dask.coordinator.layout.balance import Ints
 
 # bytes: shorter ranges are copied by index, all in one go, longer ones each by a copy of its own
 _SHORT = 256
-_LONG = (
-    2**20
-)  # bytes: copied in a tenth of a millisecond, worth letting go of the interpreter's lock for
+# bytes: copied in a tenth of a millisecond, worth letting go of the interpreter's lock for
+_LONG = 2**20
 _INDEX = 2**22  # elements of such an index at once
 
 
@@ -109,9 +108,8 @@ def as_shared_ragged(chunks: Sequence[pa.Array]) -> RaggedColumn | None:
     filled = [column for column in columns if len(column.values)]
     if not filled:
         return None
-    first = max(
-        filled, key=lambda column: len(column.values)
-    )  # all end where the array's values do
+    # all end where the array's values do
+    first = max(filled, key=lambda column: len(column.values))
     starts = [
         column.starts + (len(first.values) - len(column.values)) // first.width
         for column in columns
@@ -230,9 +228,8 @@ class CopyPlan:
         times = width // unit  # units of an element
         from_units = source[: len(source) // unit * unit].view(f"u{unit}")
         to_units = target[: len(target) // unit * unit].view(f"u{unit}")
-        rows = max(
-            1, _INDEX * len(self._lengths) // max(1, self.elements * times)
-        )  # so many at once: bounds the index
+        # so many at once: bounds the index
+        rows = max(1, _INDEX * len(self._lengths) // max(1, self.elements * times))
         for first in range(0, len(self._lengths), rows):
             batch = slice(first, first + rows)
             lengths = self._lengths[batch] * times

@@ -228,9 +228,8 @@ class ReceiveBuffer:
     def ragged_bytes(self, rows: SourceRows, subset: Ints | slice = slice(None)) -> int:
         """Return bytes of a source's rows, or of a subset, in the variable-length columns."""
         wanted = {name: rows.lengths[name] for name in rows.wanted}
-        elements = {
-            id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()
-        }  # once per offset group
+        # once per offset group
+        elements = {id(lengths): int(lengths[subset].sum()) for lengths in wanted.values()}
         return sum(
             elements[id(lengths)] * self._columns[name].width for name, lengths in wanted.items()
         )
@@ -296,14 +295,12 @@ class ReceiveBuffer:
                 continue
             key = tuple(id(rows.lengths[name]) for rows in sources)
             if key not in by_arrays:
-                lengths = np.zeros(
-                    self._count, np.int64
-                )  # 0 for rows that are shared, or have the column among others
+                # 0 for rows that are shared, or have the column among others
+                lengths = np.zeros(self._count, np.int64)
                 for rows in sources:
                     lengths[rows.destinations] = rows.lengths[name]
-                if (
-                    lengths.sum(dtype=np.float64) > physical_memory()
-                ):  # as floats: integers from a peer could overflow
+                # as floats: integers from a peer could overflow
+                if lengths.sum(dtype=np.float64) > physical_memory():
                     raise PeerError(
                         f"rows of column {name!r} are said to be longer than this machine's memory"
                     )

@@ -131,9 +131,8 @@ async def pull_groups(
         return fetched
     rows = pa.concat_tables([*here, fetched])
     row_groups = rows[GROUP_ID].to_numpy()
-    known, first_rows = np.unique(
-        row_groups, return_index=True
-    )  # the same group may be in several tables
+    # the same group may be in several tables
+    known, first_rows = np.unique(row_groups, return_index=True)
     row_of_group = dict(zip(known.tolist(), first_rows.tolist(), strict=True))
     return rows_at(
         rows, np.array([row_of_group[group] for group in wanted.tolist()], dtype=np.intp)

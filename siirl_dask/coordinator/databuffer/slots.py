@@ -57,9 +57,8 @@ class PublishedSlots:
 
     async def wait(self, key: TransitionKey) -> Published:
         """Wait until something is published under a key, and return it."""
-        return await asyncio.shield(
-            self.slot(key)
-        )  # one that gives up waiting must not cancel the slot
+        # one that gives up waiting must not cancel the slot
+        return await asyncio.shield(self.slot(key))
 
     def find(self, key: TransitionKey) -> Published | None:
         """Return what is published under a key; None before that, and after an abort."""

@@ -371,9 +371,8 @@ def group_share(
 
     DataError when the guide has rows of groups that the edge has not.
     """
-    groups, first = np.unique(
-        edge_rows.groups, return_index=True
-    )  # of several rows of a group the first one counts
+    # of several rows of a group the first one counts
+    groups, first = np.unique(edge_rows.groups, return_index=True)
     wanted = np.unique(guide_rows.groups)
     unknown = np.setdiff1d(wanted, groups)
     if len(unknown):

@@ -25,10 +25,8 @@ Ints = NDArray[np.int64]
 
 NOWHERE = -1
 """Home of an item that lies with none of the owners."""
-_ENOUGH = (
-    51,
-    50,
-)  # max/mean of 1.02, as integers: waiting 2% for the fullest costs less than moving rows for it
+# max/mean of 1.02, as integers: waiting 2% for the fullest costs less than moving rows for it
+_ENOUGH = (51, 50)
 # emptiest owners that the fullest tries to swap with first: as good as all of them, nearly always
 _PARTNERS = 64
 _PAIRS = 2**23  # pairs of items that are looked at for swaps: tens of milliseconds
@@ -81,9 +79,8 @@ def balance(
     enough = _enough(costs, carried)
     owner = _swap(costs, _longest_first(costs, carried), carried, enough)
     fullest = int(_sums(costs, owner, carried).max())
-    alone = int(
-        (costs + costs.min(initial=enough) > enough).sum()
-    )  # too long to share with even the shortest
+    # too long to share with even the shortest
+    alone = int((costs + costs.min(initial=enough) > enough).sum())
     if fullest <= enough or carried.any() or not 0 < alone < owners:
         return owner
     with_longest_alone = _swap(costs, _longest_first(costs, carried, alone), carried, enough)
@@ -183,9 +180,8 @@ def _costliest(costs: Ints, group_of: Ints, groups: int, place_of: Ints, places:
     is at none.
     """
     costliest = np.full(groups, NOWHERE, dtype=np.int64)
-    for pair in _pairs_by_cost(costs, group_of, places, place_of)[
-        ::-1
-    ]:  # the costliest place is last: it overwrites
+    # the costliest place is last: it overwrites
+    for pair in _pairs_by_cost(costs, group_of, places, place_of)[::-1]:
         costliest[pair // places] = pair % places
     return costliest
 
@@ -286,12 +282,10 @@ def _swap(costs: Ints, owner: Ints, carried: Ints, enough: int) -> Ints:
         others = np.flatnonzero(tried[owner])
         pairs -= len(own) * len(others)
         gain = costs[own][:, None] - costs[others]
-        fuller = np.maximum(
-            loads[full] - gain, loads[owner[others]] + gain
-        )  # the larger of the two loads afterwards
-        if (
-            fuller.min(initial=loads[full]) == loads[full]
-        ):  # no swap helps: try with all owners, then give up
+        # the larger of the two loads afterwards
+        fuller = np.maximum(loads[full] - gain, loads[owner[others]] + gain)
+        # no swap helps: try with all owners, then give up
+        if fuller.min(initial=loads[full]) == loads[full]:
             partners = owners if partners < owners else 0
             continue
         own_at, others_at = divmod(int(fuller.argmin()), len(others))

@@ -133,9 +133,8 @@ class DaskStreams:
             await stream.send(wire.pack(0, request.pack()))
             reply = await stream.receive(request.reply_bounds)
         except BaseException:
-            self._drop(
-                stream
-            )  # a reply may still be on its way: this connection cannot be used again
+            # a reply may still be on its way: this connection cannot be used again
+            self._drop(stream)
             raise
         self._put_back(worker, stream)
         return Reply.of(reply)
@@ -152,9 +151,8 @@ class DaskStreams:
         attempt = seconds / _LOOKS
         end = loop.time() + seconds
         while loop.time() < end:
-            with suppress(
-                OSError
-            ):  # TimeoutError as well: the way to it may be up again a moment later
+            # TimeoutError as well: the way to it may be up again a moment later
+            with suppress(OSError):
                 async with asyncio.timeout(attempt):
                     _, writer = await asyncio.open_connection(host, port)
                 writer.close()

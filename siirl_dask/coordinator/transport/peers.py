@@ -124,9 +124,8 @@ class PeerTransport:
         self._asked: dict[
             asyncio.Timeout, tuple[Request, float]
         ] = {}  # what these asked for, and when
-        self._silent: set[asyncio.Timeout] = (
-            set()
-        )  # those that were ended because the peer answers no ping
+        # those that were ended because the peer answers no ping
+        self._silent: set[asyncio.Timeout] = set()
         self._watched: dict[str, Callable[[str], None]] = {}
         self._pings: dict[str, asyncio.Task[None]] = {}
         self._suspected: dict[

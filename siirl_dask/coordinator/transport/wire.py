@@ -79,9 +79,8 @@ def _flatten(array: pa.Array, nodes: list[list[int]], frames: list[Frame]) -> No
     """Append one node ``[length, nulls, frame index or -1 ...]`` for the array and for each
     child, depth first.
     """
-    if (
-        array.offset != 0
-    ):  # a slice, whose buffers are those of its whole parent: this copies the slice alone
+    # a slice, whose buffers are those of its whole parent: this copies the slice alone
+    if array.offset != 0:
         array = array.take(pa.array(range(len(array)), pa.int64()))
     children = list(_children(array))
     own = array.buffers()[: array.type.num_buffers]

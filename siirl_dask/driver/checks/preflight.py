@@ -63,9 +63,8 @@ def check(config: Config, phases: Phases, *, refuse_devices: bool = True) -> Che
     refuse_older()
     plan, _ = next(iter(phases.values()))
     if config.cluster.spec:
-        from siirl_dask.driver.clusters.deployment import (
-            check_spec,
-        )  # Dask, which `plan` need not wait for
+        # Dask, which `plan` need not wait for
+        from siirl_dask.driver.clusters.deployment import check_spec
 
         check_spec(config.cluster.spec)
     serialize_phases(phases)

@@ -211,9 +211,8 @@ def tokenizer_here(config: Config) -> HuggingFaceTokenizer | None:
 
     ConfigError for options of ``model`` that do not fit it.
     """
-    from siirl_dask.rollout.tokenizer import (
-        load_tokenizer,
-    )  # transformers: seconds that others need not wait for
+    # transformers: seconds that others need not wait for
+    from siirl_dask.rollout.tokenizer import load_tokenizer
 
     label = f"model.path={config.model.path!r}"
     try:

@@ -71,9 +71,8 @@ def submit(
     group = task_group(plugin, what)
     keys = {(group, turn, worker): address for worker, address in members.items()}
     span = {"name": (run, what), "ids": (plugin, group)}
-    with annotate(
-        workers=keys.__getitem__, span=span
-    ):  # the scheduler asks the former for each key
+    # the scheduler asks the former for each key
+    with annotate(workers=keys.__getitem__, span=span):
         futures = client.map(
             function,
             [plugin] * len(members),

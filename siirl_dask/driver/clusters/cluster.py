@@ -72,9 +72,8 @@ def connect(config: Config, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress)
             yield client
         finally:
-            with suppress(
-                TimeoutError
-            ):  # the cluster is closed next: no orderly farewell is needed
+            # the cluster is closed next: no orderly farewell is needed
+            with suppress(TimeoutError):
                 client.close(timeout=_STOP_PATIENCE)
 
 
@@ -255,10 +254,8 @@ def _existing(cluster: ClusterConfig, progress: Progress) -> Iterator[Client]:
             wait_for_workers(client, cluster, progress)
         yield client
     finally:
-        with (
-            _without_tracebacks(client),
-            suppress(TimeoutError),
-        ):  # a scheduler that is cut off does not answer
+        # a scheduler that is cut off does not answer
+        with _without_tracebacks(client), suppress(TimeoutError):
             client.close(timeout=_STOP_PATIENCE)
 
 

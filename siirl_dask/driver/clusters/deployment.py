@@ -170,9 +170,8 @@ def _unchanged_sigint() -> Iterator[None]:
     """Keep this process's handler of SIGINT: importing dask_jobqueue sets one of its own, which
     exits with 0.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # no other may set a handler: nor may the import
+    # no other may set a handler: nor may the import
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
@@ -283,20 +282,17 @@ def _scale(cluster: Cluster, workers: int) -> Future[None]:
         return done
 
     async def grow() -> None:
-        corrected = (
-            cluster._correct_state()
-        )  # before scale(), which calls it as well, and would log its errors
+        # before scale(), which calls it as well, and would log its errors
+        corrected = cluster._correct_state()
         cluster.scale(workers)
         try:
             await corrected
         except Exception:
-            asyncio.get_running_loop().set_exception_handler(
-                _ignore
-            )  # the errors of other workers: one is shown
+            # the errors of other workers: one is shown
+            asyncio.get_running_loop().set_exception_handler(_ignore)
             for worker in cluster.workers.values():
-                worker.status = (
-                    Status.failed
-                )  # Dask's close() insists on a status, and gives none to these
+                # Dask's close() insists on a status, and gives none to these
+                worker.status = Status.failed
             raise
 
     assert cluster.loop is not None  # only a client without a loop of its own has none

@@ -53,17 +53,15 @@ def examine(config: Config | None) -> list[DoctorFinding]:
 
 
 def _topology(cluster: ClusterConfig) -> Iterable[DoctorFinding]:
-    from siirl_dask.driver.doctor.topology import (
-        check_topology,
-    )  # torch, which the first check tries to import
+    # torch, which the first check tries to import
+    from siirl_dask.driver.doctor.topology import check_topology
 
     return check_topology(cluster)
 
 
 def _cluster(config: Config) -> Iterable[DoctorFinding]:
-    from siirl_dask.driver.doctor.cluster import (
-        check_cluster,
-    )  # Dask, which other checks need not wait for
+    # Dask, which other checks need not wait for
+    from siirl_dask.driver.doctor.cluster import check_cluster
 
     return check_cluster(config.cluster)
 

@@ -346,9 +346,8 @@ def _computes(node: Node, plan: Plan) -> bool:
         return True
     if writes.isdisjoint(_SCORES):
         return False
-    return (
-        RESPONSE_IDS in node.contract.reads
-    )  # log-probs that the engine has reported need no pass
+    # log-probs that the engine has reported need no pass
+    return RESPONSE_IDS in node.contract.reads
 
 
 def _owners(works: Sequence[NodeWork]) -> set[str]:
@@ -469,9 +468,8 @@ def _update(
     seconds += steps * _OPTIMIZER * learned / shards / speed.memory_rate
     gathers = trainer_spec(trainer.backend).gathers
     if gathers:
-        moved = passes * (
-            (times - 1) * model.itemsize * model.size.total + 4 * learned
-        )  # gathers, and the scatter
+        # gathers, and the scatter
+        moved = passes * ((times - 1) * model.itemsize * model.size.total + 4 * learned)
     else:
         # the sums over replicas; those within one are not counted
         moved = steps * 2 * 4 * learned / shards

@@ -191,9 +191,8 @@ def measure_cpu(threads: int = 1) -> Speed:
         moved = _seconds(lambda: copy.copy_(block))
         small = torch.rand(32, 64)
 
-        def chain() -> (
-            object
-        ):  # norms: as much Python and as many operations as a layer's, on small tensors
+        # norms: as much Python and as many operations as a layer's, on small tensors
+        def chain() -> object:
             value = small
             for _ in range(20):
                 value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -70,9 +70,8 @@ class ElasticWorkers:
         remove_unusable_workers(client, group, failure, plugin)
         if not isinstance(failure, WorkersJoined):
             start_lost_workers(client, cluster, group)
-        if isinstance(
-            failure, (WorkersJoined, WorkerLeft)
-        ):  # nobody is lost, so nobody is waited for
+        # nobody is lost, so nobody is waited for
+        if isinstance(failure, (WorkersJoined, WorkerLeft)):
             patience = 0.0
         elif cluster.replacement_timeout is None:
             patience = _REPLACEMENT_TIMEOUT

@@ -55,9 +55,8 @@ class FixedWorkers:
         cluster = self._config.cluster
         if group is None:
             return WorkerGroup(members(client, cluster.workers), self._config)
-        if not isinstance(
-            failure, SchedulerLost
-        ):  # the workers of another scheduler have been waited for
+        # the workers of another scheduler have been waited for
+        if not isinstance(failure, SchedulerLost):
             remove_unusable_workers(client, group, failure, plugin)
             hint = start_lost_workers(client, cluster, group)
             wait_for_workers(client, cluster, self._progress, hint=hint)

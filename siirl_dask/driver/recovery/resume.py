@@ -189,9 +189,8 @@ def check_nothing_lost(url: str, resume: ResumePoint, tables: Iterable[str]) -> 
         return
     config = Run(url).config
     every = config.checkpoint.every
-    ahead = (
-        config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
-    )  # rows that are stored before their update
+    # rows that are stored before their update
+    ahead = config.run.lookahead + (config.rollout.steps_ahead or 0) + 1
     last_stored = 0
     for table in tables:
         last_stored = max([last_stored, *stored_steps(url, table)])

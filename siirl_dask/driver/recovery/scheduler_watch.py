@@ -20,10 +20,8 @@ _PAUSE = 0.05  # pause between two pings, as a share of the patience
 # in a row, each after a pause of the same length: nobody listens at the scheduler's port any more
 _REFUSALS = 3
 _REFUSES = "its port refuses connections"
-_NO_CONNECTION = (
-    OSError,
-    RuntimeError,
-)  # which may pass; the latter once the client has closed its connections
+# which may pass; the latter once the client has closed its connections
+_NO_CONNECTION = (OSError, RuntimeError)
 _CONNECT_TIMEOUT = 1.0  # seconds for a connection to be accepted or refused
 
 
@@ -86,9 +84,8 @@ class SchedulerWatch:
             self._watching.cancel()
 
     async def _watch(self) -> None:
-        first_answer = asyncio.create_task(
-            self.is_the_first()
-        )  # a scheduler that hangs already never answers
+        # a scheduler that hangs already never answers
+        first_answer = asyncio.create_task(self.is_the_first())
         silence = asyncio.create_task(self._wait_for_silence())
         refusal = asyncio.create_task(self._wait_for_refusal())
         try:

@@ -81,9 +81,8 @@ def damages_of(
     assigned_bytes = dict.fromkeys(members.values(), 0)
     futures: dict[WrittenFile, Future[str]] = {}
     for file in sorted(files, key=lambda file: -file.digest.nbytes):
-        address = min(
-            assigned_bytes, key=assigned_bytes.__getitem__
-        )  # the largest file for the worker with least
+        # the largest file for the worker with least
+        address = min(assigned_bytes, key=assigned_bytes.__getitem__)
         assigned_bytes[address] += file.digest.nbytes
         digests = {file.name: file.digest}
         futures[file] = client.submit(

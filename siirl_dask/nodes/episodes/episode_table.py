@@ -147,9 +147,8 @@ def episode_table(
         REWARD_PARTS: [[*row.parts.items()] for row in rows],
         WORKER: workers,
     }
-    if (
-        SAMPLING_SEED not in episodes.column_names
-    ):  # episodes of a partial rollout have those of their first step
+    # episodes of a partial rollout have those of their first step
+    if SAMPLING_SEED not in episodes.column_names:
         others[SAMPLE_NUMBER] = sample_numbers
         others[SAMPLING_SEED] = seeds
     if agents:

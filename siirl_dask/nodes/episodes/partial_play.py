@@ -59,9 +59,8 @@ _SEEDS = {
     _ENVIRONMENT_SEED: pa.int64(),
 }
 """Columns of an episode's row that depend on the step in which it began."""
-_KEYS_OF_A_STEP = (
-    2**40
-)  # added, for each step, to an episode's number in the session: more than a step has episodes
+# added, for each step, to an episode's number in the session: more than a step has episodes
+_KEYS_OF_A_STEP = 2**40
 _State = OpenEpisode | PlayedEpisode | None
 """An episode that continues, one that has ended, or None for one that has not begun."""
 

@@ -152,9 +152,8 @@ def complete_sequences(table: pa.Table, names: Sequence[str]) -> Flags:
     if of_row is None:
         return valid
     sequence_of_row = of_row.numpy()
-    incomplete = np.zeros(
-        table.num_rows, np.bool_
-    )  # by sequence: there are no more of them than rows
+    # by sequence: there are no more of them than rows
+    incomplete = np.zeros(table.num_rows, np.bool_)
     incomplete[sequence_of_row[~valid]] = True
     complete: Flags = ~incomplete[sequence_of_row]
     return complete

@@ -50,9 +50,8 @@ class TensorBoardBackend:
         self._close()
 
     def _open(self, purge_step: int | None = None) -> SummaryWriter:
-        from torch.utils.tensorboard import (
-            SummaryWriter,
-        )  # here, because it costs a second and is optional
+        # here, because it costs a second and is optional
+        from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
             self._writer = SummaryWriter(self._folder, purge_step=purge_step)

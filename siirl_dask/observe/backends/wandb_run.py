@@ -12,11 +12,8 @@ from siirl_dask.observe.backends.protocol import TrackedRun, named_values
 from siirl_dask.observe.metrics import Record
 from siirl_dask.observe.summary import Status
 
-_EXIT_CODES = {
-    Status.COMPLETE: 0,
-    Status.FAILED: 1,
-    Status.INTERRUPTED: 255,
-}  # 255 is what it calls killed
+# 255 is what it calls killed
+_EXIT_CODES = {Status.COMPLETE: 0, Status.FAILED: 1, Status.INTERRUPTED: 255}
 
 
 class WandbBackend:
@@ -26,9 +23,8 @@ class WandbBackend:
         """Open the run of this id, or go on with it."""
         wandb: Any = importlib.import_module("wandb")
         online = wandb.setup().settings.mode in ("online", "shared", "run")
-        if online and not wandb.login(
-            prompt=False
-        ):  # it would ask for one, on a terminal that is the run's
+        # it would ask for one, on a terminal that is the run's
+        if online and not wandb.login(prompt=False):
             raise PermissionError(
                 "it has no API key: type `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
             )

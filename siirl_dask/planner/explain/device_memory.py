@@ -109,9 +109,8 @@ def advice(memory: int, workers: Mapping[str, Roles]) -> str:
     comes to.
     """
     steps = list(remedies(memory, workers))
-    last = {
-        setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)
-    }  # of a number that falls, the last
+    # of a number that falls, the last
+    last = {setting.partition("=")[0]: at for at, (setting, _) in enumerate(steps)}
     lines = [
         f"{setting} ({readable_bytes(card.needed)})"
         for at, (setting, card) in enumerate(steps)

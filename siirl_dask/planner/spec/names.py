@@ -23,9 +23,8 @@ from siirl_dask.errors import ConfigError, PlanError, did_you_mean
 
 T = TypeVar("T")
 _PACKAGE = re.compile(r"siirl_dask[.:]")  # begins the name of what every worker has
-_NAME = re.compile(
-    r"\w+"
-)  # for anything else no module is imported: commands/analyze.py looks for such names
+# for anything else no module is imported: commands/analyze.py looks for such names
+_NAME = re.compile(r"\w+")
 _loaded: dict[str, object] = {}
 _received: dict[str, object] = {}
 

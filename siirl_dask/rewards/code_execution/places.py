@@ -180,9 +180,8 @@ def _runsc(
         {"destination": it, "type": "bind", "source": it, "options": ["ro", "rbind"]}
         for it in shown
     ]
-    if not any(
-        place.startswith("/tmp/") for place in shown
-    ):  # runsc would put a folder there that anybody can fill
+    # runsc would put a folder there that anybody can fill
+    if not any(place.startswith("/tmp/") for place in shown):
         mounts += [{"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["ro"]}]
     mounts += [
         {"destination": FOLDER, "type": "tmpfs", "source": "tmpfs", "options": [own, "mode=1777"]}

@@ -51,9 +51,8 @@ class SandboxProcess:
     """
 
     def __init__(self, command: Sequence[str], folder: str, home: str, user: int | None) -> None:
-        self._ended, held = (
-            os.pipe()
-        )  # its processes hold one side: the other one's end says that all are gone
+        # its processes hold one side: the other one's end says that all are gone
+        self._ended, held = os.pipe()
         try:
             self._process = subprocess.Popen(
                 command,

@@ -159,9 +159,8 @@ class AgentRuns:
         except BaseException as error:  # it is raised in the thread that waits for the agents
             self._error = error
         finally:
-            self._waiter.shutdown(
-                wait=whole
-            )  # else it may wait for a peer, until the worker is told to stop
+            # else it may wait for a peer, until the worker is told to stop
+            self._waiter.shutdown(wait=whole)
             self.done()
 
     async def _all(self) -> None:

@@ -56,12 +56,8 @@ def read_message(
         before = ""  # or all of the prompt would count as the answer's beginning
     try:
         parsed = parse_response(text, dict(template or HERMES), prefix=before, tools=[*tools])
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ):  # no JSON, nested too deep, not as the template wants it
+    except (ValueError, TypeError, KeyError, RecursionError):
+        # no JSON, nested too deep, not as the template wants it
         return plain
     if not is_shallow(parsed):
         return plain

@@ -170,9 +170,8 @@ class SglangEngine(MergesAdapters, HoldsNoGroups):
         _, stuck = await asyncio.wait(running, timeout=_PATIENCE)
         for task in stuck:
             task.cancel()
-        await asyncio.gather(
-            *running, return_exceptions=True
-        )  # the error that ended the others is the one to tell
+        # the error that ended the others is the one to tell
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _check_room(self, request: GenerationRequest) -> None:
         """Raise ConfigError for a request whose prompt and response may be longer than the

@@ -72,9 +72,8 @@ def _check_no_images(images: ImagesConfig | None) -> None:
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     _check_no_images(inputs.images)
-    from siirl_dask.rollout.sglang_engine.engine import (
-        SglangEngine,
-    )  # imports torch and transformers
+    # imports torch and transformers
+    from siirl_dask.rollout.sglang_engine.engine import SglangEngine
 
     return SglangEngine(inputs.model, inputs.rollout, inputs.device)
 

@@ -112,9 +112,8 @@ class VllmEngine(MergesAdapters, HoldsNoGroups):
         self._note_cache = device.engine_cache
         with vllm_process.named_stages(device.stage):
             self._llm = self._start(model, settings, given_options(rollout, device), device.kind)
-        self._finish = weakref.finalize(
-            self, _shut_down, self._llm, self._world
-        )  # also where nobody calls close()
+        # also where nobody calls close()
+        self._finish = weakref.finalize(self, _shut_down, self._llm, self._world)
         self.routing = needed_routing(model.path) if rollout.router_replay else None
         self._routes = None if self.routing is None else VllmRoutes(self._llm, self.routing)
         self.context_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)

@@ -81,15 +81,13 @@ def footprint(engine: EngineOnWorkers) -> Footprint:
         held[GRAPHS] = graphs
     level = rollout.vllm.sleep_level
     sleeping = {f"sleeping {part}": size for part, size in stays_whole.items()}
-    pool = (
-        {f"sleeping {GRAPHS}": graphs} if level and graphs else {}
-    )  # at either level, in pinned memory
+    # at either level, in pinned memory
+    pool = {f"sleeping {GRAPHS}": graphs} if level and graphs else {}
     always = level == 1
     if level and adapters:
         always = True  # nobody loads the folder's weights again
-    with_weights = (
-        (*stays_whole, GRAPHS) if graphs else (*stays_whole,)
-    )  # these wake together, before the cache
+    # these wake together, before the cache
+    with_weights = (*stays_whole, GRAPHS) if graphs else (*stays_whole,)
     return Footprint(
         held=held,
         working=sampler_bytes(engine, rows_in_batch(rollout), copies),

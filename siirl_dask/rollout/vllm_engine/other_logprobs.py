@@ -63,9 +63,8 @@ def check_logprobs_of_vllm(path: str, longest: int, kind: DeviceKind | None = No
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    without_key = (
-        config.get("model_type") != "qwen2_moe"
-    )  # which has windows only where its config says so
+    # which has windows only where its config says so
+    without_key = config.get("model_type") != "qwen2_moe"
     if not config.get("use_sliding_window", without_key):
         return None
     window = config.get("sliding_window")

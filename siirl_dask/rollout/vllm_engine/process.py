@@ -28,21 +28,17 @@ def prepare() -> None:
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
-    for name in (
-        "all_gather_into_tensor",
-        "reduce_scatter_tensor",
-    ):  # which vLLM calls over gloo and torch has renamed
+    # which vLLM calls over gloo and torch has renamed
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings(
             "ignore", f".*torch.distributed.{name}` is deprecated", FutureWarning
         )
-    logging.getLogger("vllm").setLevel(
-        os.environ["VLLM_LOGGING_LEVEL"]
-    )  # it warns before it sets its own
+    # it warns before it sets its own
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     if any_changed():
         registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-        if hasattr(
-            registry, "_run_in_subprocess"
-        ):  # the child process would import packages that are hidden or mended here
+        # the child process would import packages that are hidden or mended here
+        if hasattr(registry, "_run_in_subprocess"):
             registry._run_in_subprocess = lambda function: function()
 
 
@@ -94,9 +90,8 @@ def untouched(host: str = LOOPBACK) -> Iterator[None]:
     numpy = np.random.get_state()
     try:
         with listening_at(host), torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # vLLM looks at names that torch is going to drop
+            # vLLM looks at names that torch is going to drop
+            warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         torch.set_num_threads = set_threads

@@ -34,10 +34,8 @@ from siirl_dask.rollout.vllm_engine.token_choice import VllmTokenSampler, logpro
 
 _LONGEST_THAT_FITS = -1
 _HABIT = 0.9  # vLLM's default
-_SHARED = (
-    "max_rows",
-    "tensor_parallel_size",
-)  # options of every engine that decide how vLLM is called
+# options of every engine that decide how vLLM is called
+_SHARED = ("max_rows", "tensor_parallel_size")
 
 
 def llm_arguments(

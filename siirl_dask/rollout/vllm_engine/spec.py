@@ -112,9 +112,8 @@ def _check_divides(size: int, model: ModelConfig) -> None:
 
 def _build(inputs: EngineInputs) -> RolloutEngine:
     try:
-        from siirl_dask.rollout.vllm_engine.engine import (
-            VllmEngine,
-        )  # imports torch, transformers and vLLM
+        # imports torch, transformers and vLLM
+        from siirl_dask.rollout.vllm_engine.engine import VllmEngine
     except (ImportError, OSError) as error:
         raise ConfigError(
             f"rollout.engine={inputs.rollout.engine}: vLLM is installed and cannot be imported: "

@@ -51,9 +51,8 @@ class _LogprobDifferences:
             self.tokens += difference.size
             self.total += float(size.sum(dtype=np.float64))
             self.largest = float(np.maximum(self.largest, size.max()))  # keeps a nan
-            below = [
-                int(np.count_nonzero(difference < edge)) for edge in _EDGES
-            ]  # a nan is below none
+            # a nan is below none
+            below = [int(np.count_nonzero(difference < edge)) for edge in _EDGES]
             self.ratios += np.diff(np.array([0, *below, difference.size]))
 
     def merge(self, other: _LogprobDifferences) -> None:

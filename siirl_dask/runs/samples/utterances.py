@@ -41,11 +41,8 @@ _MESSAGES = (  # as the chat templates of most models write them: ChatML, Llama 
 )
 _MARKS = re.compile(r"<\|\w+\|>|</?(?:start|end)_of_turn>|</s>")
 _ASSISTANT = ("assistant", "model")
-_OPENINGS = (
-    "",
-    "<think>",
-    "<think>\n\n</think>",
-)  # what a template puts before the policy's next turn
+# what a template puts before the policy's next turn
+_OPENINGS = ("", "<think>", "<think>\n\n</think>")
 
 
 class UtteranceKind(StrEnum):

@@ -141,10 +141,8 @@ def _deliver(waiting: list[tuple[float, int, Port, bytes]]) -> None:
         if port.up:
             try:
                 os.write(port.tap, frame)
-            except (
-                BlockingIOError,
-                OSError,
-            ):  # the host's queue is full, or its device is down: the frame is lost
+            except (BlockingIOError, OSError):
+                # the host's queue is full, or its device is down: the frame is lost
                 continue
 
 

@@ -101,9 +101,8 @@ class Host:
         connections are closed.
         """
         with suppress(ProcessLookupError):
-            os.kill(
-                self.pid, signal.SIGKILL
-            )  # the first process of its namespace: the kernel kills the others
+            # the first process of its namespace: the kernel kills the others
+            os.kill(self.pid, signal.SIGKILL)
         if self._first is not None:
             self._first.communicate()
         for process in self._started:

@@ -66,9 +66,10 @@ Digests = dict[str, FileDigest]
 """Digests of files by name."""
 Progress = Callable[[], None]
 """Function to be called, from any thread, when something got done."""
+# on purpose
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled", module="torch.distributed.checkpoint"
-)  # on purpose
+)
 
 
 def _untold() -> None:
@@ -97,9 +98,8 @@ class DistributedCheckpoint:
         None is a single process. The state may change as soon as this returns. ``progress`` is
         called, from any thread, for each buffer that is written.
         """
-        is_local = isinstance(
-            open_fs(url)[0], LocalFileSystem
-        )  # on other stores a sync would be of local disks
+        # on other stores a sync would be of local disks
+        is_local = isinstance(open_fs(url)[0], LocalFileSystem)
         writer = _Writer(url, progress, sync_files=is_local, overwrite=False)
         done: Future[Digests] = Future()
         options: dict[str, Any] = {
@@ -110,9 +110,8 @@ class DistributedCheckpoint:
         try:
             if self.asynchronous:
                 writing = async_save(state, **options)
-                assert isinstance(
-                    writing, Future
-                )  # FsspecWriter copies the state before this returns
+                # FsspecWriter copies the state before this returns
+                assert isinstance(writing, Future)
                 writing.add_done_callback(partial(_pass_on, done, url, writer))
             else:
                 save(state, **options)
@@ -315,10 +314,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # Python before 3.11.4 writes members of an Enum that way
+        # Python before 3.11.4 writes members of an Enum that way
+        if (module, name) == ("builtins", "getattr"):
             return _enum_member
         if module == "torch" and isinstance(kind := getattr(torch, name, None), torch.dtype):
             return kind

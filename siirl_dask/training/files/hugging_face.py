@@ -65,9 +65,8 @@ def write_hugging_face(
         base, model
     )
     with no_progress_bars():
-        model.save_pretrained(
-            folder, state_dict=state, max_shard_size=_SHARD
-        )  # it empties ``state``
+        # it empties ``state``
+        model.save_pretrained(folder, state_dict=state, max_shard_size=_SHARD)
     for file in folder.iterdir():
         if not is_of_weights(file.name):
             file.unlink()
@@ -232,9 +231,8 @@ def _empty_model(base: str, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = class_of_config(config).from_config(config, dtype=dtype)
-    model.generation_config = (
-        GenerationConfig()
-    )  # the base's own is copied, also where transformers would refuse it
+    # the base's own is copied, also where transformers would refuse it
+    model.generation_config = GenerationConfig()
     return model
 
 

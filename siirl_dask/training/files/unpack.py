@@ -63,9 +63,8 @@ def write_unpacked(weights: Mapping[str, UnpackedWeight], base: str, folder: Pat
     for file, names in shards.filename_to_tensors.items():
         made = {name: weights[name].read().contiguous() for name in names}
         save_file(made, folder / file, metadata={"format": "pt"})
-        copymode(
-            Path(base, _CONFIG), folder / file
-        )  # safetensors makes files for their owner alone
+        # safetensors makes files for their owner alone
+        copymode(Path(base, _CONFIG), folder / file)
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -74,9 +74,8 @@ class _Base:
         for name in names:
             if name in self._stored:
                 return read_stored(self._stored[name])
-        if (
-            not self._stored and not self._loaded
-        ):  # without safetensors, or with weights that are to be unpacked
+        # without safetensors, or with weights that are to be unpacked
+        if not self._stored and not self._loaded:
             model = load_pretrained(self._kind, self._base, torch.float32, self._subject)
             self._loaded = dict(model.state_dict())
         for name in names:

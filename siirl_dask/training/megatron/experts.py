@@ -118,9 +118,8 @@ class Experts(nn.Module):
             dist.all_to_all_single(received, sent, group=self._grid.ep)
             to_ranks = sent.sum(1).tolist()
             from_ranks = received.sum(1).tolist()
-            arrived = exchange(
-                there, to_ranks, from_ranks, self._grid.ep
-            )  # by rank, and of each by expert
+            # by rank, and of each by expert
+            arrived = exchange(there, to_ranks, from_ranks, self._grid.ep)
             number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent))
             to_experts = number.repeat_interleave(received.flatten()).argsort(stable=True)
             back = self._compute(arrived[to_experts], received.sum(0))[to_experts.argsort()]

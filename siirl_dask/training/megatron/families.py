@@ -13,10 +13,8 @@ from siirl_dask.errors import ConfigError, counted
 from siirl_dask.models.architecture import read_config
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-)  # as Qwen's folders name them, and as transformers 5 writes them
+# as Qwen's folders name them, and as transformers 5 writes them
+_EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True)

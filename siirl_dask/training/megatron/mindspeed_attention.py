@@ -42,9 +42,8 @@ class MindSpeedCoreAttention(DotProductAttention):  # type: ignore[misc]  # mega
         if packing.shared is not None:
             heads = packing.shared.spread(heads)
         q, k, v = (each[0].transpose(0, 1).contiguous() for each in heads)
-        ends = torch.tensor(
-            ends_on_host(packing.runs), dtype=torch.int32
-        )  # on the host, where the kernel wants them
+        # on the host, where the kernel wants them
+        ends = torch.tensor(ends_on_host(packing.runs), dtype=torch.int32)
         output: Tensor = super().forward(
             q,
             k,

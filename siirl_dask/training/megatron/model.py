@@ -57,9 +57,8 @@ class PipelineStage(nn.Module):
         super().__init__()
         if grid.split_tokens:
             share_buffer()
-        initialize_rng_tracker(
-            inference_rng_tracker=True
-        )  # one that forks nothing: there is no dropout
+        # one that forks nothing: there is no dropout
+        initialize_rng_tracker(inference_rng_tracker=True)
         self.config = transformer_config(sizes, grid, device, dtype, operators)
         self.pg_collection = grid.collection()
         self.chunks = nn.ModuleList(
@@ -139,9 +138,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             layer.forward = partial(_with_routes, layer.forward, layer.mlp, place)
         if operators["rms_norm"] == MINDSPEED:
             for parameter in self.decoder.parameters():
-                if (
-                    parameter.ndim == 1
-                ):  # the kernel takes a weight of the hidden states' type alone
+                # the kernel takes a weight of the hidden states' type alone
+                if parameter.ndim == 1:
                     parameter.data = parameter.data.to(dtype)
         self.to(device)
         self.device = device
@@ -172,9 +170,8 @@ class Chunk(GPTModel):  # type: ignore[misc]  # megatron-core may not be here to
             ),
             rotary_pos_emb=self._angles(positions),
         )
-        if (
-            self._grid.split_tokens and self.post_process
-        ):  # every rank scores all of them, and has each one's gradient
+        # every rank scores all of them, and has each one's gradient
+        if self._grid.split_tokens and self.post_process:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self._grid.tp
             )
@@ -250,9 +247,8 @@ def _layers(
     attention.core_attention = (
         MindSpeedCoreAttention if operators["attention"] == MINDSPEED else PackedCoreAttention
     )
-    norm = (
-        spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm
-    )  # it has replaced that one
+    # it has replaced that one
+    norm = spec.submodules.input_layernorm if operators["rms_norm"] == MINDSPEED else Norm
     if sizes.normed_heads:
         attention.q_layernorm = attention.k_layernorm = norm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm

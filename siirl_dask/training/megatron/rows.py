@@ -63,9 +63,8 @@ def _join(values: Sequence[Any]) -> Any:
 
 def _rows(parts: Sequence[PackedRows]) -> PackedRows:
     lengths = torch.cat([part.offsets.diff() for part in parts])
-    routes = [
-        part.routes for part in parts if part.routes is not None
-    ]  # a rank without rows may have none
+    # a rank without rows may have none
+    routes = [part.routes for part in parts if part.routes is not None]
     return PackedRows(
         torch.cat([part.tokens for part in parts]),
         torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),

@@ -50,9 +50,8 @@ class StageWeights:
         self._grid = grid
         self._shapes = shapes
         self._per_chunk = sizes.layers // (grid.pipeline * grid.chunks)
-        self._scores = not any(
-            name.startswith(VALUES) for name in shapes
-        )  # tokens of the vocabulary
+        # tokens of the vocabulary
+        self._scores = not any(name.startswith(VALUES) for name in shapes)
         self.places = {name: self._place(name) for name in shapes if self._is_here(name)}
         """Where each Hugging Face parameter of this stage lies."""
         of_experts = {place.parameter for place in self.places.values() if place.of_experts}
@@ -220,9 +219,8 @@ class StageWeights:
         mesh = self._grid.expert_mesh if self.places[name].of_experts else self._grid.mesh
         if mesh is None:
             return part
-        if (
-            part.untyped_storage().nbytes() != part.nbytes
-        ):  # DCP takes no DTensor that begins within other memory
+        # DCP takes no DTensor that begins within other memory
+        if part.untyped_storage().nbytes() != part.nbytes:
             part = part.to("cpu", copy=True)
         shape = torch.Size(self._shapes[name])
         split = self.places[name].split

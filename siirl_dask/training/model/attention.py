@@ -124,9 +124,8 @@ def attend_varlen(
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
     ends = _ends(packing, query)
     longest = max(length for _, length in packing.runs)
-    before = (
-        -1 if window is None else window - 1
-    )  # a window includes the token itself, the kernel's does not
+    # a window includes the token itself, the kernel's does not
+    before = -1 if window is None else window - 1
     output: Tensor = kernel(
         q, k, v, ends, ends, longest, longest,
         scale=scaling, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1],

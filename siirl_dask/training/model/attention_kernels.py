@@ -219,7 +219,6 @@ def _call(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
         softmax_scale=scale, causal=True, window_size=window_size,
     )  # fmt: skip
-    result: Tensor = (
-        output[0] if isinstance(output, tuple) else output
-    )  # some versions add what a backward pass needs
+    # some versions add what a backward pass needs
+    result: Tensor = output[0] if isinstance(output, tuple) else output
     return result

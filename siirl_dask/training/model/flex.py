@@ -24,9 +24,8 @@ _BLOCK = 128  # tokens of a block that is computed or left out; what torch tunes
 NARROWEST = 16
 WIDEST = 256
 """Widths of a head that torch's kernels can have."""
-_LEAST_TOKENS = (
-    2 * _BLOCK
-)  # the compiler makes a kernel of its own where there is one block, or one token
+# the compiler makes a kernel of its own where there is one block, or one token
+_LEAST_TOKENS = 2 * _BLOCK
 # windows, types and widths of heads, with and without gradients; torch's 8 are for all of a process
 _GRAPHS = 64
 _CURE = (
@@ -70,9 +69,8 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> FlexKernel:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    if (
-        not torch.compiler.is_compiling()
-    ):  # torch would make a [T, T] matrix of scores for each head, and only warn
+    # torch would make a [T, T] matrix of scores for each head, and only warn
+    if not torch.compiler.is_compiling():
         raise ConfigError(
             "FlexAttention is called without torch.compile, which is switched off or has given up: "
             "its unfused form "
@@ -121,9 +119,8 @@ def attend_flex(
     )
     if sinks is not None:
         attended, found = output
-        share = torch.sigmoid(
-            found.lse.float() - sinks.float()[:, None]
-        )  # of all weights, the sink's included
+        # of all weights, the sink's included
+        share = torch.sigmoid(found.lse.float() - sinks.float()[:, None])
         output = (attended * share[..., None]).to(value.dtype)
     result: Tensor = output[0, :, :tokens].transpose(0, 1)
     return result

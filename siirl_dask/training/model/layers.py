@@ -48,9 +48,8 @@ def narrow_hidden_states(modules: Iterable[Any]) -> None:
             module.register_forward_hook(_narrow_output)
         elif any(parameter.ndim == 3 for parameter in own):  # a matrix for each expert
             module.forward = partial(_with_narrow_weights, module, module.forward)
-        elif hasattr(
-            module, "cast_input_dtype_enabled"
-        ):  # peft's layers would make their input float32
+        elif hasattr(module, "cast_input_dtype_enabled"):
+            # peft's layers would make their input float32
             module.cast_input_dtype_enabled = False
 
 

@@ -102,9 +102,8 @@ class _Head:
             part = self._rounded(self._weight[block])
             product = self.like_logits(self._product, len(part))
             if self._bias is None:
-                product.addmm_(
-                    self._hidden, part.T, beta=0, alpha=self.scale
-                )  # beta=0 writes over what was there
+                # beta=0 writes over what was there
+                product.addmm_(self._hidden, part.T, beta=0, alpha=self.scale)
             else:
                 offsets = self._rounded(self._bias[block])
                 torch.addmm(
@@ -213,9 +212,8 @@ class _TokenLogprobs(torch.autograd.Function):
         over the temperature.
         """
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        if (
-            by_entropy is not None and not by_entropy.any()
-        ):  # sequence parallelism passes zeros; None saves a block
+        # sequence parallelism passes zeros; None saves a block
+        if by_entropy is not None and not by_entropy.any():
             by_entropy = None
         by_logprob, by_entropy = (
             None if each is None else each[:, None] for each in (by_logprob, by_entropy)
@@ -230,9 +228,8 @@ class _TokenLogprobs(torch.autograd.Function):
             head_dtype=ctx.head_dtype,
             rows=ctx.rows,
         )
-        _, head_learns, bias_learns, *_ = (
-            ctx.needs_input_grad
-        )  # a frozen head needs no [V, D] gradient
+        # a frozen head needs no [V, D] gradient
+        _, head_learns, bias_learns, *_ = ctx.needs_input_grad
         for_hidden = torch.zeros_like(hidden, dtype=head.dtype)
         for_weight = torch.empty_like(weight) if head_learns else None
         for_bias = torch.empty_like(bias) if bias_learns else None

@@ -64,13 +64,10 @@ def add_adapters(
     whole = nn.ModuleList([model])
     targets = [name for name, module in whole.named_modules() if module in chosen]
     config = peft_config(trainer.lora.rank, trainer.lora.alpha, targets)
-    with (
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(),
-    ):  # peft draws what first_values replaces
-        warnings.filterwarnings(
-            "ignore", "Already found a `peft_config` attribute"
-        )  # of the agent before
+    # peft draws what first_values replaces
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # of the agent before
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
         for agent in agents:
             inject_adapter_in_model(config, whole, _peft_name(agent))
 

@@ -122,9 +122,8 @@ class Network(nn.Module):
             named = self.by_name()
             learned = self.trainable()
             for name in named.keys() - learned.keys():
-                named[name].requires_grad_(
-                    False
-                )  # now, for FSDP takes it over when it first gathers
+                # now, for FSDP takes it over when it first gathers
+                named[name].requires_grad_(False)
         if autocast:
             narrow_hidden_states(model.modules())
         self.eval()

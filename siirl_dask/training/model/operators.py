@@ -107,9 +107,8 @@ def rotating(module: nn.Module, rotate: Rotate) -> Callable[..., Any] | None:
 def _rotate_both(
     rotate: Rotate, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(
-        query.dtype, cos.dtype
-    )  # under autocast projections are narrower than angles
+    # under autocast projections are narrower than angles
+    dtype = torch.promote_types(query.dtype, cos.dtype)
     both = (each.unsqueeze(unsqueeze_dim).to(dtype) for each in (cos, sin))
     wide_cos, wide_sin = both
     return rotate(query.to(dtype), wide_cos, wide_sin), rotate(key.to(dtype), wide_cos, wide_sin)

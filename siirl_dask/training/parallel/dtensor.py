@@ -18,9 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 _all_gather_single = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
-_BUCKET = (
-    16 * 2**20
-)  # bytes of full tensors per message; one message per tensor is slow for small ones
+# bytes of full tensors per message; one message per tensor is slow for small ones
+_BUCKET = 16 * 2**20
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -61,9 +60,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     sharded: DTensor = tensor.detach()  # type: ignore[assignment]
-    if (
-        sharded.device_mesh.ndim > 1
-    ):  # one axis after the other: torch does the same by itself, with a warning
+    # one axis after the other: torch does the same by itself, with a warning
+    if sharded.device_mesh.ndim > 1:
         sharded = sharded.redistribute(placements=[Replicate(), *sharded.placements[1:]])
     return sharded.full_tensor()
 

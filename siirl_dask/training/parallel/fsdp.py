@@ -177,9 +177,8 @@ class FsdpBackend:
                 offload_policy=offload if self._trainer.fsdp.offload else OffloadPolicy(),
             )
         for module in network.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # sum, not mean: the loss is divided by the tokens of all ranks
+            # sum, not mean: the loss is divided by the tokens of all ranks
+            if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(network, "find_row_layout")

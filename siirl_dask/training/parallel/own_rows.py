@@ -49,7 +49,6 @@ class _SelectOwnRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         full = gradient.new_zeros(len(ctx.mask), gradient.shape[1])
         full[ctx.mask] = gradient
-        dist.all_reduce(
-            full, group=ctx.group
-        )  # each token is one rank's, so the sum puts the gradients together
+        # each token is one rank's, so the sum puts the gradients together
+        dist.all_reduce(full, group=ctx.group)
         return full, None, None

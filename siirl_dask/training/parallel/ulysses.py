@@ -81,6 +81,5 @@ def to_owners(scores: Sequence[Tensor], route: Route) -> list[Tensor]:
     received = exchange(
         torch.stack(list(scores), dim=1), route.sent, route.received, route.ranks.group
     )
-    return [
-        column.clone() for column in received[route.order.to(received.device)].unbind(1)
-    ]  # FSDP forbids views
+    # FSDP forbids views
+    return [column.clone() for column in received[route.order.to(received.device)].unbind(1)]

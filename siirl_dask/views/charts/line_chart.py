@@ -56,9 +56,8 @@ class _Scale:
 
     def y(self, value: float) -> float:
         inner = HEIGHT - _TOP - _BOTTOM
-        return (
-            _TOP + inner - (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * inner
-        )  # halves are finite
+        # halves are finite
+        return _TOP + inner - (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * inner
 
 
 def line_chart(

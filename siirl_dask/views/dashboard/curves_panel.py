@@ -96,9 +96,8 @@ class _Drawn:
         dots = Scatter(
             x="x", y="y", size="size", fill_color="colour", line_color=None, fill_alpha=0.9
         )
-        self.figure.add_glyph(
-            self._bands, bands
-        )  # not figure.patches(), which makes three glyphs more of each
+        # not figure.patches(), which makes three glyphs more of each
+        self.figure.add_glyph(self._bands, bands)
         self.figure.add_glyph(self._lines, lines)
         points = self.figure.add_glyph(self._points, dots)
         hover_over(self.figure, points)

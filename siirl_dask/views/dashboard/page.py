@@ -49,11 +49,8 @@ _CALM = (
 )
 _PICTURES = 12  # images of a prompt, as thumbnails of 20 kB at most
 _STEPS = 2  # of the timeline
-_COUNTS = (
-    Lane.CONTROL,
-    Lane.ENGINE,
-    Lane.TRANSFER,
-)  # whose counts are shown: not the progress of nodes
+# whose counts are shown: not the progress of nodes
+_COUNTS = (Lane.CONTROL, Lane.ENGINE, Lane.TRANSFER)
 _LOOKED_FOR = 6  # steps among which the newest whole ones are
 _MOST_BYTES = 2**23  # of several steps: with more workers the newest alone
 _MOST_PARTS = 256
@@ -137,9 +134,8 @@ class Page:
         )
 
     def _goes_on(self, run: LiveRun) -> bool:
-        return (
-            run.plugin in self._scheduler.plugins
-        )  # its supervisor leaves with it, however it ends
+        # its supervisor leaves with it, however it ends
+        return run.plugin in self._scheduler.plugins
 
     def _status(self, run: LiveRun) -> str:
         if self._goes_on(run):

@@ -103,9 +103,8 @@ def add_page(scheduler: Scheduler, store: RunStore) -> bool:
         return False
 
     def document(scheduler: Scheduler, extra: Mapping[str, Any], doc: Any) -> None:
-        from siirl_dask.views.dashboard.page import (
-            show_page,
-        )  # here: a second of imports that few schedulers need
+        # here: a second of imports that few schedulers need
+        from siirl_dask.views.dashboard.page import show_page
 
         show_page(scheduler, store, extra, doc)
 

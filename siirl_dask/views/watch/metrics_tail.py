@@ -57,9 +57,8 @@ class MetricsTail:
             came: bytes = self._fs.cat_file(self._path, start=begin)
         except FileNotFoundError:
             raise
-        except (
-            OSError
-        ):  # object stores refuse a range behind the end of a file that has become shorter
+        except OSError:
+            # object stores refuse a range behind the end of a file that has become shorter
             came = b""
         if not came.startswith(self._last):
             return self._read_anew()

@@ -70,9 +70,8 @@ class TaskProgress:
 
     def beat(self) -> None:
         """Count one thing that got done."""
-        self._beats = next(
-            self._numbers
-        )  # one step of the interpreter: several threads may call it
+        # one step of the interpreter: several threads may call it
+        self._beats = next(self._numbers)
         self.trace.count(Lane.COMPUTE, "progress", self._beats)
         if self._next is not None:
             self._next.beat()

@@ -23,9 +23,8 @@ from siirl_dask.worker.monitoring.clock import ClockOffset, clock_id
 from siirl_dask.worker.run_spec import RunSpec
 
 logger = logging.getLogger("siirl_dask.worker")
-_MAX_ENTRIES = (
-    2**15
-)  # entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte
+# entries of a step, which may have a validation, a checkpoint and a test; about half a megabyte
+_MAX_ENTRIES = 2**15
 _LAST_SECONDS = 5.0  # for the last part, when the run is over
 
 

@@ -70,8 +70,7 @@ class Work:
 def _allocated(device: Device | None) -> int:
     if device is None or device.kind is DeviceKind.CPU:
         return 0
-    from siirl_dask.devices import (
-        accelerator,
-    )  # and with it torch, which a scheduler has no need of
+    # and with it torch, which a scheduler has no need of
+    from siirl_dask.devices import accelerator
 
     return accelerator.allocated_bytes(device.kind, device.index)

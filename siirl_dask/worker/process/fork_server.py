@@ -11,9 +11,8 @@ import sys
 from collections.abc import Mapping
 from multiprocessing import forkserver
 
-START_METHOD = (
-    "forkserver" if sys.platform == "linux" else "spawn"
-)  # elsewhere libraries do not survive a fork
+# elsewhere libraries do not survive a fork
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _IMPORTED = [
     "siirl_dask.worker.process._hide",
     "siirl_dask.nodes",

@@ -50,13 +50,8 @@ _VARIABLES = (
     *ENGINE_VARIABLES,
 )
 _PREFIXES = BACKEND_PREFIXES  # with other settings than its peers a worker may never answer
-_HOST_SUFFIXES = (
-    "_IFNAME",
-    "_FAMILY",
-    "_HCA",
-    "_FILE",
-    "_DIR",
-)  # of names whose values may differ from host to host
+# of names whose values may differ from host to host
+_HOST_SUFFIXES = ("_IFNAME", "_FAMILY", "_HCA", "_FILE", "_DIR")
 
 
 class Report(TypedDict):
@@ -113,9 +108,8 @@ def code_digest() -> str:
 
 def _version(name: str) -> str | None:
     try:
-        return metadata.version(name).partition("+")[
-            0
-        ]  # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
+        # 2.13.0+cpu beside 2.13.0+cu126: a login node and its GPUs
+        return metadata.version(name).partition("+")[0]
     except metadata.PackageNotFoundError:
         return None
 

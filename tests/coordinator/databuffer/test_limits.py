@@ -16,9 +16,8 @@ def test_the_budget_holds_and_everyone_is_admitted_in_order(sizes, cancelled):
                 active.append(size)
                 order.append(index)
                 assert sum(active) <= budget.used
-                assert budget.used <= 100 or sum(active) == max(
-                    active
-                )  # what exceeds the limit goes alone
+                # what exceeds the limit goes alone
+                assert budget.used <= 100 or sum(active) == max(active)
                 try:
                     await asyncio.sleep(0)
                 finally:

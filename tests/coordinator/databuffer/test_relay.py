@@ -68,9 +68,8 @@ def test_replicated_rows_reach_every_target_on_any_hosts(s, t, shift, hosts, cou
             got.validate(full=True)
             assert got.equals(table)
         del got, pulled
-        for _ in range(
-            10
-        ):  # what is dropped is acked on the loop, by the relays after those that they wait for
+        # what is dropped is acked on the loop, by the relays after those that they wait for
+        for _ in range(10):
             await asyncio.sleep(0)
             await wait_for_acks(buffers)
         assert not any(buffer.unacked_bytes for buffer in buffers.values())

@@ -75,19 +75,8 @@ def test_swaps_find_the_perfect_halves_that_longest_first_misses():
 
 
 def test_the_longest_row_is_alone_when_even_the_shortest_is_too_much_on_top():
-    costs = [
-        102,
-        50,
-        38,
-        31,
-        27,
-        17,
-        17,
-        12,
-        8,
-        7,
-        6,
-    ]  # longest first: 102 has least in the end, and 6 goes there
+    # longest first: 102 has least in the end, and 6 goes there
+    costs = [102, 50, 38, 31, 27, 17, 17, 12, 8, 7, 6]
     owner = balance(costs, 3)
     assert (owner == owner[0]).sum() == 1
     assert loads_of(costs, owner, 3).max() <= 1.02 * sum(costs) / 3

@@ -247,9 +247,8 @@ def test_frames_that_are_announced_and_never_come_take_no_memory():
                 writer.close()
 
     asyncio.run(work())
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
-    )  # KiB; all would be 1.3 GiB
+    # KiB; all would be 1.3 GiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
 
 
 def test_more_rows_than_were_asked_for_are_refused_before_they_come():

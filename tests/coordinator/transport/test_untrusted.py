@@ -206,9 +206,10 @@ def test_a_late_write_after_a_cancelled_pull_spoils_nothing(way):
     now = Iteration("train", 1, 1)
 
     async def work():
+        # memory is kept
         buffers, transport = buffers_of(
             [EDGE], way, limits=BufferLimits(message=200, inline_lengths=0)
-        )  # memory is kept
+        )
         await buffers["0"].publish(EDGE, before, stale)
         assert (await buffers["1"].pull(EDGE, EDGE, before)).equals(stale)
         handle, held, go = transport.handlers["0"], asyncio.Event(), asyncio.Event()

@@ -12,14 +12,8 @@ from torch_npu import npu
 from torch_npu.calls import calls
 
 _aten = torch.ops.aten
-_MOVES = (
-    "copy_",
-    "_copy_from",
-    "_to_copy",
-    "_foreach_copy_",
-    "index_put_",
-    "_index_put_impl_",
-)  # take both devices
+# take both devices
+_MOVES = ("copy_", "_copy_from", "_to_copy", "_foreach_copy_", "index_put_", "_index_put_impl_")
 _NO_DOUBLE = (
     "mm",
     "addmm",

@@ -99,9 +99,8 @@ def test_thoughts_that_a_template_takes_out_of_earlier_turns_stay(tokenizer):
     )
     turn, _ = answer(talk, tokenizer, chat(user("2+2"), said, user("why")), [7])
     assert "deep" in tokenizer.decode(turn.request.prompt, skip_special=True)
-    heard = assistant(
-        "4", reasoning_content="deep"
-    )  # as a tokenizer with a template of responses would split it
+    # as a tokenizer with a template of responses would split it
+    heard = assistant("4", reasoning_content="deep")
     _, said = answer(talk, tokenizer, chat(user("3+1")), ids, message=heard)
     turn, _ = answer(talk, tokenizer, chat(user("3+1"), assistant("4"), user("why")), [7])
     assert turn.request.prompt[-1] != ids[-1]

@@ -63,11 +63,8 @@ def test_tool_calls_are_found_and_their_results_go_on_with_the_conversation(serv
         "weather",
         {"day": "today"},
     )
-    sent = {
-        "role": "assistant",
-        "content": "Let me see.",
-        "tool_calls": [call.model_dump()],
-    }  # thoughts are not sent
+    # thoughts are not sent
+    sent = {"role": "assistant", "content": "Let me see.", "tool_calls": [call.model_dump()]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     last = ask(model="policy", messages=[user("weather?"), sent, result], tools=[FORECAST]).choices[
         0

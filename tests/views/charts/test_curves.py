@@ -21,9 +21,8 @@ def record(step, phase=Phase.TRAIN, **metrics):
 
 
 @given(st.lists(PHASES, max_size=80), st.integers(4, 40))
-@example(
-    [Phase.VALIDATION] * 3 + [Phase.TRAIN] * 2, 4
-)  # fewer steps of training than room for them
+# fewer steps of training than room for them
+@example([Phase.VALIDATION] * 3 + [Phase.TRAIN] * 2, 4)
 def test_a_long_run_keeps_its_newest_half_its_order_and_at_most_so_many(phases, most):
     records = [record(step, phase) for step, phase in enumerate(phases)]
     kept = thinned(records, most)

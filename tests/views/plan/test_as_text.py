@@ -47,9 +47,8 @@ def test_bytes_are_counted_from_types_lengths_and_given_widths(grpo, source):
     known = replace(SIZES, token_bytes=8, widths={"prompt": 300, "answer": 20})
     bounded = estimate(plan, known)["reward", "advantage"]
     assert bounded.unknown == ()
-    per_row = (
-        IDS + 300 + 20 + 4 + (8 + 50 * 4) + (8 + 50 * 8) + 4
-    )  # prompt answer level logprobs response reward
+    # prompt answer level logprobs response reward
+    per_row = IDS + 300 + 20 + 4 + (8 + 50 * 4) + (8 + 50 * 8) + 4
     assert bounded.bytes == rows * per_row
 
 

@@ -93,9 +93,8 @@ class EarlyTraffic:
         """
         if not self.leaves(edge):
             return
-        rows = self._rows(
-            edge, key
-        )  # made here if nobody has asked yet: who asks later learns that there are no more
+        # made here if nobody has asked yet: who asks later learns that there are no more
+        rows = self._rows(edge, key)
         rows.close()
         if published.table is not None:
             ids = published.statistics[ROW_ID].tolist()

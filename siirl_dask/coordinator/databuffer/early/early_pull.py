@@ -91,9 +91,8 @@ class EarlyPull:
         """
         done, _ = await asyncio.wait(self._asking)
         for task in done:
-            if (
-                not task.cancelled()
-            ):  # it is when the run is stopped; whoever waits learns of that elsewhere
+            # it is when the run is stopped; whoever waits learns of that elsewhere
+            if not task.cancelled():
                 task.result()
         return self._batches
 

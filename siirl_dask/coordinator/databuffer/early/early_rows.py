@@ -162,9 +162,8 @@ class EarlyRows:
         for row, fingerprints in self._fingerprints.items():
             at = place.get(row)
             for name, fingerprint in fingerprints.items():
-                if (
-                    name not in columns
-                ):  # it has nulls in other rows: then no target uses what arrived early
+                # it has nulls in other rows: then no target uses what arrived early
+                if name not in columns:
                     continue
                 if at is None or _fingerprint_at(columns[name], at) != fingerprint:
                     raise NodeError(

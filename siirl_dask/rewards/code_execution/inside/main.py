@@ -52,9 +52,8 @@ def main() -> None:
     """Confine this process as its task says, run the task in a child, and end with the child's
     exit code.
     """
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # as the first process of a namespace it is then out of a child's reach
+    # as the first process of a namespace it is then out of a child's reach
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     task = json.loads(_read(struct.unpack("<Q", _read(8))[0]))
     module, function = _KINDS[task["kind"]]

@@ -190,15 +190,13 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
         rules += [(_AT_LEAST, 0, 1, _NEWEST + 1), _UNKNOWN]
     for numbers in (*_PROCESSES, *_REACH) if confined else _PROCESSES:
         rules += _on(numbers[column], _REFUSE)
-    rules += _on(
-        _CLONE3[column], _UNKNOWN
-    )  # a filter cannot see its flags; clone's it can, and the C library falls back
+    # a filter cannot see its flags; clone's it can, and the C library falls back
+    rules += _on(_CLONE3[column], _UNKNOWN)
     rules += _on(
         _CLONE[column], (_LOAD, 0, 0, _FIRST), (_ANY_BIT, 1, 0, _CLONE_THREAD), _REFUSE, _ALLOW
     )
-    if (
-        confined
-    ):  # a pair is what asyncio wakes itself with; one of datagrams could send to any address
+    # a pair is what asyncio wakes itself with; one of datagrams could send to any address
+    if confined:
         kind = [
             (_LOAD, 0, 0, _SECOND),
             (_AND, 0, 0, 0xF),
@@ -217,9 +215,8 @@ def _rules(column: int, architecture: int, confined: bool) -> list[_Rule]:
                 _REFUSE,
                 _ALLOW,
             )
-        rules += _on(
-            _PRLIMIT[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0), _REFUSE, _ALLOW
-        )  # only its own limits
+        # only its own limits
+        rules += _on(_PRLIMIT[column], (_LOAD, 0, 0, _FIRST), (_EQUAL, 1, 0, 0), _REFUSE, _ALLOW)
     return [*rules, _ALLOW]
 
 
